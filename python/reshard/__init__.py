@@ -1,0 +1,1 @@
+"""Checkpoint shard I/O, resharding and resume for large-model training."""

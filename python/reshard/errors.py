@@ -1,0 +1,121 @@
+"""The one tree of exceptions. The class answers "can the caller handle this?"; attributes hold the facts.
+
+Every class derives from `ReshardError` and, where one fits, from the builtin that callers would expect. An error
+says what was being done, to which file and key, what was expected and what was found; `hint` says what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ArgumentError",
+    "CheckpointNotFoundError",
+    "CoverageError",
+    "DamagedFileError",
+    "DestinationExistsError",
+    "KeyNotFoundError",
+    "LayoutError",
+    "MismatchError",
+    "ReshardError",
+    "StorageError",
+    "UnsupportedError",
+]
+
+
+class ReshardError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+        path: the file or folder concerned, or None.
+        key: the tensor concerned, or None.
+        hint: what to do next, or None.
+
+    Example:
+        >>> from reshard.errors import LayoutError
+        >>> error = LayoutError("dim 0 of `w` has 10 elements, not a multiple of 4", key="w", hint="use `uneven: ceil`")
+        >>> print(error)
+        dim 0 of `w` has 10 elements, not a multiple of 4
+        hint: use `uneven: ceil`
+        >>> error.key
+        'w'
+    """
+
+    def __init__(
+        self, message: str, *, path: str | None = None, key: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.key = key
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, dict(self.__dict__)))
+
+
+def _rebuild(cls: type[ReshardError], message: str, attributes: dict[str, Any]) -> ReshardError:
+    """Make an unpickled error again: the keyword arguments travel as attributes."""
+    error = cls.__new__(cls, message)
+    Exception.__init__(error, message)
+    error.__dict__.update(attributes)
+    return error
+
+
+class ArgumentError(ReshardError, ValueError):
+    """A call that cannot be meant: options that contradict each other, a missing rank, a wrong type."""
+
+
+class CheckpointNotFoundError(ReshardError, FileNotFoundError):
+    """There is no checkpoint, or not the file that should be there."""
+
+
+class DamagedFileError(ReshardError, ValueError):
+    """A file on disk violates its format: torn, altered, hostile, or not what its neighbours say of it."""
+
+
+class UnsupportedError(ReshardError, ValueError):
+    """A file or request is valid but outside what this version can do; the message says what."""
+
+
+class LayoutError(ReshardError, ValueError):
+    """A layout contradicts itself, the mesh or the tensors."""
+
+
+class CoverageError(ReshardError, ValueError):
+    """The stored shards leave a wanted region uncovered, or overlap without being replicas."""
+
+
+class KeyNotFoundError(ReshardError, KeyError):
+    """No tensor of this name."""
+
+
+class MismatchError(ReshardError, ValueError):
+    """Shape or dtype of two things that must agree differ."""
+
+
+class StorageError(ReshardError, OSError):
+    """The operating system failed a read or a write.
+
+    Attributes:
+        errno: the system's error number, or None.
+    """
+
+    def __init__(  # noqa: D107
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        key: str | None = None,
+        hint: str | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message, path=path, key=key, hint=hint)
+        self.errno = errno
+
+
+class DestinationExistsError(ReshardError, FileExistsError):
+    """The destination holds something that would have to be replaced."""
