@@ -27,6 +27,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 const BAND_BYTES: u64 = 2 << 20;
 /// Gaps between runs of at least this size are not fetched.
 const LONG_RUN_BYTES: u64 = 4096;
+/// Runs with gaps between them are read, not mapped, up to this size.
+const SCATTERED_RUN_BYTES: u64 = 256 << 10;
 /// The most that a positioned read fetches into scratch memory at once.
 const SCRATCH_BYTES: u64 = 1 << 20;
 
@@ -162,7 +164,7 @@ fn fill_stored(plan: &Plan<'_>, array: &Array, start: u64, to: &mut [u8], stores
     }
     for piece in array.pieces_over(start, end) {
         let mut copy = BoxCopy { source: plan.source(piece), piece, unit_bytes, to, stores, control };
-        restrict(&piece.dims, 0, piece.dst, (start, end), &mut |dims, src, dst| copy.dense_parts(dims, src, dst - start))
+        restrict(&piece.dims, 0, piece.dst, (start, end), &mut |dims, src, dst| copy.dense_parts(dims, src, dst - start, false))
             .map_err(|error| error.key(&array.name))?;
     }
     Ok(())
@@ -223,7 +225,7 @@ struct BoxCopy<'a> {
 
 impl BoxCopy<'_> {
     /// Copies a box at unit `src` of the piece to unit `dst` of the slice, fetching dense parts of the source as one.
-    fn dense_parts(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
+    fn dense_parts(&mut self, dims: &[Dim], src: u64, dst: u64, is_part: bool) -> Result<()> {
         let n: u64 = dims.iter().map(|dim| dim.len).product();
         let (useful, span) = (n * self.unit_bytes, src_span(dims) * self.unit_bytes);
         let run = source_run(dims) * self.unit_bytes;
@@ -243,7 +245,7 @@ impl BoxCopy<'_> {
             let mut inner = dims.to_vec();
             inner.remove(widest);
             for k in 0..dim.len {
-                self.dense_parts(&inner, src + k * dim.src, dst + k * dim.dst)?;
+                self.dense_parts(&inner, src + k * dim.src, dst + k * dim.dst, true)?;
             }
             return Ok(());
         }
@@ -256,7 +258,11 @@ impl BoxCopy<'_> {
             }
             PlanSource::File(_, file) => {
                 self.control.fetched_bytes.fetch_add(span, Ordering::Relaxed);
-                if let Some(from) = file.source().bytes(start, span)? {
+                let scattered = is_part && span < SCATTERED_RUN_BYTES && self.is_direct(dims, run);
+                if scattered {
+                    // One call a run, as bringing it in would be, and the copy with it.
+                    file.source().read_at(start, &mut self.to[at..at + useful as usize])?;
+                } else if let Some(from) = file.source().bytes(start, span)? {
                     copy_box(from, &mut self.to[at..], dims, self.unit_bytes, self.stores);
                 } else if self.is_direct(dims, run) {
                     file.source().read_at(start, &mut self.to[at..at + useful as usize])?;

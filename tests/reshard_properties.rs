@@ -1,0 +1,139 @@
+//! The whole path of the core against an oracle that moves one element at a time: random layouts as source and as
+//! destination, written to real files, planned, and copied by map and by positioned reads.
+
+use proptest::prelude::*;
+use reshard_core::copy::{Control, fill};
+use reshard_core::dtype::Dtype;
+use reshard_core::index::{Index, Request};
+use reshard_core::layout::{Block, DimSpec, Layout, Spec, Uneven};
+use reshard_core::memory::Stores;
+use reshard_core::mesh::Mesh;
+use reshard_core::plan::Plan;
+use reshard_core::source::Method;
+use reshard_core::writer::{self, Options};
+use std::sync::Arc;
+
+const DTYPES: [Dtype; 5] = [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64, Dtype::C64];
+
+fn options() -> Options {
+    Options { metadata: vec![], memory_bytes: writer::MIN_MEMORY_BYTES, durable: false, direct: false, mode: 0o600 }
+}
+
+/// Random bytes that differ from element to element.
+fn content(n_bytes: usize) -> Vec<u8> {
+    (0..n_bytes as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
+}
+
+/// The local array of a position, element by element from its tiles; elements that no tile covers are zero.
+fn local_array(layout: &Layout, position: u64, whole: &[u8], size: usize) -> Vec<u8> {
+    let n: u64 = layout.local_shape(position).iter().product();
+    let mut local = vec![0; n as usize * size];
+    let mut is_written = vec![false; n as usize];
+    for tile in layout.tiles(position) {
+        let region = &tile.global;
+        for mut k in 0..region.n_elements() {
+            let mut global = vec![0; region.rank()];
+            for d in (0..region.rank()).rev() {
+                global[d] = region.offset()[d] + k % region.shape()[d];
+                k /= region.shape()[d];
+            }
+            let from = global.iter().zip(layout.shape()).fold(0, |at, (i, extent)| at * extent + i) as usize;
+            let to = tile.local_at(&global) as usize;
+            assert!(!std::mem::replace(&mut is_written[to], true), "a local element is written twice");
+            local[to * size..(to + 1) * size].copy_from_slice(&whole[from * size..(from + 1) * size]);
+        }
+    }
+    local
+}
+
+prop_compose! {
+    /// A layout of a shape over a mesh of up to 12 ranks: which axes do what is drawn, what does not fit is left out.
+    fn layouts(shape: Vec<u64>)(
+        sizes in prop::collection::vec(1..4_u64, 0..3),
+        uses in prop::collection::vec(0..7_usize, 3),
+        kind in 0..4_usize,
+        splits in prop::collection::vec(0..100_u64, 8),
+        permute in any::<bool>(),
+    ) -> Layout {
+        let n = shape.len();
+        let axes: Vec<_> = sizes.iter().enumerate().map(|(i, size)| (format!("axis{i}"), *size)).collect();
+        let mesh = Arc::new(Mesh::new(axes, None).unwrap());
+        let mut dims = vec![DimSpec::default(); n];
+        let (mut flat, mut place) = (None, Vec::new());
+        for (axis, size) in sizes.iter().enumerate() {
+            match uses[axis] {
+                use_ @ 0..=3 if n > 0 => dims[use_ % n].axes.push(axis),
+                4 => flat.get_or_insert_with(Vec::new).push(axis),
+                5 => place.push((vec![axis], splits[axis] % size)),
+                _ => {}
+            }
+        }
+        for (d, dim) in dims.iter_mut().enumerate() {
+            let parts = mesh.n_folded(&dim.axes);
+            if kind == 1 {
+                let mut bounds: Vec<u64> = (1..parts).map(|k| splits[k as usize % 8] % (shape[d] + 1)).collect();
+                bounds.extend([0, shape[d]]);
+                bounds.sort_unstable();
+                dim.sizes = Some(bounds.windows(2).map(|pair| pair[1] - pair[0]).collect());
+            } else if kind == 2 && flat.is_none() {
+                let first = splits[d] % (shape[d] + 1);
+                dim.blocks = Some(vec![
+                    Block { size: first, is_cut: true },
+                    Block { size: shape[d] - first, is_cut: splits[7] % 2 == 0 },
+                ]);
+            }
+        }
+        let stored = permute.then(|| (0..n).rev().collect());
+        Layout::new(mesh, Spec { shape: shape.clone(), dims, uneven: Uneven::Ceil, flat, stored, place }).unwrap()
+    }
+}
+
+fn cases() -> impl Strategy<Value = (Arc<Layout>, Layout, Dtype)> {
+    let extent = prop_oneof![3 => 1..12_u64, 1 => Just(0_u64), 1 => Just(17), 1 => Just(64)];
+    prop::collection::vec(extent, 0..5)
+        .prop_filter("small", |shape| shape.iter().product::<u64>() <= 20_000)
+        .prop_flat_map(|shape| (layouts(shape.clone()), layouts(shape), 0..DTYPES.len()))
+        .prop_map(|(from, to, dtype)| (Arc::new(from), to, DTYPES[dtype]))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_layout_to_any_layout((from, to, dtype) in cases()) {
+        let size = (dtype.bits() / 8) as usize;
+        let whole = content(from.shape().iter().product::<u64>() as usize * size);
+        let folder = tempfile::tempdir().unwrap();
+        for method in [Method::Map, Method::Read] {
+            let mut index = Index::new();
+            let mut files = Vec::new();
+            for position in 0..from.mesh().n_points() {
+                let path = folder.path().join(format!("{position}.safetensors"));
+                if method == Method::Map && from.holds(position) {
+                    let local = local_array(&from, position, &whole, size);
+                    let shape = from.local_shape(position);
+                    let mut strides: Vec<u64> = reshard_core::region::row_major_strides(&shape);
+                    strides.iter_mut().for_each(|stride| *stride *= size as u64);
+                    let plan = Plan::of_memory(vec![("w".into(), dtype, shape, &local, strides)]).unwrap();
+                    let written = writer::write(&path, &plan, &options(), &Control::default()).unwrap();
+                    prop_assert_eq!(written.n_bytes, std::fs::metadata(&path).unwrap().len());
+                }
+                files.push(index.add_file(path, false, method));
+            }
+            index.add_layout("w", dtype, &from, &files.into()).unwrap();
+            index.check().unwrap();
+            for position in to.holders() {
+                let expected = local_array(&to, position, &whole, size);
+                let mut request = Request::default();
+                request.add("w", "w", &to, position).unwrap();
+                let plan = index.plan(&request, None).unwrap();
+                // Whatever was there before, padding included, is overwritten.
+                let mut found = vec![0xA5; expected.len()];
+                let control = Control::default();
+                fill(&plan, vec![&mut found], Stores::Streaming, &control).unwrap();
+                prop_assert_eq!(control.done_bytes(), expected.len() as u64);
+                prop_assert_eq!(&found, &expected);
+            }
+        }
+    }
+}
