@@ -250,3 +250,6 @@ def write_arrays(
     The buffers may be strided. The file appears whole under its name (a temporary beside it, renamed), replaces a
     file that was there, and with `durable` it and its folder are synced before this returns.
     """
+
+def rename(source: str, target: str, *, exchange: bool) -> None:
+    """Rename a file or folder onto a free name, or exchange two names in one step. Raises OSError."""

@@ -274,7 +274,7 @@ impl Index {
         let cuts = shape.iter().map(|&extent| Cuts::Even { extent, n_parts: 1 }).collect();
         let order = (0..shape.len()).collect();
         let form = Form::Grid(Grid { cuts, order, holders: Holders::File(file) });
-        self.insert(key, Some(dtype), shape.to_vec(), form)
+        self.insert(key, Some(dtype), shape, form)
     }
 
     /// `key` lies in the files of the ranks as a layout says, under its own name: one file a position.
@@ -485,7 +485,7 @@ impl Index {
                     is_known[at] = true;
                     let entry = opened.header().entry(at);
                     let dtype = *stored.dtype.get_or_init(|| entry.dtype);
-                    self.check_stored(file, name, (entry.dtype, entry.shape), (dtype, &shape))?;
+                    self.check_stored(file, name, (entry.dtype, &entry.shape), (dtype, &shape))?;
                 }
                 let unlisted = is_known.iter().enumerate().filter(|(_, known)| !**known);
                 Ok(unlisted.map(|(i, _)| (file, opened.header().entry(i).name.to_owned())).collect())
@@ -546,7 +546,7 @@ impl Index {
                 let Needed { file, name, stored_shape, src, mut piece } = needed;
                 let opened = self.open(file)?;
                 let (found, shape, start) = opened.tensor(name).ok_or_else(|| self.missing_in(file, name))?;
-                self.check_stored(file, name, (found, shape), (stored_dtype, &stored_shape))?;
+                self.check_stored(file, name, (found, &shape), (stored_dtype, &stored_shape))?;
                 piece.source = *sources.entry(file).or_insert_with(|| {
                     plan.sources.push(PlanSource::File(file, opened.clone()));
                     plan.sources.len() as u32 - 1

@@ -32,7 +32,7 @@ impl ShardFile {
     }
 
     /// dtype, shape and first byte in the file of a tensor.
-    pub fn tensor(&self, name: &str) -> Option<(Dtype, &[u64], u64)> {
+    pub fn tensor(&self, name: &str) -> Option<(Dtype, Vec<u64>, u64)> {
         let entry = self.header.entry(self.header.find(name)?);
         Some((entry.dtype, entry.shape, self.header.data_start() + entry.start))
     }

@@ -269,6 +269,34 @@ impl Drop for Temporary {
     }
 }
 
+/// Renames a file or folder: onto a name that must be free, or exchanging the two names in one step.
+///
+/// Where a file system cannot exchange, the old one is moved aside, the new one in, and the old one back to the first
+/// name; a crash between leaves both under one of these names.
+pub fn rename(from: &Path, to: &Path, exchange: bool) -> std::io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    use rustix::io::Errno;
+    let flags = if exchange { RenameFlags::EXCHANGE } else { RenameFlags::NOREPLACE };
+    match renameat_with(CWD, from, CWD, to, flags) {
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {}
+        other => return other.map_err(Into::into),
+    }
+    if !exchange {
+        if to.try_exists()? {
+            return Err(Errno::EXIST.into());
+        }
+        return std::fs::rename(from, to);
+    }
+    let mut aside = from.as_os_str().to_owned();
+    aside.push(".old");
+    std::fs::rename(to, &aside)?;
+    if let Err(error) = std::fs::rename(from, to) {
+        std::fs::rename(&aside, to)?;
+        return Err(error);
+    }
+    std::fs::rename(&aside, from)
+}
+
 /// Makes the entries of a folder durable.
 pub fn sync_folder(path: &Path) -> Result<()> {
     let synced = File::open(path).and_then(|folder| folder.sync_all());

@@ -88,7 +88,7 @@ impl Index {
 
     fn file_metadata(&self, py: Python<'_>, file: u32) -> PyResult<Option<BTreeMap<String, String>>> {
         let opened = raise(py, self.index.open(file))?;
-        Ok(opened.header().metadata().map(|pairs| pairs.iter().cloned().collect()))
+        Ok(opened.header().metadata().map(|pairs| pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect()))
     }
 
     fn file_tensors<'py>(

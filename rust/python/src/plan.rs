@@ -220,3 +220,10 @@ pub(crate) fn write_arrays(
     let options = writer::Options { metadata, memory_bytes, durable, direct, mode };
     write_plan(py, path, &plan, &options, threads, progress)
 }
+
+#[pyfunction]
+#[pyo3(signature = (source, target, *, exchange))]
+#[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
+pub(crate) fn rename(py: Python<'_>, source: PathBuf, target: PathBuf, exchange: bool) -> PyResult<()> {
+    Ok(py.detach(|| writer::rename(&source, &target, exchange))?)
+}

@@ -1,0 +1,93 @@
+//! Planning at scale: 16,384 ranks x 2,000 tensors are proven covered and one rank is planned under another layout.
+//!
+//! Prints time and peak memory, checks the result against the arithmetic of the layouts, and fails beyond the bounds: one
+//! second and 256 MiB.
+
+#![expect(clippy::print_stdout, reason = "a bench prints its table")]
+
+use reshard_core::dtype::Dtype;
+use reshard_core::index::{Index, Request};
+use reshard_core::layout::{DimSpec, Layout, Spec, Uneven};
+use reshard_core::mesh::Mesh;
+use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+#[expect(unsafe_code, reason = "an allocator that counts")]
+// SAFETY: every call goes to the system's allocator unchanged; the counters touch no memory of it.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: AllocLayout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        PEAK.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `alloc`, which is handed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: AllocLayout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `dealloc`, which is handed on.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const N_TENSORS: usize = 2000;
+
+fn layout(mesh: &Arc<Mesh>, cut: [&[usize]; 2]) -> Arc<Layout> {
+    let dims = cut.map(|axes| DimSpec { axes: axes.to_vec(), ..DimSpec::default() }).to_vec();
+    let spec = Spec { shape: vec![16_384, 8_192], dims, uneven: Uneven::Refuse, flat: None, stored: None, place: vec![] };
+    Arc::new(Layout::new(Arc::clone(mesh), spec).unwrap())
+}
+
+fn main() {
+    let axes = |sizes: [u64; 2]| vec![("dp".to_owned(), sizes[0]), ("tp".to_owned(), sizes[1])];
+    let from = Arc::new(Mesh::new(axes([2048, 8]), None).unwrap());
+    let to = Arc::new(Mesh::new(axes([1024, 16]), None).unwrap());
+    // A mix as in training: cut by tensor parallel and replicated; cut by ZeRO as well; cut on both dims.
+    let stored = [layout(&from, [&[1], &[]]), layout(&from, [&[1, 0], &[]]), layout(&from, [&[0], &[1]])];
+    let wanted = [layout(&to, [&[], &[1]]), layout(&to, [&[0], &[1]]), layout(&to, [&[1], &[0]])];
+    let keys: Vec<_> = (0..N_TENSORS).map(|i| format!("decoder.layers.{i}.mlp.linear_fc1.weight")).collect();
+
+    let start = Instant::now();
+    let mut index = Index::new();
+    let files: Arc<[u32]> = (0..from.n_points())
+        .map(|rank| index.add_file(PathBuf::from(format!("model-{rank:07}-0016384.safetensors")), false, Default::default()))
+        .collect();
+    for (i, key) in keys.iter().enumerate() {
+        index.add_layout(key, Dtype::Bf16, &stored[i % 3], &files).unwrap();
+    }
+    let built = start.elapsed();
+    index.prove().unwrap();
+    let proven = start.elapsed();
+    let mut request = Request::default();
+    for (i, key) in keys.iter().enumerate() {
+        request.add(key, key, &wanted[i % 3], 777).unwrap();
+    }
+    let n_pieces = index.count_pieces(&request).unwrap();
+    let planned = start.elapsed();
+    let peak_mib = PEAK.load(Ordering::Relaxed) as f64 / f64::from(1 << 20);
+
+    let expected: usize = (0..N_TENSORS)
+        .map(|i| {
+            // Cells of the stored grid that the wanted box touches, dim by dim.
+            let (rows, columns) = [(8, 1), (16_384, 1), (2_048, 8)][i % 3];
+            let (wanted_rows, wanted_columns) = [(1, 16), (1024, 16), (16, 1024)][i % 3];
+            usize::max(rows / wanted_rows, 1) * usize::max(columns / wanted_columns, 1)
+        })
+        .sum();
+    assert_eq!(n_pieces, expected);
+    println!("16,384 ranks x {N_TENSORS} tensors, {} shards", 16_384 * N_TENSORS);
+    println!("index {built:?}, proof {:?}, plan of one rank ({n_pieces} pieces) {:?}", proven - built, planned - proven);
+    println!("together {planned:?}, peak memory {peak_mib:.1} MiB");
+    assert!(planned.as_secs_f64() < 1.0, "more than a second");
+    assert!(peak_mib < 256.0, "more than 256 MiB");
+}

@@ -1,0 +1,1 @@
+"""What is done with checkpoints as a whole, over reading and writing."""

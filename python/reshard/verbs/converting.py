@@ -1,0 +1,394 @@
+"""Any format and layout to any other: merge, split, re-cut, re-shard to another file size, cast.
+
+The destination is planned first: which file holds which arrays. Then each file is streamed by the core, source to
+destination, within the memory budget, into a staging folder that is published whole. Nothing here touches a byte.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from reshard import _core, checkpoint, dtypes
+from reshard.checkpoint import Checkpoint, LayoutLike, Part
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DestinationExistsError, ReshardError, UnsupportedError
+from reshard.formats import checkpoint2, checkpoint2_metadata, huggingface, tiles
+from reshard.formats.files import parse_size, write_file_atomically
+from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.write.commit import published_folder, sync_folder
+
+__all__ = ["ConvertReport", "Target", "convert"]
+
+Target = Literal["huggingface", "checkpoint2", "safetensors"]
+
+# Named in the `__metadata__` of what is written: by it an earlier convert is known again.
+WRITER_KEY = "reshard"
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion wrote.
+
+    Attributes:
+        path: the destination; of a Checkpoint 2.0 the iteration folder.
+        to: its format.
+        n_tensors: tensors of the source that were written.
+        n_files: shard files.
+        n_bytes: bytes of the shard files.
+        seconds: how long it took.
+        not_expressible: keys, each with the reason, whose layout metadata.json cannot say: the original does not see them.
+        warnings: what deserves a look.
+    """
+
+    path: str
+    to: Target
+    n_tensors: int
+    n_files: int
+    n_bytes: int
+    seconds: float
+    not_expressible: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _File:
+    """One shard file to be: its name, and what the core is asked for."""
+
+    name: str
+    request: _core.Request
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: Target | None = None,
+    part: Part | None = None,
+    layout: LayoutLike | None = None,
+    iteration: int | None = None,
+    prefix: str | None = None,
+    dtype: object = None,
+    max_shard_size: str | int = "4GiB",
+    dedup: bool = True,
+    memory: str | int = "256MiB",
+    threads: int | None = None,
+    durable: bool = True,
+    overwrite: bool = False,
+    strict_format: bool = False,
+    modes: Literal["original"] | None = None,
+    progress: _core.Progress | None = None,
+) -> ConvertReport:
+    """Write a checkpoint again in another format, layout, file size or dtype.
+
+    Args:
+        src: whatever `reshard.open` opens.
+        dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file.
+        to: "huggingface" (the default without a layout), "checkpoint2" (the default with one) or "safetensors": one file
+            if `dst` ends so, else one a rank.
+        part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
+        layout: how the destination is cut; none: whole tensors.
+        iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none.
+        prefix: first part of the names of Checkpoint 2.0 shard files.
+        dtype: cast the floating-point tensors to it; others stay.
+        max_shard_size: largest Hugging Face file, such as "4GiB"; a larger tensor gets a file of its own.
+        dedup: write each shard once instead of once for every rank that holds it.
+        memory: budget of the copy, such as "256MiB"; what is used beyond it does not grow with the model.
+        threads: threads of the copy.
+        durable: sync everything before it is published.
+        overwrite: replace that iteration, or the files of an earlier conversion, and nothing else.
+        strict_format: refuse tensors whose layout metadata.json cannot express, instead of describing them in
+            tiles.json, which only this package reads.
+        modes: "original" gives files the permissions that MindSpore Transformers gives (shard files 0400).
+        progress: called as `progress(done_bytes, total_bytes)`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        DestinationExistsError: `dst` holds something, and `overwrite` was not given or does not cover it.
+        ArgumentError: options that contradict each other, or `dst` inside `src` or the reverse.
+        LayoutError, CoverageError, MismatchError, UnsupportedError: the source or the layout does not allow it.
+        DamagedFileError, StorageError: reading or writing failed. In every case the destination is as it was.
+
+    Example:
+        >>> import numpy as np, tempfile, reshard
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> src, dst = f"{folder.name}/m.safetensors", f"{folder.name}/tp2"
+        >>> reshard.save_file({"w": np.arange(8, dtype=np.float32)}, src)
+        >>> layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+        >>> reshard.convert(src, dst, layout=layout, iteration=7).n_files
+        2
+        >>> reshard.open(dst).iteration
+        7
+    """
+    started = time.monotonic()
+    source, target = Path(src), Path(dst)
+    chosen = _target(to, layout, target)
+    _check_options(chosen, target, layout, iteration, prefix, modes)
+    _check_apart(source, target)
+    options = _Options(
+        metadata={"format": "ms" if chosen == "checkpoint2" else "pt", WRITER_KEY: _core.__version__},
+        dtype=None if dtype is None else dtypes.parse_dtype(dtype),
+        memory_bytes=parse_size(memory),
+        threads=threads,
+        durable=durable,
+        file_mode=0o640 if chosen == "checkpoint2" else 0o666,
+        folder_mode=0o750 if chosen == "checkpoint2" else 0o777,
+        progress=progress,
+    )
+    with checkpoint.open(source) as opened:
+        keys = opened.keys(part or ("model" if chosen == "huggingface" else "all"))
+        if not keys:
+            raise ArgumentError(f"{source} holds no tensors of that part; there is nothing to write", path=str(source))
+        job = _Job(opened, keys, target, options, overwrite)
+        if chosen == "huggingface":
+            written = _to_huggingface(job, parse_size(max_shard_size))
+        elif chosen == "safetensors":
+            written = _to_safetensors(job, layout)
+        else:
+            bound = _bind(opened, layout)
+            number = iteration if iteration is not None else (opened.iteration or 0)
+            written = _to_checkpoint2(job, bound, layout, number, prefix, dedup, strict_format, modes)
+    return ConvertReport(
+        path=str(written.path),
+        to=chosen,
+        n_tensors=len(keys),
+        n_files=written.n_files,
+        n_bytes=written.n_bytes,
+        seconds=time.monotonic() - started,
+        not_expressible=written.not_expressible,
+        warnings=tuple(written.warnings),
+    )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What holds for every file."""
+
+    metadata: dict[str, str]
+    dtype: str | None
+    memory_bytes: int
+    threads: int | None
+    durable: bool
+    file_mode: int
+    folder_mode: int
+    progress: _core.Progress | None
+
+
+@dataclass(frozen=True)
+class _Job:
+    source: Checkpoint
+    keys: list[str]
+    target: Path
+    options: _Options
+    overwrite: bool
+
+
+@dataclass
+class _Written:
+    path: Path
+    n_files: int
+    n_bytes: int
+    not_expressible: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def _target(to: Target | None, layout: LayoutLike | None, target: Path) -> Target:
+    if to is None:
+        return "huggingface" if layout is None else "checkpoint2"
+    if to not in ("huggingface", "checkpoint2", "safetensors"):
+        raise ArgumentError(f'`to` is {to!r}; "huggingface", "checkpoint2" or "safetensors" are accepted')
+    return to
+
+
+def _check_options(
+    to: Target, target: Path, layout: LayoutLike | None, iteration: int | None, prefix: str | None, modes: str | None
+) -> None:
+    if to == "huggingface" and layout is not None:
+        raise ArgumentError(
+            "Hugging Face files hold whole tensors: `layout` has no meaning there",
+            hint='leave `layout` out, or choose to="checkpoint2" or to="safetensors"',
+        )
+    if to == "safetensors" and layout is not None and target.suffix == ".safetensors":
+        raise ArgumentError(
+            f"{target} is one file, a layout makes one a rank", hint="give a folder as the destination", path=str(target)
+        )
+    if to != "checkpoint2":
+        for name, value in (("iteration", iteration), ("prefix", prefix), ("modes", modes)):
+            if value is not None:
+                raise ArgumentError(f'`{name}` belongs to to="checkpoint2"; the destination is "{to}"')
+    if modes not in (None, "original"):
+        raise ArgumentError(f'`modes` is {modes!r}; "original" is accepted')
+    if iteration is not None and (isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0):
+        raise ArgumentError(f"`iteration` is {iteration!r}; a whole number from 0 on is needed")
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    if not source.exists():
+        raise CheckpointNotFoundError(f"there is nothing at {source}", path=str(source))
+    a, b = source.resolve(), target.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        # A file beside others in its folder is no container: only a destination *in* it, or around it, is meant.
+        raise ArgumentError(
+            f"source {source} and destination {target} lie inside each other", path=str(target), hint="choose another one"
+        )
+
+
+def _bind(source: Checkpoint, layout: LayoutLike | None) -> BoundLayout:
+    return source.bind(ModelLayout.replicated() if layout is None else layout)
+
+
+class _Progress:
+    """Progress over several files as one."""
+
+    def __init__(self, call: _core.Progress | None, total_bytes: int) -> None:
+        self.call = call
+        self.total_bytes = total_bytes
+        self.before = 0
+
+    def of_file(self, n_bytes: int) -> Callable[[int, int], object] | None:
+        """The callback for the next file."""
+        start, call = self.before, self.call
+        self.before += n_bytes
+        return None if call is None else lambda done, _: call(start + done, self.total_bytes)
+
+
+def _write_files(job: _Job, folder: Path, files: list[_File]) -> int:
+    """Stream the files; the bytes that were written."""
+    options = job.options
+    # Plans are cheap and hold what they open: they are made one by one, and once more to know the total.
+    sizes = [sum(array[3] for array in job.source._index.plan(file.request, dtype=options.dtype).arrays) for file in files]  # noqa: SLF001
+    progress = _Progress(options.progress, sum(sizes))
+    total = 0
+    for file, n_bytes in zip(files, sizes, strict=True):
+        plan = job.source._index.plan(file.request, dtype=options.dtype)  # noqa: SLF001
+        total += plan.write(
+            str(folder / file.name),
+            metadata=options.metadata,
+            memory_bytes=options.memory_bytes,
+            threads=options.threads,
+            durable=options.durable,
+            mode=options.file_mode,
+            progress=progress.of_file(n_bytes),
+        )
+    return total
+
+
+# -- Hugging Face and plain files
+
+
+def _to_huggingface(job: _Job, max_shard_bytes: int) -> _Written:
+    _check_folder_free(job)
+    request = _whole(job.source, job.keys)
+    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.source._index.plan(request, dtype=job.options.dtype).arrays]  # noqa: SLF001
+    shards = huggingface.plan_shards(sizes, max_shard_bytes)
+    files = [
+        _File(huggingface.file_name(number, len(shards)), _whole(job.source, keys))
+        for number, keys in enumerate(shards, 1)
+    ]
+    with _folder(job) as folder:
+        n_bytes = _write_files(job, folder, files)
+        if len(files) > 1:
+            weight_map = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
+            total = sum(size for _, size in sizes)
+            text = huggingface.index_text(weight_map, total, _core.__version__)
+            write_file_atomically(folder / huggingface.INDEX_FILE, text, job.options.file_mode, durable=job.options.durable)
+    return _Written(job.target, len(files), n_bytes)
+
+
+def _whole(source: Checkpoint, keys: list[str]) -> _core.Request:
+    request = _core.Request()
+    for key in keys:
+        shape = source._index.shape(key)  # noqa: SLF001
+        request.add_region(key, key, (0,) * len(shape), shape)
+    return request
+
+
+def _to_safetensors(job: _Job, layout: LayoutLike | None) -> _Written:
+    options = job.options
+    if job.target.suffix == ".safetensors":
+        _check_file_free(job)
+        job.target.parent.mkdir(parents=True, exist_ok=True)
+        n_bytes = _write_files(job, job.target.parent, [_File(job.target.name, _whole(job.source, job.keys))])
+        return _Written(job.target, 1, n_bytes)
+    _check_folder_free(job)
+    bound = _bind(job.source, layout)
+    files, described = [], tiles.Builder()
+    for rank in bound.ranks:
+        names = bound.local_names(rank, job.keys)
+        if not names:
+            continue
+        request = bound.request(rank, job.keys)
+        files.append(_File(f"rank_{rank}.safetensors", request))
+        _describe(described, bound, rank, job.keys, files[-1].name)
+    with _folder(job) as folder:
+        n_bytes = _write_files(job, folder, files)
+        _write_tiles(job, folder, described, layout)
+    return _Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
+
+
+def _folder(job: _Job) -> Any:
+    return published_folder(
+        job.target,
+        job.target.parent,
+        replace=job.overwrite,
+        durable=job.options.durable,
+        mode=job.options.folder_mode,
+        keep=lambda entry: not _is_ours(entry),
+    )
+
+
+def _is_ours(entry: Path) -> bool:
+    """Whether a file was written by an earlier conversion: it names its writer."""
+    if entry.is_symlink() or not entry.is_file():
+        return False
+    if entry.name == tiles.TILES_FILE:
+        return True
+    if entry.name == huggingface.INDEX_FILE:
+        return huggingface.index_writer(entry) is not None
+    if entry.suffix != ".safetensors":
+        return False
+    try:
+        index = _core.Index()
+        return WRITER_KEY in (index.file_metadata(index.add_file(str(entry), follow_links=False)) or {})
+    except ReshardError:
+        return False
+
+
+def _check_folder_free(job: _Job) -> None:
+    target = job.target
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise DestinationExistsError(f"{target} is a file; the destination is to be a folder", path=str(target))
+    entries = list(target.iterdir())
+    if not entries:
+        return
+    if not job.overwrite:
+        raise DestinationExistsError(
+            f"{target} holds {len(entries)} entries, such as {entries[0].name}",
+            path=str(target),
+            hint="choose another destination, or give `overwrite` to replace the files of an earlier conversion",
+        )
+    foreign = [e for e in entries if not _is_ours(e) and (e.suffix == ".safetensors" or e.name == huggingface.INDEX_FILE)]
+    if foreign:
+        raise DestinationExistsError(
+            f"{foreign[0]} was not written by an earlier conversion and would be mixed up with what is written now",
+            path=str(foreign[0]),
+            hint="move it away, or choose another destination",
+        )
+
+
+def _check_file_free(job: _Job) -> None:
+    target = job.target
+    if not (target.exists() or target.is_symlink()):
+        return
+    if not job.overwrite:
+        raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite` to replace it")
+    if not _is_ours(target):
+        raise DestinationExistsError(
+            f"{target} was not written by an earlier conversion", path=str(target), hint="choose another destination"
+        )
