@@ -102,6 +102,9 @@ class Request:
         have the same `flat` axes, and the rank holds each of them.
         """
 
+    def last(self) -> tuple[tuple[int, ...], list[tuple[str, Tile]]] | None:
+        """Shape of the array that was added last, and its tiles with their keys."""
+
 @final
 class Buffer:
     """Owned memory (huge pages) or a private copy-on-write map of a file; a writable buffer of bytes."""
@@ -159,6 +162,12 @@ class Index:
     def info(self, key: str) -> tuple[str, tuple[int, ...]]:
         """dtype and global shape. Where only a shard file knows the dtype, one is opened."""
 
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Global shape; opens nothing."""
+
+    def holders(self, key: str) -> list[int]:
+        """The files that hold a part of the tensor, ascending; opens nothing."""
+
     def shards(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], list[int]]]:
         """`(offset, shape, files that hold it)` of each stored region."""
 
@@ -197,6 +206,9 @@ class Plan:
     @property
     def source_bytes(self) -> dict[int, int]:
         """Bytes wanted of each file."""
+
+    def only(self, arrays: Sequence[int]) -> Plan:
+        """The plan of some of the arrays, by number."""
 
     def load(self, *, threads: int | None = None, progress: Progress | None = None) -> list[tuple[Buffer, int]]:
         """Fresh memory, filled: a buffer and a byte offset an array."""

@@ -9,5 +9,27 @@ compile_error!("reshard addresses files of any size: 64-bit targets only");
 // Values.
 pub mod dtype;
 pub mod error;
+pub mod layout;
+pub mod mesh;
+pub mod region;
+pub mod tile;
+
+// Reading: the header, one shard file, the table of a checkpoint.
+pub mod header;
+pub mod metadata;
+pub mod shard_file;
+pub mod source;
+
+// Which shard is where; the checked plan.
+pub mod index;
+pub mod plan;
+
+// Moving bytes.
+pub mod copy;
+pub mod memory;
+
+// Writing one file durably.
+pub mod checksum;
+pub mod writer;
 
 pub use error::{Error, Kind, Result};

@@ -1,0 +1,491 @@
+//! How one tensor lies on a mesh, and the tiles that a rank holds of it.
+//!
+//! A layout is a checked value: once made, every rank's tiles follow without further questions. The axes of the mesh
+//! fall into four groups: those that cut a dim, those that cut the flattened block (`flat`), those on which the holder
+//! is fixed (`place`), and the rest, along which ranks are replicas. The tiles of all coordinates of the first two
+//! groups cover the tensor by construction.
+//!
+//! Along a dim a part is a list of segments of the global extent, laid one after the other in the local extent: one
+//! segment where a dim is cut plainly, one a block where it is fused of blocks. A rank's block is the product of its
+//! segments over the dims; its tiles are that product's boxes. `flat` takes a range of the flattened block, which is
+//! again a few boxes.
+
+use crate::dtype::n_elements;
+use crate::error::{Error, Kind, Result};
+use crate::mesh::Mesh;
+use crate::region::{Dims, Region, flat_range_boxes, row_major_strides};
+use crate::tile::Tile;
+use std::sync::Arc;
+
+/// What happens to an extent that does not divide by its parts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Uneven {
+    /// An error.
+    Refuse,
+    /// Chunks of the rounded-up quotient, axis after axis, as torch cuts; trailing parts may be empty.
+    Ceil,
+}
+
+/// One block of a fused dim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Block {
+    /// Extent of the block.
+    pub size: u64,
+    /// Whether it is cut; a block that is not cut is whole in every part.
+    pub is_cut: bool,
+}
+
+/// What is said of one dim.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DimSpec {
+    /// The axes that cut it, first = outermost.
+    pub axes: Vec<usize>,
+    /// Explicit sizes of the parts.
+    pub sizes: Option<Vec<u64>>,
+    /// Blocks that are each cut by themselves.
+    pub blocks: Option<Vec<Block>>,
+}
+
+/// What is said of one tensor; see the fields of the layout file.
+#[derive(Debug, Clone)]
+pub struct Spec {
+    /// The global shape.
+    pub shape: Vec<u64>,
+    /// One entry a dim.
+    pub dims: Vec<DimSpec>,
+    /// Rule for extents that do not divide.
+    pub uneven: Uneven,
+    /// Axes over which the flattened block is cut.
+    pub flat: Option<Vec<usize>>,
+    /// `stored[j]` is the global dim at storage position `j`.
+    pub stored: Option<Vec<usize>>,
+    /// Axes, first = outermost, and the folded coordinate at which the tensor is held.
+    pub place: Vec<(Vec<usize>, u64)>,
+}
+
+/// How one tensor lies on a mesh.
+#[derive(Debug)]
+pub struct Layout {
+    mesh: Arc<Mesh>,
+    shape: Vec<u64>,
+    dims: Vec<DimCut>,
+    flat: Option<Vec<usize>>,
+    order: Vec<usize>,
+    /// For each axis the coordinate that `place` fixes.
+    fixed: Vec<Option<u64>>,
+}
+
+/// One dim, cut.
+#[derive(Debug)]
+pub(crate) struct DimCut {
+    pub(crate) axes: Vec<usize>,
+    pub(crate) cuts: Cuts,
+}
+
+/// Where a dim is cut.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Cuts {
+    /// Parts of one size.
+    Even { extent: u64, n_parts: u64 },
+    /// Part `k` is `bounds[k]..bounds[k + 1]`.
+    Listed(Vec<u64>),
+    /// Each block for itself: its start and the bounds of its parts; one part only: whole everywhere.
+    Blocks(Vec<(u64, Self)>, u64),
+}
+
+impl Cuts {
+    pub(crate) fn n_parts(&self) -> u64 {
+        match self {
+            Self::Even { n_parts, .. } | Self::Blocks(_, n_parts) => *n_parts,
+            Self::Listed(bounds) => bounds.len() as u64 - 1,
+        }
+    }
+
+    /// Range of a part of a plain cut.
+    pub(crate) fn part(&self, part: u64) -> (u64, u64) {
+        match self {
+            Self::Even { extent, n_parts } => (part * (extent / n_parts), (part + 1) * (extent / n_parts)),
+            Self::Listed(bounds) => (bounds[part as usize], bounds[part as usize + 1]),
+            Self::Blocks(..) => unreachable!("a fused dim has segments"),
+        }
+    }
+
+    /// The parts of a plain cut that touch `start..end`, which is not empty.
+    pub(crate) fn parts_over(&self, start: u64, end: u64) -> std::ops::Range<u64> {
+        match self {
+            Self::Even { extent, n_parts } => {
+                let size = extent / n_parts;
+                start / size..(end - 1) / size + 1
+            }
+            Self::Listed(bounds) => {
+                let first = bounds.partition_point(|b| *b <= start) - 1;
+                let last = bounds.partition_point(|b| *b < end) - 1;
+                first as u64..last as u64 + 1
+            }
+            Self::Blocks(..) => unreachable!("a fused dim has segments"),
+        }
+    }
+
+    /// `(global start, extent)` of the segments of a part, in local order, without empty ones.
+    fn segments(&self, part: u64) -> Vec<(u64, u64)> {
+        let segment = |(start, end): (u64, u64), base: u64| (end > start).then_some((base + start, end - start));
+        match self {
+            Self::Even { .. } | Self::Listed(_) => segment(self.part(part), 0).into_iter().collect(),
+            Self::Blocks(blocks, _) => blocks
+                .iter()
+                .filter_map(|(base, cuts)| segment(cuts.part(if cuts.n_parts() == 1 { 0 } else { part }), *base))
+                .collect(),
+        }
+    }
+}
+
+/// Where a flattened block lies in a joint buffer: its start, and the extent of each part of the buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FlatSpan {
+    /// Element of the joint buffer at which the block begins.
+    pub start: u64,
+    /// Elements of one part.
+    pub part_len: u64,
+}
+
+impl Layout {
+    /// Checks a specification against the mesh and the shape.
+    pub fn new(mesh: Arc<Mesh>, spec: Spec) -> Result<Self> {
+        let Spec { shape, dims: specs, uneven, flat, stored, place } = spec;
+        let n = shape.len();
+        if n_elements(&shape).is_none_or(|n| n > i64::MAX as u64) {
+            return Err(Error::new(Kind::Layout, format!("shape {} is too large", Dims(&shape))));
+        }
+        if specs.len() != n {
+            return Err(Error::new(Kind::Layout, format!("the layout speaks of {} dims, the tensor has {n}", specs.len())));
+        }
+        let mut used = vec![false; mesh.axes().len()];
+        for &axis in specs.iter().flat_map(|dim| &dim.axes).chain(flat.iter().flatten()) {
+            if std::mem::replace(&mut used[axis], true) {
+                return Err(Error::new(Kind::Layout, format!("axis `{}` is used twice", mesh.axes()[axis].0)));
+            }
+        }
+        let dims = specs
+            .into_iter()
+            .enumerate()
+            .map(|(d, dim)| DimCut::new(&mesh, dim, shape[d], uneven).map_err(|e| e.within(format_args!("dim {d}"))))
+            .collect::<Result<Vec<_>>>()?;
+        let order = stored.unwrap_or_else(|| (0..n).collect());
+        let mut seen = vec![false; n];
+        if order.len() != n || order.iter().any(|&d| d >= n || std::mem::replace(&mut seen[d], true)) {
+            let message = format!("`stored` {order:?} is no permutation of the {n} dims");
+            return Err(Error::new(Kind::Layout, message));
+        }
+        let fixed = Self::fixed_coordinates(&mesh, &used, place)?;
+        Ok(Self { mesh, shape, dims, flat, order, fixed })
+    }
+
+    fn fixed_coordinates(mesh: &Mesh, used: &[bool], place: Vec<(Vec<usize>, u64)>) -> Result<Vec<Option<u64>>> {
+        let mut fixed = vec![None; mesh.axes().len()];
+        for (axes, coordinate) in place {
+            if coordinate >= mesh.n_folded(&axes) {
+                let message = format!("place coordinate {coordinate} is outside the axis of size {}", mesh.n_folded(&axes));
+                return Err(Error::new(Kind::Layout, message));
+            }
+            let position = mesh.unfold(coordinate, &axes);
+            for axis in axes {
+                let (name, size) = &mesh.axes()[axis];
+                let at = mesh.coordinate(position, axis);
+                if used[axis] && *size > 1 {
+                    let message = format!("axis `{name}` both cuts the tensor and places it: parts of it would be nowhere");
+                    return Err(Error::new(Kind::Layout, message));
+                }
+                if fixed[axis].replace(at).is_some_and(|other| other != at) {
+                    let message = format!("two `place` entries put the tensor at different coordinates of axis `{name}`: no rank holds it");
+                    return Err(Error::new(Kind::Layout, message));
+                }
+            }
+        }
+        Ok(fixed)
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &Arc<Mesh> {
+        &self.mesh
+    }
+
+    /// The global shape.
+    pub fn shape(&self) -> &[u64] {
+        &self.shape
+    }
+
+    /// `order()[j]` is the global dim at storage position `j`.
+    pub fn order(&self) -> &[usize] {
+        &self.order
+    }
+
+    pub(crate) fn dims(&self) -> &[DimCut] {
+        &self.dims
+    }
+
+    /// Axes over which the flattened block is cut.
+    pub fn flat_axes(&self) -> Option<&[usize]> {
+        self.flat.as_deref()
+    }
+
+    /// Whether every holder has one box of one grid.
+    pub fn is_grid(&self) -> bool {
+        self.flat.is_none() && self.dims.iter().all(|dim| !matches!(dim.cuts, Cuts::Blocks(..)))
+    }
+
+    /// Whether the rank at a position holds a part.
+    pub fn holds(&self, position: u64) -> bool {
+        self.fixed.iter().enumerate().all(|(axis, at)| at.is_none_or(|at| self.mesh.coordinate(position, axis) == at))
+    }
+
+    /// The positions that hold a part, in mesh order.
+    pub fn holders(&self) -> impl Iterator<Item = u64> {
+        (0..self.mesh.n_points()).filter(|&position| self.holds(position))
+    }
+
+    /// One position for every distinct part, in mesh order, with its replicas' step pattern left to [`Self::replicas`].
+    pub fn distinct(&self) -> impl Iterator<Item = u64> {
+        let free = self.free_axes();
+        self.holders().filter(move |&p| free.iter().all(|&axis| self.mesh.coordinate(p, axis) == 0))
+    }
+
+    /// All positions that hold the same part as this one, itself included, in mesh order.
+    pub fn replicas(&self, position: u64) -> impl Iterator<Item = u64> {
+        let free = self.free_axes();
+        let base = free.iter().fold(position, |p, &axis| p - self.mesh.coordinate(p, axis) * self.mesh.stride(axis));
+        (0..self.mesh.n_folded(&free)).map(move |k| base + self.mesh.unfold(k, &free))
+    }
+
+    /// Number of replicas of each part.
+    pub fn n_replicas(&self) -> u64 {
+        self.mesh.n_folded(&self.free_axes())
+    }
+
+    /// Axes along which ranks hold the same.
+    pub(crate) fn free_axes(&self) -> Vec<usize> {
+        let cut = |axis: usize| {
+            self.dims.iter().any(|dim| dim.axes.contains(&axis)) || self.flat.iter().flatten().any(|&a| a == axis)
+        };
+        (0..self.mesh.axes().len()).filter(|&axis| self.fixed[axis].is_none() && !cut(axis)).collect()
+    }
+
+    /// Position contributed by the axes that `place` fixes.
+    pub(crate) fn fixed_position(&self) -> u64 {
+        self.fixed.iter().enumerate().map(|(axis, at)| at.unwrap_or(0) * self.mesh.stride(axis)).sum()
+    }
+
+    /// Shape of the block after `cut`, in storage order.
+    pub fn block_shape(&self, position: u64) -> Vec<u64> {
+        let extents: Vec<u64> =
+            self.dims.iter().map(|dim| dim.segments(&self.mesh, position).iter().map(|(_, len)| len).sum()).collect();
+        self.order.iter().map(|&d| extents[d]).collect()
+    }
+
+    /// Where the block lies in its own flattened buffer, padded to a multiple of the parts.
+    pub fn own_span(&self, position: u64) -> FlatSpan {
+        let n: u64 = self.block_shape(position).iter().product();
+        let parts = self.flat.as_ref().map_or(1, |axes| self.mesh.n_folded(axes));
+        FlatSpan { start: 0, part_len: n.div_ceil(parts) }
+    }
+
+    /// Shape of the array of a rank, in storage order; one dim with padding if flat.
+    pub fn local_shape(&self, position: u64) -> Vec<u64> {
+        match self.flat {
+            None => self.block_shape(position),
+            Some(_) => vec![self.own_span(position).part_len],
+        }
+    }
+
+    /// The tiles of a rank.
+    pub fn tiles(&self, position: u64) -> Vec<Tile> {
+        self.tiles_in(position, self.own_span(position))
+    }
+
+    /// The tiles of a rank where the flattened block lies in a joint buffer. Without `flat` the span plays no part.
+    pub fn tiles_in(&self, position: u64, span: FlatSpan) -> Vec<Tile> {
+        if !self.holds(position) {
+            return Vec::new();
+        }
+        let segments: Vec<_> = self.dims.iter().map(|dim| dim.segments(&self.mesh, position)).collect();
+        let extents: Vec<u64> = segments.iter().map(|s| s.iter().map(|(_, len)| len).sum()).collect();
+        let block: Vec<u64> = self.order.iter().map(|&d| extents[d]).collect();
+        let stored_strides = row_major_strides(&block);
+        let mut strides = vec![0; block.len()];
+        for (j, &d) in self.order.iter().enumerate() {
+            strides[d] = stored_strides[j];
+        }
+        let n: u64 = block.iter().product();
+        let (boxes, origin) = match &self.flat {
+            None => (if n == 0 { Vec::new() } else { vec![Region::whole(&block)] }, (0, 0)),
+            Some(axes) => {
+                let first = self.mesh.fold(position, axes) * span.part_len;
+                let start = first.saturating_sub(span.start).min(n);
+                let end = (first + span.part_len).saturating_sub(span.start).min(n);
+                (flat_range_boxes(&block, start, end), (span.start, first))
+            }
+        };
+        let mut tiles = Vec::new();
+        for stored in &boxes {
+            let mut local = (vec![0; block.len()], vec![0; block.len()]);
+            for (j, &d) in self.order.iter().enumerate() {
+                local.0[d] = stored.offset()[j];
+                local.1[d] = stored.shape()[j];
+            }
+            push_tiles(&segments, &local.0, &local.1, &strides, origin, &mut tiles);
+        }
+        tiles
+    }
+}
+
+/// Splits a box of the block (global dim order) along the segments and pushes a tile for each part.
+fn push_tiles(
+    segments: &[Vec<(u64, u64)>],
+    offset: &[u64],
+    shape: &[u64],
+    strides: &[u64],
+    (add, subtract): (u64, u64),
+    tiles: &mut Vec<Tile>,
+) {
+    let n = segments.len();
+    // For each dim the pieces (global start, local start, extent) of the box.
+    let mut pieces: Vec<Vec<(u64, u64, u64)>> = Vec::with_capacity(n);
+    for d in 0..n {
+        let (mut local, mut found) = (0, Vec::new());
+        for &(global, len) in &segments[d] {
+            let start = local.max(offset[d]);
+            let end = (local + len).min(offset[d] + shape[d]);
+            if start < end {
+                found.push((global + start - local, start, end - start));
+            }
+            local += len;
+        }
+        pieces.push(found);
+    }
+    let n_tiles: usize = pieces.iter().map(Vec::len).product();
+    for mut k in 0..n_tiles {
+        let mut tile = (vec![0; n], vec![0; n]);
+        let mut local_offset = add;
+        for d in (0..n).rev() {
+            let (global, local, len) = pieces[d][k % pieces[d].len()];
+            k /= pieces[d].len();
+            tile.0[d] = global;
+            tile.1[d] = len;
+            local_offset += local * strides[d];
+        }
+        let global = Region::new(tile.0, tile.1).expect("inside a tensor whose size fits");
+        tiles.push(Tile { global, local_offset: local_offset - subtract, local_strides: strides.to_vec() });
+    }
+}
+
+impl DimCut {
+    fn new(mesh: &Mesh, dim: DimSpec, extent: u64, uneven: Uneven) -> Result<Self> {
+        let DimSpec { axes, sizes, blocks } = dim;
+        let n_parts = mesh.n_folded(&axes);
+        let plain = |extent: u64, what: &str| -> Result<Cuts> {
+            if n_parts == 1 || extent.is_multiple_of(n_parts) && extent > 0 {
+                return Ok(Cuts::Even { extent, n_parts });
+            }
+            match uneven {
+                Uneven::Ceil => Ok(Cuts::Listed(ceil_bounds(mesh, &axes, extent))),
+                Uneven::Refuse if extent == 0 => Ok(Cuts::Listed(vec![0; n_parts as usize + 1])),
+                Uneven::Refuse => {
+                    let names: Vec<_> = axes.iter().map(|&a| format!("{} ({})", mesh.axes()[a].0, mesh.size(a))).collect();
+                    let message = format!("{what}{extent} elements do not divide into {n_parts} parts over {}", names.join(" x "));
+                    Err(Error::new(Kind::Layout, message)
+                        .hint("say `uneven: ceil` for torch's chunks, or `sizes` for explicit parts"))
+                }
+            }
+        };
+        let cuts = match (sizes, blocks) {
+            (None, None) => plain(extent, "")?,
+            (Some(_), Some(_)) => {
+                return Err(Error::new(Kind::Layout, "`sizes` and `blocks` exclude each other"));
+            }
+            (Some(sizes), None) => {
+                let total = sizes.iter().try_fold(0_u64, |sum, size| sum.checked_add(*size));
+                if sizes.len() as u64 != n_parts || total != Some(extent) {
+                    let message = format!(
+                        "`sizes` lists {} parts of {} elements, the axes make {n_parts} parts of {extent} elements",
+                        sizes.len(),
+                        total.map_or_else(|| "too many".to_owned(), |n| n.to_string()),
+                    );
+                    return Err(Error::new(Kind::Layout, message));
+                }
+                let mut bounds = vec![0];
+                bounds.extend(sizes.iter().scan(0, |end, size| {
+                    *end += size;
+                    Some(*end)
+                }));
+                Cuts::Listed(bounds)
+            }
+            (None, Some(blocks)) => {
+                let total = blocks.iter().try_fold(0_u64, |sum, block| sum.checked_add(block.size));
+                if total != Some(extent) {
+                    let sizes: Vec<_> = blocks.iter().map(|block| block.size).collect();
+                    let message = format!("`blocks` {sizes:?} do not add up to the {extent} elements of the dim");
+                    return Err(Error::new(Kind::Layout, message));
+                }
+                let mut start = 0;
+                let mut cuts = Vec::with_capacity(blocks.len());
+                for block in &blocks {
+                    let whole = Cuts::Even { extent: block.size, n_parts: 1 };
+                    cuts.push((start, if block.is_cut { plain(block.size, "a block of ")? } else { whole }));
+                    start += block.size;
+                }
+                Cuts::Blocks(cuts, n_parts)
+            }
+        };
+        Ok(Self { axes, cuts })
+    }
+
+    fn segments(&self, mesh: &Mesh, position: u64) -> Vec<(u64, u64)> {
+        self.cuts.segments(mesh.fold(position, &self.axes))
+    }
+}
+
+/// Bounds of torch's chunks, axis after axis: each axis cuts the chunks of the one before.
+fn ceil_bounds(mesh: &Mesh, axes: &[usize], extent: u64) -> Vec<u64> {
+    let mut bounds = vec![0, extent];
+    for &axis in axes {
+        let parts = mesh.size(axis);
+        let mut finer = vec![0];
+        for pair in bounds.windows(2) {
+            let chunk = (pair[1] - pair[0]).div_ceil(parts);
+            finer.extend((1..=parts).map(|k| (pair[0] + k * chunk).min(pair[1])));
+        }
+        bounds = finer;
+    }
+    bounds
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(shape: &[u64], cut: &[&[usize]], uneven: Uneven, flat: Option<Vec<usize>>) -> Layout {
+        let mesh = Arc::new(Mesh::new(vec![("dp".into(), 2), ("tp".into(), 3)], None).unwrap());
+        let dims = cut.iter().map(|axes| DimSpec { axes: axes.to_vec(), ..DimSpec::default() }).collect();
+        Layout::new(mesh, Spec { shape: shape.to_vec(), dims, uneven, flat, stored: None, place: vec![] }).unwrap()
+    }
+
+    #[test]
+    fn torch_chunks_nest() {
+        // torch.chunk(10, 2) = 5, 5; each torch.chunk(5, 3) = 2, 2, 1.
+        let layout = layout(&[10], &[&[0, 1]], Uneven::Ceil, None);
+        let parts: Vec<_> = (0..6).map(|p| layout.tiles(p)[0].global.clone()).collect();
+        let expected: Vec<_> = [(0, 2), (2, 2), (4, 1), (5, 2), (7, 2), (9, 1)]
+            .map(|(o, s)| Region::new(vec![o], vec![s]).unwrap())
+            .into();
+        assert_eq!(parts, expected);
+    }
+
+    #[test]
+    fn flat_parts_are_padded() {
+        let layout = layout(&[2, 5], &[&[], &[]], Uneven::Refuse, Some(vec![1]));
+        assert_eq!(layout.local_shape(0), [4]);
+        let last = layout.tiles(2);
+        assert_eq!(last.len(), 1);
+        assert_eq!((last[0].global.offset(), last[0].global.shape()), (&[1, 3][..], &[1, 2][..]));
+        assert_eq!(last[0].local_offset, 0);
+    }
+}

@@ -1,0 +1,131 @@
+//! A device mesh: named axes, their sizes, and which global rank stands at each point.
+
+use crate::error::{Error, Kind, Printable, Result};
+use std::collections::HashMap;
+
+/// More points than any machine has; keeps everything that is counted per rank in memory.
+const MAX_POINTS: u64 = 1 << 24;
+
+/// A device mesh. The first axis varies slowest; points are row-major.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Mesh {
+    axes: Vec<(String, u64)>,
+    strides: Vec<u64>,
+    n_points: u64,
+    /// `None`: the rank is the position.
+    ranks: Option<Ranks>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Ranks {
+    by_position: Vec<u64>,
+    positions: HashMap<u64, u64>,
+}
+
+impl Mesh {
+    /// A mesh of named axes; `ranks` is the global rank at each point, by default the point's position.
+    pub fn new(axes: Vec<(String, u64)>, ranks: Option<Vec<u64>>) -> Result<Self> {
+        let mut n_points: u64 = 1;
+        for (i, (name, size)) in axes.iter().enumerate() {
+            if name.is_empty() || *size == 0 {
+                let message = format!("mesh axis `{}` has size {size}; a name and a size of at least 1 are needed", Printable(name));
+                return Err(Error::new(Kind::Layout, message));
+            }
+            if axes[..i].iter().any(|(other, _)| other == name) {
+                return Err(Error::new(Kind::Layout, format!("mesh axis `{}` is named twice", Printable(name))));
+            }
+            n_points = n_points.checked_mul(*size).filter(|n| *n <= MAX_POINTS).ok_or_else(|| {
+                Error::new(Kind::Layout, format!("the mesh has more than {MAX_POINTS} points"))
+            })?;
+        }
+        let mut strides = vec![1; axes.len()];
+        for a in (1..axes.len()).rev() {
+            strides[a - 1] = strides[a] * axes[a].1;
+        }
+        let ranks = ranks.map(|by_position| Self::check_ranks(by_position, n_points)).transpose()?;
+        Ok(Self { axes, strides, n_points, ranks })
+    }
+
+    fn check_ranks(by_position: Vec<u64>, n_points: u64) -> Result<Ranks> {
+        if by_position.len() as u64 != n_points {
+            let message = format!("`ranks` lists {} ranks, the mesh has {n_points} points", by_position.len());
+            return Err(Error::new(Kind::Layout, message));
+        }
+        let mut positions = HashMap::with_capacity(by_position.len());
+        for (position, rank) in by_position.iter().enumerate() {
+            if positions.insert(*rank, position as u64).is_some() {
+                return Err(Error::new(Kind::Layout, format!("`ranks` lists rank {rank} twice")));
+            }
+        }
+        Ok(Ranks { by_position, positions })
+    }
+
+    /// Names and sizes of the axes.
+    pub fn axes(&self) -> &[(String, u64)] {
+        &self.axes
+    }
+
+    /// Number of points.
+    pub fn n_points(&self) -> u64 {
+        self.n_points
+    }
+
+    /// Number of an axis.
+    pub fn axis(&self, name: &str) -> Result<usize> {
+        self.axes.iter().position(|(axis, _)| axis == name).ok_or_else(|| {
+            let known: Vec<_> = self.axes.iter().map(|(axis, _)| axis.as_str()).collect();
+            Error::new(Kind::Layout, format!("the mesh has no axis `{}`; its axes: {}", Printable(name), known.join(", ")))
+        })
+    }
+
+    /// Size of an axis.
+    pub fn size(&self, axis: usize) -> u64 {
+        self.axes[axis].1
+    }
+
+    /// How far apart neighbours on an axis stand in position.
+    pub fn stride(&self, axis: usize) -> u64 {
+        self.strides[axis]
+    }
+
+    /// The global rank at a position.
+    pub fn rank_at(&self, position: u64) -> u64 {
+        self.ranks.as_ref().map_or(position, |ranks| ranks.by_position[position as usize])
+    }
+
+    /// The position of a global rank.
+    pub fn position(&self, rank: u64) -> Result<u64> {
+        let found = match &self.ranks {
+            None => (rank < self.n_points).then_some(rank),
+            Some(ranks) => ranks.positions.get(&rank).copied(),
+        };
+        found.ok_or_else(|| {
+            Error::new(Kind::Layout, format!("rank {rank} is not in the mesh of {} ranks", self.n_points))
+        })
+    }
+
+    /// The coordinate of a position on an axis.
+    pub fn coordinate(&self, position: u64, axis: usize) -> u64 {
+        position / self.strides[axis] % self.axes[axis].1
+    }
+
+    /// Several axes folded to one coordinate, first = outermost.
+    pub fn fold(&self, position: u64, axes: &[usize]) -> u64 {
+        axes.iter().fold(0, |folded, &axis| folded * self.size(axis) + self.coordinate(position, axis))
+    }
+
+    /// The contribution to the position of a folded coordinate.
+    pub fn unfold(&self, mut folded: u64, axes: &[usize]) -> u64 {
+        let mut position = 0;
+        for &axis in axes.iter().rev() {
+            position += folded % self.size(axis) * self.strides[axis];
+            folded /= self.size(axis);
+        }
+        position
+    }
+
+    /// Product of the sizes of some axes.
+    pub fn n_folded(&self, axes: &[usize]) -> u64 {
+        axes.iter().map(|&axis| self.size(axis)).product()
+    }
+}

@@ -1,0 +1,296 @@
+//! A reshard plan: the complete, checked list of what is copied from where to where.
+//!
+//! A plan is made of arrays, one for each local tensor that is wanted, and each array of pieces: strided boxes that
+//! lie in one stored tensor and in the array. Every element of an array is covered by exactly one piece or is padding.
+//! Carrying it out can fail only by I/O.
+
+use crate::dtype::{Dtype, n_elements};
+use crate::error::{Error, Kind, Result};
+use crate::region::{Region, row_major_strides};
+use crate::shard_file::ShardFile;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// One dim of a piece: how many elements, and how far apart they are on the two sides, in elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dim {
+    /// Number of elements.
+    pub len: u64,
+    /// Stride in the stored tensor.
+    pub src: u64,
+    /// Stride in the array.
+    pub dst: u64,
+}
+
+/// A strided box in a source and in an array. Dims are sorted by falling `dst`; equal runs are merged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Piece {
+    /// Which of the plan's sources.
+    pub source: u32,
+    /// Byte of the source at which its first element lies.
+    pub src_start_bytes: u64,
+    /// Element of the array at which it begins.
+    pub dst: u64,
+    /// Its dims.
+    pub dims: Vec<Dim>,
+}
+
+impl Piece {
+    /// One past its last element in the array.
+    pub(crate) fn dst_end(&self) -> u64 {
+        self.dst + dst_span(&self.dims)
+    }
+}
+
+/// Elements from the first to the last of a box in the array.
+pub(crate) fn dst_span(dims: &[Dim]) -> u64 {
+    dims.iter().map(|dim| (dim.len - 1) * dim.dst).sum::<u64>() + 1
+}
+
+/// Elements from the first to the last of a box in its source.
+pub(crate) fn src_span(dims: &[Dim]) -> u64 {
+    dims.iter().map(|dim| (dim.len - 1) * dim.src).sum::<u64>() + 1
+}
+
+/// Drops dims of one element, sorts by falling stride in the array, and merges dims that continue each other.
+pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
+    dims.retain(|dim| dim.len != 1);
+    dims.sort_by_key(|dim| std::cmp::Reverse(dim.dst));
+    let mut merged: Vec<Dim> = Vec::with_capacity(dims.len());
+    for dim in dims {
+        match merged.last_mut() {
+            Some(outer) if outer.src == dim.src * dim.len && outer.dst == dim.dst * dim.len => {
+                *outer = Dim { len: outer.len * dim.len, ..dim };
+            }
+            _ => merged.push(dim),
+        }
+    }
+    merged
+}
+
+/// One wanted local tensor.
+#[derive(Debug, Clone)]
+pub struct Array {
+    /// Its name.
+    pub name: String,
+    /// dtype in the sources.
+    pub stored: Dtype,
+    /// dtype wanted; differs from `stored` where a cast was asked for.
+    pub dtype: Dtype,
+    /// Its shape, in storage order, in elements.
+    pub shape: Vec<u64>,
+    /// Sorted by `dst`. Counted in units of [`Dtype::unit`] of `stored`.
+    pub(crate) pieces: Vec<Piece>,
+    /// Ranges that no piece covers, sorted, in units.
+    pub(crate) padding: Vec<(u64, u64)>,
+    /// Largest `dst_end` of the pieces up to here: where a search for the first overlap begins.
+    max_end: Vec<u64>,
+    n_units: u64,
+}
+
+impl Array {
+    /// An array of pieces and padding, both counted in elements.
+    pub fn new(
+        name: String,
+        (stored, dtype): (Dtype, Dtype),
+        shape: Vec<u64>,
+        mut pieces: Vec<Piece>,
+        mut padding: Vec<(u64, u64)>,
+    ) -> Result<Self> {
+        let overflow = || Error::new(Kind::Argument, "the array has too many elements").key(&name);
+        let n = n_elements(&shape).ok_or_else(overflow)?;
+        let (per_unit, _) = stored.unit();
+        if per_unit > 1 {
+            let whole = n.is_multiple_of(per_unit)
+                && padding.iter().all(|(from, to)| from.is_multiple_of(per_unit) && to.is_multiple_of(per_unit))
+                && pieces.iter_mut().all(|piece| to_units(piece, per_unit));
+            if !whole {
+                let message = format!("a cut of `{name}` ({stored}) does not fall on whole bytes");
+                return Err(Error::new(Kind::Unsupported, message)
+                    .key(&name)
+                    .hint(format!("cut the last dim at multiples of {per_unit} elements")));
+            }
+            for (from, to) in &mut padding {
+                *from /= per_unit;
+                *to /= per_unit;
+            }
+        }
+        pieces.sort_by_key(|piece| piece.dst);
+        let mut end = 0;
+        let max_end = pieces
+            .iter()
+            .map(|piece| {
+                end = end.max(piece.dst_end());
+                end
+            })
+            .collect();
+        Ok(Self { name, stored, dtype, shape, pieces, padding, max_end, n_units: n / per_unit })
+    }
+
+    /// Units of the array: elements, but for dtypes narrower than a byte.
+    pub fn n_units(&self) -> u64 {
+        self.n_units
+    }
+
+    /// Bytes of one unit as wanted.
+    pub fn unit_bytes(&self) -> u64 {
+        self.dtype.unit().1
+    }
+
+    /// Bytes of the array.
+    pub fn n_bytes(&self) -> u64 {
+        self.n_units * self.unit_bytes()
+    }
+
+    /// The pieces that may touch `start..end`.
+    pub(crate) fn pieces_over(&self, start: u64, end: u64) -> &[Piece] {
+        let first = self.max_end.partition_point(|e| *e <= start);
+        let last = self.pieces.partition_point(|piece| piece.dst < end);
+        self.pieces.get(first..last).unwrap_or(&[])
+    }
+
+    /// The one piece, if the array lies in a source just as it is wanted.
+    pub fn contiguous(&self) -> Option<&Piece> {
+        match self.pieces.as_slice() {
+            [piece] if self.padding.is_empty() && self.stored == self.dtype => {
+                let whole = match piece.dims.as_slice() {
+                    [] => self.n_units == 1,
+                    [dim] => (dim.src, dim.dst, dim.len) == (1, 1, self.n_units),
+                    _ => false,
+                };
+                whole.then_some(piece)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Recounts a piece of a sub-byte dtype in whole-byte units; false if it does not fall on them.
+fn to_units(piece: &mut Piece, per_unit: u64) -> bool {
+    if !piece.dst.is_multiple_of(per_unit) {
+        return false;
+    }
+    piece.dst /= per_unit;
+    let mut inner = false;
+    for dim in &mut piece.dims {
+        if dim.src == 1 && dim.dst == 1 && dim.len.is_multiple_of(per_unit) {
+            dim.len /= per_unit;
+            inner = true;
+        } else if dim.src.is_multiple_of(per_unit) && dim.dst.is_multiple_of(per_unit) {
+            dim.src /= per_unit;
+            dim.dst /= per_unit;
+        } else {
+            return false;
+        }
+    }
+    inner
+}
+
+/// Where a piece's bytes lie.
+#[derive(Debug, Clone)]
+pub enum PlanSource<'a> {
+    /// A shard file, and its number in the index.
+    File(u32, Arc<ShardFile>),
+    /// Memory of the caller.
+    Memory(&'a [u8]),
+}
+
+/// Arrays and the sources of their pieces.
+#[derive(Debug, Default)]
+pub struct Plan<'a> {
+    pub(crate) arrays: Vec<Array>,
+    pub(crate) sources: Vec<PlanSource<'a>>,
+}
+
+impl<'a> Plan<'a> {
+    /// The arrays, in the order of the request.
+    pub fn arrays(&self) -> &[Array] {
+        &self.arrays
+    }
+
+    /// The source of a piece.
+    pub fn source(&self, piece: &Piece) -> &PlanSource<'a> {
+        &self.sources[piece.source as usize]
+    }
+
+    /// The plan of some of the arrays, by number.
+    pub fn only(&self, arrays: &[usize]) -> Result<Self> {
+        let pick = |i: &usize| self.arrays.get(*i).cloned().ok_or_else(|| Error::new(Kind::Argument, format!("no array {i}")));
+        Ok(Self { arrays: arrays.iter().map(pick).collect::<Result<_>>()?, sources: self.sources.clone() })
+    }
+
+    /// Bytes of all arrays.
+    pub fn n_bytes(&self) -> u64 {
+        self.arrays.iter().map(Array::n_bytes).sum()
+    }
+
+    /// Number of pieces.
+    pub fn n_pieces(&self) -> usize {
+        self.arrays.iter().map(|array| array.pieces.len()).sum()
+    }
+
+    /// Bytes wanted of each file, by its number in the index.
+    pub fn source_bytes(&self) -> BTreeMap<u32, u64> {
+        let mut bytes = BTreeMap::new();
+        for array in &self.arrays {
+            for piece in &array.pieces {
+                if let PlanSource::File(id, _) = self.source(piece) {
+                    let n: u64 = piece.dims.iter().map(|dim| dim.len).product();
+                    *bytes.entry(*id).or_default() += n * array.stored.unit().1;
+                }
+            }
+        }
+        bytes
+    }
+
+    /// A plan over memory of the caller: one array a buffer, in order.
+    ///
+    /// `strides_bytes` has one entry a dim; every element that they reach lies in the buffer.
+    pub fn of_memory(tensors: Vec<(String, Dtype, Vec<u64>, &'a [u8], Vec<u64>)>) -> Result<Self> {
+        let mut plan = Plan::default();
+        for (name, dtype, shape, bytes, strides_bytes) in tensors {
+            let bad = |what: &str| Error::new(Kind::Argument, format!("the buffer of `{name}` {what}")).key(&name);
+            let (per_unit, unit_bytes) = dtype.unit();
+            let n_bytes = dtype.n_bytes(&shape).ok_or_else(|| bad("has no whole number of bytes"))?;
+            let contiguous = row_major_strides(&shape);
+            let is_contiguous = per_unit > 1
+                || shape.iter().enumerate().all(|(d, len)| *len == 1 || strides_bytes.get(d) == Some(&(contiguous[d] * unit_bytes)));
+            let mut pieces = Vec::new();
+            if n_bytes > 0 {
+                let dims = if is_contiguous {
+                    vec![Dim { len: n_elements(&shape).expect("counted above"), src: 1, dst: 1 }]
+                } else {
+                    let dims = (0..shape.len()).map(|d| {
+                        let stride = strides_bytes.get(d).copied().filter(|s| s.is_multiple_of(unit_bytes));
+                        stride.map(|stride| Dim { len: shape[d], src: stride / unit_bytes, dst: contiguous[d] })
+                    });
+                    dims.collect::<Option<Vec<_>>>().ok_or_else(|| bad("has strides that are no multiples of its elements"))?
+                };
+                let span = if is_contiguous { Some(n_bytes) } else { checked_span(&dims).and_then(|s| s.checked_mul(unit_bytes)) };
+                if span.is_none_or(|span| span > bytes.len() as u64) {
+                    return Err(bad(&format!("has {} bytes, its shape and strides ask for more", bytes.len())));
+                }
+                pieces.push(Piece { source: plan.sources.len() as u32, src_start_bytes: 0, dst: 0, dims: merge_dims(dims) });
+            }
+            plan.arrays.push(Array::new(name, (dtype, dtype), shape, pieces, Vec::new())?);
+            plan.sources.push(PlanSource::Memory(bytes));
+        }
+        Ok(plan)
+    }
+}
+
+fn checked_span(dims: &[Dim]) -> Option<u64> {
+    dims.iter().try_fold(1_u64, |span, dim| span.checked_add((dim.len - 1).checked_mul(dim.src)?))
+}
+
+/// A piece from a box that lies in both sides: element offsets and strides, one stride a dim.
+pub(crate) fn piece_of(
+    common: &Region,
+    (src, src_strides): (u64, &[u64]),
+    (dst, dst_strides): (u64, &[u64]),
+) -> (u64, u64, Vec<Dim>) {
+    let dims = (0..common.rank())
+        .map(|d| Dim { len: common.shape()[d], src: src_strides[d], dst: dst_strides[d] })
+        .collect();
+    (src, dst, merge_dims(dims))
+}

@@ -1,0 +1,232 @@
+#![expect(unsafe_code, reason = "mapping a file is unsafe; the risk is told at `Source`")]
+//! Where stored bytes come from: a map or positioned reads of one opened file, behind one type.
+//!
+//! On local file systems the file is mapped: bulk copies out of the page cache need no second copy. On network file
+//! systems, where mapping is slow, large positioned reads take its place.
+
+use crate::error::{Error, Kind, Printable, Result};
+use memmap2::{Mmap, MmapMut, MmapOptions};
+use rustix::fs::{Mode, OFlags};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// How the bytes of a file are fetched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Method {
+    /// Map on a local file system, read elsewhere.
+    #[default]
+    Auto,
+    /// Map.
+    Map,
+    /// Positioned reads.
+    Read,
+}
+
+/// An opened regular file. What is read is always this file, whatever happens to its name.
+///
+/// A map shows what the file is at the time of the copy: bytes that another process changes in place change here too
+/// (we never do that to a published file). A file that another process cuts short makes a copy fail cleanly, because
+/// every range is brought in by `MADV_POPULATE_READ` before it is touched; a cut in the instant between the two kills
+/// the process, as it does for every user of maps.
+#[derive(Debug)]
+pub struct Source {
+    path: PathBuf,
+    file: File,
+    n_bytes: u64,
+    map: Option<Mmap>,
+}
+
+impl Source {
+    /// Opens a regular file. `follow_links` says whether the last component may be a symbolic link.
+    pub fn open(path: &Path, follow_links: bool, method: Method) -> Result<Self> {
+        // NONBLOCK: opening a FIFO that someone planted must not hang.
+        let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        if !follow_links {
+            flags |= OFlags::NOFOLLOW;
+        }
+        let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
+            rustix::io::Errno::LOOP if !follow_links => {
+                Error::damaged(format!("{} is a symbolic link; a regular file was expected", show(path))).path(path)
+            }
+            rustix::io::Errno::MFILE => Error::io("cannot open", path, &errno.into())
+                .hint("raise the limit of open files (`ulimit -n`)"),
+            _ => Error::io("cannot open", path, &errno.into()),
+        })?;
+        let file = File::from(file);
+        let status = file.metadata().map_err(|error| Error::io("cannot examine", path, &error))?;
+        if !status.is_file() {
+            return Err(Error::damaged(format!("{} is not a regular file", show(path))).path(path));
+        }
+        let mut this = Self { path: path.to_owned(), file, n_bytes: status.len(), map: None };
+        let is_mapped = match method {
+            Method::Auto => is_local(&this.file),
+            Method::Map => true,
+            Method::Read => false,
+        };
+        if is_mapped && this.n_bytes > 0 {
+            this.map = Some(this.shared_map()?);
+        }
+        Ok(this)
+    }
+
+    fn shared_map(&self) -> Result<Mmap> {
+        // SAFETY: the map is only read, through `bytes`, which brings each range in first. That no other process
+        // changes or truncates the file meanwhile cannot be had from the system; what follows is told at the type.
+        let map = unsafe { MmapOptions::new().map(&self.file) };
+        let map = map.map_err(|error| Error::io("cannot map", &self.path, &error))?;
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        Ok(map)
+    }
+
+    /// The file's path, as it was when it was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The opened file.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Size when it was opened.
+    pub fn n_bytes(&self) -> u64 {
+        self.n_bytes
+    }
+
+    /// Whether ranges can be borrowed.
+    pub fn is_mapped(&self) -> bool {
+        self.map.is_some()
+    }
+
+    /// A range of the map, brought in; `None` if the file is not mapped.
+    pub fn bytes(&self, start: u64, len: u64) -> Result<Option<&[u8]>> {
+        let Some(map) = &self.map else { return Ok(None) };
+        let range = self.range(start, len)?;
+        #[cfg(target_os = "linux")]
+        if len > 0
+            && let Err(error) = map.advise_range(memmap2::Advice::PopulateRead, range.start, range.len())
+        {
+            self.explain_populate(&error, start + len)?;
+        }
+        Ok(Some(&map[range]))
+    }
+
+    /// A kernel before 5.14 does not know the advice: there the size of the file is asked instead.
+    #[cfg(target_os = "linux")]
+    fn explain_populate(&self, error: &std::io::Error, end: u64) -> Result<()> {
+        let now = self.file.metadata().map_or(0, |status| status.len());
+        if now < end {
+            return Err(self.shrunk(now));
+        }
+        match error.raw_os_error() {
+            Some(code) if code == rustix::io::Errno::INVAL.raw_os_error() => Ok(()),
+            _ => Err(Error::io("cannot read", &self.path, error)),
+        }
+    }
+
+    /// Fills a buffer from a position of the file.
+    pub fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()> {
+        self.range(start, to.len() as u64)?;
+        self.file.read_exact_at(to, start).map_err(|error| match error.kind() {
+            std::io::ErrorKind::UnexpectedEof => self.shrunk(self.file.metadata().map_or(0, |status| status.len())),
+            _ => Error::io("cannot read", &self.path, &error),
+        })
+    }
+
+    /// A private copy-on-write map of the whole file: writes to it reach neither the file nor other maps.
+    pub fn private_map(&self) -> Result<MmapMut> {
+        // SAFETY: as in `shared_map`; the map is handed out as plain memory, whose owner is told what a file that is
+        // cut short does to it.
+        let map = unsafe { MmapOptions::new().map_copy(&self.file) };
+        let map = map.map_err(|error| Error::io("cannot map", &self.path, &error))?;
+        let now = self.file.metadata().map_or(0, |status| status.len());
+        if now < self.n_bytes || (map.len() as u64) < self.n_bytes {
+            return Err(self.shrunk(now));
+        }
+        Ok(map)
+    }
+
+    fn range(&self, start: u64, len: u64) -> Result<std::ops::Range<usize>> {
+        let end = start.checked_add(len).filter(|end| *end <= self.n_bytes);
+        let end = end.ok_or_else(|| {
+            let message = format!("{} has {} bytes; {len} bytes at {start} were asked for", show(&self.path), self.n_bytes);
+            Error::damaged(message).path(&self.path)
+        })?;
+        Ok(start as usize..end as usize)
+    }
+
+    fn shrunk(&self, now: u64) -> Error {
+        let message = format!("{} had {} bytes when it was opened and has {now} now", show(&self.path), self.n_bytes);
+        Error::damaged(message).path(&self.path).hint("something truncated the file while it was in use")
+    }
+}
+
+fn show(path: &Path) -> String {
+    Printable(&path.to_string_lossy()).to_string()
+}
+
+/// Whether a file lies on a file system whose page cache is this machine's own.
+#[cfg(target_os = "linux")]
+fn is_local(file: &File) -> bool {
+    // Magic numbers of statfs(2).
+    const LOCAL: [u64; 9] = [
+        0xEF53,      // ext2, ext3, ext4
+        0x5846_5342, // xfs
+        0x9123_683E, // btrfs
+        0x0102_1994, // tmpfs
+        0x794C_7630, // overlayfs
+        0xF2F5_2010, // f2fs
+        0x2FC1_2FC1, // zfs
+        0xCA45_1A4E, // bcachefs
+        0x7371_7368, // squashfs
+    ];
+    rustix::fs::fstatfs(file).is_ok_and(|status| LOCAL.contains(&(status.f_type as u64)))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_local(_file: &File) -> bool {
+    false
+}
+
+/// A file could not be used because its kind is not what the caller asked for.
+pub(crate) fn closed() -> Error {
+    Error::new(Kind::Argument, "the checkpoint is closed").hint("open it again")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_cut_short_is_an_error_by_map_and_by_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        for method in [Method::Map, Method::Read] {
+            std::fs::write(&path, vec![7_u8; 3 << 20]).unwrap();
+            let source = Source::open(&path, true, method).unwrap();
+            File::options().write(true).open(&path).unwrap().set_len(4096).unwrap();
+            let mut to = vec![0; 2 << 20];
+            let error = if source.is_mapped() {
+                source.bytes(1 << 20, 2 << 20).map(|_| ()).unwrap_err()
+            } else {
+                source.read_at(1 << 20, &mut to).unwrap_err()
+            };
+            assert_eq!(error.kind(), Kind::Damaged, "{error}");
+            assert!(error.message().contains("has 4096 now"), "{error}");
+        }
+    }
+
+    #[test]
+    fn only_regular_files_are_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let link = folder.path().join("link");
+        std::fs::write(folder.path().join("file"), b"x").unwrap();
+        std::os::unix::fs::symlink("file", &link).unwrap();
+        assert_eq!(Source::open(&link, false, Method::Auto).unwrap_err().kind(), Kind::Damaged);
+        assert!(Source::open(&link, true, Method::Auto).is_ok());
+        assert_eq!(Source::open(folder.path(), true, Method::Auto).unwrap_err().kind(), Kind::Damaged);
+        assert_eq!(Source::open(&folder.path().join("no"), true, Method::Auto).unwrap_err().kind(), Kind::NotFound);
+    }
+}

@@ -1,0 +1,276 @@
+//! Writing one shard file: streamed, within a memory budget, whole or not at all.
+//!
+//! The file is produced front to back in windows. While one window goes to disk, in 4 MiB pieces, four in flight, the
+//! next is filled by the copy engine, straight from the sources of a plan. Sums of the 256 KiB chunks are taken of a
+//! window before it is written, so they speak of what was meant, not of what the disk returned. The bytes go to a
+//! temporary sibling, which is synced and then renamed: under its name the file is whole.
+//!
+//! `O_DIRECT` is the fast way to durable bytes and leaves the page cache to others; where a file system refuses it, and
+//! for the tail that is no multiple of its block, writes are buffered, with early write-back.
+
+use crate::checksum::{CHUNK_BYTES, crc32c};
+use crate::copy::{Control, fill_bytes};
+use crate::error::{Error, Kind, Result};
+use crate::header;
+use crate::memory::Memory;
+use crate::plan::Plan;
+use rayon::prelude::*;
+use rustix::fs::{FallocateFlags, Mode, OFlags};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Alignment that every disk accepts for direct writes.
+const DIRECT_BLOCK_BYTES: usize = 4096;
+const PIECE_BYTES: usize = 4 << 20;
+const PIECES_IN_FLIGHT: usize = 4;
+/// Beyond this a larger window gains nothing.
+const MAX_WINDOW_BYTES: usize = 64 << 20;
+const BAND_BYTES: usize = 2 << 20;
+/// Files from this size on begin their data on a page, so that it can be read and mapped aligned.
+const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
+/// The least budget: two windows of one piece.
+pub const MIN_MEMORY_BYTES: u64 = 2 * PIECE_BYTES as u64;
+
+/// How a file is written.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The header's `__metadata__`.
+    pub metadata: Vec<(String, String)>,
+    /// Memory for windows.
+    pub memory_bytes: u64,
+    /// Sync the file and its folder before returning.
+    pub durable: bool,
+    /// Try `O_DIRECT`.
+    pub direct: bool,
+    /// Permission bits, less the process's umask.
+    pub mode: u32,
+}
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Written {
+    /// Size of the file.
+    pub n_bytes: u64,
+    /// crc32c of each 256 KiB chunk.
+    pub sums: Vec<u32>,
+}
+
+/// Writes the arrays of a plan into one shard file, in their order and under their names.
+///
+/// # Errors
+/// Whatever fails, the temporary is removed and a file that had the name before is untouched.
+pub fn write(path: &Path, plan: &Plan<'_>, options: &Options, control: &Control) -> Result<Written> {
+    if options.memory_bytes < MIN_MEMORY_BYTES {
+        let message = format!("a budget of {} bytes is too small; at least {MIN_MEMORY_BYTES} are needed", options.memory_bytes);
+        return Err(Error::new(Kind::Argument, message));
+    }
+    let align = if plan.n_bytes() >= PAGE_ALIGNED_FROM_BYTES { DIRECT_BLOCK_BYTES as u64 } else { 64 };
+    let tensors: Vec<_> = plan.arrays().iter().map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice())).collect();
+    let (header, starts) = header::build(&tensors, &options.metadata, align).map_err(|error| error.path(path))?;
+    let n_bytes = header.len() as u64 + plan.n_bytes();
+    let content = Content { plan, header, starts };
+    let temporary = Temporary::create(path, n_bytes, options)?;
+    let sums = stream(&temporary, &content, n_bytes, options, control)?;
+    temporary.publish(path, options.durable)?;
+    Ok(Written { n_bytes, sums })
+}
+
+/// The bytes of the file to be.
+struct Content<'a> {
+    plan: &'a Plan<'a>,
+    header: Vec<u8>,
+    /// First byte of each array, counted from the end of the header.
+    starts: Vec<u64>,
+}
+
+impl Content<'_> {
+    /// Fills the bytes of the file from `start` on, on the current pool.
+    fn fill(&self, start: u64, to: &mut [u8], control: &Control) -> Result<()> {
+        let bands: Vec<_> = to.chunks_mut(BAND_BYTES).enumerate().collect();
+        bands.into_par_iter().try_for_each(|(i, band)| {
+            control.check()?;
+            self.fill_band(start + (i * BAND_BYTES) as u64, band, control)
+        })
+    }
+
+    fn fill_band(&self, mut at: u64, mut to: &mut [u8], control: &Control) -> Result<()> {
+        let data_start = self.header.len() as u64;
+        if at < data_start {
+            let n = to.len().min((data_start - at) as usize);
+            let (head, rest) = to.split_at_mut(n);
+            head.copy_from_slice(&self.header[at as usize..at as usize + n]);
+            (at, to) = (at + n as u64, rest);
+        }
+        // The last array that begins at or before this byte; empty arrays share their start with the next one.
+        let mut i = self.starts.partition_point(|start| data_start + start <= at).saturating_sub(1);
+        while !to.is_empty() {
+            let array = &self.plan.arrays()[i];
+            let offset = at - data_start - self.starts[i];
+            let n = to.len().min((array.n_bytes() - offset.min(array.n_bytes())) as usize);
+            if n > 0 {
+                let (part, rest) = to.split_at_mut(n);
+                fill_bytes(self.plan, array, offset, part, control)?;
+                control.advance(n as u64);
+                (at, to) = (at + n as u64, rest);
+            }
+            i += 1;
+        }
+        Ok(())
+    }
+}
+
+fn stream(temporary: &Temporary, content: &Content<'_>, n_bytes: u64, options: &Options, control: &Control) -> Result<Vec<u32>> {
+    let half = (options.memory_bytes / 2).min(MAX_WINDOW_BYTES as u64) as usize;
+    let window_bytes = half / PIECE_BYTES * PIECE_BYTES;
+    let first = window_bytes.min(n_bytes as usize).next_multiple_of(DIRECT_BLOCK_BYTES);
+    let second = if n_bytes as usize > window_bytes { first } else { 0 };
+    let mut windows = [Memory::new(first)?, Memory::new(second)?];
+    let mut sums = Vec::with_capacity((n_bytes as usize).div_ceil(CHUNK_BYTES));
+    let [current, other] = &mut windows;
+    let (mut current, mut other) = (current, other);
+    let len_at = |start: u64| (n_bytes - start).min(window_bytes as u64) as usize;
+    content.fill(0, &mut current.as_mut_slice()[..len_at(0)], control)?;
+    let mut start = 0;
+    while start < n_bytes {
+        let len = len_at(start);
+        let window = &*current.as_mut_slice();
+        sums.par_extend(window[..len].par_chunks(CHUNK_BYTES).map(|chunk| crc32c(0, chunk)));
+        let next = start + len as u64;
+        let pieces = &Pieces { file: temporary, window, len, start, next: AtomicU64::new(0) };
+        std::thread::scope(|scope| -> Result<()> {
+            let n_threads = len.div_ceil(PIECE_BYTES).min(PIECES_IN_FLIGHT);
+            let writers: Vec<_> = (0..n_threads).map(|_| scope.spawn(move || pieces.write_some())).collect();
+            let filled = if next < n_bytes {
+                content.fill(next, &mut other.as_mut_slice()[..len_at(next)], control)
+            } else {
+                Ok(())
+            };
+            for writer in writers {
+                writer.join().map_err(|_| Error::new(Kind::Io, "a writer thread died").path(&temporary.path))??;
+            }
+            filled
+        })?;
+        (current, other) = (other, current);
+        start = next;
+    }
+    Ok(sums)
+}
+
+/// One window on its way to the file.
+struct Pieces<'a> {
+    file: &'a Temporary,
+    window: &'a [u8],
+    len: usize,
+    start: u64,
+    next: AtomicU64,
+}
+
+impl Pieces<'_> {
+    fn write_some(&self) -> Result<()> {
+        loop {
+            let from = self.next.fetch_add(PIECE_BYTES as u64, Ordering::Relaxed) as usize;
+            if from >= self.len {
+                return Ok(());
+            }
+            let to = (from + PIECE_BYTES).min(self.len);
+            self.file.write_piece(self.start + from as u64, &self.window[from..to])?;
+        }
+    }
+}
+
+/// A file under a temporary name, removed on drop unless it was published.
+struct Temporary {
+    path: PathBuf,
+    buffered: File,
+    direct: Option<File>,
+    is_published: bool,
+}
+
+impl Temporary {
+    fn create(path: &Path, n_bytes: u64, options: &Options) -> Result<Self> {
+        static COUNTER: AtomicU64 = AtomicU64::new(0);
+        let name = path.file_name().ok_or_else(|| Error::new(Kind::Argument, format!("{} names no file", path.display())))?;
+        // Not ending in `.safetensors`, so that no reader takes it for a shard.
+        let serial = COUNTER.fetch_add(1, Ordering::Relaxed);
+        let temporary = path.with_file_name(format!(".{}.{}-{serial}.tmp", name.to_string_lossy(), std::process::id()));
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let open = || rustix::fs::open(&temporary, flags, Mode::from_raw_mode(options.mode));
+        let opened = open().or_else(|errno| {
+            // A dead process with our number left one of this name behind.
+            if errno == rustix::io::Errno::EXIST {
+                rustix::fs::unlink(&temporary)?;
+                return open();
+            }
+            Err(errno)
+        });
+        let buffered = opened.map_err(|errno| Error::io("cannot create", &temporary, &errno.into()))?;
+        let mut this = Self { path: temporary, buffered: File::from(buffered), direct: None, is_published: false };
+        match rustix::fs::fallocate(&this.buffered, FallocateFlags::empty(), 0, n_bytes.max(1)) {
+            Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS | rustix::io::Errno::INVAL) => {}
+            Err(errno) => {
+                return Err(Error::io(&format!("cannot reserve {n_bytes} bytes for"), path, &errno.into())
+                    .hint("free some space, or choose another destination"));
+            }
+        }
+        if options.direct && n_bytes >= PIECE_BYTES as u64 {
+            let flags = OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+            // Refused by tmpfs and some network file systems: then all writes are buffered.
+            this.direct = rustix::fs::open(&this.path, flags, Mode::empty()).ok().map(File::from);
+        }
+        Ok(this)
+    }
+
+    fn write_piece(&self, at: u64, bytes: &[u8]) -> Result<()> {
+        let failed = |error: std::io::Error| {
+            let error = Error::io("cannot write", &self.path, &error);
+            error.hint("the destination is unchanged; free space or choose another one if the disk is full")
+        };
+        let direct_len = if self.direct.is_some() { bytes.len() / DIRECT_BLOCK_BYTES * DIRECT_BLOCK_BYTES } else { 0 };
+        let (aligned, tail) = bytes.split_at(direct_len);
+        if let Some(direct) = &self.direct
+            && !aligned.is_empty()
+        {
+            match direct.write_all_at(aligned, at) {
+                // Opened, but this device wants a larger alignment: the page cache does it.
+                Err(error) if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) => {
+                    self.buffered.write_all_at(aligned, at).map_err(failed)?;
+                }
+                other => other.map_err(failed)?,
+            }
+        }
+        if !tail.is_empty() {
+            self.buffered.write_all_at(tail, at + direct_len as u64).map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    fn publish(mut self, path: &Path, durable: bool) -> Result<()> {
+        if durable {
+            // After a failed sync the file's pages can no longer be trusted: it is dropped, never synced again.
+            self.buffered.sync_all().map_err(|error| Error::io("cannot sync", &self.path, &error))?;
+        }
+        std::fs::rename(&self.path, path).map_err(|error| Error::io("cannot rename to", path, &error))?;
+        self.is_published = true;
+        if durable {
+            sync_folder(path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if !self.is_published {
+            // Already failing: what could be said of this failure helps nobody.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Makes the entries of a folder durable.
+pub fn sync_folder(path: &Path) -> Result<()> {
+    let synced = File::open(path).and_then(|folder| folder.sync_all());
+    synced.map_err(|error| Error::io("cannot sync folder", path, &error))
+}

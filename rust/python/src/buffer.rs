@@ -1,0 +1,168 @@
+#![expect(unsafe_code, reason = "the buffer protocol hands out and takes raw memory")]
+//! Memory across the border: what we hand out (`Buffer`) and what we are given (`Borrowed`).
+
+use crate::errors::raise;
+use memmap2::MmapMut;
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use reshard_core::memory::Memory;
+use reshard_core::{Error, Kind};
+use std::ffi::c_int;
+
+/// Owned memory or a private map, exported as a writable buffer of bytes. It lives as long as any view of it.
+#[pyclass(frozen, module = "reshard._core")]
+pub(crate) struct Buffer {
+    address: *mut u8,
+    len: usize,
+    _owner: Owner,
+}
+
+#[expect(dead_code, reason = "held to keep the memory")]
+enum Owner {
+    Memory(Memory),
+    Map(MmapMut),
+}
+
+// SAFETY: the memory is owned and stays where it is; Rust never touches it again after it was exported, and what
+// Python threads do with it among each other is theirs to order, as for any array.
+unsafe impl Send for Buffer {}
+// SAFETY: as for Send; `&Buffer` gives out nothing but address and length.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    pub(crate) fn of_memory(mut memory: Memory) -> Self {
+        let bytes = memory.as_mut_slice();
+        let (address, len) = (bytes.as_mut_ptr(), bytes.len());
+        Self { address, len, _owner: Owner::Memory(memory) }
+    }
+
+    pub(crate) fn of_map(mut map: MmapMut) -> Self {
+        let (address, len) = (map.as_mut_ptr(), map.len());
+        Self { address, len, _owner: Owner::Map(map) }
+    }
+
+    pub(crate) fn address(&self) -> usize {
+        self.address as usize
+    }
+}
+
+#[pymethods]
+impl Buffer {
+    fn __len__(&self) -> usize {
+        self.len
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "the signature of the slot")]
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let this = slf.get();
+        // SAFETY: `view` is the structure to fill that the interpreter passed; `slf` owns the `len` bytes at `address`
+        // and the view will hold a reference to it, so that they outlive the view. A `Vec` of that size fits isize.
+        let status = unsafe {
+            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), this.address.cast(), this.len as ffi::Py_ssize_t, 0, flags)
+        };
+        if status != 0 { Err(PyErr::fetch(slf.py())) } else { Ok(()) }
+    }
+}
+
+/// A buffer that Python lent, given back on drop, which must happen with the interpreter attached.
+pub(crate) struct Borrowed {
+    view: Box<ffi::Py_buffer>,
+}
+
+// SAFETY: only the address, which the lender keeps valid until the release, is used from other threads; release happens
+// where the value is dropped, which the users of this type do attached.
+unsafe impl Send for Borrowed {}
+// SAFETY: as for Send.
+unsafe impl Sync for Borrowed {}
+
+impl Borrowed {
+    fn get(object: &Bound<'_, PyAny>, flags: c_int) -> PyResult<Self> {
+        let mut view = Box::new(ffi::Py_buffer::new());
+        // SAFETY: `view` is writable and `object` a live object; the buffer is released in `drop`.
+        let status = unsafe { ffi::PyObject_GetBuffer(object.as_ptr(), &raw mut *view, flags) };
+        if status != 0 {
+            return Err(PyErr::fetch(object.py()));
+        }
+        Ok(Self { view })
+    }
+
+    /// Writable and C-contiguous, of any format.
+    pub(crate) fn writable(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Self::get(object, ffi::PyBUF_WRITABLE | ffi::PyBUF_C_CONTIGUOUS)
+    }
+
+    /// Readable, with strides, of any format.
+    pub(crate) fn readable(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let this = Self::get(object, ffi::PyBUF_STRIDES)?;
+        if this.strides().iter().any(|stride| *stride < 0) {
+            return Err(PyBufferError::new_err("negative strides; give a contiguous copy"));
+        }
+        Ok(this)
+    }
+
+    pub(crate) fn range(&self) -> (usize, usize) {
+        (self.view.buf as usize, self.view.len as usize)
+    }
+
+    fn dims(&self, values: *const ffi::Py_ssize_t) -> &[ffi::Py_ssize_t] {
+        if values.is_null() {
+            return &[];
+        }
+        // SAFETY: the lender filled `ndim` values there, which live as long as the view.
+        unsafe { std::slice::from_raw_parts(values, self.view.ndim as usize) }
+    }
+
+    fn strides(&self) -> &[ffi::Py_ssize_t] {
+        self.dims(self.view.strides)
+    }
+
+    pub(crate) fn strides_bytes(&self) -> Vec<u64> {
+        self.strides().iter().map(|stride| *stride as u64).collect()
+    }
+
+    pub(crate) fn shape(&self) -> Vec<u64> {
+        self.dims(self.view.shape).iter().map(|extent| *extent as u64).collect()
+    }
+
+    /// All bytes from the first to the last that the strides reach.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        if self.view.len == 0 {
+            return &[];
+        }
+        let reach = self.shape().iter().zip(self.strides_bytes()).map(|(extent, stride)| (extent - 1) * stride).sum::<u64>();
+        let len = if self.strides().is_empty() { self.view.len as u64 } else { reach + self.view.itemsize as u64 };
+        // SAFETY: the lender vouches for every byte that shape and strides reach, until the release. Another Python
+        // thread that writes meanwhile changes what is saved, as with any array handed to a writer.
+        unsafe { std::slice::from_raw_parts(self.view.buf.cast(), len as usize) }
+    }
+
+    /// The bytes, to write. One slice at a time is the caller's duty: see [`disjoint`].
+    #[expect(clippy::mut_from_ref, reason = "the memory is the lender's, exclusive by `disjoint`")]
+    pub(crate) fn bytes_mut(&self) -> &mut [u8] {
+        if self.view.len == 0 {
+            return &mut [];
+        }
+        // SAFETY: contiguous and writable as asked for in `writable`, and no other borrowed buffer overlaps it, which
+        // the caller has checked by `disjoint`.
+        unsafe { std::slice::from_raw_parts_mut(self.view.buf.cast(), self.view.len as usize) }
+    }
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        // SAFETY: filled by PyObject_GetBuffer and released once; the interpreter is attached, as the type demands.
+        unsafe { ffi::PyBuffer_Release(&raw mut *self.view) };
+    }
+}
+
+/// Refuses buffers that share memory: they could not be filled in parallel.
+pub(crate) fn disjoint(py: Python<'_>, buffers: &[Borrowed]) -> PyResult<()> {
+    let mut ranges: Vec<_> = buffers.iter().map(Borrowed::range).filter(|(_, len)| *len > 0).collect();
+    ranges.sort_unstable();
+    if ranges.windows(2).any(|pair| pair[0].0 + pair[0].1 > pair[1].0) {
+        let error = Error::new(Kind::Argument, "two arrays in `out` share memory").hint("give each key an array of its own");
+        return raise(py, Err(error));
+    }
+    Ok(())
+}

@@ -1,0 +1,213 @@
+//! The index.
+
+use crate::errors::raise;
+use crate::geometry::{Layout, Request};
+use crate::plan::Plan;
+use crate::run::run;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use reshard_core::copy::Control;
+use reshard_core::dtype::Dtype;
+use reshard_core::index::StoredTensor;
+use reshard_core::metadata::{Metadata, decode};
+use reshard_core::region::Region;
+use reshard_core::source::Method;
+use reshard_core::tile::Tile;
+use reshard_core::{Error, Kind};
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
+/// `device_matrix, tensor_map, alias_name, rank_list`
+type DeviceLayoutTuple = (Vec<u64>, Vec<Vec<u64>>, Vec<String>, Vec<u64>);
+
+#[pyclass(module = "reshard._core")]
+pub(crate) struct Index {
+    index: reshard_core::index::Index,
+    /// What `metadata.json` said beside the shards: layouts and dtypes, by key.
+    metadata: Option<(Metadata, HashMap<String, usize>)>,
+}
+
+fn parse_method(method: &str) -> reshard_core::Result<Method> {
+    match method {
+        "auto" => Ok(Method::Auto),
+        "map" => Ok(Method::Map),
+        "read" => Ok(Method::Read),
+        other => Err(Error::new(Kind::Argument, format!("`method` is `{other}`; `auto`, `map` or `read` are accepted"))),
+    }
+}
+
+#[pymethods]
+impl Index {
+    #[new]
+    fn new() -> Self {
+        Self { index: reshard_core::index::Index::new(), metadata: None }
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (path, *, method="auto"))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
+    fn from_metadata(py: Python<'_>, path: PathBuf, method: &str) -> PyResult<Self> {
+        let method = raise(py, parse_method(method))?;
+        let decoded = py.detach(|| {
+            let text = std::fs::read(&path).map_err(|error| Error::io("cannot read", &path, &error))?;
+            let metadata = decode(&text)?;
+            drop(text);
+            let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
+            let index = reshard_core::index::Index::from_metadata(&metadata, &folder, method)?;
+            Ok((metadata, index))
+        });
+        let (mut metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
+        for tensor in &mut metadata.tensors {
+            // The index has its own copy of the table; only layouts and dtypes are asked for later.
+            tensor.cells = Default::default();
+        }
+        let by_key = metadata.tensors.iter().enumerate().map(|(i, tensor)| (tensor.name.clone(), i)).collect();
+        Ok(Self { index, metadata: Some((metadata, by_key)) })
+    }
+
+    #[getter]
+    fn n_files(&self) -> usize {
+        self.index.n_files()
+    }
+
+    #[pyo3(signature = (path, *, follow_links=true, method="auto"))]
+    fn add_file(&mut self, py: Python<'_>, path: PathBuf, follow_links: bool, method: &str) -> PyResult<u32> {
+        let method = raise(py, parse_method(method))?;
+        Ok(self.index.add_file(path, follow_links, method))
+    }
+
+    fn file_path(&self, py: Python<'_>, file: u32) -> PyResult<PathBuf> {
+        raise(py, self.index.file_path(file)).map(PathBuf::from)
+    }
+
+    fn file_bytes(&self, py: Python<'_>, file: u32) -> PyResult<u64> {
+        Ok(raise(py, self.index.open(file))?.source().n_bytes())
+    }
+
+    fn file_metadata(&self, py: Python<'_>, file: u32) -> PyResult<Option<BTreeMap<String, String>>> {
+        let opened = raise(py, self.index.open(file))?;
+        Ok(opened.header().metadata().map(|pairs| pairs.iter().cloned().collect()))
+    }
+
+    fn file_tensors<'py>(
+        &self,
+        py: Python<'py>,
+        file: u32,
+    ) -> PyResult<Vec<(String, &'static str, Bound<'py, PyTuple>, u64, u64)>> {
+        let opened = raise(py, self.index.open(file))?;
+        let header = opened.header();
+        (0..header.len())
+            .map(|i| {
+                let entry = header.entry(i);
+                Ok((entry.name.to_owned(), entry.dtype.name(), PyTuple::new(py, entry.shape)?, entry.start, entry.end))
+            })
+            .collect()
+    }
+
+    fn add_whole(&mut self, py: Python<'_>, key: &str, file: u32) -> PyResult<()> {
+        raise(py, self.index.add_whole(key, file))
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
+    fn add_layout(&mut self, py: Python<'_>, key: &str, dtype: &str, layout: &Layout, files: Vec<u32>) -> PyResult<()> {
+        let dtype = raise(py, Dtype::parse(dtype))?;
+        raise(py, self.index.add_layout(key, dtype, &layout.0, &Arc::from(files)))
+    }
+
+    #[pyo3(signature = (key, dtype, shape, stored, *, overlapping=false))]
+    fn add_tiles(
+        &mut self,
+        py: Python<'_>,
+        key: &str,
+        dtype: &str,
+        shape: Vec<u64>,
+        stored: Vec<(u32, String, Vec<u64>, Vec<TileArguments>)>,
+        overlapping: bool,
+    ) -> PyResult<()> {
+        let add = || {
+            let dtype = Dtype::parse(dtype)?;
+            let tile = |(offset, shape, local_offset, local_strides): TileArguments| {
+                Ok(Tile { global: Region::new(offset, shape)?, local_offset, local_strides })
+            };
+            let stored = stored
+                .into_iter()
+                .map(|(file, name, shape, tiles)| {
+                    let tiles = tiles.into_iter().map(tile).collect::<reshard_core::Result<Vec<_>>>()?;
+                    Ok((StoredTensor { file, name, shape }, tiles))
+                })
+                .collect::<reshard_core::Result<Vec<_>>>()?;
+            self.index.add_tiles(key, dtype, shape, stored, overlapping)
+        };
+        raise(py, add().map_err(|error| error.key(key)))
+    }
+
+    fn __len__(&self) -> usize {
+        self.index.len()
+    }
+
+    fn __contains__(&self, key: &Bound<'_, PyAny>) -> bool {
+        key.extract::<&str>().is_ok_and(|key| self.index.contains(key))
+    }
+
+    fn keys(&self) -> Vec<&str> {
+        self.index.keys().collect()
+    }
+
+    fn info<'py>(&self, py: Python<'py>, key: &str) -> PyResult<(&'static str, Bound<'py, PyTuple>)> {
+        let (dtype, shape) = raise(py, self.index.info(key))?;
+        Ok((dtype.name(), PyTuple::new(py, shape)?))
+    }
+
+    fn shape<'py>(&self, py: Python<'py>, key: &str) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, raise(py, self.index.shape(key))?)
+    }
+
+    fn holders(&self, py: Python<'_>, key: &str) -> PyResult<Vec<u32>> {
+        raise(py, self.index.holders(key))
+    }
+
+    #[expect(clippy::type_complexity, reason = "one row of a list")]
+    fn shards<'py>(
+        &self,
+        py: Python<'py>,
+        key: &str,
+    ) -> PyResult<Vec<(Bound<'py, PyTuple>, Bound<'py, PyTuple>, Vec<u32>)>> {
+        let shards = raise(py, self.index.shards(key))?.into_iter();
+        shards.map(|(region, files)| Ok((PyTuple::new(py, region.offset())?, PyTuple::new(py, region.shape())?, files))).collect()
+    }
+
+    fn metadata_layout(&self, key: &str) -> Option<DeviceLayoutTuple> {
+        let (metadata, by_key) = self.metadata.as_ref()?;
+        let layout = &metadata.layouts[metadata.tensors[*by_key.get(key)?].layout? as usize];
+        Some((layout.device_matrix.clone(), layout.tensor_map.clone(), layout.alias_name.clone(), layout.rank_list.clone()))
+    }
+
+    fn metadata_dtype(&self, key: &str) -> Option<&str> {
+        let (metadata, by_key) = self.metadata.as_ref()?;
+        Some(&metadata.tensors[*by_key.get(key)?].dtype)
+    }
+
+    fn prove(&self, py: Python<'_>) -> PyResult<()> {
+        let result = py.detach(|| self.index.prove());
+        raise(py, result)
+    }
+
+    #[pyo3(signature = (*, threads=None))]
+    fn check(&self, py: Python<'_>, threads: Option<usize>) -> PyResult<Vec<(u32, String)>> {
+        let control = Control::default();
+        run(py, threads, 0, None, &control, || self.index.check())
+    }
+
+    #[pyo3(signature = (request, *, dtype=None))]
+    fn plan(&self, py: Python<'_>, request: &Request, dtype: Option<&str>) -> PyResult<Plan> {
+        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let result = py.detach(|| self.index.plan(&request.0, dtype));
+        raise(py, result).map(Plan)
+    }
+
+    fn close(&self) {
+        self.index.close();
+    }
+}

@@ -1,0 +1,40 @@
+//! `reshard._core`: the Python binding of the core. It converts, releases the interpreter, and maps errors; it decides
+//! nothing. The surface is told in `python/reshard/_core.pyi`.
+
+mod buffer;
+mod errors;
+mod geometry;
+mod index;
+mod plan;
+mod run;
+
+use pyo3::prelude::*;
+
+/// The Rust core: geometry and bytes.
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::{
+        buffer::Buffer,
+        default_threads, dtype_bits,
+        geometry::{Layout, Mesh, Request},
+        index::Index,
+        plan::{Plan, write_arrays},
+    };
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}
+
+#[pyfunction]
+fn dtype_bits(py: Python<'_>, dtype: &str) -> PyResult<u64> {
+    errors::raise(py, reshard_core::dtype::Dtype::parse(dtype)).map(reshard_core::dtype::Dtype::bits)
+}
+
+#[pyfunction]
+fn default_threads() -> usize {
+    run::default_threads()
+}
