@@ -74,7 +74,7 @@ def normalize_index(index: object, shape: tuple[int, ...]) -> Box:
             first, n_elements, step = _of_slice(item, dim, shape[dim])
             offset.append(first)
             extent.append(n_elements)
-            post.append(slice(None, None, step))
+            post.append(slice(None) if step == 1 else slice(None, None, step))
         else:
             offset.append(_of_integer(item, dim, shape[dim]))
             extent.append(1)
