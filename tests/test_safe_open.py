@@ -108,7 +108,8 @@ INDICES = """
     0, 0, 0, 0 | :, :, :, : | 0, ..., 0, 0, 0 | ::-1 | ::0 | 0:4:-1 | ..., ... | None | None, 0 | 0, None, 1
     0:100 | 100: | 100:200 | [0, 1] | 0, [0, 1] | [0, 1], [0, 1] | [0, -1] | [0, 9] | (0, 1), | np.array([0, 1])
     torch.tensor([0, 1]) | [True, False, True, False] | np.array([True, False, True, False]) | 1.5 | 1.0:2.0
-    "a" | 2**70 | range(2) | [2] | [1, 1] | :, [0, 2] | 0, :, [0, 2] | torch.tensor(1.5) | torch.tensor([1]) | torch.tensor(True)
+    "a" | 2**70 | range(2) | [2] | [1, 1] | :, [0, 2] | 0, :, [0, 2]
+    torch.tensor(1.5) | torch.tensor([1]) | torch.tensor(True)
     4:5 | (), | ..., []
     [], 0 | -2**70
 """
