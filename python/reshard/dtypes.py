@@ -1,0 +1,300 @@
+"""The dtypes of the safetensors format: their names, their widths, and the numpy dtype that holds each.
+
+Everywhere in this package a dtype is its name in a safetensors header ("BF16", "F8_E4M3", ...); the spellings of
+users, of numpy, of torch and of MindSpore are turned into it here and nowhere else. This module knows no file and
+no framework: a torch dtype is read by what it prints.
+
+bfloat16 and the 8-bit floats are numpy dtypes of `ml_dtypes`. The 4- and 6-bit floats have no numpy dtype of their
+width: such a tensor comes as its packed bytes, see `array_shape`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from reshard.errors import MismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "NAMES",
+    "array_shape",
+    "bits",
+    "from_mindspore",
+    "is_packed",
+    "name_of",
+    "numpy_dtype",
+    "parse_dtype",
+    "tensor_shape",
+    "to_mindspore",
+]
+
+_PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+_NUMPY: dict[str, np.dtype[np.generic]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "F32": np.dtype(np.float32),
+    "C64": np.dtype(np.complex64),
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+}
+_NAME_OF = {dtype: name for name, dtype in _NUMPY.items()}
+
+NAMES: tuple[str, ...] = (*_PACKED_BITS, *_NUMPY)
+"""All dtypes of the format, narrow ones first."""
+
+# What people write besides the name in the header and the name of the numpy or torch dtype. Left out on purpose:
+# `float` and `int` (torch and Python disagree on the width) and `float8_e4m3` (to ml_dtypes another format than the
+# F8_E4M3 of a header, which is its `float8_e4m3fn`).
+_ABBREVIATIONS = {
+    "bf16": "BF16",
+    "fp16": "F16",
+    "half": "F16",
+    "fp32": "F32",
+    "single": "F32",
+    "fp64": "F64",
+    "double": "F64",
+    "fp8_e4m3": "F8_E4M3",
+    "fp8_e5m2": "F8_E5M2",
+    "float4_e2m1fn_x2": "F4",
+}
+_SPELLINGS = (
+    {name.lower(): name for name in NAMES} | {dtype.name: name for name, dtype in _NUMPY.items()} | _ABBREVIATIONS
+)
+
+_MINDSPORE = {
+    "BOOL": "Bool",
+    "U8": "UInt8",
+    "I8": "Int8",
+    "F8_E5M2": "Float8E5M2",
+    "F8_E4M3": "Float8E4M3FN",
+    "I16": "Int16",
+    "U16": "UInt16",
+    "F16": "Float16",
+    "BF16": "BFloat16",
+    "I32": "Int32",
+    "U32": "UInt32",
+    "F32": "Float32",
+    "C64": "Complex64",
+    "F64": "Float64",
+    "I64": "Int64",
+    "U64": "UInt64",
+}
+_FROM_MINDSPORE = {spelling.lower(): name for name, spelling in _MINDSPORE.items()}
+
+
+def bits(dtype: str) -> int:
+    """Bits of one element.
+
+    Raises:
+        UnsupportedError: the name is none of `NAMES`.
+
+    Example:
+        >>> bits("BF16"), bits("F6_E2M3")
+        (16, 6)
+    """
+    if dtype in _PACKED_BITS:
+        return _PACKED_BITS[dtype]
+    return 8 * numpy_dtype(dtype).itemsize
+
+
+def is_packed(dtype: str) -> bool:
+    """Whether elements are narrower than a byte, so that arrays hold packed bytes.
+
+    Example:
+        >>> is_packed("F4"), is_packed("F8_E4M3")
+        (True, False)
+    """
+    return dtype in _PACKED_BITS
+
+
+def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
+    """The numpy dtype of arrays of this dtype: `uint8` for the packed ones (see `array_shape`).
+
+    Raises:
+        UnsupportedError: the name is none of `NAMES`.
+
+    Example:
+        >>> numpy_dtype("BF16"), numpy_dtype("F4")
+        (dtype(bfloat16), dtype('uint8'))
+    """
+    if dtype in _PACKED_BITS:
+        return np.dtype(np.uint8)
+    try:
+        return _NUMPY[dtype]
+    except KeyError:
+        raise _unknown(dtype) from None
+
+
+def array_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the array that holds a tensor of this dtype and shape.
+
+    It is the tensor's own shape, but for the packed dtypes, whose arrays are `uint8`: there the last dim counts bytes
+    (8 elements of F4 are 4 bytes, of F6_E2M3 are 6). Where a row is no whole number of bytes, rows share bytes and
+    the array is one flat dim of all the tensor's bytes.
+
+    Args:
+        dtype: a name of `NAMES`.
+        shape: the tensor's shape, in elements.
+
+    Raises:
+        UnsupportedError: the name is none of `NAMES`.
+        MismatchError: a tensor of this shape is no whole number of bytes.
+
+    Example:
+        >>> array_shape("BF16", (3, 8)), array_shape("F4", (3, 8)), array_shape("F4", (2, 3))
+        ((3, 8), (3, 4), (3,))
+    """
+    if not is_packed(dtype):
+        numpy_dtype(dtype)
+        return tuple(shape)
+    row_bytes, rest = divmod((shape[-1] if shape else 1) * bits(dtype), 8)
+    if rest == 0:
+        return (*shape[:-1], row_bytes)
+    n_bytes, rest = divmod(math.prod(shape) * bits(dtype), 8)
+    if rest:
+        raise MismatchError(
+            f"a {dtype} tensor of shape {tuple(shape)} has {math.prod(shape) * bits(dtype)} bits, "
+            "expected a whole number of bytes"
+        )
+    return (n_bytes,)
+
+
+def tensor_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape in elements of the tensor that an array of this shape holds, its rows being whole: `array_shape` undone.
+
+    Args:
+        dtype: a name of `NAMES`.
+        shape: the array's shape; for the packed dtypes the last dim counts bytes.
+
+    Raises:
+        UnsupportedError: the name is none of `NAMES`.
+        MismatchError: the bytes of a row are no whole number of elements.
+
+    Example:
+        >>> tensor_shape("F4", (3, 4)), tensor_shape("BF16", ())
+        ((3, 8), ())
+    """
+    if not is_packed(dtype):
+        numpy_dtype(dtype)
+        return tuple(shape)
+    row, rest = divmod((shape[-1] if shape else 1) * 8, bits(dtype))
+    if not shape or rest:
+        raise MismatchError(
+            f"a packed array of shape {tuple(shape)} is no {dtype} tensor: "
+            f"expected rows of whole groups of {math.lcm(8, bits(dtype)) // 8} bytes"
+        )
+    return (*shape[:-1], row)
+
+
+def name_of(dtype: np.dtype[np.generic]) -> str:
+    """The dtype of an array, as a header names it. A `uint8` array is "U8", packed or not.
+
+    Raises:
+        UnsupportedError: the format has no such dtype, or the byte order is not the format's (little-endian).
+
+    Example:
+        >>> name_of(np.dtype(np.float32)), name_of(np.dtype(ml_dtypes.bfloat16))
+        ('F32', 'BF16')
+    """
+    if dtype in _NAME_OF:
+        return _NAME_OF[dtype]
+    if dtype.newbyteorder("=") in _NAME_OF:
+        raise UnsupportedError(
+            f"arrays of dtype {dtype} have the wrong byte order, expected little-endian",
+            hint='convert with `array.astype(array.dtype.newbyteorder("<"))`',
+        )
+    raise UnsupportedError(
+        f"arrays of dtype {dtype} have no place in a safetensors file",
+        hint="accepted are " + ", ".join(known.name for known in _NAME_OF),
+    )
+
+
+def parse_dtype(value: object) -> str:
+    """The dtype that a user means.
+
+    Args:
+        value: a name in any case ("BF16", "bfloat16", "bf16", "torch.bfloat16", MindSpore's "BFloat16"), a numpy
+            dtype or scalar type (those of `ml_dtypes` included), or a torch dtype.
+
+    Raises:
+        UnsupportedError: the value names no dtype of the format, or more than one.
+
+    Example:
+        >>> parse_dtype("bf16"), parse_dtype(ml_dtypes.bfloat16), parse_dtype(np.dtype("float32")), parse_dtype("Int8")
+        ('BF16', 'BF16', 'F32', 'I8')
+    """
+    if isinstance(value, np.dtype):
+        return name_of(value)
+    if isinstance(value, type) and issubclass(value, np.generic):
+        return name_of(np.dtype(value))
+    # A torch dtype prints "torch.bfloat16": nothing else of torch is needed to know it.
+    is_text = isinstance(value, str) or type(value).__module__ == "torch"
+    text = str(value).strip().lower().removeprefix("torch.") if is_text else ""
+    name = _SPELLINGS.get(text) or _FROM_MINDSPORE.get(text)
+    if name is None:
+        raise _unknown(value)
+    return name
+
+
+def from_mindspore(spelling: str) -> str:
+    """The dtype that MindSpore's files spell this way, in any case.
+
+    Raises:
+        UnsupportedError: the format has no such dtype (`Int4`, `HiFloat8`, ...).
+
+    Example:
+        >>> from_mindspore("BFloat16"), from_mindspore("float32")
+        ('BF16', 'F32')
+    """
+    name = _FROM_MINDSPORE.get(spelling.lower())
+    if name is None:
+        raise UnsupportedError(
+            f"unknown MindSpore dtype {_shown(spelling)}", hint="known are " + ", ".join(_MINDSPORE.values())
+        )
+    return name
+
+
+def to_mindspore(dtype: str) -> str:
+    """How MindSpore's files spell a dtype.
+
+    Raises:
+        UnsupportedError: MindSpore has no such dtype, or the name is none of `NAMES`.
+
+    Example:
+        >>> to_mindspore("BF16"), to_mindspore("F32")
+        ('BFloat16', 'Float32')
+    """
+    bits(dtype)  # an unknown name is not MindSpore's lack
+    if dtype not in _MINDSPORE:
+        raise UnsupportedError(f"MindSpore has no dtype for {dtype}", hint="it has " + ", ".join(_MINDSPORE))
+    return _MINDSPORE[dtype]
+
+
+def _unknown(value: object) -> UnsupportedError:
+    return UnsupportedError(f"unknown dtype {_shown(value)}", hint="known are " + ", ".join(NAMES))
+
+
+def _shown(value: object) -> str:
+    """Text that may come from a file, safe to print: escaped and cut."""
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,5 @@
+"""What torch users get on top of `reshard`: this package imports torch, and `import reshard` does not import it."""
+
+from reshard.torch.tensors import as_tensor, from_tensor
+
+__all__ = ["as_tensor", "from_tensor"]
