@@ -10,4 +10,7 @@ compile_error!("reshard addresses files of any size: 64-bit targets only");
 pub mod dtype;
 pub mod error;
 
+// Reading and writing: what a shard file says of itself.
+pub mod header;
+
 pub use error::{Error, Kind, Result};

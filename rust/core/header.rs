@@ -1,0 +1,924 @@
+//! The header of a shard file: one strict pass over its JSON, and the writer of the same.
+//!
+//! A shard file is 8 bytes (the header's length, little-endian), the header, and the data of all tensors without a
+//! gap. Whatever is not exactly that is refused before anything about it is stored: every length is checked against
+//! what is really there, every size is computed with checks, every byte of the data belongs to exactly one tensor.
+//!
+//! Memory is bounded for hostile input too: at most twice the header's size plus 32 MiB. That is why the header's
+//! text itself is the store: names, shapes and metadata stay where they are and are found again by their position.
+//! It is also why the few tokens that a header may consist of are read here and not by a general JSON reader, which
+//! decodes an escaped string, keeps a stack of what is open and quotes a wrong value in its message, all of them as
+//! large as the file makes them, before a limit can be applied. The grammar has three levels and no recursion.
+//!
+//! This module knows one file's header. It does not know what the tensors mean or how the data is read.
+
+use crate::dtype::Dtype;
+use crate::error::{Error, Kind, Printable, Result};
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// Longest header in bytes, as in the reference implementation.
+pub const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Most tensors of one file.
+pub const MAX_TENSORS: usize = 1_000_000;
+/// Most dims of a tensor.
+pub const MAX_RANK: usize = 32;
+/// Longest name of a tensor in UTF-8 bytes.
+pub const MAX_NAME_BYTES: usize = 1024;
+/// Most entries of `__metadata__`.
+pub const MAX_METADATA: usize = 1_000_000;
+
+/// The length field before the header.
+const LENGTH_BYTES: u64 = 8;
+/// The one key of a header that is no tensor.
+const METADATA: &str = "__metadata__";
+/// Numbers in a header are below this, so that every implementation can hold them.
+const NUMBER_END: u64 = 1 << 63;
+/// The longest spelling of one byte of text: `\u0061`.
+const ESCAPE_BYTES: usize = 6;
+
+/// A header that has proved right: the tensors in it tile the data of their file exactly.
+///
+/// Tensors are numbered in the order of their data; one without elements stands where its data would be.
+///
+/// ```
+/// use reshard_core::dtype::Dtype;
+/// use reshard_core::header::Header;
+///
+/// let json = br#"{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}"#;
+/// let header = Header::parse(json.to_vec(), 24)?;
+/// let w = header.entry(header.find("w").unwrap());
+/// assert_eq!((w.dtype, w.shape, w.start, w.end), (Dtype::F32, vec![2, 3], 0, 24));
+/// # Ok::<(), reshard_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Header {
+    /// The header as read, except that escaped names and metadata have been decoded in their place.
+    text: Vec<u8>,
+    /// In the order of the data.
+    slots: Vec<Slot>,
+    /// Numbers of the tensors in the order of their names.
+    by_name: Vec<u32>,
+    /// Sorted by key.
+    metadata: Option<Vec<Pair>>,
+}
+
+/// One tensor of a header.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry<'a> {
+    /// Its name in the file.
+    pub name: &'a str,
+    /// Its element type.
+    pub dtype: Dtype,
+    /// Its shape in elements.
+    pub shape: Vec<u64>,
+    /// Its first byte, counted from the start of the data.
+    pub start: u64,
+    /// The byte after its last.
+    pub end: u64,
+}
+
+/// A tensor as it is kept: 32 bytes, since there may be a million.
+#[derive(Debug)]
+struct Slot {
+    start: u64,
+    end: u64,
+    name: Text,
+    /// Where the shape's `[` is in the text.
+    shape_at: u32,
+    dtype: Dtype,
+}
+
+/// A range of the header's text.
+#[derive(Debug, Clone, Copy)]
+struct Text {
+    at: u32,
+    n_bytes: u32,
+}
+
+/// Key and value of one metadata entry.
+#[derive(Debug)]
+struct Pair {
+    key: Text,
+    value: Text,
+}
+
+impl Header {
+    /// Reads and checks the header of an opened file of `file_bytes` bytes; `path` serves the messages.
+    ///
+    /// # Errors
+    /// [`Kind::Damaged`] if the file violates the format, [`Kind::Unsupported`] for an unknown dtype, [`Kind::Io`] if
+    /// the read fails.
+    pub fn read(file: &File, path: &Path, file_bytes: u64) -> Result<Self> {
+        Self::read_unnamed(file, path, file_bytes).map_err(|error| error.path(path))
+    }
+
+    fn read_unnamed(file: &File, path: &Path, file_bytes: u64) -> Result<Self> {
+        let read = |at: u64, into: &mut [u8]| {
+            file.read_exact_at(into, at)
+                .map_err(|error| match error.kind() {
+                    io::ErrorKind::UnexpectedEof => Error::damaged(format!(
+                        "the file ends inside its header: it had {file_bytes} bytes when opened"
+                    )),
+                    _ => Error::io("cannot read the header of", path, &error),
+                })
+        };
+        let Some(rest_bytes) = file_bytes.checked_sub(LENGTH_BYTES) else {
+            return Err(Error::damaged(format!(
+                "the file has {file_bytes} bytes; a shard file starts with the {LENGTH_BYTES} bytes of a length"
+            )));
+        };
+        let mut length = [0; LENGTH_BYTES as usize];
+        read(0, &mut length)?;
+        let header_bytes = u64::from_le_bytes(length);
+        if header_bytes > MAX_HEADER_BYTES {
+            return Err(Error::damaged(format!(
+                "the header's length is given as {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed"
+            )));
+        }
+        if header_bytes > rest_bytes {
+            return Err(Error::damaged(format!(
+                "the header's length is given as {header_bytes} bytes, but the file has only {rest_bytes} after it"
+            ))
+            .hint("the file is truncated, or no safetensors file"));
+        }
+        // In growing pieces: a file may claim a size that nothing stands behind.
+        let mut text = Vec::new();
+        let mut piece_bytes = 1 << 20;
+        while (text.len() as u64) < header_bytes {
+            let at = text.len();
+            let n = piece_bytes.min(header_bytes as usize - at);
+            text.try_reserve_exact(n).map_err(|_| {
+                let error = io::Error::from(io::ErrorKind::OutOfMemory);
+                Error::io(
+                    &format!("no memory for the {header_bytes} header bytes of"),
+                    path,
+                    &error,
+                )
+            })?;
+            text.resize(at + n, 0);
+            read(LENGTH_BYTES + at as u64, &mut text[at..])?;
+            piece_bytes *= 2;
+        }
+        Self::parse(text, rest_bytes - header_bytes)
+    }
+
+    /// Checks the text of a header that `data_bytes` bytes of data follow.
+    ///
+    /// # Errors
+    /// [`Kind::Damaged`] if it violates the format, [`Kind::Unsupported`] for an unknown dtype.
+    pub fn parse(json: Vec<u8>, data_bytes: u64) -> Result<Self> {
+        if json.len() as u64 > MAX_HEADER_BYTES {
+            return Err(Error::damaged(format!(
+                "the header has {} bytes; at most {MAX_HEADER_BYTES} are allowed",
+                json.len()
+            )));
+        }
+        let text = std::str::from_utf8(&json).map_err(|error| {
+            Error::damaged(format!(
+                "the header is not UTF-8 from byte {} on",
+                error.valid_up_to()
+            ))
+        })?;
+        if !text.starts_with('{') {
+            let found = text.chars().next().map_or("nothing".to_owned(), |c| {
+                format!("`{}`", Printable(&c.to_string()))
+            });
+            return Err(Error::damaged(format!(
+                "the header must start with `{{`, found {found}"
+            )));
+        }
+        let mut pass = Pass {
+            scanner: Scanner { text: &json, at: 0 },
+            data_bytes,
+            slots: Vec::new(),
+            metadata: None,
+            has_escapes: false,
+        };
+        pass.header()?;
+        let Pass {
+            slots,
+            metadata,
+            has_escapes,
+            ..
+        } = pass;
+        let mut this = Self {
+            text: json,
+            slots,
+            by_name: Vec::new(),
+            metadata,
+        };
+        if has_escapes {
+            this.decode_in_place()?;
+        }
+        this.order()?;
+        this.check_coverage(data_bytes)?;
+        Ok(this)
+    }
+
+    /// How many tensors there are.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Whether there is no tensor.
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    /// Where the data begins in the file, in bytes.
+    pub fn data_start(&self) -> u64 {
+        LENGTH_BYTES + self.text.len() as u64
+    }
+
+    /// Tensor `i` in the order of the data.
+    ///
+    /// # Panics
+    /// If `i` is not below [`Self::len`].
+    pub fn entry(&self, i: usize) -> Entry<'_> {
+        let &Slot {
+            start,
+            end,
+            name,
+            shape_at,
+            dtype,
+        } = &self.slots[i];
+        let shape = Scanner {
+            text: &self.text,
+            at: shape_at as usize,
+        }
+        .shape()
+        .expect("checked when parsed");
+        Entry {
+            name: self.str(name),
+            dtype,
+            shape: shape.to_vec(),
+            start,
+            end,
+        }
+    }
+
+    /// The number of the tensor of this name.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        let at = self
+            .by_name
+            .binary_search_by(|&i| self.name(i).cmp(name.as_bytes()))
+            .ok()?;
+        Some(self.by_name[at] as usize)
+    }
+
+    /// Keys and values of `__metadata__`, sorted by key; `None` if the header has none.
+    pub fn metadata(&self) -> Option<impl ExactSizeIterator<Item = (&str, &str)>> {
+        Some(
+            self.metadata
+                .as_ref()?
+                .iter()
+                .map(|pair| (self.str(pair.key), self.str(pair.value))),
+        )
+    }
+
+    /// Replaces escaped names and metadata by what they mean, which is never longer.
+    fn decode_in_place(&mut self) -> Result<()> {
+        let names = self.slots.iter_mut().map(|slot| &mut slot.name);
+        let pairs = self
+            .metadata
+            .iter_mut()
+            .flatten()
+            .flat_map(|pair| [&mut pair.key, &mut pair.value]);
+        for text in names.chain(pairs) {
+            text.n_bytes = unescape(&mut self.text[text.range()])? as u32;
+        }
+        Ok(())
+    }
+
+    /// Sorts tensors by their data, names and metadata by text, and finds duplicates.
+    fn order(&mut self) -> Result<()> {
+        // One without elements before the one whose data begins there; among equals, as the header has them.
+        self.slots
+            .sort_unstable_by_key(|slot| (slot.start, slot.end, slot.shape_at));
+        let mut by_name: Vec<u32> = (0..self.slots.len() as u32).collect();
+        // This sort uses runs that are in order already, as most writers leave them.
+        by_name.sort_by(|&a, &b| self.name(a).cmp(self.name(b)));
+        if let Some(pair) = by_name
+            .windows(2)
+            .find(|pair| self.name(pair[0]) == self.name(pair[1]))
+        {
+            let name = self.entry(pair[0] as usize).name;
+            return Err(Error::damaged(format!(
+                "tensor `{}` occurs twice in the header",
+                Printable(name)
+            ))
+            .key(name));
+        }
+        self.by_name = by_name;
+
+        let mut metadata = self.metadata.take();
+        let text = |text: Text| &self.text[text.range()];
+        if let Some(pairs) = &mut metadata {
+            pairs.sort_unstable_by(|a, b| text(a.key).cmp(text(b.key)));
+            if let Some(pair) = pairs
+                .windows(2)
+                .find(|pair| text(pair[0].key) == text(pair[1].key))
+            {
+                let key = Printable(self.str(pair[0].key));
+                return Err(Error::damaged(format!(
+                    "key `{key}` occurs twice in `{METADATA}`"
+                )));
+            }
+        }
+        self.metadata = metadata;
+        Ok(())
+    }
+
+    /// Every byte of the data belongs to exactly one tensor; one without elements stands between two others.
+    fn check_coverage(&self, data_bytes: u64) -> Result<()> {
+        let mut covered = 0;
+        for (i, slot) in self.slots.iter().enumerate() {
+            if slot.start != covered {
+                let name = self.str(slot.name);
+                let start = slot.start;
+                let problem = if start > covered {
+                    format!(
+                        "bytes {covered} to {start} of the data, before tensor `{}`, belong to no tensor",
+                        Printable(name)
+                    )
+                } else {
+                    let other = Printable(self.str(self.slots[i - 1].name));
+                    format!(
+                        "tensor `{}` starts at byte {start} of the data, inside tensor `{other}`",
+                        Printable(name)
+                    )
+                };
+                return Err(Error::damaged(problem).key(name));
+            }
+            covered = slot.end;
+        }
+        if covered != data_bytes {
+            return Err(Error::damaged(format!(
+                "the tensors end at byte {covered} of the data, but the file has {data_bytes} bytes of data"
+            ))
+            .hint("the file was extended, or its header belongs to another file"));
+        }
+        Ok(())
+    }
+
+    fn name(&self, i: u32) -> &[u8] {
+        &self.text[self.slots[i as usize].name.range()]
+    }
+
+    fn str(&self, text: Text) -> &str {
+        std::str::from_utf8(&self.text[text.range()]).expect("checked when parsed")
+    }
+}
+
+impl Text {
+    fn range(self) -> Range<usize> {
+        self.at as usize..self.at as usize + self.n_bytes as usize
+    }
+}
+
+/// The pass over a header's text: what the format says, applied token by token.
+struct Pass<'t> {
+    scanner: Scanner<'t>,
+    data_bytes: u64,
+    slots: Vec<Slot>,
+    metadata: Option<Vec<Pair>>,
+    /// Whether a kept name or metadata text has a backslash in it.
+    has_escapes: bool,
+}
+
+impl Pass<'_> {
+    fn header(&mut self) -> Result<()> {
+        let mut is_first = true;
+        self.scanner.open(b'{')?;
+        while self.scanner.more(b'}', &mut is_first)? {
+            let text = self.scanner.string()?;
+            let name = self
+                .scanner
+                .decoded(text, MAX_NAME_BYTES, "the name of a tensor")?;
+            self.scanner.open(b':')?;
+            if name == METADATA {
+                self.metadata()?;
+                continue;
+            }
+            let entry = check_name(&name).and_then(|()| self.entry(text));
+            let slot = entry.map_err(|error| {
+                error
+                    .within(format_args!("tensor `{}`", Printable(&name)))
+                    .key(&name)
+            })?;
+            self.slots.push(slot);
+        }
+        self.scanner.end()
+    }
+
+    fn metadata(&mut self) -> Result<()> {
+        if self.metadata.is_some() {
+            return Err(Error::damaged(format!(
+                "`{METADATA}` occurs twice in the header"
+            )));
+        }
+        let mut pairs = Vec::new();
+        let mut is_first = true;
+        self.scanner.open(b'{')?;
+        while self.scanner.more(b'}', &mut is_first)? {
+            if pairs.len() == MAX_METADATA {
+                return Err(Error::damaged(format!(
+                    "`{METADATA}` has more than {MAX_METADATA} entries"
+                )));
+            }
+            let key = self.scanner.string()?;
+            self.scanner.open(b':')?;
+            let value = self
+                .scanner
+                .string()
+                .map_err(|error| error.within(format_args!("`{METADATA}`")))?;
+            self.has_escapes |= self.scanner.is_escaped(key) || self.scanner.is_escaped(value);
+            pairs.push(Pair { key, value });
+        }
+        self.metadata = Some(pairs);
+        Ok(())
+    }
+
+    fn entry(&mut self, name: Text) -> Result<Slot> {
+        if self.slots.len() == MAX_TENSORS {
+            return Err(Error::damaged(format!(
+                "the header has more than {MAX_TENSORS} tensors"
+            )));
+        }
+        let (mut dtype, mut shape, mut offsets) = (None, None, None);
+        let mut is_first = true;
+        self.scanner.open(b'{')?;
+        while self.scanner.more(b'}', &mut is_first)? {
+            let text = self.scanner.string()?;
+            let field = self
+                .scanner
+                .decoded(text, MAX_NAME_BYTES, "the name of a field")?;
+            self.scanner.open(b':')?;
+            let is_new = match &*field {
+                "dtype" => dtype.replace(self.dtype()?).is_none(),
+                "shape" => {
+                    let at = self.scanner.position() as u32;
+                    shape.replace((at, self.scanner.shape()?)).is_none()
+                }
+                "data_offsets" => offsets.replace(self.offsets()?).is_none(),
+                _ => {
+                    let field = Printable(&field);
+                    return Err(Error::damaged(format!(
+                        "field `{field}` is none of dtype, shape and data_offsets"
+                    )));
+                }
+            };
+            if !is_new {
+                return Err(Error::damaged(format!("field `{field}` occurs twice")));
+            }
+        }
+        let missing = |field| Error::damaged(format!("field `{field}` is missing"));
+        let dtype = dtype.ok_or_else(|| missing("dtype"))?;
+        let (shape_at, shape) = shape.ok_or_else(|| missing("shape"))?;
+        let (start, end) = offsets.ok_or_else(|| missing("data_offsets"))?;
+        let Some(n_bytes) = end.checked_sub(start) else {
+            return Err(Error::damaged(format!(
+                "data_offsets [{start}, {end}] end before they start"
+            )));
+        };
+        let wanted_bytes = tensor_bytes(dtype, &shape).map_err(Error::damaged)?;
+        if n_bytes != wanted_bytes {
+            return Err(Error::damaged(format!(
+                "{dtype} of shape {:?} needs {wanted_bytes} bytes, data_offsets [{start}, {end}] hold {n_bytes}",
+                &*shape
+            )));
+        }
+        if end > self.data_bytes {
+            return Err(Error::damaged(format!(
+                "its data ends at byte {end}, but the file has only {} bytes of data",
+                self.data_bytes
+            ))
+            .hint("the file is truncated"));
+        }
+        self.has_escapes |= self.scanner.is_escaped(name);
+        Ok(Slot {
+            start,
+            end,
+            name,
+            shape_at,
+            dtype,
+        })
+    }
+
+    fn dtype(&mut self) -> Result<Dtype> {
+        let text = self.scanner.string()?;
+        Dtype::parse(
+            &self
+                .scanner
+                .decoded(text, MAX_NAME_BYTES, "the name of a dtype")?,
+        )
+    }
+
+    fn offsets(&mut self) -> Result<(u64, u64)> {
+        self.scanner.open(b'[')?;
+        let start = self.scanner.number()?;
+        self.scanner.open(b',')?;
+        let end = self.scanner.number()?;
+        self.scanner.open(b']')?;
+        Ok((start, end))
+    }
+}
+
+/// A shape on the stack.
+struct Shape {
+    extents: [u64; MAX_RANK],
+    rank: usize,
+}
+
+impl std::ops::Deref for Shape {
+    type Target = [u64];
+
+    fn deref(&self) -> &[u64] {
+        &self.extents[..self.rank]
+    }
+}
+
+/// The tokens of a text that is known to be UTF-8, one after the other. Nothing is copied.
+struct Scanner<'t> {
+    text: &'t [u8],
+    at: usize,
+}
+
+impl<'t> Scanner<'t> {
+    /// The next byte that is no white space; `None` at the end.
+    fn peek(&mut self) -> Option<u8> {
+        while let Some(&byte) = self.text.get(self.at) {
+            if !matches!(byte, b' ' | b'\t' | b'\n' | b'\r') {
+                return Some(byte);
+            }
+            self.at += 1;
+        }
+        None
+    }
+
+    /// Where the next token begins.
+    fn position(&mut self) -> usize {
+        self.peek();
+        self.at
+    }
+
+    /// Takes a byte that must come now.
+    fn open(&mut self, byte: u8) -> Result<()> {
+        if self.peek() != Some(byte) {
+            return Err(self.expected(&format!("`{}`", byte as char)));
+        }
+        self.at += 1;
+        Ok(())
+    }
+
+    /// Whether another member follows: takes the comma before it, or what closes the list.
+    fn more(&mut self, close: u8, is_first: &mut bool) -> Result<bool> {
+        let is_first = std::mem::replace(is_first, false);
+        match self.peek() {
+            Some(byte) if byte == close => {
+                self.at += 1;
+                Ok(false)
+            }
+            _ if is_first => Ok(true),
+            Some(b',') => {
+                self.at += 1;
+                Ok(true)
+            }
+            _ => Err(self.expected(&format!("`,` or `{}`", close as char))),
+        }
+    }
+
+    /// A string, still escaped.
+    fn string(&mut self) -> Result<Text> {
+        if self.peek() != Some(b'"') {
+            return Err(self.expected("a string"));
+        }
+        let at = self.at + 1;
+        let mut end = at;
+        loop {
+            match self.text.get(end) {
+                Some(b'"') => break,
+                Some(b'\\') => end += 2,
+                Some(0..0x20) => {
+                    self.at = end;
+                    return Err(self.expected("a string without control characters"));
+                }
+                Some(_) => end += 1,
+                None => {
+                    return Err(Error::damaged(format!(
+                        "the string at byte {} of the header has no end",
+                        self.at
+                    )));
+                }
+            }
+        }
+        self.at = end + 1;
+        Ok(Text {
+            at: at as u32,
+            n_bytes: (end - at) as u32,
+        })
+    }
+
+    /// A plain integer below 2^63.
+    fn number(&mut self) -> Result<u64> {
+        self.peek();
+        let rest = &self.text[self.at..];
+        let n_digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
+        let is_plain = !matches!(rest, [b'0', b'0'..=b'9', ..])
+            && !matches!(rest.get(n_digits), Some(b'.' | b'e' | b'E'));
+        let number = std::str::from_utf8(&rest[..n_digits])
+            .ok()
+            .and_then(|digits| digits.parse().ok());
+        match number {
+            Some(number) if is_plain && number < NUMBER_END => {
+                self.at += n_digits;
+                Ok(number)
+            }
+            _ => Err(self.expected("a plain integer from 0 to 2^63 - 1")),
+        }
+    }
+
+    fn shape(&mut self) -> Result<Shape> {
+        let mut shape = Shape {
+            extents: [0; MAX_RANK],
+            rank: 0,
+        };
+        let mut is_first = true;
+        self.open(b'[')?;
+        while self.more(b']', &mut is_first)? {
+            let Some(extent) = shape.extents.get_mut(shape.rank) else {
+                return Err(Error::damaged(format!(
+                    "the shape has more than {MAX_RANK} dims"
+                )));
+            };
+            *extent = self.number()?;
+            shape.rank += 1;
+        }
+        Ok(shape)
+    }
+
+    /// After the header's object there are only spaces.
+    fn end(&self) -> Result<()> {
+        let rest = &self.text[self.at..];
+        let Some(n_spaces) = rest.iter().position(|&byte| byte != b' ') else {
+            return Ok(());
+        };
+        Err(Scanner {
+            text: self.text,
+            at: self.at + n_spaces,
+        }
+        .expected("only spaces after the header's object"))
+    }
+
+    /// What a string means; `what` it is and how long it may be serve to refuse it before it is copied.
+    fn decoded(&self, text: Text, max_bytes: usize, what: &str) -> Result<Cow<'t, str>> {
+        let escaped = &self.text[text.range()];
+        let decoded = if !self.is_escaped(text) {
+            Cow::Borrowed(str_of(escaped))
+        } else if escaped.len() <= max_bytes * ESCAPE_BYTES {
+            let mut bytes = escaped.to_vec();
+            let n_bytes = unescape(&mut bytes)?;
+            Cow::Owned(str_of(&bytes[..n_bytes]).to_owned())
+        } else {
+            Cow::Borrowed(str_of(escaped))
+        };
+        if decoded.len() > max_bytes {
+            let n_bytes = decoded.len();
+            return Err(Error::damaged(format!(
+                "{what} has {n_bytes} bytes, at most {max_bytes} are allowed: {}",
+                Printable(&decoded)
+            )));
+        }
+        Ok(decoded)
+    }
+
+    fn is_escaped(&self, text: Text) -> bool {
+        self.text[text.range()].contains(&b'\\')
+    }
+
+    fn expected(&self, expected: &str) -> Error {
+        let rest = String::from_utf8_lossy(
+            &self.text[self.at.min(self.text.len())..self.text.len().min(self.at + 24)],
+        );
+        let found = rest
+            .chars()
+            .next()
+            .map_or("its end".to_owned(), |_| format!("`{}`", Printable(&rest)));
+        Error::damaged(format!(
+            "expected {expected} at byte {} of the header, found {found}",
+            self.at
+        ))
+    }
+}
+
+fn str_of(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).expect("the whole text was checked, and strings end at ASCII quotes")
+}
+
+/// Decodes the escapes of a JSON string where it stands; how many bytes are left.
+fn unescape(text: &mut [u8]) -> Result<usize> {
+    let (mut from, mut to) = (0, 0);
+    while from < text.len() {
+        if text[from] != b'\\' {
+            text[to] = text[from];
+            (from, to) = (from + 1, to + 1);
+            continue;
+        }
+        let rest = &text[from..];
+        let hex4 = |at: usize| -> Option<u32> {
+            let digits = rest.get(at..at + 4)?;
+            digits.iter().try_fold(0, |code, &digit| {
+                Some(code * 16 + char::from(digit).to_digit(16)?)
+            })
+        };
+        let decoded = match rest.get(1) {
+            Some(&byte @ (b'"' | b'\\' | b'/')) => Some((char::from(byte), 2)),
+            Some(b'b') => Some(('\u{8}', 2)),
+            Some(b'f') => Some(('\u{c}', 2)),
+            Some(b'n') => Some(('\n', 2)),
+            Some(b'r') => Some(('\r', 2)),
+            Some(b't') => Some(('\t', 2)),
+            Some(b'u') => match (hex4(2), rest.get(6..8), hex4(8)) {
+                // A character beyond 16 bits is a pair.
+                (Some(high @ 0xd800..0xdc00), Some(b"\\u"), Some(low @ 0xdc00..0xe000)) => {
+                    char::from_u32(0x1_0000 + ((high - 0xd800) << 10) + (low - 0xdc00))
+                        .map(|c| (c, 12))
+                }
+                (Some(code), ..) => char::from_u32(code).map(|c| (c, 6)),
+                _ => None,
+            },
+            _ => None,
+        };
+        let Some((character, n_bytes)) = decoded else {
+            let shown = String::from_utf8_lossy(&rest[..rest.len().min(12)]).into_owned();
+            return Err(Error::damaged(format!(
+                "a string has the invalid escape `{}`",
+                Printable(&shown)
+            )));
+        };
+        from += n_bytes;
+        to += character.encode_utf8(&mut text[to..]).len();
+    }
+    Ok(to)
+}
+
+/// A name that is safe to keep, show and compare.
+fn check_name(name: &str) -> Result<()> {
+    let n_bytes = name.len();
+    if name.is_empty() {
+        return Err(Error::damaged("the name of a tensor is empty"));
+    }
+    if n_bytes > MAX_NAME_BYTES {
+        return Err(Error::damaged(format!(
+            "the name has {n_bytes} bytes; at most {MAX_NAME_BYTES} are allowed"
+        )));
+    }
+    if name.chars().any(char::is_control) {
+        return Err(Error::damaged("the name has a control character in it"));
+    }
+    Ok(())
+}
+
+/// Bytes of a tensor, or what is wrong.
+///
+/// Stricter than [`Dtype::n_bytes`]: extents beside a zero must have a product too, since other readers multiply them.
+fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> Result<u64, String> {
+    let bits = shape
+        .iter()
+        .filter(|&&extent| extent != 0)
+        .try_fold(dtype.bits(), |n, &extent| n.checked_mul(extent));
+    match bits {
+        None => Err(format!("the size of {dtype} of shape {shape:?} overflows")),
+        Some(_) if shape.contains(&0) => Ok(0),
+        Some(bits) if !bits.is_multiple_of(8) => Err(format!(
+            "{dtype} of shape {shape:?} is no whole number of bytes: {bits} bits"
+        )),
+        Some(bits) => Ok(bits / 8),
+    }
+}
+
+/// Makes the header of a file whose tensors lie in the given order without gaps.
+///
+/// Returns the length field, the compact JSON and spaces up to a multiple of `align_bytes`, where the data begins; and
+/// the first byte of each tensor, counted from there. Metadata comes first, sorted by key, and not at all if empty.
+///
+/// # Errors
+/// [`Kind::Argument`] for a name or shape that a header cannot hold, and for a duplicate; [`Kind::Unsupported`] if the
+/// file would break a limit.
+///
+/// ```
+/// use reshard_core::dtype::Dtype;
+/// use reshard_core::header::build;
+///
+/// let (header, starts) = build(&[("a", Dtype::F32, &[2]), ("b", Dtype::U8, &[])], &[], 64)?;
+/// assert_eq!((header.len(), starts), (128, vec![0, 8]));
+/// # Ok::<(), reshard_core::Error>(())
+/// ```
+pub fn build(
+    tensors: &[(&str, Dtype, &[u64])],
+    metadata: &[(String, String)],
+    align_bytes: u64,
+) -> Result<(Vec<u8>, Vec<u64>)> {
+    let too_large = |what: String| Error::new(Kind::Unsupported, what).hint("write several files");
+    if align_bytes == 0 {
+        return Err(Error::new(
+            Kind::Argument,
+            "data cannot be aligned to a multiple of 0 bytes",
+        ));
+    }
+    if tensors.len() > MAX_TENSORS {
+        return Err(too_large(format!(
+            "{} tensors in one file; at most {MAX_TENSORS} are allowed",
+            tensors.len()
+        )));
+    }
+    let mut metadata: Vec<_> = metadata.iter().collect();
+    metadata.sort();
+    if let Some(pair) = metadata.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        return Err(Error::new(
+            Kind::Argument,
+            format!("metadata key `{}` occurs twice", Printable(&pair[0].0)),
+        ));
+    }
+
+    let mut out = vec![0; LENGTH_BYTES as usize];
+    out.push(b'{');
+    if !metadata.is_empty() {
+        for (i, (key, value)) in metadata.iter().enumerate() {
+            out.extend_from_slice(if i == 0 { b"\"__metadata__\":{" } else { b"," });
+            push_json(&mut out, key);
+            out.push(b':');
+            push_json(&mut out, value);
+        }
+        out.push(b'}');
+    }
+    let mut names = HashSet::with_capacity(tensors.len());
+    let mut starts = Vec::with_capacity(tensors.len());
+    let mut start = 0_u64;
+    for &(name, dtype, shape) in tensors {
+        let refuse = |kind, problem: String| {
+            Err(Error::new(kind, format!("tensor `{}`: {problem}", Printable(name))).key(name))
+        };
+        if let Err(error) = check_name(name) {
+            return refuse(Kind::Argument, error.message().to_owned());
+        }
+        if name == METADATA {
+            return refuse(Kind::Argument, "a tensor cannot have this name".to_owned());
+        }
+        if !names.insert(name) {
+            return refuse(Kind::Argument, "the name occurs twice".to_owned());
+        }
+        if shape.len() > MAX_RANK {
+            return refuse(
+                Kind::Unsupported,
+                format!("{} dims; at most {MAX_RANK} are allowed", shape.len()),
+            );
+        }
+        let n_bytes = match tensor_bytes(dtype, shape) {
+            Ok(n_bytes) => n_bytes,
+            Err(problem) => return refuse(Kind::Argument, problem),
+        };
+        let end = match start.checked_add(n_bytes) {
+            Some(end) if end < NUMBER_END && shape.iter().all(|&extent| extent < NUMBER_END) => end,
+            _ => {
+                return refuse(
+                    Kind::Argument,
+                    format!("shape {shape:?} at byte {start} goes beyond 2^63"),
+                );
+            }
+        };
+        if out.last() != Some(&b'{') {
+            out.push(b',');
+        }
+        push_json(&mut out, name);
+        out.extend_from_slice(format!(r#":{{"dtype":"{dtype}","shape":["#).as_bytes());
+        for (dim, extent) in shape.iter().enumerate() {
+            let comma = if dim == 0 { "" } else { "," };
+            out.extend_from_slice(format!("{comma}{extent}").as_bytes());
+        }
+        out.extend_from_slice(format!(r#"],"data_offsets":[{start},{end}]}}"#).as_bytes());
+        starts.push(start);
+        start = end;
+    }
+    out.push(b'}');
+    let n_bytes = (out.len() as u64).next_multiple_of(align_bytes);
+    let header_bytes = n_bytes - LENGTH_BYTES;
+    if header_bytes > MAX_HEADER_BYTES {
+        return Err(too_large(format!(
+            "a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed"
+        )));
+    }
+    out.resize(n_bytes as usize, b' ');
+    out[..LENGTH_BYTES as usize].copy_from_slice(&header_bytes.to_le_bytes());
+    Ok((out, starts))
+}
+
+fn push_json(out: &mut Vec<u8>, text: &str) {
+    serde_json::to_writer(out, text).expect("text in memory always has a JSON form");
+}
