@@ -120,12 +120,13 @@ impl Header {
 
     fn read_unnamed(file: &File, path: &Path, file_bytes: u64) -> Result<Self> {
         let read = |at: u64, into: &mut [u8]| {
-            file.read_exact_at(into, at).map_err(|error| match error.kind() {
-                io::ErrorKind::UnexpectedEof => {
-                    Error::damaged(format!("the file ends inside its header: it had {file_bytes} bytes when opened"))
-                }
-                _ => Error::io("cannot read the header of", path, &error),
-            })
+            file.read_exact_at(into, at)
+                .map_err(|error| match error.kind() {
+                    io::ErrorKind::UnexpectedEof => Error::damaged(format!(
+                        "the file ends inside its header: it had {file_bytes} bytes when opened"
+                    )),
+                    _ => Error::io("cannot read the header of", path, &error),
+                })
         };
         let Some(rest_bytes) = file_bytes.checked_sub(LENGTH_BYTES) else {
             return Err(Error::damaged(format!(
@@ -154,7 +155,11 @@ impl Header {
             let n = piece_bytes.min(header_bytes as usize - at);
             text.try_reserve_exact(n).map_err(|_| {
                 let error = io::Error::from(io::ErrorKind::OutOfMemory);
-                Error::io(&format!("no memory for the {header_bytes} header bytes of"), path, &error)
+                Error::io(
+                    &format!("no memory for the {header_bytes} header bytes of"),
+                    path,
+                    &error,
+                )
             })?;
             text.resize(at + n, 0);
             read(LENGTH_BYTES + at as u64, &mut text[at..])?;
@@ -174,11 +179,19 @@ impl Header {
                 json.len()
             )));
         }
-        let text = std::str::from_utf8(&json)
-            .map_err(|error| Error::damaged(format!("the header is not UTF-8 from byte {} on", error.valid_up_to())))?;
+        let text = std::str::from_utf8(&json).map_err(|error| {
+            Error::damaged(format!(
+                "the header is not UTF-8 from byte {} on",
+                error.valid_up_to()
+            ))
+        })?;
         if !text.starts_with('{') {
-            let found = text.chars().next().map_or("nothing".to_owned(), |c| format!("`{}`", Printable(&c.to_string())));
-            return Err(Error::damaged(format!("the header must start with `{{`, found {found}")));
+            let found = text.chars().next().map_or("nothing".to_owned(), |c| {
+                format!("`{}`", Printable(&c.to_string()))
+            });
+            return Err(Error::damaged(format!(
+                "the header must start with `{{`, found {found}"
+            )));
         }
         let mut pass = Pass {
             scanner: Scanner { text: &json, at: 0 },
@@ -188,8 +201,18 @@ impl Header {
             has_escapes: false,
         };
         pass.header()?;
-        let Pass { slots, metadata, has_escapes, .. } = pass;
-        let mut this = Self { text: json, slots, by_name: Vec::new(), metadata };
+        let Pass {
+            slots,
+            metadata,
+            has_escapes,
+            ..
+        } = pass;
+        let mut this = Self {
+            text: json,
+            slots,
+            by_name: Vec::new(),
+            metadata,
+        };
         if has_escapes {
             this.decode_in_place()?;
         }
@@ -218,26 +241,55 @@ impl Header {
     /// # Panics
     /// If `i` is not below [`Self::len`].
     pub fn entry(&self, i: usize) -> Entry<'_> {
-        let &Slot { start, end, name, shape_at, dtype } = &self.slots[i];
-        let shape = Scanner { text: &self.text, at: shape_at as usize }.shape().expect("checked when parsed");
-        Entry { name: self.str(name), dtype, shape: shape.to_vec(), start, end }
+        let &Slot {
+            start,
+            end,
+            name,
+            shape_at,
+            dtype,
+        } = &self.slots[i];
+        let shape = Scanner {
+            text: &self.text,
+            at: shape_at as usize,
+        }
+        .shape()
+        .expect("checked when parsed");
+        Entry {
+            name: self.str(name),
+            dtype,
+            shape: shape.to_vec(),
+            start,
+            end,
+        }
     }
 
     /// The number of the tensor of this name.
     pub fn find(&self, name: &str) -> Option<usize> {
-        let at = self.by_name.binary_search_by(|&i| self.name(i).cmp(name.as_bytes())).ok()?;
+        let at = self
+            .by_name
+            .binary_search_by(|&i| self.name(i).cmp(name.as_bytes()))
+            .ok()?;
         Some(self.by_name[at] as usize)
     }
 
     /// Keys and values of `__metadata__`, sorted by key; `None` if the header has none.
     pub fn metadata(&self) -> Option<impl ExactSizeIterator<Item = (&str, &str)>> {
-        Some(self.metadata.as_ref()?.iter().map(|pair| (self.str(pair.key), self.str(pair.value))))
+        Some(
+            self.metadata
+                .as_ref()?
+                .iter()
+                .map(|pair| (self.str(pair.key), self.str(pair.value))),
+        )
     }
 
     /// Replaces escaped names and metadata by what they mean, which is never longer.
     fn decode_in_place(&mut self) -> Result<()> {
         let names = self.slots.iter_mut().map(|slot| &mut slot.name);
-        let pairs = self.metadata.iter_mut().flatten().flat_map(|pair| [&mut pair.key, &mut pair.value]);
+        let pairs = self
+            .metadata
+            .iter_mut()
+            .flatten()
+            .flat_map(|pair| [&mut pair.key, &mut pair.value]);
         for text in names.chain(pairs) {
             text.n_bytes = unescape(&mut self.text[text.range()])? as u32;
         }
@@ -247,13 +299,21 @@ impl Header {
     /// Sorts tensors by their data, names and metadata by text, and finds duplicates.
     fn order(&mut self) -> Result<()> {
         // One without elements before the one whose data begins there; among equals, as the header has them.
-        self.slots.sort_unstable_by_key(|slot| (slot.start, slot.end, slot.shape_at));
+        self.slots
+            .sort_unstable_by_key(|slot| (slot.start, slot.end, slot.shape_at));
         let mut by_name: Vec<u32> = (0..self.slots.len() as u32).collect();
         // This sort uses runs that are in order already, as most writers leave them.
         by_name.sort_by(|&a, &b| self.name(a).cmp(self.name(b)));
-        if let Some(pair) = by_name.windows(2).find(|pair| self.name(pair[0]) == self.name(pair[1])) {
+        if let Some(pair) = by_name
+            .windows(2)
+            .find(|pair| self.name(pair[0]) == self.name(pair[1]))
+        {
             let name = self.entry(pair[0] as usize).name;
-            return Err(Error::damaged(format!("tensor `{}` occurs twice in the header", Printable(name))).key(name));
+            return Err(Error::damaged(format!(
+                "tensor `{}` occurs twice in the header",
+                Printable(name)
+            ))
+            .key(name));
         }
         self.by_name = by_name;
 
@@ -261,9 +321,14 @@ impl Header {
         let text = |text: Text| &self.text[text.range()];
         if let Some(pairs) = &mut metadata {
             pairs.sort_unstable_by(|a, b| text(a.key).cmp(text(b.key)));
-            if let Some(pair) = pairs.windows(2).find(|pair| text(pair[0].key) == text(pair[1].key)) {
+            if let Some(pair) = pairs
+                .windows(2)
+                .find(|pair| text(pair[0].key) == text(pair[1].key))
+            {
                 let key = Printable(self.str(pair[0].key));
-                return Err(Error::damaged(format!("key `{key}` occurs twice in `{METADATA}`")));
+                return Err(Error::damaged(format!(
+                    "key `{key}` occurs twice in `{METADATA}`"
+                )));
             }
         }
         self.metadata = metadata;
@@ -278,10 +343,16 @@ impl Header {
                 let name = self.str(slot.name);
                 let start = slot.start;
                 let problem = if start > covered {
-                    format!("bytes {covered} to {start} of the data, before tensor `{}`, belong to no tensor", Printable(name))
+                    format!(
+                        "bytes {covered} to {start} of the data, before tensor `{}`, belong to no tensor",
+                        Printable(name)
+                    )
                 } else {
                     let other = Printable(self.str(self.slots[i - 1].name));
-                    format!("tensor `{}` starts at byte {start} of the data, inside tensor `{other}`", Printable(name))
+                    format!(
+                        "tensor `{}` starts at byte {start} of the data, inside tensor `{other}`",
+                        Printable(name)
+                    )
                 };
                 return Err(Error::damaged(problem).key(name));
             }
@@ -327,14 +398,20 @@ impl Pass<'_> {
         self.scanner.open(b'{')?;
         while self.scanner.more(b'}', &mut is_first)? {
             let text = self.scanner.string()?;
-            let name = self.scanner.decoded(text, MAX_NAME_BYTES, "the name of a tensor")?;
+            let name = self
+                .scanner
+                .decoded(text, MAX_NAME_BYTES, "the name of a tensor")?;
             self.scanner.open(b':')?;
             if name == METADATA {
                 self.metadata()?;
                 continue;
             }
             let entry = check_name(&name).and_then(|()| self.entry(text));
-            let slot = entry.map_err(|error| error.within(format_args!("tensor `{}`", Printable(&name))).key(&name))?;
+            let slot = entry.map_err(|error| {
+                error
+                    .within(format_args!("tensor `{}`", Printable(&name)))
+                    .key(&name)
+            })?;
             self.slots.push(slot);
         }
         self.scanner.end()
@@ -342,18 +419,25 @@ impl Pass<'_> {
 
     fn metadata(&mut self) -> Result<()> {
         if self.metadata.is_some() {
-            return Err(Error::damaged(format!("`{METADATA}` occurs twice in the header")));
+            return Err(Error::damaged(format!(
+                "`{METADATA}` occurs twice in the header"
+            )));
         }
         let mut pairs = Vec::new();
         let mut is_first = true;
         self.scanner.open(b'{')?;
         while self.scanner.more(b'}', &mut is_first)? {
             if pairs.len() == MAX_METADATA {
-                return Err(Error::damaged(format!("`{METADATA}` has more than {MAX_METADATA} entries")));
+                return Err(Error::damaged(format!(
+                    "`{METADATA}` has more than {MAX_METADATA} entries"
+                )));
             }
             let key = self.scanner.string()?;
             self.scanner.open(b':')?;
-            let value = self.scanner.string().map_err(|error| error.within(format_args!("`{METADATA}`")))?;
+            let value = self
+                .scanner
+                .string()
+                .map_err(|error| error.within(format_args!("`{METADATA}`")))?;
             self.has_escapes |= self.scanner.is_escaped(key) || self.scanner.is_escaped(value);
             pairs.push(Pair { key, value });
         }
@@ -363,14 +447,18 @@ impl Pass<'_> {
 
     fn entry(&mut self, name: Text) -> Result<Slot> {
         if self.slots.len() == MAX_TENSORS {
-            return Err(Error::damaged(format!("the header has more than {MAX_TENSORS} tensors")));
+            return Err(Error::damaged(format!(
+                "the header has more than {MAX_TENSORS} tensors"
+            )));
         }
         let (mut dtype, mut shape, mut offsets) = (None, None, None);
         let mut is_first = true;
         self.scanner.open(b'{')?;
         while self.scanner.more(b'}', &mut is_first)? {
             let text = self.scanner.string()?;
-            let field = self.scanner.decoded(text, MAX_NAME_BYTES, "the name of a field")?;
+            let field = self
+                .scanner
+                .decoded(text, MAX_NAME_BYTES, "the name of a field")?;
             self.scanner.open(b':')?;
             let is_new = match &*field {
                 "dtype" => dtype.replace(self.dtype()?).is_none(),
@@ -395,7 +483,9 @@ impl Pass<'_> {
         let (shape_at, shape) = shape.ok_or_else(|| missing("shape"))?;
         let (start, end) = offsets.ok_or_else(|| missing("data_offsets"))?;
         let Some(n_bytes) = end.checked_sub(start) else {
-            return Err(Error::damaged(format!("data_offsets [{start}, {end}] end before they start")));
+            return Err(Error::damaged(format!(
+                "data_offsets [{start}, {end}] end before they start"
+            )));
         };
         let wanted_bytes = tensor_bytes(dtype, &shape).map_err(Error::damaged)?;
         if n_bytes != wanted_bytes {
@@ -412,12 +502,22 @@ impl Pass<'_> {
             .hint("the file is truncated"));
         }
         self.has_escapes |= self.scanner.is_escaped(name);
-        Ok(Slot { start, end, name, shape_at, dtype })
+        Ok(Slot {
+            start,
+            end,
+            name,
+            shape_at,
+            dtype,
+        })
     }
 
     fn dtype(&mut self) -> Result<Dtype> {
         let text = self.scanner.string()?;
-        Dtype::parse(&self.scanner.decoded(text, MAX_NAME_BYTES, "the name of a dtype")?)
+        Dtype::parse(
+            &self
+                .scanner
+                .decoded(text, MAX_NAME_BYTES, "the name of a dtype")?,
+        )
     }
 
     fn offsets(&mut self) -> Result<(u64, u64)> {
@@ -510,11 +610,19 @@ impl<'t> Scanner<'t> {
                     return Err(self.expected("a string without control characters"));
                 }
                 Some(_) => end += 1,
-                None => return Err(Error::damaged(format!("the string at byte {} of the header has no end", self.at))),
+                None => {
+                    return Err(Error::damaged(format!(
+                        "the string at byte {} of the header has no end",
+                        self.at
+                    )));
+                }
             }
         }
         self.at = end + 1;
-        Ok(Text { at: at as u32, n_bytes: (end - at) as u32 })
+        Ok(Text {
+            at: at as u32,
+            n_bytes: (end - at) as u32,
+        })
     }
 
     /// A plain integer below 2^63.
@@ -522,8 +630,11 @@ impl<'t> Scanner<'t> {
         self.peek();
         let rest = &self.text[self.at..];
         let n_digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
-        let is_plain = !matches!(rest, [b'0', b'0'..=b'9', ..]) && !matches!(rest.get(n_digits), Some(b'.' | b'e' | b'E'));
-        let number = std::str::from_utf8(&rest[..n_digits]).ok().and_then(|digits| digits.parse().ok());
+        let is_plain = !matches!(rest, [b'0', b'0'..=b'9', ..])
+            && !matches!(rest.get(n_digits), Some(b'.' | b'e' | b'E'));
+        let number = std::str::from_utf8(&rest[..n_digits])
+            .ok()
+            .and_then(|digits| digits.parse().ok());
         match number {
             Some(number) if is_plain && number < NUMBER_END => {
                 self.at += n_digits;
@@ -534,12 +645,17 @@ impl<'t> Scanner<'t> {
     }
 
     fn shape(&mut self) -> Result<Shape> {
-        let mut shape = Shape { extents: [0; MAX_RANK], rank: 0 };
+        let mut shape = Shape {
+            extents: [0; MAX_RANK],
+            rank: 0,
+        };
         let mut is_first = true;
         self.open(b'[')?;
         while self.more(b']', &mut is_first)? {
             let Some(extent) = shape.extents.get_mut(shape.rank) else {
-                return Err(Error::damaged(format!("the shape has more than {MAX_RANK} dims")));
+                return Err(Error::damaged(format!(
+                    "the shape has more than {MAX_RANK} dims"
+                )));
             };
             *extent = self.number()?;
             shape.rank += 1;
@@ -550,8 +666,14 @@ impl<'t> Scanner<'t> {
     /// After the header's object there are only spaces.
     fn end(&self) -> Result<()> {
         let rest = &self.text[self.at..];
-        let Some(n_spaces) = rest.iter().position(|&byte| byte != b' ') else { return Ok(()) };
-        Err(Scanner { text: self.text, at: self.at + n_spaces }.expected("only spaces after the header's object"))
+        let Some(n_spaces) = rest.iter().position(|&byte| byte != b' ') else {
+            return Ok(());
+        };
+        Err(Scanner {
+            text: self.text,
+            at: self.at + n_spaces,
+        }
+        .expected("only spaces after the header's object"))
     }
 
     /// What a string means; `what` it is and how long it may be serve to refuse it before it is copied.
@@ -568,7 +690,10 @@ impl<'t> Scanner<'t> {
         };
         if decoded.len() > max_bytes {
             let n_bytes = decoded.len();
-            return Err(Error::damaged(format!("{what} has {n_bytes} bytes, at most {max_bytes} are allowed: {}", Printable(&decoded))));
+            return Err(Error::damaged(format!(
+                "{what} has {n_bytes} bytes, at most {max_bytes} are allowed: {}",
+                Printable(&decoded)
+            )));
         }
         Ok(decoded)
     }
@@ -578,9 +703,17 @@ impl<'t> Scanner<'t> {
     }
 
     fn expected(&self, expected: &str) -> Error {
-        let rest = String::from_utf8_lossy(&self.text[self.at.min(self.text.len())..self.text.len().min(self.at + 24)]);
-        let found = rest.chars().next().map_or("its end".to_owned(), |_| format!("`{}`", Printable(&rest)));
-        Error::damaged(format!("expected {expected} at byte {} of the header, found {found}", self.at))
+        let rest = String::from_utf8_lossy(
+            &self.text[self.at.min(self.text.len())..self.text.len().min(self.at + 24)],
+        );
+        let found = rest
+            .chars()
+            .next()
+            .map_or("its end".to_owned(), |_| format!("`{}`", Printable(&rest)));
+        Error::damaged(format!(
+            "expected {expected} at byte {} of the header, found {found}",
+            self.at
+        ))
     }
 }
 
@@ -600,7 +733,9 @@ fn unescape(text: &mut [u8]) -> Result<usize> {
         let rest = &text[from..];
         let hex4 = |at: usize| -> Option<u32> {
             let digits = rest.get(at..at + 4)?;
-            digits.iter().try_fold(0, |code, &digit| Some(code * 16 + char::from(digit).to_digit(16)?))
+            digits.iter().try_fold(0, |code, &digit| {
+                Some(code * 16 + char::from(digit).to_digit(16)?)
+            })
         };
         let decoded = match rest.get(1) {
             Some(&byte @ (b'"' | b'\\' | b'/')) => Some((char::from(byte), 2)),
@@ -612,7 +747,8 @@ fn unescape(text: &mut [u8]) -> Result<usize> {
             Some(b'u') => match (hex4(2), rest.get(6..8), hex4(8)) {
                 // A character beyond 16 bits is a pair.
                 (Some(high @ 0xd800..0xdc00), Some(b"\\u"), Some(low @ 0xdc00..0xe000)) => {
-                    char::from_u32(0x1_0000 + ((high - 0xd800) << 10) + (low - 0xdc00)).map(|c| (c, 12))
+                    char::from_u32(0x1_0000 + ((high - 0xd800) << 10) + (low - 0xdc00))
+                        .map(|c| (c, 12))
                 }
                 (Some(code), ..) => char::from_u32(code).map(|c| (c, 6)),
                 _ => None,
@@ -621,7 +757,10 @@ fn unescape(text: &mut [u8]) -> Result<usize> {
         };
         let Some((character, n_bytes)) = decoded else {
             let shown = String::from_utf8_lossy(&rest[..rest.len().min(12)]).into_owned();
-            return Err(Error::damaged(format!("a string has the invalid escape `{}`", Printable(&shown))));
+            return Err(Error::damaged(format!(
+                "a string has the invalid escape `{}`",
+                Printable(&shown)
+            )));
         };
         from += n_bytes;
         to += character.encode_utf8(&mut text[to..]).len();
@@ -636,7 +775,9 @@ fn check_name(name: &str) -> Result<()> {
         return Err(Error::damaged("the name of a tensor is empty"));
     }
     if n_bytes > MAX_NAME_BYTES {
-        return Err(Error::damaged(format!("the name has {n_bytes} bytes; at most {MAX_NAME_BYTES} are allowed")));
+        return Err(Error::damaged(format!(
+            "the name has {n_bytes} bytes; at most {MAX_NAME_BYTES} are allowed"
+        )));
     }
     if name.chars().any(char::is_control) {
         return Err(Error::damaged("the name has a control character in it"));
@@ -648,13 +789,16 @@ fn check_name(name: &str) -> Result<()> {
 ///
 /// Stricter than [`Dtype::n_bytes`]: extents beside a zero must have a product too, since other readers multiply them.
 fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> Result<u64, String> {
-    let bits = shape.iter().filter(|&&extent| extent != 0).try_fold(dtype.bits(), |n, &extent| n.checked_mul(extent));
+    let bits = shape
+        .iter()
+        .filter(|&&extent| extent != 0)
+        .try_fold(dtype.bits(), |n, &extent| n.checked_mul(extent));
     match bits {
         None => Err(format!("the size of {dtype} of shape {shape:?} overflows")),
         Some(_) if shape.contains(&0) => Ok(0),
-        Some(bits) if !bits.is_multiple_of(8) => {
-            Err(format!("{dtype} of shape {shape:?} is no whole number of bytes: {bits} bits"))
-        }
+        Some(bits) if !bits.is_multiple_of(8) => Err(format!(
+            "{dtype} of shape {shape:?} is no whole number of bytes: {bits} bits"
+        )),
         Some(bits) => Ok(bits / 8),
     }
 }
@@ -683,15 +827,24 @@ pub fn build(
 ) -> Result<(Vec<u8>, Vec<u64>)> {
     let too_large = |what: String| Error::new(Kind::Unsupported, what).hint("write several files");
     if align_bytes == 0 {
-        return Err(Error::new(Kind::Argument, "data cannot be aligned to a multiple of 0 bytes"));
+        return Err(Error::new(
+            Kind::Argument,
+            "data cannot be aligned to a multiple of 0 bytes",
+        ));
     }
     if tensors.len() > MAX_TENSORS {
-        return Err(too_large(format!("{} tensors in one file; at most {MAX_TENSORS} are allowed", tensors.len())));
+        return Err(too_large(format!(
+            "{} tensors in one file; at most {MAX_TENSORS} are allowed",
+            tensors.len()
+        )));
     }
     let mut metadata: Vec<_> = metadata.iter().collect();
     metadata.sort();
     if let Some(pair) = metadata.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        return Err(Error::new(Kind::Argument, format!("metadata key `{}` occurs twice", Printable(&pair[0].0))));
+        return Err(Error::new(
+            Kind::Argument,
+            format!("metadata key `{}` occurs twice", Printable(&pair[0].0)),
+        ));
     }
 
     let mut out = vec![0; LENGTH_BYTES as usize];
@@ -722,7 +875,10 @@ pub fn build(
             return refuse(Kind::Argument, "the name occurs twice".to_owned());
         }
         if shape.len() > MAX_RANK {
-            return refuse(Kind::Unsupported, format!("{} dims; at most {MAX_RANK} are allowed", shape.len()));
+            return refuse(
+                Kind::Unsupported,
+                format!("{} dims; at most {MAX_RANK} are allowed", shape.len()),
+            );
         }
         let n_bytes = match tensor_bytes(dtype, shape) {
             Ok(n_bytes) => n_bytes,
@@ -730,7 +886,12 @@ pub fn build(
         };
         let end = match start.checked_add(n_bytes) {
             Some(end) if end < NUMBER_END && shape.iter().all(|&extent| extent < NUMBER_END) => end,
-            _ => return refuse(Kind::Argument, format!("shape {shape:?} at byte {start} goes beyond 2^63")),
+            _ => {
+                return refuse(
+                    Kind::Argument,
+                    format!("shape {shape:?} at byte {start} goes beyond 2^63"),
+                );
+            }
         };
         if out.last() != Some(&b'{') {
             out.push(b',');
@@ -749,7 +910,9 @@ pub fn build(
     let n_bytes = (out.len() as u64).next_multiple_of(align_bytes);
     let header_bytes = n_bytes - LENGTH_BYTES;
     if header_bytes > MAX_HEADER_BYTES {
-        return Err(too_large(format!("a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed")));
+        return Err(too_large(format!(
+            "a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed"
+        )));
     }
     out.resize(n_bytes as usize, b' ');
     out[..LENGTH_BYTES as usize].copy_from_slice(&header_bytes.to_le_bytes());
