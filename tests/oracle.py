@@ -10,6 +10,7 @@ It knows nothing of `reshard`, does not check layouts (a layout that cannot be i
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -90,11 +91,14 @@ def assemble(
     found = {key: np.zeros(shape, bool) for key, shape in shapes.items()}
     for rank, arrays in locals_by_rank.items():
         for name, numbers in element_numbers(mapping, shapes, rank, optimizer_keys).items():
-            for place in np.ndindex(numbers.shape):
-                if numbers[place] > 0:
-                    key, index = key_of_element(shapes, int(numbers[place]))
-                    whole[key][index] = arrays[name][place]
-                    found[key][index] = True
+            assert arrays[name].shape == numbers.shape
+            first = 1
+            for key in shapes:
+                here = (first <= numbers) & (numbers < first + whole[key].size)
+                if here.any():
+                    whole[key].reshape(-1)[numbers[here] - first] = arrays[name][here]
+                    found[key].reshape(-1)[numbers[here] - first] = True
+                first += whole[key].size
     assert all(f.all() for f in found.values())
     return whole
 
@@ -249,12 +253,17 @@ def captures(pattern: str, key: str) -> int | str | None:
     """What `{i}` stands for if the pattern matches the whole key; "" if it has no `{i}`; None if it does not match."""
     if pattern.startswith("re:"):
         return "" if re.fullmatch(pattern.removeprefix("re:"), key) else None
-    parts = {"*": ".*", "?": ".", "{i}": "([0-9]+)"}
-    regex = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*|\?|\{i\})", pattern))
-    match = re.fullmatch(regex, key, re.DOTALL)
+    match = _glob(pattern).fullmatch(key)
     if match is None:
         return None
     return int(match[1]) if match.groups() else ""
+
+
+@cache
+def _glob(pattern: str) -> re.Pattern[str]:
+    parts = {"*": ".*", "?": ".", "{i}": "([0-9]+)"}
+    regex = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*|\?|\{i\})", pattern))
+    return re.compile(regex, re.DOTALL)
 
 
 def _list(value: object) -> list[Any]:
