@@ -1,0 +1,182 @@
+"""A resolved layout as geometry: one core layout a key, and the request that a rank makes of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.errors import ArgumentError, KeyNotFoundError, LayoutError
+from reshard.layout.patterns import nearest, show
+from reshard.layout.resolve import Join, Spec, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from reshard.layout.file import LayoutFile
+
+__all__ = ["BoundLayout", "bind"]
+
+_log = logging.getLogger("reshard")
+
+
+@dataclass(frozen=True, eq=False)
+class BoundLayout:
+    """A layout that met the tensors of a checkpoint: every question has an answer, and every cut fits its tensor.
+
+    Attributes:
+        mesh: the core's mesh.
+        ranks: the global rank at each mesh point, row-major.
+        layouts: the core's layout of each key, in the order of the tensors; of a joined key with its `flat` axes.
+        joins: keys that are one array.
+        warnings: rules and places that match nothing, and state that `add` does not divide.
+    """
+
+    mesh: _core.Mesh
+    ranks: list[int]
+    layouts: dict[str, _core.Layout]
+    joins: list[Join]
+    warnings: list[str]
+    _join_of: dict[str, Join] = field(repr=False)
+    _places: dict[str, tuple[object, _core.Layout]] = field(repr=False)  # who holds a key, and one layout that says so
+
+    def holds(self, rank: int) -> list[str]:
+        """The keys of which a rank holds a part, in the order of the tensors.
+
+        Raises:
+            ArgumentError: the layout has no such rank.
+        """
+        if rank not in self._rank_set:
+            raise ArgumentError(
+                f"the layout has no rank {rank}", hint=f"it has {len(self.ranks)} ranks, from {min(self.ranks)}"
+            )
+        held: dict[object, bool] = {}  # thousands of keys share a handful of places
+        for place, layout in self._places.values():
+            if place not in held:
+                held[place] = layout.holds(rank)
+        return [key for key in self.layouts if held[self._places[key][0]]]
+
+    def local_names(self, rank: int, keys: Collection[str] | None = None) -> list[str]:
+        """Names of the arrays that a rank loads or saves, in order; a join stands where its first key would.
+
+        Args:
+            rank: the global rank.
+            keys: only these keys; None: all.
+
+        Raises:
+            ArgumentError: the layout has no such rank.
+            KeyNotFoundError: `keys` names a tensor that the layout was not bound to.
+            LayoutError: `keys` names a part of a join.
+        """
+        return [name for name, _, _ in self._arrays(rank, keys)]
+
+    def request(self, rank: int, keys: Collection[str] | None = None) -> _core.Request:
+        """What a rank wants, as the core takes it, in the order of `local_names`. Raises as that does."""
+        request = _core.Request()
+        for name, members, join in self._arrays(rank, keys):
+            with _naming(members[0]):
+                if join is None:
+                    request.add(name, name, self.layouts[name], rank)
+                else:
+                    request.add_joined(name, [(key, self.layouts[key]) for key in members], rank, join.align)
+        return request
+
+    @functools.cached_property
+    def _rank_set(self) -> frozenset[int]:
+        return frozenset(self.ranks)
+
+    def _arrays(self, rank: int, keys: Collection[str] | None) -> Iterator[tuple[str, list[str], Join | None]]:
+        """`(name, its keys, the join if it is one)` of each array of a rank."""
+        wanted = None if keys is None else set(keys)
+        for key in wanted or ():
+            if key not in self.layouts:
+                near = ", ".join(show(name) for name in nearest(key, self.layouts))
+                raise KeyNotFoundError(
+                    f"no tensor {show(key)}", key=key, hint=f"the nearest names are {near}" if near else None
+                )
+        held = self.holds(rank)
+        held_set = set(held)
+        done: set[str] = set()
+        for key in held:
+            if wanted is not None and key not in wanted:
+                continue
+            join = self._join_of.get(key)
+            if join is None:
+                yield key, [key], None
+            elif join.name not in done:
+                done.add(join.name)
+                members = [member for member in join.keys if member in held_set]
+                if wanted is not None and (missing := [member for member in members if member not in wanted]):
+                    raise LayoutError(
+                        f"{show(key)} is asked for, but it is one array with {show(missing[0])} and others in the join "
+                        f"{show(join.name)}: {len(missing)} of {len(members)} keys are missing",
+                        key=key,
+                        hint="ask for all keys of a join, or for none",
+                    )
+                yield join.name, members, join
+
+
+def bind(
+    layout: LayoutFile,
+    tensors: Mapping[str, tuple[int, ...]],
+    *,
+    optimizer_keys: Collection[str] = (),
+    strict: bool = False,
+) -> BoundLayout:
+    """See `ModelLayout.bind`."""
+    resolved = resolve(layout, tensors, optimizer_keys)
+    if resolved.warnings and strict:
+        raise LayoutError("; ".join(resolved.warnings), hint="`strict=False` makes this a warning")
+    for warning in resolved.warnings:
+        _log_once(warning)
+    mesh = _core.Mesh(list(layout.mesh.items()), layout.ranks)
+    made: dict[Spec, _core.Layout] = {}
+    layouts: dict[str, _core.Layout] = {}
+    for key, spec in resolved.specs.items():
+        if spec not in made:
+            with _naming(key):
+                made[spec] = _core_layout(mesh, spec)
+        layouts[key] = made[spec]
+    return BoundLayout(
+        mesh,
+        list(mesh.ranks),
+        layouts,
+        resolved.joins,
+        resolved.warnings,
+        {key: join for join in resolved.joins for key in join.keys},
+        {key: (spec.place, layouts[key]) for key, spec in resolved.specs.items()},
+    )
+
+
+def _core_layout(mesh: _core.Mesh, spec: Spec) -> _core.Layout:
+    return _core.Layout(
+        mesh,
+        spec.shape,
+        spec.cut,
+        uneven=spec.uneven,
+        sizes=dict(spec.sizes) or None,
+        blocks={dim: [(block.size, block.is_cut) for block in blocks] for dim, blocks in spec.blocks} or None,
+        flat=spec.flat or None,
+        stored=spec.stored or None,
+        place=spec.place,
+    )
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Errors of the core about a layout do not know the key: add it."""
+    try:
+        yield
+    except LayoutError as error:
+        if error.key is not None:
+            raise
+        raise LayoutError(f"{show(key)}: {error.message}", path=error.path, key=key, hint=error.hint) from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _log_once(warning: str) -> None:
+    """Every rank and every load of a process binds the layout anew; its author needs to read this once."""
+    _log.warning("layout: %s", warning)

@@ -1,0 +1,627 @@
+"""The layout file as a value: what may stand in it, checked as far as that needs no tensors, and how it is printed.
+
+The dataclasses mirror the file. This module does not know which keys a checkpoint holds (that is `resolve`), nor where
+a file is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Self, TypeVar, cast
+
+from reshard.errors import LayoutError
+from reshard.layout.patterns import IndexPattern, Pattern, nearest, show
+from reshard.layout.strict_yaml import Lines, Step, at_path, quote
+
+__all__ = ["Block", "Flat", "LayoutFile", "Optimizer", "Place", "Rule", "Uneven"]
+
+Uneven = Literal["refuse", "ceil"]
+T = TypeVar("T")
+
+_MAX_RANKS = 1 << 24
+_MAX_NAME = 256  # characters of an axis or a join
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a fused dim: its size in elements, and whether it is cut (else it is whole on every rank)."""
+
+    size: int
+    is_cut: bool = True
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The local block flattened and cut 1-D over `axes`; with `join`, all keys of the rule laid end to end before that.
+
+    Attributes:
+        axes: first = outermost.
+        join: the name of the one array that all keys of the rule become, or None.
+        align: elements to whose multiples the start of each key is rounded up.
+    """
+
+    axes: tuple[str, ...]
+    join: str | None = None
+    align: int = 1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the keys that a pattern matches are cut.
+
+    Attributes:
+        match: patterns; see `reshard.layout.patterns`.
+        cut: for each dim the axes that cut it, first = outermost; missing dims are not cut.
+        uneven: what happens to a dim that does not divide.
+        sizes: explicit sizes of the parts, by dim.
+        blocks: by dim, the blocks that are each cut by themselves; a number n stands for n equal ones.
+        flat: what happens to the local block after `cut`.
+        stored: storage order, `stored[j]` = the global dim at storage position j; empty: the global order.
+    """
+
+    match: tuple[str, ...]
+    cut: tuple[tuple[str, ...], ...] = ()
+    uneven: Uneven = "refuse"
+    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    blocks: Mapping[int, tuple[Block, ...] | int] = field(default_factory=dict)
+    flat: Flat | None = None
+    stored: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How state is cut further than its parameter.
+
+    Attributes:
+        add: axes appended innermost, by dim.
+        flat: axes over which state is cut 1-D.
+        follow: False: state does not follow its parameter; like any other tensor it sees its own key.
+    """
+
+    add: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    flat: tuple[str, ...] = ()
+    follow: bool = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which ranks hold the keys that a pattern matches: those of one coordinate over `axes`, folded, first = outermost.
+
+    Attributes:
+        match: patterns; without `at` each holds the index `{i}` once.
+        axes: the axes.
+        at: the coordinate itself, from 0.
+        sizes: how many consecutive indices each coordinate holds; None: evenly, if `to` is None too.
+        to: the coordinate of each index.
+    """
+
+    match: tuple[str, ...]
+    axes: tuple[str, ...]
+    at: int | None = None
+    sizes: tuple[int, ...] | None = None
+    to: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutFile:
+    """All of a layout file. Make one with `from_mapping`, which checks it.
+
+    Attributes:
+        mesh: axis: size, in order; the first varies slowest.
+        ranks: the global rank at each mesh point, row-major; None: 0, 1, 2, ...
+        rules: the first that matches a key decides.
+        optimizer: how state is cut further than its parameter.
+        place: which ranks hold a key at all; every matching entry applies.
+    """
+
+    mesh: dict[str, int]
+    rules: tuple[Rule, ...]
+    ranks: tuple[int, ...] | None = None
+    optimizer: Optimizer = Optimizer()
+    place: tuple[Place, ...] = ()
+
+    # Two meshes that differ in the order of their axes are equal dicts, yet different layouts.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayoutFile):
+            return NotImplemented
+        return self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.mesh.items()), self.ranks, tuple(rule.match for rule in self.rules)))
+
+    def _values(self) -> tuple[object, ...]:
+        return list(self.mesh.items()), self.ranks, self.rules, self.optimizer, self.place
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object], *, source: str | None = None) -> Self:
+        """Check a layout that was written as a mapping.
+
+        Args:
+            mapping: what the YAML file would hold. The dims of `sizes`, `blocks`, `add` may be text, as in JSON.
+            source: the file it came from, for messages.
+
+        Raises:
+            LayoutError: it contradicts itself, or a field is unknown or has a wrong value; the message names the place.
+
+        Example:
+            >>> mapping = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+            >>> LayoutFile.from_mapping(mapping).rules[0].cut
+            (('tp',),)
+        """
+        return cls.from_lines(mapping, source=source, lines={})
+
+    @classmethod
+    def from_lines(cls, mapping: object, *, source: str | None, lines: Lines) -> Self:
+        """`from_mapping` for what was read from a file, of which the line of each value is known."""
+        at = _At(source, lines)
+        fields = _fields(at, mapping, required=("mesh", "rules"), optional=("ranks", "optimizer", "place"))
+        mesh = _mesh(at / "mesh", fields["mesh"])
+        n_ranks = math.prod(mesh.values())
+        return cls(
+            mesh=mesh,
+            ranks=_ranks(at / "ranks", fields["ranks"], n_ranks) if "ranks" in fields else None,
+            rules=_rules(at / "rules", fields["rules"], mesh),
+            optimizer=_optimizer(at / "optimizer", fields["optimizer"], mesh) if "optimizer" in fields else Optimizer(),
+            place=_places(at / "place", fields["place"], mesh) if "place" in fields else (),
+        )
+
+    def to_mapping(self) -> dict[str, object]:
+        """The layout as a mapping in one canonical spelling: `from_mapping` of it is equal to this.
+
+        Example:
+            >>> mapping = {"mesh": {"tp": 2}, "rules": [{"match": ["*"], "cut": [["tp"], None]}]}
+            >>> LayoutFile.from_mapping(mapping).to_mapping()
+            {'mesh': {'tp': 2}, 'rules': [{'match': '*', 'cut': ['tp']}]}
+        """
+        mapping: dict[str, object] = {"mesh": dict(self.mesh)}
+        if self.ranks is not None:
+            mapping["ranks"] = list(self.ranks)
+        mapping["rules"] = [_rule_mapping(rule) for rule in self.rules]
+        if optimizer := _optimizer_mapping(self.optimizer):
+            mapping["optimizer"] = optimizer
+        if self.place:
+            mapping["place"] = [_place_mapping(place, self.mesh) for place in self.place]
+        return mapping
+
+    def to_yaml(self) -> str:
+        """The layout as a layout file: one line a field of a rule, one line a place.
+
+        Example:
+            >>> mapping = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}]}
+            >>> print(LayoutFile.from_mapping(mapping).to_yaml())
+            mesh: {tp: 2}
+            rules:
+              - match: "*.w"
+                cut: [tp]
+            <BLANKLINE>
+        """
+        mapping = self.to_mapping()
+        lines = [f"{name}: {_flow(mapping[name])}" for name in ("mesh", "ranks") if name in mapping]
+        lines.append("rules:" if self.rules else "rules: []")
+        for rule in map(_rule_mapping, self.rules):
+            lines += [f"  {'-' if n == 0 else ' '} {name}: {_flow(rule[name])}" for n, name in enumerate(rule)]
+        if "optimizer" in mapping:
+            lines.append(f"optimizer: {_flow(mapping['optimizer'])}")
+        if self.place:
+            lines += ["place:", *(f"  - {_flow(_place_mapping(place, self.mesh))}" for place in self.place)]
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        return self.to_yaml()
+
+
+# ---------------------------------------------------------------------------------------------------- from a mapping
+
+
+@dataclass(frozen=True)
+class _At:
+    """Where in the file a value stands, for messages."""
+
+    source: str | None
+    lines: Lines
+    path: tuple[Step, ...] = ()
+
+    def __truediv__(self, step: Step) -> _At:
+        return _At(self.source, self.lines, (*self.path, step))
+
+    def error(self, message: str, *, hint: str | None = None) -> LayoutError:
+        line = next((self.lines[p] for n in range(len(self.path), -1, -1) if (p := self.path[:n]) in self.lines), None)
+        where = self.source or "layout"
+        if line is not None:
+            where += f", line {line}"
+        return LayoutError(f"{where}: {at_path(self.path)}{message}", path=self.source, hint=hint)
+
+
+def _mesh(at: _At, value: object) -> dict[str, int]:
+    if not isinstance(value, Mapping) or not value:
+        raise at.error(f"expected axes and their sizes, as in {{dp: 2, tp: 4}}, found {_found(value)}")
+    mesh = {_name(at, axis): _integer(at / str(axis), size, 1) for axis, size in value.items()}
+    if (n_ranks := math.prod(mesh.values())) > _MAX_RANKS:
+        raise at.error(f"has {n_ranks} ranks, more than {_MAX_RANKS}")
+    return mesh
+
+
+def _ranks(at: _At, value: object, n_ranks: int) -> tuple[int, ...]:
+    ranks = tuple(_items(at, value, lambda a, v: _integer(a, v, 0)))
+    if len(ranks) != n_ranks:
+        raise at.error(f"expected one rank for each of the {n_ranks} points of the mesh, found {len(ranks)}")
+    if len(set(ranks)) != len(ranks):
+        twice = next(rank for n, rank in enumerate(ranks) if rank in ranks[:n])
+        raise at.error(f"rank {twice} stands here twice")
+    return ranks
+
+
+def _rules(at: _At, value: object, mesh: Mapping[str, int]) -> tuple[Rule, ...]:
+    rules = tuple(_items(at, value, lambda a, v: _rule(a, v, mesh)))
+    joins: dict[str, int] = {}
+    for n, rule in enumerate(rules):
+        if rule.flat and rule.flat.join is not None and joins.setdefault(rule.flat.join, n) != n:
+            where = at / n / "flat"
+            raise where.error(f"join {show(rule.flat.join)} is the name of an earlier rule's join too")
+    return rules
+
+
+def _rule(at: _At, value: object, mesh: Mapping[str, int]) -> Rule:
+    fields = _fields(at, value, required=("match",), optional=("cut", "uneven", "sizes", "blocks", "flat", "stored"))
+    match = _patterns(at / "match", fields["match"], Pattern.compile)
+    cut: tuple[tuple[str, ...], ...] = ()
+    if "cut" in fields:
+        cut = tuple(_items(at / "cut", fields["cut"], lambda a, v: _cut(a, v, mesh)))
+        while cut and not cut[-1]:
+            cut = cut[:-1]
+    flat = _flat(at / "flat", fields["flat"], mesh) if "flat" in fields else None
+    _refuse_twice(at, [axis for axes in cut for axis in axes] + list(flat.axes if flat else ()), "in one tensor")
+    uneven = fields.get("uneven", "refuse")
+    if uneven not in ("refuse", "ceil"):
+        raise (at / "uneven").error(f"expected `refuse` or `ceil`, found {_found(uneven)}")
+    sizes = _by_dim(at / "sizes", fields.get("sizes", {}), _sizes)
+    if sizes and fields.get("blocks"):
+        raise at.error("`sizes` and `blocks` cannot stand together", hint="give each block's size, or each part's")
+    for dim, parts in sizes.items():
+        axes = cut[dim] if dim < len(cut) else ()
+        if len(parts) != (n := math.prod(mesh[axis] for axis in axes)):
+            by = f"{_axes_text(axes, mesh)} cut it into {n}" if axes else "`cut` does not cut it"
+            raise (at / "sizes" / dim).error(f"{len(parts)} sizes for dim {dim}, but {by}")
+    return Rule(
+        match=match,
+        cut=cut,
+        uneven=uneven,
+        sizes=sizes,
+        blocks=_by_dim(at / "blocks", fields.get("blocks", {}), _blocks),
+        flat=flat,
+        stored=_stored(at / "stored", fields["stored"], len(cut)) if "stored" in fields else (),
+    )
+
+
+def _cut(at: _At, value: object, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (_axis(at, value, mesh),)
+    if not _is_list(value):
+        raise at.error(f"expected null, an axis or a list of axes, found {_found(value)}")
+    return tuple(_items(at, value, lambda a, v: _axis(a, v, mesh)))
+
+
+def _sizes(at: _At, value: object) -> tuple[int, ...]:
+    return tuple(_items(at, value, lambda a, v: _integer(a, v, 0)))
+
+
+def _blocks(at: _At, value: object) -> tuple[Block, ...] | int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _integer(at, value, 1)
+    blocks = tuple(_items(at, value, _block))
+    if not blocks:
+        raise at.error("expected at least one block")
+    return blocks
+
+
+def _block(at: _At, value: object) -> Block:
+    if not isinstance(value, Mapping):
+        return Block(_integer(at, value, 0))
+    fields = _fields(at, value, required=("size",), optional=("cut",))
+    if fields.get("cut") is not None:
+        raise (at / "cut").error(
+            f"can only be null (the block is whole on every rank), found {_found(fields['cut'])}",
+            hint="leave it out for a block that is cut; the rule's `cut` names the axes",
+        )
+    return Block(_integer(at / "size", fields["size"], 0), is_cut="cut" not in fields)
+
+
+def _flat(at: _At, value: object, mesh: Mapping[str, int]) -> Flat:
+    if not isinstance(value, Mapping):
+        return Flat(_axes(at, value, mesh))
+    fields = _fields(at, value, required=("axes",), optional=("join", "align"))
+    if "align" in fields and "join" not in fields:
+        raise (at / "align").error("has a meaning only with `join`")
+    return Flat(
+        _axes(at / "axes", fields["axes"], mesh),
+        _name(at / "join", fields["join"]) if "join" in fields else None,
+        _integer(at / "align", fields.get("align", 1), 1),
+    )
+
+
+def _stored(at: _At, value: object, n_cut: int) -> tuple[int, ...]:
+    stored = tuple(_items(at, value, lambda a, v: _integer(a, v, 0)))
+    if not stored or sorted(stored) != list(range(len(stored))):
+        raise at.error(f"expected each dim once, as in [1, 0], found {_found(value)}")
+    if n_cut > len(stored):
+        raise at.error(f"names {len(stored)} dims, but `cut` {n_cut}")
+    return stored
+
+
+def _optimizer(at: _At, value: object, mesh: Mapping[str, int]) -> Optimizer:
+    fields = _fields(at, value, optional=("add", "flat", "follow"))
+    if len(fields) != 1:
+        raise at.error(f"expected one of `add`, `flat` and `follow`, found {', '.join(fields) or 'none'}")
+    if "follow" in fields:
+        if not isinstance(fields["follow"], bool):
+            raise (at / "follow").error(f"expected true or false, found {_found(fields['follow'])}")
+        return Optimizer(follow=fields["follow"])
+    if "flat" in fields:
+        return Optimizer(flat=_axes(at / "flat", fields["flat"], mesh))
+    add = _by_dim(at / "add", fields["add"], lambda a, v: _axes(a, v, mesh))
+    if not add:
+        raise (at / "add").error("expected dims and their axes, as in {0: [dp]}")
+    _refuse_twice(at / "add", [axis for axes in add.values() for axis in axes], "in one tensor")
+    return Optimizer(add=add)
+
+
+def _places(at: _At, value: object, mesh: Mapping[str, int]) -> tuple[Place, ...]:
+    return tuple(_items(at, value, lambda a, v: _place(a, v, mesh)))
+
+
+def _place(at: _At, value: object, mesh: Mapping[str, int]) -> Place:
+    fields = _fields(at, value, required=("match", "axis"), optional=("at", "sizes", "to"))
+    axes = (
+        (_axis(at / "axis", fields["axis"], mesh),)
+        if isinstance(fields["axis"], str)
+        else _axes(at / "axis", fields["axis"], mesh)
+    )
+    n_parts = math.prod(mesh[axis] for axis in axes)
+    ways = [way for way in ("at", "sizes", "to") if way in fields]
+    if len(ways) > 1:
+        raise at.error(f"{_and(ways)} cannot stand together")
+    if ways == ["at"]:
+        match = _patterns(at / "match", fields["match"], _pattern_without_index)
+        coordinate = _integer(at / "at", fields["at"], -n_parts)
+        if coordinate >= n_parts:
+            raise (at / "at").error(
+                f"{coordinate} is outside {_axes_text(axes, mesh)}: expected {-n_parts} to {n_parts - 1}"
+            )
+        return Place(match, axes, at=coordinate % n_parts)
+    match = _patterns(at / "match", fields["match"], _pattern_with_index)
+    if ways == ["sizes"]:
+        sizes = _sizes(at / "sizes", fields["sizes"])
+        if len(sizes) != n_parts:
+            raise (at / "sizes").error(f"expected {n_parts} sizes for {_axes_text(axes, mesh)}, found {len(sizes)}")
+        return Place(match, axes, sizes=sizes)
+    if ways == ["to"]:
+        to = tuple(_items(at / "to", fields["to"], lambda a, v: _integer(a, v, 0)))
+        for n, coordinate in enumerate(to):
+            if coordinate >= n_parts:
+                where = at / "to" / n
+                raise where.error(f"{coordinate} is outside {_axes_text(axes, mesh)}: expected 0 to {n_parts - 1}")
+        return Place(match, axes, to=to)
+    return Place(match, axes)
+
+
+def _pattern_without_index(text: str) -> None:
+    if "{i}" in text:
+        raise ValueError(f"{show(text)} holds `{{i}}`, and `at` gives the coordinate without it")
+    Pattern.compile(text)
+
+
+def _pattern_with_index(text: str) -> None:
+    if "{i}" not in text:
+        raise ValueError(f"{show(text)} must hold `{{i}}`, the index of a layer or an expert, or the entry say `at`")
+    IndexPattern.compile(text)
+
+
+# ------------------------------------------------------------------------------------------------------ single values
+
+
+def _fields(
+    at: _At, value: object, *, required: Sequence[str] = (), optional: Sequence[str] = ()
+) -> Mapping[str, object]:
+    """A mapping that holds all of `required` and nothing but those and `optional`."""
+    known = [*required, *optional]
+    if not isinstance(value, Mapping):
+        raise at.error(f"expected a mapping with {_and([f'`{name}`' for name in known])}, found {_found(value)}")
+    for name in value:
+        if name not in known:
+            near = nearest(str(name), known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else None
+            where = at / name if isinstance(name, str | int) else at
+            accepted = _and([f"`{n}`" for n in known])
+            raise where.error(f"unknown field {show(str(name))}; accepted are {accepted}", hint=hint)
+    for name in required:
+        if name not in value:
+            raise at.error(f"`{name}` is missing")
+    return value
+
+
+def _items(at: _At, value: object, parse: Callable[[_At, object], T]) -> list[T]:
+    if not _is_list(value):
+        raise at.error(f"expected a list, found {_found(value)}")
+    return [parse(at / n, item) for n, item in enumerate(cast("Sequence[object]", value))]
+
+
+def _by_dim(at: _At, value: object, parse: Callable[[_At, object], T]) -> dict[int, T]:
+    if not isinstance(value, Mapping):
+        raise at.error(f"expected dims and their values, as in {{0: ...}}, found {_found(value)}")
+    by_dim: dict[int, T] = {}
+    for key, item in value.items():
+        if isinstance(key, str) and re.fullmatch("[0-9]{1,4}", key):
+            dim = int(key)
+        elif isinstance(key, int) and not isinstance(key, bool) and key >= 0:
+            dim = key
+        else:
+            raise at.error(f"expected a dim, counted from 0, found {_found(key)}")
+        if dim in by_dim:
+            raise at.error(f"dim {dim} stands here twice")
+        by_dim[dim] = parse(at / key, item)
+    return by_dim
+
+
+def _patterns(at: _At, value: object, check: Callable[[str], object]) -> tuple[str, ...]:
+    texts = [(at, value)] if isinstance(value, str) else list(_items(at, value, lambda a, v: (a, v)))
+    if not texts:
+        raise at.error("expected at least one pattern")
+    patterns: list[str] = []
+    for where, text in texts:
+        if not isinstance(text, str):
+            raise where.error(f"expected a pattern, found {_found(text)}")
+        try:
+            check(text)
+        except ValueError as error:
+            raise where.error(str(error)) from None
+        patterns.append(text)
+    return tuple(patterns)
+
+
+def _axes(at: _At, value: object, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    axes = tuple(_items(at, value, lambda a, v: _axis(a, v, mesh)))
+    if not axes:
+        raise at.error("expected at least one axis")
+    _refuse_twice(at, list(axes), "here")
+    return axes
+
+
+def _axis(at: _At, value: object, mesh: Mapping[str, int]) -> str:
+    if not isinstance(value, str):
+        raise at.error(f"expected the name of an axis, found {_found(value)}")
+    if value not in mesh:
+        near = nearest(value, mesh, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else None
+        raise at.error(f"unknown axis {show(value)}; the axes are {', '.join(mesh)}", hint=hint)
+    return value
+
+
+def _refuse_twice(at: _At, axes: Sequence[str], where: str) -> None:
+    for n, axis in enumerate(axes):
+        if axis in axes[:n]:
+            raise at.error(f"axis {show(axis)} is used twice {where}")
+
+
+def _name(at: _At, value: object) -> str:
+    if not isinstance(value, str) or not value or len(value) > _MAX_NAME or not value.isprintable():
+        raise at.error(f"expected a name of 1 to {_MAX_NAME} printable characters, found {_found(value)}")
+    return value
+
+
+def _integer(at: _At, value: object, minimum: int) -> int:
+    number: int | None = None
+    if not isinstance(value, bool):
+        try:
+            number = operator.index(value)  # type: ignore[arg-type]  # that it may be anything is the point
+        except TypeError:
+            number = None
+    if number is None or not minimum <= number < 1 << 63:
+        raise at.error(f"expected an integer of at least {minimum}, found {_found(value)}")
+    return number
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _found(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str | int | float):
+        return show(str(value))
+    if isinstance(value, Mapping):
+        return "a mapping"
+    return "a list" if _is_list(value) else f"a {type(value).__name__}"
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _axes_text(axes: Sequence[str], mesh: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} ({mesh[axis]})" for axis in axes)
+
+
+# ------------------------------------------------------------------------------------------------------- to a mapping
+
+
+def _rule_mapping(rule: Rule) -> dict[str, object]:
+    mapping: dict[str, object] = {"match": _one_or_list(rule.match)}
+    if rule.cut:
+        mapping["cut"] = [_one_or_list(axes) if axes else None for axes in rule.cut]
+    if rule.uneven != "refuse":
+        mapping["uneven"] = rule.uneven
+    if rule.sizes:
+        mapping["sizes"] = {dim: list(sizes) for dim, sizes in rule.sizes.items()}
+    if rule.blocks:
+        mapping["blocks"] = {dim: _blocks_value(blocks) for dim, blocks in rule.blocks.items()}
+    if rule.flat is not None:
+        axes = list(rule.flat.axes)
+        if rule.flat.join is None:
+            mapping["flat"] = axes
+        else:
+            align = {"align": rule.flat.align} if rule.flat.align != 1 else {}
+            mapping["flat"] = {"axes": axes, "join": rule.flat.join, **align}
+    if rule.stored:
+        mapping["stored"] = list(rule.stored)
+    return mapping
+
+
+def _blocks_value(blocks: tuple[Block, ...] | int) -> object:
+    if isinstance(blocks, int):
+        return blocks
+    return [block.size if block.is_cut else {"size": block.size, "cut": None} for block in blocks]
+
+
+def _optimizer_mapping(optimizer: Optimizer) -> dict[str, object]:
+    if optimizer.add:
+        return {"add": {dim: list(axes) for dim, axes in optimizer.add.items()}}
+    if optimizer.flat:
+        return {"flat": list(optimizer.flat)}
+    return {} if optimizer.follow else {"follow": False}
+
+
+def _place_mapping(place: Place, mesh: Mapping[str, int]) -> dict[str, object]:
+    mapping: dict[str, object] = {"match": _one_or_list(place.match), "axis": _one_or_list(place.axes)}
+    if place.at is not None:
+        # The last one is what is usually meant by it, and stays the last one when the size of the axis is edited.
+        n_parts = math.prod(mesh[axis] for axis in place.axes)
+        mapping["at"] = -1 if place.at == n_parts - 1 and n_parts > 1 else place.at
+    if place.sizes is not None:
+        mapping["sizes"] = list(place.sizes)
+    if place.to is not None:
+        mapping["to"] = list(place.to)
+    return mapping
+
+
+def _one_or_list(texts: Sequence[str]) -> str | list[str]:
+    return texts[0] if len(texts) == 1 else list(texts)
+
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What a YAML 1.1 or 1.2 reader would not take as text.
+_RESERVED = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
+
+
+def _flow(value: object) -> str:
+    """A value on one line of YAML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_flow(k)}: {_flow(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED else quote(text)

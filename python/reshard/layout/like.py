@@ -1,0 +1,369 @@
+"""The layout in which a checkpoint is stored, as a layout mapping.
+
+Checkpoint 2.0 gives each tensor a device matrix of its own over the ranks of its pipeline stage, and names for its
+axes that carry no meaning. One layout file has one mesh: the matrices are refined to the coarsest mesh in which each of
+their axes is a run of axes, and stages become an outermost axis. Patterns are then found for keys that are cut alike.
+What comes out is resolved against the checkpoint before it is given out, so a pattern can be clumsy, never wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+from reshard.errors import LayoutError
+from reshard.layout.file import LayoutFile
+from reshard.layout.patterns import IndexPattern, Pattern, glob_of, show
+from reshard.layout.resolve import resolve, state_of
+
+__all__ = ["CheckpointLike", "DeviceLayout", "mapping_like"]
+
+DeviceLayout: TypeAlias = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[str], Sequence[int]]
+"""`device_matrix, tensor_map (a list a dim), alias_name, rank_list`, as metadata.json has them."""
+
+Cut: TypeAlias = tuple[tuple[str, ...], ...]
+
+
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class CheckpointLike(Protocol):
+    """What `like` asks of a checkpoint."""
+
+    def keys(self, part: Literal["all", "optimizer"] = "all", /) -> Iterable[str]:
+        """The keys, all of them or those of the optimizer part."""
+
+    def __getitem__(self, key: str, /) -> _Shaped: ...
+
+    def _device_layouts(self) -> Mapping[str, DeviceLayout | None]:
+        """The device layout of each key that has one."""
+
+    def _layout_mapping(self) -> Mapping[str, object] | None:
+        """The layout that was stored with the checkpoint, if one was."""
+
+
+def mapping_like(checkpoint: CheckpointLike) -> Mapping[str, object] | None:
+    """The layout mapping of a checkpoint, or None if it is stored whole.
+
+    Raises:
+        LayoutError: its device matrices cannot be refined to one mesh, or its stages overlap or differ in size.
+    """
+    stored = checkpoint._layout_mapping()  # noqa: SLF001  private between two rooms of one house
+    if stored is not None:
+        return stored
+    tensors = {key: tuple(checkpoint[key].shape) for key in checkpoint.keys()}  # noqa: SIM118  not a mapping
+    layouts = checkpoint._device_layouts()  # noqa: SLF001
+    known = {key: layout for key in tensors if (layout := layouts.get(key)) is not None}
+    if not known:
+        return None
+    return _Writer(_Stored.of(tensors, known), set(checkpoint.keys("optimizer"))).mapping()
+
+
+# ------------------------------------------------------------------------------------------------------- one mesh
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """How every tensor is stored, over one mesh.
+
+    Attributes:
+        tensors: shapes.
+        mesh: the common axes, the one of the stages first if there are several.
+        ranks: the rank at each mesh point.
+        stage_axis: its name, or None if there is one stage.
+        n_stages: how many.
+        cut: of each tensor; not cut: ().
+        stage: of each tensor; None: unknown (a null layout), or there is only one.
+    """
+
+    tensors: dict[str, tuple[int, ...]]
+    mesh: dict[str, int]
+    ranks: list[int]
+    stage_axis: str | None
+    n_stages: int
+    cut: dict[str, Cut]
+    stage: dict[str, int | None]
+
+    @classmethod
+    def of(cls, tensors: dict[str, tuple[int, ...]], known: Mapping[str, DeviceLayout]) -> _Stored:
+        for key, (matrix, tensor_map, alias, ranks) in known.items():
+            if math.prod(matrix) != len(ranks) or len(alias) != len(matrix) or min(matrix, default=1) < 1:
+                raise LayoutError(
+                    f"{show(key)}: device matrix {list(matrix)} and its axes do not fit its {len(ranks)} ranks", key=key
+                )
+            if any(not -1 <= v < len(matrix) for axes in tensor_map for v in axes):
+                raise LayoutError(f"{show(key)}: its tensor map names an axis outside {list(matrix)}", key=key)
+        stages = sorted({tuple(ranks) for *_, ranks in known.values()})
+        ranks = [rank for stage in stages for rank in stage]
+        if len({len(stage) for stage in stages}) > 1 or len(set(ranks)) != len(ranks):
+            raise LayoutError(
+                "the rank lists of the tensors overlap or differ in length: no one mesh has them as stages",
+                hint="write a layout file",
+            )
+        spans = _spans({tuple(matrix) for matrix, *_ in known.values()})
+        names = _names(spans, known.values())
+        stage_axis: str | None = None
+        if len(stages) > 1:
+            stage_axis = next(name for name in ("pp", "stage", *_invented(names)) if name not in names)
+        mesh = {stage_axis: len(stages)} if stage_axis else {}
+        mesh |= {name: outer // inner for name, (outer, inner) in zip(names, spans, strict=True)}
+        return cls(
+            tensors=tensors,
+            mesh=mesh or {"dp": 1},
+            ranks=ranks,
+            stage_axis=stage_axis,
+            n_stages=len(stages),
+            cut={key: _cut_of(known[key], spans, names) if key in known else () for key in tensors},
+            stage={key: stages.index(tuple(known[key][3])) if key in known and stage_axis else None for key in tensors},
+        )
+
+
+# An axis of a device matrix spans from the product of all axes from it on (outer) to that of those after it (inner).
+_Span: TypeAlias = tuple[int, int]
+
+
+def _span(matrix: Sequence[int], axis: int) -> _Span:
+    return math.prod(matrix[axis:]), math.prod(matrix[axis + 1 :])
+
+
+def _spans(matrices: Collection[tuple[int, ...]]) -> list[_Span]:
+    """The spans of the common mesh, outermost first: between neighbours of all the bounds of all axes."""
+    bounds = sorted({bound for matrix in matrices for axis in range(len(matrix)) for bound in _span(matrix, axis)})
+    for inner, outer in itertools.pairwise(bounds):
+        if outer % inner:
+            listed = ", ".join(str(list(matrix)) for matrix in sorted(matrices)[:8])
+            raise LayoutError(
+                f"the device matrices {listed} cannot be refined to one mesh: {outer} is no multiple of {inner}",
+                hint="write a layout file",
+            )
+    return [(outer, inner) for inner, outer in itertools.pairwise(bounds)][::-1]
+
+
+def _names(spans: Sequence[_Span], layouts: Iterable[DeviceLayout]) -> list[str]:
+    """The alias of each span where all matrices agree on one that means nothing else; else a made-up name."""
+    aliases: dict[_Span, set[str]] = {span: set() for span in spans}
+    used: dict[str, set[_Span]] = {}
+    for matrix, _, alias, _ in layouts:
+        for axis, name in enumerate(alias):
+            span = _span(matrix, axis)
+            if span[0] == span[1]:
+                continue  # an axis of one device
+            used.setdefault(name, set()).add(span)
+            aliases.setdefault(span, set()).add(name)
+    names: list[str | None] = []
+    for span in spans:
+        name = next(iter(aliases[span])) if len(aliases[span]) == 1 else None
+        unique = name is not None and len(used[name]) == 1 and 0 < len(name) <= 256 and name.isprintable()
+        names.append(name if unique else None)
+    invented = iter(_invented(used))
+    return [name if name is not None else next(invented) for name in names]
+
+
+def _invented(taken: Collection[str]) -> list[str]:
+    return [name for n in range(2 * len(taken) + 64) if (name := f"axis{n}") not in taken]
+
+
+def _cut_of(layout: DeviceLayout, spans: Sequence[_Span], names: Sequence[str]) -> Cut:
+    matrix, tensor_map, _, _ = layout
+    cut: list[tuple[str, ...]] = []
+    for dim in tensor_map:
+        axes: list[str] = []
+        for v in dim:
+            if v >= 0:  # counted from the last axis; -1 is not cut
+                outer, inner = _span(matrix, len(matrix) - 1 - v)
+                axes += [name for name, (o, i) in zip(names, spans, strict=True) if o <= outer and i >= inner]
+        cut.append(tuple(axes))
+    while cut and not cut[-1]:
+        cut.pop()
+    return tuple(cut)
+
+
+# ------------------------------------------------------------------------------------------------------- one file
+
+
+class _Writer:
+    """Writes the mapping of what is stored, and checks it."""
+
+    def __init__(self, stored: _Stored, optimizer: set[str]) -> None:
+        self.stored = stored
+        self.optimizer = optimizer
+        self.parameter = state_of(optimizer, stored.tensors.keys() - optimizer)
+        self.states: dict[str, list[str]] = {}
+        for key, parameter in self.parameter.items():
+            self.states.setdefault(parameter, []).append(key)
+
+    def mapping(self) -> dict[str, object]:
+        keys = list(self.stored.tensors)
+        own = [key for key in keys if key not in self.parameter]
+        candidates: list[tuple[Mapping[str, object] | None, list[str]]] = [(None, own)]
+        if add := self._add():
+            candidates.append(({"add": add}, own))
+        if self.parameter:
+            candidates.append(({"follow": False}, keys))
+        for optimizer, seen in candidates:
+            mapping = self._mapping(optimizer, seen)
+            if self._is_right(mapping):
+                return mapping
+        raise LayoutError("no layout file describes this checkpoint", hint="write one, or load whole tensors")
+
+    def _mapping(self, optimizer: Mapping[str, object] | None, seen: Sequence[str]) -> dict[str, object]:
+        """The file whose rules and places are for the keys in `seen`."""
+        stored = self.stored
+        mapping: dict[str, object] = {"mesh": stored.mesh}
+        if stored.ranks != list(range(len(stored.ranks))):
+            mapping["ranks"] = stored.ranks
+        mapping["rules"] = self._rules(seen)
+        if optimizer:
+            mapping["optimizer"] = optimizer
+        if stored.stage_axis and (place := self._places(seen, stored.stage_axis)):
+            mapping["place"] = place
+        return mapping
+
+    def _is_right(self, mapping: Mapping[str, object]) -> bool:
+        stored = self.stored
+        try:
+            resolved = resolve(LayoutFile.from_mapping(mapping), stored.tensors, self.optimizer)
+        except LayoutError:
+            return False
+        if resolved.warnings:
+            return False
+        for key, spec in resolved.specs.items():
+            stages = {coordinate for _, coordinate in spec.place}
+            stage = stored.stage[key]
+            if not _same(spec.cut, stored.cut[key]) or (stage is not None and stages != {stage}):
+                return False
+        return True
+
+    def _add(self) -> dict[int, list[str]]:
+        """What `add` would have to say, from the state that is cut further than its parameter; checked later."""
+        add: dict[int, list[str]] = {}
+        for key, parameter in self.parameter.items():
+            cut, base = self.stored.cut[key], self.stored.cut[parameter]
+            if self.stored.tensors[key] != self.stored.tensors[parameter]:
+                continue
+            for dim, axes in enumerate(cut):
+                before = base[dim] if dim < len(base) else ()
+                if axes[: len(before)] == before and len(axes) > len(before):
+                    add.setdefault(dim, list(axes[len(before) :]))
+        return add
+
+    # -- rules
+
+    def _rules(self, seen: Sequence[str]) -> list[dict[str, object]]:
+        cut = self.stored.cut
+        patterns: dict[Cut, list[str]] = {}
+        covered: set[str] = set()
+        seen_set = set(seen)
+        for key in seen:
+            if not cut[key] or key in covered:
+                continue
+            for pattern in self._candidates(key, seen_set):
+                matched = _matched(pattern, seen) if "*" in pattern else [key]
+                if all(cut[other] == cut[key] for other in matched):
+                    break
+            else:
+                pattern, matched = glob_of(key), [key]
+            patterns.setdefault(cut[key], []).append(pattern)
+            covered.update(matched)
+        rules: list[dict[str, object]] = [
+            {"match": texts, "cut": [list(axes) or None for axes in axes_by_dim]}
+            for axes_by_dim, texts in patterns.items()
+        ]
+        return rules if len(covered) == len(seen) else [*rules, {"match": "*"}]
+
+    def _candidates(self, key: str, seen: Collection[str]) -> list[str]:
+        """Patterns for a key, wide ones first; those with a star are to be checked."""
+        if glob_of(key) != key:
+            return []
+        wide = _NUMBER.sub("*", key)
+        # State of the optimizer among the keys is often cut as its parameter is: one pattern for both.
+        stars = [f"*{wide}"] if any(state in seen for state in self.states.get(key, ())) else []
+        return [*stars, wide] if wide != key else stars
+
+    # -- places
+
+    def _places(self, seen: Sequence[str], axis: str) -> list[dict[str, object]]:
+        stage = self.stored.stage
+        entries: list[dict[str, object]] = []
+        placed: set[str] = set()
+        at: dict[int, list[str]] = {}
+        tried: set[str] = set()
+        seen_set = set(seen)
+        for key in seen:
+            if (wanted := stage[key]) is None or key in placed:
+                continue
+            for template in self._templates(key):
+                if template in tried:
+                    continue
+                tried.add(template)
+                if (found := self._by_index(template, seen)) is not None:
+                    entries.append({"match": template, "axis": axis, **found[0]})
+                    placed.update(found[1])
+                    break
+            if key in placed:
+                continue
+            for pattern in self._candidates(key, seen_set):
+                matched = _matched(pattern, seen) if "*" in pattern else [key]
+                if all(stage[other] == wanted for other in matched):
+                    break
+            else:
+                pattern, matched = glob_of(key), [key]
+            at.setdefault(wanted, []).append(pattern)
+            placed.update(matched)
+        return entries + [{"match": at[n], "axis": axis, "at": n} for n in sorted(at)]
+
+    def _templates(self, key: str) -> list[str]:
+        """The key up to its first number, with `{i}` in its place; the wide one takes in state of the optimizer too."""
+        number = _NUMBER.search(key)
+        if number is None or glob_of(key) != key or "{i}" in key:
+            return []
+        before, rest = key[: number.start()], ".*" if number.end() < len(key) else ""
+        return ([f"*{before}{{i}}{rest}"] if self.parameter and before else []) + [f"{before}{{i}}{rest}"]
+
+    def _by_index(self, template: str, seen: Sequence[str]) -> tuple[dict[str, object], list[str]] | None:
+        """How the stage follows from the index in the template, and the keys that it matches; None if it does not."""
+        pattern = IndexPattern.compile(template)
+        stage_of: dict[int, int] = {}
+        matched: list[str] = []
+        n = 0
+        for key in seen:
+            indices = pattern.indices(key)
+            if len(indices) > 1:
+                return None
+            if not indices:
+                continue
+            matched.append(key)
+            index = indices.pop()
+            n = max(n, index + 1)
+            stage = self.stored.stage[key]
+            # A null layout does not say where its tensor is; with its layer is as good as anywhere.
+            if stage is not None and stage_of.setdefault(index, stage) != stage:
+                return None
+        if n != len(stage_of):
+            return None
+        stages = [stage_of[index] for index in range(n)]
+        n_stages = self.stored.n_stages
+        if n % n_stages == 0 and stages == [index * n_stages // n for index in range(n)]:
+            return {}, matched
+        if stages == sorted(stages):
+            return {"sizes": [stages.count(stage) for stage in range(n_stages)]}, matched
+        return {"to": stages}, matched
+
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]+(?=\.|$)")
+
+
+def _matched(pattern: str, keys: Sequence[str]) -> list[str]:
+    compiled = Pattern.compile(pattern)
+    return [key for key in keys if compiled.matches(key)]
+
+
+def _same(cut: Cut, other: Cut) -> bool:
+    length = max(len(cut), len(other))
+    return (*cut, *[()] * (length - len(cut))) == (*other, *[()] * (length - len(other)))

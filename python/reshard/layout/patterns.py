@@ -1,0 +1,249 @@
+"""Patterns over tensor keys: globs, regular expressions, the index `{i}` of a `place` entry, and the order of keys.
+
+A pattern is a glob over the whole key in which only `*` and `?` are special (both match dots), or `re:` and a regular
+expression that must match the whole key. This module knows nothing of meshes or tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["IndexPattern", "Matcher", "Pattern", "glob_of", "natural_order", "nearest", "show"]
+
+_MAX_PATTERN = 4096  # characters
+_MAX_INDEX_DIGITS = 18
+_MAX_SHOWN = 256  # characters of a foreign text in a message
+_INDEX = "{i}"
+_DIGITS = re.compile(r"[0-9]+")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One compiled pattern.
+
+    Attributes:
+        text: as written.
+        key: the only key it matches, or None if it holds a wildcard or is a regular expression.
+        regex: matches the whole key.
+
+    Example:
+        >>> Pattern.compile("*.bias").matches("layers.0.attn.bias")
+        True
+    """
+
+    text: str
+    key: str | None
+    regex: re.Pattern[str]
+
+    @classmethod
+    def compile(cls, text: str) -> Pattern:
+        """Compile one pattern.
+
+        Raises:
+            ValueError: it is empty, too long, or its regular expression does not compile; the text says which.
+        """
+        _refuse_length(text)
+        if text.startswith("re:"):
+            return cls(text, None, _compile_re(text[3:]))
+        special = "*" in text or "?" in text
+        return cls(text, None if special else text, re.compile(_glob_regex(text), re.DOTALL))
+
+    def matches(self, key: str) -> bool:
+        """Whether it matches the whole key."""
+        return self.regex.fullmatch(key) is not None
+
+
+@dataclass(frozen=True)
+class IndexPattern:
+    """A pattern that holds `{i}` exactly once: one run of digits, whose value is the index of a layer or an expert.
+
+    Example:
+        >>> IndexPattern.compile("layers.{i}.*").indices("layers.12.mlp.weight")
+        {12}
+        >>> sorted(IndexPattern.compile("*.{i}.*").indices("layers.3.experts.5.w"))
+        [3, 5]
+    """
+
+    text: str
+    before: re.Pattern[str] | None  # of a glob: what stands left and right of the index
+    after: re.Pattern[str] | None
+    whole: re.Pattern[str] | None  # of a regular expression
+
+    @classmethod
+    def compile(cls, text: str) -> IndexPattern:
+        """Compile a pattern with one `{i}`.
+
+        Raises:
+            ValueError: it does not hold `{i}` exactly once, or is no pattern.
+        """
+        _refuse_length(text)
+        if text.count(_INDEX) != 1:
+            raise ValueError(f"{show(text)} must hold `{_INDEX}` exactly once")
+        if text.startswith("re:"):
+            return cls(text, None, None, _compile_re(text[3:].replace(_INDEX, "(?:[0-9]+)")))
+        before, after = text.split(_INDEX)
+        return cls(
+            text, re.compile(_glob_regex(before), re.DOTALL), re.compile(_glob_regex(after), re.DOTALL), whole=None
+        )
+
+    def indices(self, key: str) -> set[int]:
+        """Every value that `{i}` can have when the pattern matches the key; more than one means that it is ambiguous.
+
+        Raises:
+            ValueError: an index is too long to be one.
+        """
+        if self.whole is not None:
+            return self._indices_re(key)
+        assert self.before is not None
+        assert self.after is not None
+        found: set[int] = set()
+        for run in _DIGITS.finditer(key):
+            ends = [e for e in range(run.start() + 1, run.end() + 1) if self.after.fullmatch(key, e)]
+            if not ends:
+                continue
+            for start in range(run.start(), run.end()):
+                if not self.before.fullmatch(key, 0, start):
+                    continue
+                for end in ends:
+                    if end > start:
+                        found.add(_index(key[start:end]))
+                    if len(found) > 1:
+                        return found
+        return found
+
+    def _indices_re(self, key: str) -> set[int]:
+        """A regular expression cannot be taken apart: try each number that the key holds in the place of `{i}`."""
+        assert self.whole is not None
+        found: set[int] = set()
+        if self.whole.fullmatch(key) is None:
+            return found
+        numbers = {
+            key[start:end]
+            for run in _DIGITS.finditer(key)
+            for start in range(run.start(), run.end())
+            for end in range(start + 1, min(run.end(), start + _MAX_INDEX_DIGITS) + 1)
+        }
+        for number in sorted(numbers, key=lambda n: (len(n), n)):
+            if _compile_re(self.text[3:].replace(_INDEX, f"(?:{number})")).fullmatch(key):
+                found.add(_index(number))
+                if len(found) > 1:
+                    break
+        if not found:
+            raise ValueError(f"the index in {show(key)} has more than {_MAX_INDEX_DIGITS} digits")
+        return found
+
+
+class Matcher:
+    """Finds the first of many pattern lists that matches a key; lists of thousands of plain keys cost a look-up.
+
+    Example:
+        >>> matcher = Matcher([[Pattern.compile("a.w")], [Pattern.compile("*.b"), Pattern.compile("*.w")]])
+        >>> matcher.find("a.w"), matcher.find("c.w"), matcher.find("c")
+        ((0, 0), (1, 1), None)
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Pattern]]) -> None:
+        self._place = [(g, e) for g, group in enumerate(groups) for e in range(len(group))]
+        self._exact: dict[str, int] = {}
+        self._wild: list[tuple[int, Pattern]] = []
+        for n, (g, e) in enumerate(self._place):
+            pattern = groups[g][e]
+            if pattern.key is not None:
+                self._exact.setdefault(pattern.key, n)
+            else:
+                self._wild.append((n, pattern))
+
+    def find(self, key: str) -> tuple[int, int] | None:
+        """`(group, entry within it)` of the first pattern that matches the key, or None."""
+        exact = self._exact.get(key, len(self._place))
+        for n, pattern in self._wild:
+            if n > exact:
+                break
+            if pattern.matches(key):
+                return self._place[n]
+        return self._place[exact] if exact < len(self._place) else None
+
+
+def glob_of(key: str) -> str:
+    r"""A pattern that matches exactly this key, whatever characters it holds.
+
+    Example:
+        >>> glob_of("a.w"), glob_of("odd*name")
+        ('a.w', 're:odd\\*name')
+    """
+    return f"re:{re.escape(key)}" if "*" in key or "?" in key or key.startswith("re:") else key
+
+
+def natural_order(key: str) -> tuple[object, ...]:
+    """A sort key in which runs of digits compare as numbers.
+
+    Example:
+        >>> sorted(["h.10.b", "h.9.b", "h.b"], key=natural_order)
+        ['h.9.b', 'h.10.b', 'h.b']
+    """
+    # Even places hold text, odd ones digits. Digits compare by length, then as text: no number is too long for that.
+    parts = re.split(r"([0-9]+)", key)
+    ordered: list[object] = []
+    for n, part in enumerate(parts):
+        digits = part.lstrip("0")
+        ordered.append((len(digits), digits) if n % 2 else part)
+    return (tuple(ordered), key)
+
+
+def nearest(text: str, candidates: Iterable[str], n: int = 3, *, cutoff: float = 0.6) -> list[str]:
+    """Up to `n` candidates that are spelt like the text (at least by `cutoff`, 0 to 1), nearest first."""
+    # difflib is quadratic in the length of the texts; an error message is not worth more than this.
+    near = difflib.get_close_matches(text[:200], [c[:200] for c in candidates][:1000], n=n, cutoff=cutoff)
+    return list(dict.fromkeys(near))
+
+
+def show(text: str) -> str:
+    r"""Foreign text in backticks, safe to print: what could drive a terminal is escaped, what is long is cut.
+
+    Example:
+        >>> show("a" + chr(27) + "[2J")
+        '`a\\x1b[2J`'
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_SHOWN])
+    return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"
+
+
+def _refuse_length(text: str) -> None:
+    if not text:
+        raise ValueError("a pattern cannot be empty")
+    if len(text) > _MAX_PATTERN:
+        raise ValueError(f"a pattern has at most {_MAX_PATTERN} characters, this one {len(text)}")
+
+
+def _glob_regex(glob: str) -> str:
+    """The regular expression of a glob.
+
+    What stands between two stars is taken at its first occurrence, and never tried again (an atomic group): for a glob
+    the leftmost choice is as good as any, and time stays linear however many stars there are.
+    """
+    first, *rest = ("".join("." if c == "?" else re.escape(c) for c in chunk) for chunk in glob.split("*"))
+    if not rest:
+        return first
+    *middle, last = rest
+    return first + "".join(f"(?>.*?{chunk})" for chunk in middle if chunk) + ".*" + last
+
+
+def _compile_re(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{show(f're:{text}')} does not compile: {error}") from None
+    except (RecursionError, OverflowError, MemoryError):
+        raise ValueError(f"{show(f're:{text}')} does not compile: it is nested too deeply or too large") from None
+
+
+def _index(digits: str) -> int:
+    if len(digits) > _MAX_INDEX_DIGITS:
+        raise ValueError(f"the index {show(digits)} has more than {_MAX_INDEX_DIGITS} digits")
+    return int(digits)

@@ -1,0 +1,436 @@
+"""A layout file meets the tensors of a checkpoint: which rule, which place and which join each key gets.
+
+Everything that a layout file says is decided and checked here, in plain values that need no core; `bind` turns them
+into geometry. What is in the tensors, and where they are stored, is not known here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from reshard.errors import LayoutError
+from reshard.layout.file import Block, LayoutFile, Place, Rule, Uneven
+from reshard.layout.patterns import IndexPattern, Matcher, Pattern, natural_order, nearest, show
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+__all__ = ["Join", "Resolved", "Spec", "resolve", "state_of"]
+
+_MAX_NAMED = 8  # keys in a warning
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one tensor lies on the mesh, with nothing left to look up. Equal specs have equal geometry.
+
+    Attributes:
+        shape: the global shape.
+        cut: the axes of each dim, first = outermost; missing dims are not cut.
+        uneven: what happens to a dim that does not divide.
+        sizes: `(dim, sizes of its parts)`.
+        blocks: `(dim, its blocks)`.
+        flat: axes over which the local block is cut 1-D.
+        stored: storage order; empty: the global order.
+        place: `(axes, coordinate)`; every one of them must hold.
+    """
+
+    shape: tuple[int, ...]
+    cut: tuple[tuple[str, ...], ...] = ()
+    uneven: Uneven = "refuse"
+    sizes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    blocks: tuple[tuple[int, tuple[Block, ...]], ...] = ()
+    flat: tuple[str, ...] = ()
+    stored: tuple[int, ...] = ()
+    place: tuple[tuple[tuple[str, ...], int], ...] = ()
+
+    @property
+    def axes(self) -> set[str]:
+        """The axes that cut the tensor, `place` aside."""
+        return {axis for axes in self.cut for axis in axes} | set(self.flat)
+
+
+@dataclass(frozen=True)
+class Join:
+    """Keys that are one 1-D array on each rank: the local blocks of those that it holds, laid end to end.
+
+    Attributes:
+        name: the array's name; of optimizer state `<slot>.<name in the file>`.
+        keys: in the order in which they lie.
+        align: elements to whose multiples each start is rounded up.
+        axes: the axes over which the array is cut.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    align: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What `resolve` found: a spec for each key, in the order of the tensors; the joins; and what deserves a look."""
+
+    specs: dict[str, Spec]
+    joins: list[Join]
+    warnings: list[str]
+
+
+def resolve(
+    layout: LayoutFile, tensors: Mapping[str, tuple[int, ...]], optimizer_keys: Collection[str] = ()
+) -> Resolved:
+    """Decide for each tensor of a whole checkpoint how it is cut and who holds it.
+
+    Args:
+        layout: the layout.
+        tensors: the global shape of every tensor, model and optimizer.
+        optimizer_keys: which of them belong to the optimizer part.
+
+    Raises:
+        LayoutError: no rule matches a key, a cut does not fit a shape, or a key is placed in a way that loses it.
+
+    Example:
+        >>> layout = LayoutFile.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}]})
+        >>> resolve(layout, {"a.w": (4, 2)}).specs["a.w"].cut
+        (('tp',),)
+    """
+    return _Resolver(layout, tensors, optimizer_keys).run()
+
+
+class _Resolver:
+    """The state of one `resolve`: each method answers one question of the layout file."""
+
+    def __init__(
+        self, layout: LayoutFile, tensors: Mapping[str, tuple[int, ...]], optimizer_keys: Collection[str]
+    ) -> None:
+        self.layout = layout
+        self.mesh = layout.mesh
+        self.tensors = {key: tuple(shape) for key, shape in tensors.items()}
+        optimizer = set(optimizer_keys) if layout.optimizer.follow else set()
+        self.parameter = state_of(optimizer.intersection(self.tensors), self.tensors.keys() - optimizer)
+        self.own = [key for key in self.tensors if key not in self.parameter]
+        self.matcher = Matcher([[Pattern.compile(text) for text in rule.match] for rule in layout.rules])
+        self.rule_of: dict[str, tuple[int, int]] = {}  # (rule, entry of its `match`)
+        self.cuts: dict[tuple[int, tuple[int, ...]], Spec] = {}
+        self.states: dict[Spec, tuple[Spec, tuple[int, ...]]] = {}
+        self.kept: dict[int, list[str]] = {}  # dim of `add`: state that keeps its parameter's cut
+
+    def run(self) -> Resolved:
+        for key in self.own:
+            self.rule_of[key] = self._rule(key)
+        place, unused_places = self._places()
+        specs: dict[str, Spec] = {}
+        for key in self.own:
+            spec = self._cut(key)
+            specs[key] = self._placed(key, spec, place[key]) if key in place else spec
+        for key, parameter in self.parameter.items():
+            specs[key] = self._state(key, specs[parameter])
+        joins = self._joins(specs)
+        return Resolved(
+            {key: specs[key] for key in self.tensors}, joins, [*self._unused_rules(), *unused_places, *self._kept()]
+        )
+
+    # -- which rule
+
+    def _rule(self, key: str) -> tuple[int, int]:
+        found = self.matcher.find(key)
+        if found is None:
+            patterns = (text for rule in self.layout.rules for text in rule.match)
+            near = ", ".join(show(text) for text in nearest(key, patterns, cutoff=0.0))
+            hint = f'the nearest patterns are {near}; a last rule `match: "*"` leaves the rest whole'
+            raise LayoutError(f"no rule matches {show(key)}", key=key, hint=hint)
+        return found
+
+    def _unused_rules(self) -> Iterator[str]:
+        used = {rule for rule, _ in self.rule_of.values()}
+        for n, rule in enumerate(self.layout.rules):
+            if n in used:
+                continue
+            # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
+            patterns = [Pattern.compile(text) for text in rule.match]
+            if not any(pattern.matches(key) for pattern in patterns for key in self.own):
+                yield f"rules[{n}], {_texts(rule.match)}, matches no key"
+
+    # -- how it is cut
+
+    def _cut(self, key: str) -> Spec:
+        n, _ = self.rule_of[key]
+        shape = self.tensors[key]
+        if (n, shape) not in self.cuts:
+            self.cuts[n, shape] = self._spec(key, shape, self.layout.rules[n])
+        return self.cuts[n, shape]
+
+    def _spec(self, key: str, shape: tuple[int, ...], rule: Rule) -> Spec:
+        if not shape:  # never cut; in a join it is one element of the joint array
+            return Spec(shape, flat=rule.flat.axes if rule.flat and rule.flat.join is not None else ())
+        if len(rule.cut) > len(shape):
+            raise LayoutError(
+                f"{show(key)} has {len(shape)} dims, and the rule {_texts(rule.match)} cuts dim {len(rule.cut) - 1}",
+                key=key,
+                hint="put a rule for this key before it",
+            )
+        for what, dims in (("sizes", rule.sizes), ("blocks", rule.blocks)):
+            for dim in dims:
+                if dim >= len(shape):
+                    raise LayoutError(f"{show(key)} has {len(shape)} dims, and `{what}` speaks of dim {dim}", key=key)
+        if rule.stored and len(rule.stored) != len(shape):
+            raise LayoutError(
+                f"{show(key)} has {len(shape)} dims, and `stored` of its rule orders {len(rule.stored)}", key=key
+            )
+        spec = Spec(
+            shape,
+            rule.cut,
+            rule.uneven,
+            tuple(rule.sizes.items()),
+            tuple((dim, self._equal_blocks(key, shape, dim, blocks)) for dim, blocks in rule.blocks.items()),
+            rule.flat.axes if rule.flat else (),
+            () if rule.stored == tuple(range(len(shape))) else rule.stored,
+        )
+        for dim in range(len(shape)):
+            self._refuse_misfit(key, spec, dim)
+        return spec
+
+    def _equal_blocks(
+        self, key: str, shape: tuple[int, ...], dim: int, blocks: tuple[Block, ...] | int
+    ) -> tuple[Block, ...]:
+        if not isinstance(blocks, int):
+            return blocks
+        if shape[dim] % blocks:
+            raise LayoutError(f"dim {dim} of {show(key)} has {shape[dim]} elements: no {blocks} equal blocks", key=key)
+        return (Block(shape[dim] // blocks),) * blocks
+
+    def _refuse_misfit(self, key: str, spec: Spec, dim: int) -> None:
+        extent = spec.shape[dim]
+        sizes, blocks = dict(spec.sizes), dict(spec.blocks)
+        if dim in sizes and sum(sizes[dim]) != extent:
+            raise LayoutError(
+                f"dim {dim} of {show(key)} has {extent} elements, and its `sizes` sum to {sum(sizes[dim])}", key=key
+            )
+        if dim in blocks and (total := sum(block.size for block in blocks[dim])) != extent:
+            raise LayoutError(
+                f"dim {dim} of {show(key)} has {extent} elements, and its `blocks` sum to {total}", key=key
+            )
+        for number, size in self._undivided(spec, dim):
+            axes = self._axes_text(spec.cut[dim])
+            what = f"block {number} of dim {dim}" if dim in blocks else f"dim {dim}"
+            hint = "write `uneven: ceil` in its rule" + ("" if dim in blocks else ", or the `sizes` of the parts")
+            raise LayoutError(
+                f"{what} of {show(key)} has {size} elements, not a multiple of {axes}", key=key, hint=hint
+            )
+
+    def _undivided(self, spec: Spec, dim: int) -> Iterator[tuple[int, int]]:
+        """`(number, size)` of what the axes of a dim would have to divide and do not: its blocks, or the dim itself."""
+        if dim >= len(spec.cut) or spec.uneven == "ceil" or dim in dict(spec.sizes):
+            return
+        parts = math.prod(self.mesh[axis] for axis in spec.cut[dim])
+        blocks = dict(spec.blocks).get(dim, (Block(spec.shape[dim]),))
+        yield from ((n, block.size) for n, block in enumerate(blocks) if block.is_cut and block.size % parts)
+
+    def _axes_text(self, axes: tuple[str, ...]) -> str:
+        return " x ".join(f"{axis} ({self.mesh[axis]})" for axis in axes)
+
+    # -- state of the optimizer
+
+    def _state(self, key: str, parameter: Spec) -> Spec:
+        if self.tensors[key] != parameter.shape:
+            return Spec(self.tensors[key], place=parameter.place)
+        optimizer = self.layout.optimizer
+        if not parameter.shape or not (optimizer.add or optimizer.flat):
+            return parameter
+        if parameter not in self.states:
+            self.states[parameter] = (
+                self._flattened(key, parameter) if optimizer.flat else self._cut_further(key, parameter)
+            )
+        spec, kept = self.states[parameter]
+        for dim in kept:
+            self.kept.setdefault(dim, []).append(key)
+        return spec
+
+    def _flattened(self, key: str, parameter: Spec) -> tuple[Spec, tuple[int, ...]]:
+        axes = self.layout.optimizer.flat
+        if parameter.flat:
+            self._refuse_state(key, "`flat`", "its parameter is `flat` already")
+        self._refuse_used(key, "`flat`", parameter, axes)
+        return replace(parameter, flat=axes), ()
+
+    def _cut_further(self, key: str, parameter: Spec) -> tuple[Spec, tuple[int, ...]]:
+        """The spec with the axes of `add` innermost, and the dims where they do not fit."""
+        spec, kept = parameter, []
+        for dim, axes in self.layout.optimizer.add.items():
+            if parameter.flat:
+                self._refuse_state(key, "`add`", "its parameter is `flat`")
+            if dim in dict(parameter.sizes):
+                self._refuse_state(key, "`add`", f"dim {dim} of its parameter has `sizes`")
+            self._refuse_used(key, "`add`", parameter, axes)
+            cut = [*spec.cut, *[()] * (dim + 1 - len(spec.cut))]
+            cut[dim] = (*cut[dim], *axes)
+            further = replace(spec, cut=tuple(cut))
+            if dim >= len(spec.shape) or any(self._undivided(further, dim)):
+                kept.append(dim)
+            else:
+                spec = further
+        return spec, tuple(kept)
+
+    def _refuse_used(self, key: str, what: str, parameter: Spec, axes: tuple[str, ...]) -> None:
+        placed = {axis for placed_axes, _ in parameter.place for axis in placed_axes if self.mesh[axis] > 1}
+        for axis in axes:
+            if axis in parameter.axes:
+                self._refuse_state(key, what, f"axis {show(axis)} cuts its parameter already")
+            if axis in placed:
+                self._refuse_state(key, what, f"axis {show(axis)} places its parameter already")
+
+    def _refuse_state(self, key: str, what: str, why: str) -> None:
+        raise LayoutError(f"{what} of `optimizer` cannot cut {show(key)} further: {why}", key=key)
+
+    def _kept(self) -> Iterator[str]:
+        for dim, keys in self.kept.items():
+            axes = self._axes_text(self.layout.optimizer.add[dim])
+            yield f"optimizer: {axes} does not divide dim {dim} and leaves the parameter's cut of {_some(keys)}"
+
+    # -- who holds it
+
+    def _places(self) -> tuple[dict[str, tuple[tuple[tuple[str, ...], int], ...]], list[str]]:
+        """The place of each key that has one, and the entries that match nothing."""
+        place: dict[str, tuple[tuple[tuple[str, ...], int], ...]] = {}
+        unused: list[str] = []
+        for n, entry in enumerate(self.layout.place):
+            coordinates = self._coordinates_at(entry) if entry.at is not None else self._coordinates_of(n, entry)
+            if not coordinates:
+                unused.append(f"place[{n}], {_texts(entry.match)}, matches no key")
+            for key, coordinate in coordinates.items():
+                place[key] = (*place.get(key, ()), (entry.axes, coordinate))
+        return place, unused
+
+    def _coordinates_at(self, entry: Place) -> dict[str, int]:
+        assert entry.at is not None
+        matcher = Matcher([[Pattern.compile(text) for text in entry.match]])
+        return {key: entry.at for key in self.own if matcher.find(key) is not None}
+
+    def _coordinates_of(self, n: int, entry: Place) -> dict[str, int]:
+        patterns = [IndexPattern.compile(text) for text in entry.match]
+        index: dict[str, int] = {}
+        for key in self.own:
+            try:
+                found = set().union(*(pattern.indices(key) for pattern in patterns))
+            except ValueError as error:
+                raise LayoutError(f"place[{n}] on {show(key)}: {error}", key=key) from None
+            if len(found) > 1:
+                low, high = sorted(found)[:2]
+                raise LayoutError(
+                    f"place[{n}], {_texts(entry.match)}: `{{i}}` could be {low} or {high} in {show(key)}",
+                    key=key,
+                    hint="write more of the key around `{i}`, as in `model.layers.{i}.*`",
+                )
+            if found:
+                index[key] = found.pop()
+        if not index:
+            return {}
+        coordinate_of = self._coordinate_of(n, entry, max(index.values()) + 1)
+        return {key: coordinate_of[i] for key, i in index.items()}
+
+    def _coordinate_of(self, n: int, entry: Place, n_indices: int) -> _Coordinates:
+        n_parts = math.prod(self.mesh[axis] for axis in entry.axes)
+        what = f"place[{n}], {_texts(entry.match)}: the checkpoint has indices 0 to {n_indices - 1}"
+        if entry.to is not None:
+            if len(entry.to) != n_indices:
+                raise LayoutError(f"{what}, and `to` gives the coordinates of {len(entry.to)}")
+            return _Coordinates(to=entry.to)
+        if entry.sizes is not None:
+            if sum(entry.sizes) != n_indices:
+                raise LayoutError(f"{what}, and `sizes` sum to {sum(entry.sizes)}")
+            return _Coordinates(ends=tuple(itertools.accumulate(entry.sizes)))
+        if n_indices % n_parts:
+            axes = self._axes_text(entry.axes)
+            hint = "write `sizes`, how many indices each coordinate holds, or `to`"
+            raise LayoutError(f"{what}: {n_indices} are not a multiple of {axes}", hint=hint)
+        return _Coordinates(each=n_indices // n_parts)
+
+    def _placed(self, key: str, spec: Spec, place: tuple[tuple[tuple[str, ...], int], ...]) -> Spec:
+        """The spec with its place, if some rank holds every part of the tensor."""
+        at: dict[str, int] = {}
+        for axes, folded in place:
+            coordinate = folded
+            for axis in reversed(axes):
+                coordinate, c = divmod(coordinate, self.mesh[axis])
+                if at.setdefault(axis, c) != c:
+                    raise LayoutError(
+                        f"no rank holds {show(key)}: `place` asks for {show(axis)} {at[axis]} and {c}", key=key
+                    )
+        for axis in at:
+            if axis in spec.axes and self.mesh[axis] > 1:
+                raise LayoutError(
+                    f"axis {show(axis)} cuts {show(key)}, and `place` gives it to one coordinate of that axis only",
+                    key=key,
+                    hint="leave the axis out of its rule, or out of `place`",
+                )
+        return replace(spec, place=place)
+
+    # -- joins
+
+    def _joins(self, specs: Mapping[str, Spec]) -> list[Join]:
+        members: dict[tuple[int, str], list[tuple[int, tuple[object, ...], str]]] = {}
+        for key in self.tensors:
+            parameter = self.parameter.get(key, key)
+            n, entry = self.rule_of[parameter]
+            flat = self.layout.rules[n].flat
+            # State that is not of its parameter's shape is whole, and no part of a join.
+            if flat is None or flat.join is None or not specs[key].flat:
+                continue
+            slot = key[: len(key) - len(parameter)]
+            members.setdefault((n, slot + flat.join), []).append((entry, natural_order(parameter), key))
+        joins: list[Join] = []
+        for (n, name), found in members.items():
+            flat = self.layout.rules[n].flat
+            assert flat is not None
+            if name in self.tensors or any(join.name == name for join in joins):
+                raise LayoutError(f"the join {show(name)} bears the name of something else", key=name)
+            joins.append(Join(name, tuple(key for *_, key in sorted(found)), flat.align, flat.axes))
+        return joins
+
+
+@dataclass(frozen=True)
+class _Coordinates:
+    """The coordinate of an index: explicit, by the ends of consecutive blocks, or in equal blocks."""
+
+    to: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    each: int = 0
+
+    def __getitem__(self, i: int) -> int:
+        if self.to:
+            return self.to[i]
+        return bisect.bisect_right(self.ends, i) if self.ends else i // self.each
+
+
+def state_of(keys: Iterable[str], parameters: Iterable[str]) -> dict[str, str]:
+    """The parameter of each key that is state: of those named `<slot>.P`, the longest P that is a parameter.
+
+    Example:
+        >>> state_of(["adam_m.a.w", "step"], ["w", "a.w"])
+        {'adam_m.a.w': 'a.w'}
+    """
+    known = set(parameters)
+    return {key: parameter for key in keys if (parameter := _parameter(key, known)) is not None}
+
+
+def _parameter(key: str, known: Collection[str]) -> str | None:
+    # The slot has at least one character, and the longest suffix is the first that is found from the left.
+    dot = key.find(".", 1)
+    while dot != -1:
+        if (suffix := key[dot + 1 :]) in known:
+            return suffix
+        dot = key.find(".", dot + 1)
+    return None
+
+
+def _texts(match: tuple[str, ...]) -> str:
+    return _some(list(match))
+
+
+def _some(texts: list[str]) -> str:
+    named = ", ".join(show(text) for text in texts[:_MAX_NAMED])
+    return named if len(texts) <= _MAX_NAMED else f"{named} and {len(texts) - _MAX_NAMED} more"

@@ -1,0 +1,345 @@
+"""The whole path, from shard files under one random layout to arrays under another, equals the oracle byte for byte.
+
+Source files are written by stock safetensors from what the oracle cuts; nothing of ours has touched them.
+"""
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reshard._core import Index, Plan
+from reshard.layout import ModelLayout
+from safetensors.numpy import save_file
+from tests.oracle import element_numbers, element_tiles, holds, local_arrays, mesh_ranks, rule_of
+from tests.strategies import (
+    DTYPE_NAMES,
+    DTYPES,
+    KINDS,
+    Array,
+    Checkpoint,
+    cases,
+    checkpoints,
+    content,
+    kinds,
+    layouts,
+    some_ranks,
+)
+
+Method = Literal["auto", "map", "read"]
+METHODS: tuple[Method, ...] = ("map", "read", "auto")
+HOW = ("layout", "elements", "runs")
+GUARD = 0x5A
+
+
+def bind(checkpoint: Checkpoint, mapping: Mapping[str, Any]) -> Any:
+    return ModelLayout.from_mapping(mapping).bind(checkpoint.shapes, optimizer_keys=checkpoint.optimizer_keys)
+
+
+def save_locals(folder: Path, arrays: Mapping[int, Mapping[str, Array]]) -> dict[int, Path]:
+    """One file a rank, by stock safetensors."""
+    paths = {rank: folder / f"rank-{rank}.safetensors" for rank in arrays}
+    for rank, path in paths.items():
+        save_file(dict(arrays[rank]), path)
+    return paths
+
+
+def index_of(
+    checkpoint: Checkpoint, mapping: Mapping[str, Any], paths: Mapping[int, Path], *, how: str, method: Method = "auto"
+) -> Index:
+    """An index of files that hold the oracle's local arrays.
+
+    `how`: keys are added by their layout, or as explicit tiles, single elements or runs. Joined ones are always tiles.
+    """
+    index = Index()
+    files = {rank: index.add_file(str(paths[rank]), method=method) for rank in mesh_ranks(mapping)}
+    bound = bind(checkpoint, mapping)
+    tiles: dict[int, Any] = {}
+    for key, shape in checkpoint.shapes.items():
+        joined = rule_of(mapping, key, checkpoint.shapes, checkpoint.optimizer_keys).join is not None
+        if how == "layout" and not joined:
+            index.add_layout(key, checkpoint.dtypes[key], bound.layouts[key], list(files.values()))
+            continue
+        for rank in files:
+            if rank not in tiles:
+                tiles[rank] = element_tiles(
+                    mapping, checkpoint.shapes, rank, checkpoint.optimizer_keys, runs=how == "runs"
+                )
+        stored = [(files[rank], *local) for rank in files for local in tiles[rank].get(key, ())]
+        index.add_tiles(key, checkpoint.dtypes[key], shape, stored, overlapping=how == "runs")
+    return index
+
+
+def loaded(plan: Plan, threads: int | None = None) -> dict[str, bytes]:
+    found = {}
+    for (name, _, _, n_bytes), (buffer, offset) in zip(plan.arrays, plan.load(threads=threads), strict=True):
+        found[name] = memoryview(buffer)[offset : offset + n_bytes].tobytes()
+    return found
+
+
+def filled(plan: Plan, lead_bytes: int, threads: int | None = None) -> tuple[dict[str, bytes], int]:
+    """What `fill` writes into arrays of the caller that begin anywhere, and the bytes it read; nothing around changes."""
+    room = [np.full(lead_bytes + n_bytes + 16, GUARD, np.uint8) for _, _, _, n_bytes in plan.arrays]
+    out = [
+        array[lead_bytes : lead_bytes + n_bytes] for array, (_, _, _, n_bytes) in zip(room, plan.arrays, strict=True)
+    ]
+    n_read = plan.fill(out, threads=threads)
+    for array in room:
+        assert (array[:lead_bytes] == GUARD).all()
+        assert (array[-16:] == GUARD).all()
+    return {name: array.tobytes() for (name, _, _, _), array in zip(plan.arrays, out, strict=True)}, n_read
+
+
+def as_bytes(arrays: Mapping[str, Array]) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+def needed_bytes(checkpoint: Checkpoint, mapping: Mapping[str, Any], rank: int, arrays: Mapping[str, Array]) -> int:
+    """Bytes of the local arrays that are no padding."""
+    numbers = element_numbers(mapping, checkpoint.shapes, rank, checkpoint.optimizer_keys)
+    return sum(int((numbers[name] > 0).sum()) * array.itemsize for name, array in arrays.items())
+
+
+def check_rank(checkpoint: Checkpoint, index: Index, mapping: Mapping[str, Any], rank: int, lead_bytes: int) -> Plan:
+    """Everything that one rank can ask of a plan, against what the oracle says it must hold."""
+    expected = local_arrays(mapping, checkpoint.tensors, rank, checkpoint.optimizer_keys)
+    plan = index.plan(bind(checkpoint, mapping).request(rank))
+    assert sorted((name, dtype, shape, n) for name, dtype, shape, n in plan.arrays) == sorted(
+        (name, DTYPE_NAMES[array.dtype], array.shape, array.nbytes) for name, array in expected.items()
+    )
+    assert plan.n_bytes == sum(array.nbytes for array in expected.values())
+    # Every wanted byte comes from one place only.
+    assert sum(plan.source_bytes.values()) == needed_bytes(checkpoint, mapping, rank, expected)
+    assert loaded(plan) == as_bytes(expected)
+    found, n_read = filled(plan, lead_bytes)
+    assert found == as_bytes(expected)
+    assert n_read >= sum(plan.source_bytes.values())
+    for (name, _, _, n_bytes), view in zip(plan.arrays, plan.views(), strict=True):
+        if view is not None:
+            buffer, offset = view
+            assert memoryview(buffer)[offset : offset + n_bytes].tobytes() == expected[name].tobytes()
+    return plan
+
+
+def test_any_layout_to_any_layout() -> None:
+    seen_source: Counter[str] = Counter()
+    seen_destination: Counter[str] = Counter()
+
+    @cases(800)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        checkpoint: Checkpoint = data.draw(checkpoints())
+        how = data.draw(st.sampled_from(HOW))
+        source = data.draw(layouts(checkpoint, max_ranks=16))
+        destination = data.draw(layouts(checkpoint))
+        seen_source.update(kinds(source))
+        seen_destination.update(kinds(destination))
+        method = data.draw(st.sampled_from(METHODS))
+        lead_bytes = data.draw(st.integers(0, 9))
+        with tempfile.TemporaryDirectory() as folder:
+            stored = {
+                rank: local_arrays(source, checkpoint.tensors, rank, checkpoint.optimizer_keys)
+                for rank in mesh_ranks(source)
+            }
+            index = index_of(checkpoint, source, save_locals(Path(folder), stored), how=how, method=method)
+            index.prove()
+            assert index.keys() == list(checkpoint.tensors)
+            assert {key: index.info(key) for key in index.keys()} == {  # noqa: SIM118
+                key: (checkpoint.dtypes[key], checkpoint.shapes[key]) for key in checkpoint.tensors
+            }
+            for rank in data.draw(some_ranks(destination, 3)):
+                check_rank(checkpoint, index, destination, rank, lead_bytes)
+            index.close()
+
+    check()
+    assert set(seen_source) == KINDS
+    assert set(seen_destination) == KINDS
+
+
+@cases(60)
+@given(st.data())
+def test_sources_of_many_ranks(data: st.DataObject) -> None:
+    checkpoint: Checkpoint = data.draw(checkpoints())
+    source = data.draw(layouts(checkpoint, max_ranks=64).filter(lambda mapping: len(mesh_ranks(mapping)) > 16))
+    with tempfile.TemporaryDirectory() as folder:
+        stored = {
+            rank: local_arrays(source, checkpoint.tensors, rank, checkpoint.optimizer_keys)
+            for rank in mesh_ranks(source)
+        }
+        index = index_of(checkpoint, source, save_locals(Path(folder), stored), how="layout")
+        destination = {"mesh": {"tp": 1}, "rules": [{"match": "*"}]}
+        check_rank(checkpoint, index, destination, 0, 0)
+        index.close()
+
+
+@cases(250)
+@given(st.data())
+def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
+    checkpoint: Checkpoint = data.draw(checkpoints())
+    here = data.draw(layouts(checkpoint, max_ranks=8))
+    there = data.draw(layouts(checkpoint, max_ranks=8))
+    ours = data.draw(st.booleans())
+    keys = checkpoint.optimizer_keys
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        stored = {rank: local_arrays(here, checkpoint.tensors, rank, keys) for rank in mesh_ranks(here)}
+        index = index_of(checkpoint, here, save_locals(folder, stored), how="layout")
+        paths = {rank: folder / f"there-{rank}.safetensors" for rank in mesh_ranks(there)}
+        bound = bind(checkpoint, there)
+        for rank, path in paths.items():
+            plan = index.plan(bound.request(rank))
+            if ours:
+                assert plan.write(str(path), durable=False) == path.stat().st_size
+            else:
+                kind = {name: (DTYPES[dtype], shape) for name, dtype, shape, _ in plan.arrays}
+                arrays = {n: np.frombuffer(b, kind[n][0]).reshape(kind[n][1]) for n, b in loaded(plan).items()}
+                save_file(arrays, path)
+        index.close()
+        index = index_of(checkpoint, there, paths, how="layout")
+        bound = bind(checkpoint, here)
+        for rank, arrays in stored.items():
+            assert loaded(index.plan(bound.request(rank))) == as_bytes(arrays)
+        index.close()
+
+
+@cases(250)
+@given(st.data())
+def test_map_and_read_and_any_number_of_threads_are_equal(data: st.DataObject) -> None:
+    checkpoint: Checkpoint = data.draw(checkpoints())
+    source = data.draw(layouts(checkpoint, max_ranks=8))
+    destination = data.draw(layouts(checkpoint, max_ranks=16))
+    with tempfile.TemporaryDirectory() as folder:
+        stored = {
+            rank: local_arrays(source, checkpoint.tensors, rank, checkpoint.optimizer_keys)
+            for rank in mesh_ranks(source)
+        }
+        paths = save_locals(Path(folder), stored)
+        (rank,) = data.draw(some_ranks(destination, 1).map(lambda ranks: ranks[:1]))
+        expected = as_bytes(local_arrays(destination, checkpoint.tensors, rank, checkpoint.optimizer_keys))
+        for method in METHODS:
+            index = index_of(checkpoint, source, paths, how="layout", method=method)
+            plan = index.plan(bind(checkpoint, destination).request(rank))
+            for threads in (1, 3):
+                assert loaded(plan, threads) == expected
+                assert filled(plan, 0, threads)[0] == expected
+            index.close()
+
+
+ROW = 4096
+"""F32 elements of one row: 16 KiB, so that a quarter of a row is a run of 4 KiB."""
+
+
+@st.composite
+def coarse_layouts(draw: Any) -> dict[str, Any]:
+    """Layouts of a 32 x ROW matrix whose pieces, also against each other, are runs of 4 KiB or more."""
+    mesh = {"a": draw(st.sampled_from((1, 2, 4))), "b": draw(st.sampled_from((1, 2, 4)))}
+    rules: list[dict[str, Any]] = [
+        {"cut": [["a", "b"]]},
+        {"cut": ["a", "b"]},
+        {"cut": ["b", "a"]},
+        {"cut": [None, "b"]},
+        {"cut": ["a"], "uneven": "ceil"},
+        {"cut": ["a"], "blocks": {0: [16, {"size": 4, "cut": None}, 12]}},
+        {"cut": [None, "b"], "blocks": {1: [ROW // 2, ROW // 2]}} if mesh["b"] <= 2 else {},
+        {"cut": ["a"], "flat": ["b"]},
+        {"flat": ["b", "a"]},
+        {},
+    ]
+    return {"mesh": mesh, "rules": [{"match": "*"} | draw(st.sampled_from(rules))]}
+
+
+@pytest.mark.parametrize("method", ["map", "read"])
+def test_no_more_is_read_than_needed_where_runs_are_long(method: Method) -> None:
+    tensor = content(DTYPES["F32"], (32, ROW), 7)
+    checkpoint = Checkpoint({"w": tensor})
+
+    @cases(100)
+    @given(coarse_layouts(), coarse_layouts(), st.data())
+    def check(source: dict[str, Any], destination: dict[str, Any], data: st.DataObject) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            stored = {rank: local_arrays(source, checkpoint.tensors, rank) for rank in mesh_ranks(source)}
+            index = index_of(checkpoint, source, save_locals(Path(folder), stored), how="layout", method=method)
+            for rank in data.draw(some_ranks(destination, 2)):
+                expected = local_arrays(destination, checkpoint.tensors, rank)
+                found, n_read = filled(index.plan(bind(checkpoint, destination).request(rank)), 0)
+                assert found == as_bytes(expected)
+                needed = needed_bytes(checkpoint, destination, rank, expected)
+                assert needed <= n_read <= 1.05 * needed
+            index.close()
+
+    check()
+
+
+FLOATS = ("F8_E5M2", "F8_E4M3", "F16", "BF16", "F32", "F64")
+
+
+@pytest.mark.parametrize("wanted", FLOATS)
+def test_a_cast_rounds_as_numpy_and_ml_dtypes_do(wanted: str) -> None:
+    @cases(60)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        checkpoint: Checkpoint = data.draw(checkpoints(dtypes=(*FLOATS, "I32", "BOOL")))
+        source = data.draw(layouts(checkpoint, max_ranks=8))
+        destination = data.draw(layouts(checkpoint, max_ranks=8))
+        with np.errstate(all="ignore"):
+            cast = {
+                key: tensor.astype(DTYPES[wanted]) if checkpoint.dtypes[key] in FLOATS else tensor
+                for key, tensor in checkpoint.tensors.items()
+            }
+        (rank,) = data.draw(some_ranks(destination, 1).map(lambda ranks: ranks[:1]))
+        expected = local_arrays(destination, cast, rank, checkpoint.optimizer_keys)
+        with tempfile.TemporaryDirectory() as folder:
+            stored = {
+                rank: local_arrays(source, checkpoint.tensors, rank, checkpoint.optimizer_keys)
+                for rank in mesh_ranks(source)
+            }
+            index = index_of(checkpoint, source, save_locals(Path(folder), stored), how="layout")
+            plan = index.plan(bind(checkpoint, destination).request(rank), dtype=wanted)
+            for name, data_bytes in loaded(plan).items():
+                found = np.frombuffer(data_bytes, expected[name].dtype).reshape(expected[name].shape)
+                if DTYPE_NAMES[found.dtype] in FLOATS:
+                    # Which NaN a NaN becomes is nobody's promise.
+                    nan = np.isnan(expected[name])
+                    assert (np.isnan(found) == nan).all()
+                    found, expected[name] = found[~nan], expected[name][~nan]
+                assert found.tobytes() == expected[name].tobytes()
+            index.close()
+
+    check()
+
+
+def test_a_whole_tensor_is_viewed_and_writing_to_the_view_leaves_the_file_alone(tmp_path: Path) -> None:
+    checkpoint = Checkpoint({"w": content(DTYPES["F32"], (64, 64), 1)})
+    mapping = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+    paths = save_locals(tmp_path, {rank: local_arrays(mapping, checkpoint.tensors, rank) for rank in range(2)})
+    before = paths[0].read_bytes()
+    index = index_of(checkpoint, mapping, paths, how="layout")
+    plan = index.plan(bind(checkpoint, mapping).request(0))
+    ((buffer, offset),) = [view for view in plan.views() if view is not None]
+    index.close()
+    view = np.frombuffer(memoryview(buffer), np.float32, 32 * 64, offset)
+    assert view.tobytes() == checkpoint.tensors["w"][:32].tobytes()
+    view[:] = 1
+    assert (view == 1).all()
+    assert paths[0].read_bytes() == before
+
+
+def test_some_rank_holds_every_key() -> None:
+    """Guards the other tests: a checkpoint that nobody holds would prove nothing."""
+
+    @cases(50)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        checkpoint: Checkpoint = data.draw(checkpoints())
+        mapping = data.draw(layouts(checkpoint))
+        held: set[str] = set()
+        for rank in mesh_ranks(mapping):
+            held |= set(local_arrays(mapping, checkpoint.tensors, rank, checkpoint.optimizer_keys))
+        assert held
+
+    check()
