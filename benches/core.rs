@@ -20,8 +20,21 @@ fn copy(criterion: &mut Criterion) {
     let path = folder.path().join("w.safetensors");
     let content: Vec<u8> = (0..ROWS * COLUMNS * 2).map(|i| (i % 251) as u8).collect();
     let strides = vec![COLUMNS * 2, 2];
-    let plan = Plan::of_memory(vec![("w".into(), Dtype::Bf16, vec![ROWS, COLUMNS], &content, strides)]).unwrap();
-    let options = Options { metadata: vec![], memory_bytes: 256 << 20, durable: false, direct: false, mode: 0o600 };
+    let plan = Plan::of_memory(vec![(
+        "w".into(),
+        Dtype::Bf16,
+        vec![ROWS, COLUMNS],
+        &content,
+        strides,
+    )])
+    .unwrap();
+    let options = Options {
+        metadata: vec![],
+        memory_bytes: 256 << 20,
+        durable: false,
+        direct: false,
+        mode: 0o600,
+    };
     writer::write(&path, &plan, &options, &Control::default()).unwrap();
 
     let mut group = criterion.benchmark_group("copy to warm memory");
@@ -40,15 +53,25 @@ fn copy(criterion: &mut Criterion) {
             let file = index.add_file(path.clone(), true, method);
             index.add_whole("w", file).unwrap();
             let mut request = Request::default();
-            request.add_region("w", "w", Region::new(offset.to_vec(), shape.to_vec()).unwrap());
+            request.add_region(
+                "w",
+                "w",
+                Region::new(offset.to_vec(), shape.to_vec()).unwrap(),
+            );
             let plan = index.plan(&request, None).unwrap();
             group.bench_function(BenchmarkId::new(name, format!("{method:?}")), |bencher| {
-                bencher.iter(|| fill(&plan, vec![&mut to], Stores::Streaming, &Control::default()).unwrap());
+                bencher.iter(|| {
+                    fill(&plan, vec![&mut to], Stores::Streaming, &Control::default()).unwrap()
+                });
             });
             let (row, column) = (shape[0] as usize - 1, 2 * (offset[1] as usize));
             let from = (offset[0] as usize + row) * COLUMNS as usize * 2 + column;
             let width = shape[1] as usize * 2;
-            assert_eq!(to[row * width..], content[from..from + width], "the last row");
+            assert_eq!(
+                to[row * width..],
+                content[from..from + width],
+                "the last row"
+            );
         }
         group.bench_function(BenchmarkId::new(name, "memcpy, 1 thread"), |bencher| {
             bencher.iter(|| black_box(&mut to).copy_from_slice(black_box(&content[..n_bytes])));
@@ -61,8 +84,13 @@ fn header(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("header");
     group.sample_size(20);
     for n in [10, 1_000, 50_000] {
-        let names: Vec<_> = (0..n).map(|i| format!("model.layers.{i}.self_attn.q_proj.weight")).collect();
-        let tensors: Vec<_> = names.iter().map(|name| (name.as_str(), Dtype::Bf16, &[4_u64, 8][..])).collect();
+        let names: Vec<_> = (0..n)
+            .map(|i| format!("model.layers.{i}.self_attn.q_proj.weight"))
+            .collect();
+        let tensors: Vec<_> = names
+            .iter()
+            .map(|name| (name.as_str(), Dtype::Bf16, &[4_u64, 8][..]))
+            .collect();
         let (bytes, _) = build(&tensors, &[], 64).unwrap();
         group.throughput(Throughput::Bytes(bytes.len() as u64));
         group.bench_function(BenchmarkId::new("reshard", n), |bencher| {

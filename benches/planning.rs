@@ -43,8 +43,20 @@ static ALLOCATOR: Counting = Counting;
 const N_TENSORS: usize = 2000;
 
 fn layout(mesh: &Arc<Mesh>, cut: [&[usize]; 2]) -> Arc<Layout> {
-    let dims = cut.map(|axes| DimSpec { axes: axes.to_vec(), ..DimSpec::default() }).to_vec();
-    let spec = Spec { shape: vec![16_384, 8_192], dims, uneven: Uneven::Refuse, flat: None, stored: None, place: vec![] };
+    let dims = cut
+        .map(|axes| DimSpec {
+            axes: axes.to_vec(),
+            ..DimSpec::default()
+        })
+        .to_vec();
+    let spec = Spec {
+        shape: vec![16_384, 8_192],
+        dims,
+        uneven: Uneven::Refuse,
+        flat: None,
+        stored: None,
+        place: vec![],
+    };
     Arc::new(Layout::new(Arc::clone(mesh), spec).unwrap())
 }
 
@@ -53,17 +65,35 @@ fn main() {
     let from = Arc::new(Mesh::new(axes([2048, 8]), None).unwrap());
     let to = Arc::new(Mesh::new(axes([1024, 16]), None).unwrap());
     // A mix as in training: cut by tensor parallel and replicated; cut by ZeRO as well; cut on both dims.
-    let stored = [layout(&from, [&[1], &[]]), layout(&from, [&[1, 0], &[]]), layout(&from, [&[0], &[1]])];
-    let wanted = [layout(&to, [&[], &[1]]), layout(&to, [&[0], &[1]]), layout(&to, [&[1], &[0]])];
-    let keys: Vec<_> = (0..N_TENSORS).map(|i| format!("decoder.layers.{i}.mlp.linear_fc1.weight")).collect();
+    let stored = [
+        layout(&from, [&[1], &[]]),
+        layout(&from, [&[1, 0], &[]]),
+        layout(&from, [&[0], &[1]]),
+    ];
+    let wanted = [
+        layout(&to, [&[], &[1]]),
+        layout(&to, [&[0], &[1]]),
+        layout(&to, [&[1], &[0]]),
+    ];
+    let keys: Vec<_> = (0..N_TENSORS)
+        .map(|i| format!("decoder.layers.{i}.mlp.linear_fc1.weight"))
+        .collect();
 
     let start = Instant::now();
     let mut index = Index::new();
     let files: Arc<[u32]> = (0..from.n_points())
-        .map(|rank| index.add_file(PathBuf::from(format!("model-{rank:07}-0016384.safetensors")), false, Default::default()))
+        .map(|rank| {
+            index.add_file(
+                PathBuf::from(format!("model-{rank:07}-0016384.safetensors")),
+                false,
+                Default::default(),
+            )
+        })
         .collect();
     for (i, key) in keys.iter().enumerate() {
-        index.add_layout(key, Dtype::Bf16, &stored[i % 3], &files).unwrap();
+        index
+            .add_layout(key, Dtype::Bf16, &stored[i % 3], &files)
+            .unwrap();
     }
     let built = start.elapsed();
     index.prove().unwrap();
@@ -85,8 +115,15 @@ fn main() {
         })
         .sum();
     assert_eq!(n_pieces, expected);
-    println!("16,384 ranks x {N_TENSORS} tensors, {} shards", 16_384 * N_TENSORS);
-    println!("index {built:?}, proof {:?}, plan of one rank ({n_pieces} pieces) {:?}", proven - built, planned - proven);
+    println!(
+        "16,384 ranks x {N_TENSORS} tensors, {} shards",
+        16_384 * N_TENSORS
+    );
+    println!(
+        "index {built:?}, proof {:?}, plan of one rank ({n_pieces} pieces) {:?}",
+        proven - built,
+        planned - proven
+    );
     println!("together {planned:?}, peak memory {peak_mib:.1} MiB");
     assert!(planned.as_secs_f64() < 1.0, "more than a second");
     assert!(peak_mib < 256.0, "more than 256 MiB");

@@ -25,7 +25,15 @@ type Row = (String, String, Vec<u64>, u64, u64);
 fn rows(header: &Header) -> Vec<Row> {
     (0..header.len())
         .map(|i| header.entry(i))
-        .map(|e| (e.name.to_owned(), e.dtype.name().to_owned(), e.shape, e.start, e.end))
+        .map(|e| {
+            (
+                e.name.to_owned(),
+                e.dtype.name().to_owned(),
+                e.shape,
+                e.start,
+                e.end,
+            )
+        })
         .collect()
 }
 
@@ -38,7 +46,13 @@ fn reference_rows(file: &[u8]) -> Result<Vec<Row>, safetensors::SafeTensorError>
         .map(|(name, info)| {
             let shape = info.shape.iter().map(|&extent| extent as u64).collect();
             let (start, end) = info.data_offsets;
-            (name, info.dtype.to_string(), shape, start as u64, end as u64)
+            (
+                name,
+                info.dtype.to_string(),
+                shape,
+                start as u64,
+                end as u64,
+            )
         })
         .collect();
     rows.sort();
@@ -57,19 +71,27 @@ fn reads_what_is_there() {
         "empty":{"dtype":"F32","shape":[0,7],"data_offsets":[8,8]},
         "a\/\u00e9\ud83d\ude00":{"dtype":"BF16","shape":[2, 2],"data_offsets":[0,8]}}   "#;
     let header = read(&file_of(json, 16)).unwrap();
-    let found: Vec<_> =
-        rows(&header).into_iter().map(|(name, dtype, shape, start, end)| (name, dtype, shape, start..end)).collect();
+    let found: Vec<_> = rows(&header)
+        .into_iter()
+        .map(|(name, dtype, shape, start, end)| (name, dtype, shape, start..end))
+        .collect();
     let expected = [
         ("a/é😀".to_owned(), "BF16".to_owned(), vec![2, 2], 0..8),
         ("empty".to_owned(), "F32".to_owned(), vec![0, 7], 8..8),
         ("b".to_owned(), "I64".to_owned(), vec![], 8..16),
     ];
     assert_eq!(found, expected);
-    assert_eq!(header.metadata().unwrap().collect::<Vec<_>>(), [("a", "A\n"), ("format", "pt")]);
+    assert_eq!(
+        header.metadata().unwrap().collect::<Vec<_>>(),
+        [("a", "A\n"), ("format", "pt")]
+    );
     assert_eq!(header.data_start(), 8 + json.len() as u64);
     let numbers = ["a/é😀", "empty", "b", "c", ""].map(|name| header.find(name));
     assert_eq!(numbers, [Some(0), Some(1), Some(2), None, None]);
-    assert_eq!(rows(&header).len(), reference_rows(&file_of(json, 16)).unwrap().len());
+    assert_eq!(
+        rows(&header).len(),
+        reference_rows(&file_of(json, 16)).unwrap().len()
+    );
 }
 
 #[test]

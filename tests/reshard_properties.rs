@@ -16,12 +16,20 @@ use std::sync::Arc;
 const DTYPES: [Dtype; 5] = [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64, Dtype::C64];
 
 fn options() -> Options {
-    Options { metadata: vec![], memory_bytes: writer::MIN_MEMORY_BYTES, durable: false, direct: false, mode: 0o600 }
+    Options {
+        metadata: vec![],
+        memory_bytes: writer::MIN_MEMORY_BYTES,
+        durable: false,
+        direct: false,
+        mode: 0o600,
+    }
 }
 
 /// Random bytes that differ from element to element.
 fn content(n_bytes: usize) -> Vec<u8> {
-    (0..n_bytes as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
+    (0..n_bytes as u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
+        .collect()
 }
 
 /// The local array of a position, element by element from its tiles; elements that no tile covers are zero.
@@ -37,10 +45,17 @@ fn local_array(layout: &Layout, position: u64, whole: &[u8], size: usize) -> Vec
                 global[d] = region.offset()[d] + k % region.shape()[d];
                 k /= region.shape()[d];
             }
-            let from = global.iter().zip(layout.shape()).fold(0, |at, (i, extent)| at * extent + i) as usize;
+            let from = global
+                .iter()
+                .zip(layout.shape())
+                .fold(0, |at, (i, extent)| at * extent + i) as usize;
             let to = tile.local_at(&global) as usize;
-            assert!(!std::mem::replace(&mut is_written[to], true), "a local element is written twice");
-            local[to * size..(to + 1) * size].copy_from_slice(&whole[from * size..(from + 1) * size]);
+            assert!(
+                !std::mem::replace(&mut is_written[to], true),
+                "a local element is written twice"
+            );
+            local[to * size..(to + 1) * size]
+                .copy_from_slice(&whole[from * size..(from + 1) * size]);
         }
     }
     local

@@ -1,1 +1,68 @@
-"""Checkpoint shard I/O, resharding and resume for large-model training."""
+"""Checkpoint shard I/O, resharding and resume for large-model training.
+
+Open anything and load any rank's shards under any layout::
+
+    checkpoint = reshard.open("output/checkpoint")
+    own = checkpoint.load("layout.yaml", rank=3)
+    reshard.convert("output/checkpoint", "hf/")
+
+Importing this package imports no framework; what a name needs is imported when the name is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from reshard._core import __version__
+from reshard.errors import ReshardError
+
+if TYPE_CHECKING:
+    from reshard.checkpoint import Checkpoint, Shard, TensorInfo, open  # noqa: A004
+    from reshard.formats.checkpoint2 import CommonInfo
+    from reshard.interop import load_file, safe_open, save_file
+    from reshard.layout import ModelLayout
+    from reshard.verbs.converting import ConvertReport, convert
+
+__all__ = [
+    "Checkpoint",
+    "CommonInfo",
+    "ConvertReport",
+    "ModelLayout",
+    "ReshardError",
+    "Shard",
+    "TensorInfo",
+    "__version__",
+    "convert",
+    "load_file",
+    "open",
+    "safe_open",
+    "save_file",
+]
+
+_HOMES = {
+    "Checkpoint": "reshard.checkpoint",
+    "CommonInfo": "reshard.formats.checkpoint2",
+    "ConvertReport": "reshard.verbs.converting",
+    "ModelLayout": "reshard.layout",
+    "Shard": "reshard.checkpoint",
+    "TensorInfo": "reshard.checkpoint",
+    "convert": "reshard.verbs.converting",
+    "load_file": "reshard.interop",
+    "open": "reshard.checkpoint",
+    "safe_open": "reshard.interop",
+    "save_file": "reshard.interop",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'reshard' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -379,7 +379,9 @@ class Checkpoint:
             _check_out(key, out, dtype, box.shape)
             _fill(plan, [out])
             return out
-        array = _array(*plan.load()[0], dtype, box.shape)[box.post]
+        array = _array(*plan.load()[0], dtype, box.shape)
+        if not dtypes.is_packed(dtype):
+            array = array[box.post]
         if out is None:
             return array
         _check_out(key, out, dtype, array.shape)

@@ -71,21 +71,34 @@ impl Control {
 /// Fills one slice an array, each of the array's bytes, on the current rayon pool.
 pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Control) -> Result<()> {
     if out.len() != plan.arrays().len() {
-        return Err(Error::new(Kind::Argument, format!("{} buffers for {} arrays", out.len(), plan.arrays().len())));
+        return Err(Error::new(
+            Kind::Argument,
+            format!("{} buffers for {} arrays", out.len(), plan.arrays().len()),
+        ));
     }
     let mut bands: Vec<Vec<Band<'_>>> = vec![Vec::new()];
     let mut room = BAND_BYTES;
     for (array, mut rest) in plan.arrays().iter().zip(out) {
         if rest.len() as u64 != array.n_bytes() {
-            let message = format!("the buffer of `{}` has {} bytes, {} are needed", array.name, rest.len(), array.n_bytes());
+            let message = format!(
+                "the buffer of `{}` has {} bytes, {} are needed",
+                array.name,
+                rest.len(),
+                array.n_bytes()
+            );
             return Err(Error::new(Kind::Argument, message).key(&array.name));
         }
         let mut start = 0;
         while !rest.is_empty() {
             let whole_units = |bytes: u64| bytes / array.unit_bytes() * array.unit_bytes();
-            let take = whole_units(room).max(array.unit_bytes()).min(rest.len() as u64);
+            let take = whole_units(room)
+                .max(array.unit_bytes())
+                .min(rest.len() as u64);
             let (to, after) = rest.split_at_mut(take as usize);
-            bands.last_mut().expect("never empty").push(Band { array, start, to });
+            bands
+                .last_mut()
+                .expect("never empty")
+                .push(Band { array, start, to });
             rest = after;
             start += take / array.unit_bytes();
             room = room.saturating_sub(take);
@@ -115,7 +128,13 @@ struct Band<'a> {
 }
 
 /// Fills a byte range of an array that may begin and end inside an element.
-pub(crate) fn fill_bytes(plan: &Plan<'_>, array: &Array, start: u64, to: &mut [u8], control: &Control) -> Result<()> {
+pub(crate) fn fill_bytes(
+    plan: &Plan<'_>,
+    array: &Array,
+    start: u64,
+    to: &mut [u8],
+    control: &Control,
+) -> Result<()> {
     let unit = array.unit_bytes();
     let mut edge = |at: u64, to: &mut [u8]| -> Result<()> {
         let mut element = vec![0; unit as usize];
@@ -142,7 +161,14 @@ pub(crate) fn fill_bytes(plan: &Plan<'_>, array: &Array, start: u64, to: &mut [u
 }
 
 /// Fills whole units of an array from unit `start` on.
-fn fill_units(plan: &Plan<'_>, array: &Array, start: u64, to: &mut [u8], stores: Stores, control: &Control) -> Result<()> {
+fn fill_units(
+    plan: &Plan<'_>,
+    array: &Array,
+    start: u64,
+    to: &mut [u8],
+    stores: Stores,
+    control: &Control,
+) -> Result<()> {
     if array.stored == array.dtype {
         return fill_stored(plan, array, start, to, stores, control);
     }
@@ -153,19 +179,40 @@ fn fill_units(plan: &Plan<'_>, array: &Array, start: u64, to: &mut [u8], stores:
     Ok(())
 }
 
-fn fill_stored(plan: &Plan<'_>, array: &Array, start: u64, to: &mut [u8], stores: Stores, control: &Control) -> Result<()> {
+fn fill_stored(
+    plan: &Plan<'_>,
+    array: &Array,
+    start: u64,
+    to: &mut [u8],
+    stores: Stores,
+    control: &Control,
+) -> Result<()> {
     let unit_bytes = array.stored.unit().1;
     let end = start + to.len() as u64 / unit_bytes;
     for &(from, until) in &array.padding {
         let (from, until) = (from.max(start), until.min(end));
         if from < until {
-            to[((from - start) * unit_bytes) as usize..((until - start) * unit_bytes) as usize].fill(0);
+            to[((from - start) * unit_bytes) as usize..((until - start) * unit_bytes) as usize]
+                .fill(0);
         }
     }
     for piece in array.pieces_over(start, end) {
-        let mut copy = BoxCopy { source: plan.source(piece), piece, unit_bytes, to, stores, control };
-        restrict(&piece.dims, 0, piece.dst, (start, end), &mut |dims, src, dst| copy.dense_parts(dims, src, dst - start, false))
-            .map_err(|error| error.key(&array.name))?;
+        let mut copy = BoxCopy {
+            source: plan.source(piece),
+            piece,
+            unit_bytes,
+            to,
+            stores,
+            control,
+        };
+        restrict(
+            &piece.dims,
+            0,
+            piece.dst,
+            (start, end),
+            &mut |dims, src, dst| copy.dense_parts(dims, src, dst - start, false),
+        )
+        .map_err(|error| error.key(&array.name))?;
     }
     Ok(())
 }
@@ -185,10 +232,14 @@ fn restrict(
     if dst >= end || dst + dst_span(dims) <= start {
         return Ok(());
     }
-    let (outer, inner) = dims.split_first().expect("a single element lies inside or outside");
+    let (outer, inner) = dims
+        .split_first()
+        .expect("a single element lies inside or outside");
     let inner_span = dst_span(inner);
     // Row k covers dst + k * outer.dst .. + inner_span; rows do not overlap, so at most one row is cut at each end.
-    let first = (start + 1).saturating_sub(dst + inner_span).div_ceil(outer.dst);
+    let first = (start + 1)
+        .saturating_sub(dst + inner_span)
+        .div_ceil(outer.dst);
     let whole_first = start.saturating_sub(dst).div_ceil(outer.dst);
     let last = (end - dst).div_ceil(outer.dst).min(outer.len);
     let whole_last = match (end - dst).checked_sub(inner_span) {
@@ -232,13 +283,20 @@ impl BoxCopy<'_> {
         let gapped = span > useful + useful / 20;
         let split = match self.source {
             PlanSource::Memory(_) => false,
-            PlanSource::File(_, file) if file.source().is_mapped() => gapped && run >= LONG_RUN_BYTES,
+            PlanSource::File(_, file) if file.source().is_mapped() => {
+                gapped && run >= LONG_RUN_BYTES
+            }
             PlanSource::File(..) => {
                 let direct = self.is_direct(dims, run);
-                gapped && (run >= LONG_RUN_BYTES || span / 8 > useful) || !direct && span > SCRATCH_BYTES
+                gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
+                    || !direct && span > SCRATCH_BYTES
             }
         };
-        let widest = dims.iter().enumerate().filter(|(_, dim)| dim.len > 1).max_by_key(|(_, dim)| dim.src);
+        let widest = dims
+            .iter()
+            .enumerate()
+            .filter(|(_, dim)| dim.len > 1)
+            .max_by_key(|(_, dim)| dim.src);
         if let (true, Some((widest, dim))) = (split, widest)
             && run < span
         {
@@ -257,19 +315,29 @@ impl BoxCopy<'_> {
                 copy_box(from, &mut self.to[at..], dims, self.unit_bytes, self.stores);
             }
             PlanSource::File(_, file) => {
-                self.control.fetched_bytes.fetch_add(span, Ordering::Relaxed);
+                self.control
+                    .fetched_bytes
+                    .fetch_add(span, Ordering::Relaxed);
                 let scattered = is_part && span < SCATTERED_RUN_BYTES && self.is_direct(dims, run);
                 if scattered {
                     // One call a run, as bringing it in would be, and the copy with it.
-                    file.source().read_at(start, &mut self.to[at..at + useful as usize])?;
+                    file.source()
+                        .read_at(start, &mut self.to[at..at + useful as usize])?;
                 } else if let Some(from) = file.source().bytes(start, span)? {
                     copy_box(from, &mut self.to[at..], dims, self.unit_bytes, self.stores);
                 } else if self.is_direct(dims, run) {
-                    file.source().read_at(start, &mut self.to[at..at + useful as usize])?;
+                    file.source()
+                        .read_at(start, &mut self.to[at..at + useful as usize])?;
                 } else {
                     let mut scratch = vec![0; span as usize];
                     file.source().read_at(start, &mut scratch)?;
-                    copy_box(&scratch, &mut self.to[at..], dims, self.unit_bytes, self.stores);
+                    copy_box(
+                        &scratch,
+                        &mut self.to[at..],
+                        dims,
+                        self.unit_bytes,
+                        self.stores,
+                    );
                 }
             }
         }
@@ -290,7 +358,10 @@ impl BoxCopy<'_> {
 fn source_run(dims: &[Dim]) -> u64 {
     let mut by_stride: Vec<&Dim> = dims.iter().collect();
     by_stride.sort_by_key(|dim| dim.src);
-    by_stride.iter().fold(1, |run, dim| if dim.src == run { run * dim.len } else { run })
+    by_stride.iter().fold(
+        1,
+        |run, dim| if dim.src == run { run * dim.len } else { run },
+    )
 }
 
 /// Copies a strided box; both slices begin at its first element.
@@ -302,7 +373,11 @@ fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64, stores: S
     let run_bytes = (run * unit_bytes) as usize;
     if run > 1 || outer.is_empty() {
         for_each_row(outer, unit_bytes, &mut |src, dst| {
-            copy_run(&mut to[dst..dst + run_bytes], &from[src..src + run_bytes], stores);
+            copy_run(
+                &mut to[dst..dst + run_bytes],
+                &from[src..src + run_bytes],
+                stores,
+            );
         });
         return;
     }
@@ -324,8 +399,15 @@ fn for_each_row(dims: &[Dim], unit_bytes: u64, row: &mut impl FnMut(usize, usize
     for_each_row_from(dims, unit_bytes, (0, 0), row);
 }
 
-fn for_each_row_from(dims: &[Dim], unit_bytes: u64, (src, dst): (u64, u64), row: &mut impl FnMut(usize, usize)) {
-    let Some((dim, inner)) = dims.split_first() else { return row(src as usize, dst as usize) };
+fn for_each_row_from(
+    dims: &[Dim],
+    unit_bytes: u64,
+    (src, dst): (u64, u64),
+    row: &mut impl FnMut(usize, usize),
+) {
+    let Some((dim, inner)) = dims.split_first() else {
+        return row(src as usize, dst as usize);
+    };
     let (src_step, dst_step) = (dim.src * unit_bytes, dim.dst * unit_bytes);
     if inner.is_empty() {
         for k in 0..dim.len {
@@ -333,7 +415,12 @@ fn for_each_row_from(dims: &[Dim], unit_bytes: u64, (src, dst): (u64, u64), row:
         }
     } else {
         for k in 0..dim.len {
-            for_each_row_from(inner, unit_bytes, (src + k * src_step, dst + k * dst_step), row);
+            for_each_row_from(
+                inner,
+                unit_bytes,
+                (src + k * src_step, dst + k * dst_step),
+                row,
+            );
         }
     }
 }
@@ -344,8 +431,19 @@ fn copy_elements<const N: usize>(from: &[u8], to: &mut [u8], dims: &[Dim]) {
     const SQUARE: u64 = 32;
     let mut outer = dims.to_vec();
     let row = outer.pop().expect("at least one dim");
-    let column = outer.iter().enumerate().min_by_key(|(_, dim)| dim.src).map(|(i, _)| i);
-    let column = column.map_or(Dim { len: 1, src: 0, dst: 0 }, |i| outer.remove(i));
+    let column = outer
+        .iter()
+        .enumerate()
+        .min_by_key(|(_, dim)| dim.src)
+        .map(|(i, _)| i);
+    let column = column.map_or(
+        Dim {
+            len: 1,
+            src: 0,
+            dst: 0,
+        },
+        |i| outer.remove(i),
+    );
     let n = N as u64;
     for_each_row(&outer, n, &mut |src, dst| {
         for i0 in (0..column.len).step_by(SQUARE as usize) {
@@ -373,27 +471,55 @@ pub fn can_cast(from: Dtype, to: Dtype) -> bool {
 fn cast(from: Dtype, stored: &[u8], to: Dtype, out: &mut [u8]) {
     // Wider to narrower goes straight from the wide value: by way of f32 an f64 would be rounded twice.
     match (from, to) {
-        (Dtype::F64, Dtype::F32) => convert(stored, out, |x: [u8; 8]| (f64::from_le_bytes(x) as f32).to_le_bytes()),
-        (Dtype::F64, Dtype::F16) => convert(stored, out, |x: [u8; 8]| f16::from_f64(f64::from_le_bytes(x)).to_le_bytes()),
-        (Dtype::F64, Dtype::Bf16) => convert(stored, out, |x: [u8; 8]| bf16::from_f64(f64::from_le_bytes(x)).to_le_bytes()),
-        (Dtype::F32, Dtype::F64) => convert(stored, out, |x: [u8; 4]| f64::from(f32::from_le_bytes(x)).to_le_bytes()),
-        (Dtype::F32, Dtype::F16) => convert(stored, out, |x: [u8; 4]| f16::from_f32(f32::from_le_bytes(x)).to_le_bytes()),
-        (Dtype::F32, Dtype::Bf16) => convert(stored, out, |x: [u8; 4]| bf16::from_f32(f32::from_le_bytes(x)).to_le_bytes()),
-        (Dtype::F16, Dtype::F64) => convert(stored, out, |x: [u8; 2]| f16::from_le_bytes(x).to_f64().to_le_bytes()),
-        (Dtype::F16, Dtype::F32) => convert(stored, out, |x: [u8; 2]| f16::from_le_bytes(x).to_f32().to_le_bytes()),
+        (Dtype::F64, Dtype::F32) => convert(stored, out, |x: [u8; 8]| {
+            (f64::from_le_bytes(x) as f32).to_le_bytes()
+        }),
+        (Dtype::F64, Dtype::F16) => convert(stored, out, |x: [u8; 8]| {
+            f16::from_f64(f64::from_le_bytes(x)).to_le_bytes()
+        }),
+        (Dtype::F64, Dtype::Bf16) => convert(stored, out, |x: [u8; 8]| {
+            bf16::from_f64(f64::from_le_bytes(x)).to_le_bytes()
+        }),
+        (Dtype::F32, Dtype::F64) => convert(stored, out, |x: [u8; 4]| {
+            f64::from(f32::from_le_bytes(x)).to_le_bytes()
+        }),
+        (Dtype::F32, Dtype::F16) => convert(stored, out, |x: [u8; 4]| {
+            f16::from_f32(f32::from_le_bytes(x)).to_le_bytes()
+        }),
+        (Dtype::F32, Dtype::Bf16) => convert(stored, out, |x: [u8; 4]| {
+            bf16::from_f32(f32::from_le_bytes(x)).to_le_bytes()
+        }),
+        (Dtype::F16, Dtype::F64) => convert(stored, out, |x: [u8; 2]| {
+            f16::from_le_bytes(x).to_f64().to_le_bytes()
+        }),
+        (Dtype::F16, Dtype::F32) => convert(stored, out, |x: [u8; 2]| {
+            f16::from_le_bytes(x).to_f32().to_le_bytes()
+        }),
         (Dtype::F16, Dtype::Bf16) => {
-            convert(stored, out, |x: [u8; 2]| bf16::from_f32(f16::from_le_bytes(x).to_f32()).to_le_bytes());
+            convert(stored, out, |x: [u8; 2]| {
+                bf16::from_f32(f16::from_le_bytes(x).to_f32()).to_le_bytes()
+            });
         }
-        (Dtype::Bf16, Dtype::F64) => convert(stored, out, |x: [u8; 2]| bf16::from_le_bytes(x).to_f64().to_le_bytes()),
-        (Dtype::Bf16, Dtype::F32) => convert(stored, out, |x: [u8; 2]| bf16::from_le_bytes(x).to_f32().to_le_bytes()),
+        (Dtype::Bf16, Dtype::F64) => convert(stored, out, |x: [u8; 2]| {
+            bf16::from_le_bytes(x).to_f64().to_le_bytes()
+        }),
+        (Dtype::Bf16, Dtype::F32) => convert(stored, out, |x: [u8; 2]| {
+            bf16::from_le_bytes(x).to_f32().to_le_bytes()
+        }),
         (Dtype::Bf16, Dtype::F16) => {
-            convert(stored, out, |x: [u8; 2]| f16::from_f32(bf16::from_le_bytes(x).to_f32()).to_le_bytes());
+            convert(stored, out, |x: [u8; 2]| {
+                f16::from_f32(bf16::from_le_bytes(x).to_f32()).to_le_bytes()
+            });
         }
         _ => unreachable!("plans refuse other casts"),
     }
 }
 
-fn convert<const N: usize, const M: usize>(stored: &[u8], out: &mut [u8], one: impl Fn([u8; N]) -> [u8; M]) {
+fn convert<const N: usize, const M: usize>(
+    stored: &[u8],
+    out: &mut [u8],
+    one: impl Fn([u8; N]) -> [u8; M],
+) {
     let (from, _) = stored.as_chunks::<N>();
     let (to, _) = out.as_chunks_mut::<M>();
     for (to, from) in to.iter_mut().zip(from) {
@@ -407,10 +533,28 @@ mod tests {
 
     #[test]
     fn restricted_boxes_cover_each_range_once() {
-        let dims = [Dim { len: 3, src: 50, dst: 20 }, Dim { len: 2, src: 7, dst: 6 }, Dim { len: 4, src: 1, dst: 1 }];
+        let dims = [
+            Dim {
+                len: 3,
+                src: 50,
+                dst: 20,
+            },
+            Dim {
+                len: 2,
+                src: 7,
+                dst: 6,
+            },
+            Dim {
+                len: 4,
+                src: 1,
+                dst: 1,
+            },
+        ];
         let elements = |dims: &[Dim], src: u64, dst: u64| {
             let mut all = Vec::new();
-            for_each_row(dims, 1, &mut |s, d| all.push((dst + d as u64, src + s as u64)));
+            for_each_row(dims, 1, &mut |s, d| {
+                all.push((dst + d as u64, src + s as u64))
+            });
             all
         };
         let whole = elements(&dims, 3, 5);
@@ -422,7 +566,11 @@ mod tests {
                     Ok(())
                 })
                 .unwrap();
-                let expected: Vec<_> = whole.iter().copied().filter(|(d, _)| (start..end).contains(d)).collect();
+                let expected: Vec<_> = whole
+                    .iter()
+                    .copied()
+                    .filter(|(d, _)| (start..end).contains(d))
+                    .collect();
                 assert_eq!(found, expected, "{start}..{end}");
             }
         }
@@ -431,7 +579,12 @@ mod tests {
     #[test]
     fn half_precision_rounds_to_even() {
         let mut out = [0; 2];
-        cast(Dtype::F32, &1.003_906_25_f32.to_le_bytes(), Dtype::Bf16, &mut out);
+        cast(
+            Dtype::F32,
+            &1.003_906_25_f32.to_le_bytes(),
+            Dtype::Bf16,
+            &mut out,
+        );
         assert_eq!(bf16::from_le_bytes(out).to_f32(), 1.0);
     }
 }

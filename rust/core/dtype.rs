@@ -76,11 +76,18 @@ dtypes! {
 impl Dtype {
     /// The dtype of a name in a header.
     pub fn parse(name: &str) -> Result<Self> {
-        Self::ALL.iter().copied().find(|d| d.name() == name).ok_or_else(|| {
-            let known: Vec<_> = Self::ALL.iter().map(|d| d.name()).collect();
-            Error::new(Kind::Unsupported, format!("unknown dtype `{}`", Printable(name)))
+        Self::ALL
+            .iter()
+            .copied()
+            .find(|d| d.name() == name)
+            .ok_or_else(|| {
+                let known: Vec<_> = Self::ALL.iter().map(|d| d.name()).collect();
+                Error::new(
+                    Kind::Unsupported,
+                    format!("unknown dtype `{}`", Printable(name)),
+                )
                 .hint(format!("known are {}", known.join(", ")))
-        })
+            })
     }
 
     /// Elements in the smallest group that fills whole bytes, and that group's bytes: (1, 2) for BF16, (2, 1) for F4.
@@ -104,7 +111,9 @@ pub fn n_elements(shape: &[u64]) -> Option<u64> {
     if shape.contains(&0) {
         return Some(0);
     }
-    shape.iter().try_fold(1_u64, |n, &extent| n.checked_mul(extent))
+    shape
+        .iter()
+        .try_fold(1_u64, |n, &extent| n.checked_mul(extent))
 }
 
 impl fmt::Display for Dtype {

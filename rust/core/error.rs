@@ -47,7 +47,14 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// An error of a kind with a message.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), path: None, key: None, hint: None, errno: None }
+        Self {
+            kind,
+            message: message.into(),
+            path: None,
+            key: None,
+            hint: None,
+            errno: None,
+        }
     }
 
     /// A file violates its format.
@@ -57,8 +64,15 @@ impl Error {
 
     /// The operating system failed `doing`.
     pub fn io(doing: &str, path: &Path, error: &std::io::Error) -> Self {
-        let kind = if error.kind() == std::io::ErrorKind::NotFound { Kind::NotFound } else { Kind::Io };
-        let mut this = Self::new(kind, format!("{doing} {}: {error}", Printable(&path.to_string_lossy())));
+        let kind = if error.kind() == std::io::ErrorKind::NotFound {
+            Kind::NotFound
+        } else {
+            Kind::Io
+        };
+        let mut this = Self::new(
+            kind,
+            format!("{doing} {}: {error}", Printable(&path.to_string_lossy())),
+        );
         this.errno = error.raw_os_error();
         this.path(path)
     }
@@ -66,7 +80,8 @@ impl Error {
     /// Adds the file concerned, unless a lower layer already named one.
     #[must_use]
     pub fn path(mut self, path: &Path) -> Self {
-        self.path.get_or_insert_with(|| path.to_string_lossy().into_owned());
+        self.path
+            .get_or_insert_with(|| path.to_string_lossy().into_owned());
         self
     }
 
@@ -103,14 +118,21 @@ impl Error {
 
     /// The facts: path, key, hint, the system's error number.
     pub fn facts(&self) -> (Option<&str>, Option<&str>, Option<&str>, Option<i32>) {
-        (self.path.as_deref(), self.key.as_deref(), self.hint.as_deref(), self.errno)
+        (
+            self.path.as_deref(),
+            self.key.as_deref(),
+            self.hint.as_deref(),
+            self.errno,
+        )
     }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)?;
-        self.hint.as_ref().map_or(Ok(()), |hint| write!(f, "\nhint: {hint}"))
+        self.hint
+            .as_ref()
+            .map_or(Ok(()), |hint| write!(f, "\nhint: {hint}"))
     }
 }
 
@@ -126,7 +148,9 @@ impl fmt::Display for Printable<'_> {
             if i == MAX_CHARS {
                 return f.write_str("...");
             }
-            if c.is_control() || matches!(c, '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}') {
+            if c.is_control()
+                || matches!(c, '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+            {
                 write!(f, "{}", c.escape_unicode())?;
             } else {
                 write!(f, "{c}")?;

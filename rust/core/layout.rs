@@ -104,7 +104,9 @@ impl Cuts {
     /// Range of a part of a plain cut.
     pub(crate) fn part(&self, part: u64) -> (u64, u64) {
         match self {
-            Self::Even { extent, n_parts } => (part * (extent / n_parts), (part + 1) * (extent / n_parts)),
+            Self::Even { extent, n_parts } => {
+                (part * (extent / n_parts), (part + 1) * (extent / n_parts))
+            }
             Self::Listed(bounds) => (bounds[part as usize], bounds[part as usize + 1]),
             Self::Blocks(..) => unreachable!("a fused dim has segments"),
         }
@@ -128,12 +130,18 @@ impl Cuts {
 
     /// `(global start, extent)` of the segments of a part, in local order, without empty ones.
     fn segments(&self, part: u64) -> Vec<(u64, u64)> {
-        let segment = |(start, end): (u64, u64), base: u64| (end > start).then_some((base + start, end - start));
+        let segment = |(start, end): (u64, u64), base: u64| {
+            (end > start).then_some((base + start, end - start))
+        };
         match self {
-            Self::Even { .. } | Self::Listed(_) => segment(self.part(part), 0).into_iter().collect(),
+            Self::Even { .. } | Self::Listed(_) => {
+                segment(self.part(part), 0).into_iter().collect()
+            }
             Self::Blocks(blocks, _) => blocks
                 .iter()
-                .filter_map(|(base, cuts)| segment(cuts.part(if cuts.n_parts() == 1 { 0 } else { part }), *base))
+                .filter_map(|(base, cuts)| {
+                    segment(cuts.part(if cuts.n_parts() == 1 { 0 } else { part }), *base)
+                })
                 .collect(),
         }
     }
@@ -151,40 +159,84 @@ pub struct FlatSpan {
 impl Layout {
     /// Checks a specification against the mesh and the shape.
     pub fn new(mesh: Arc<Mesh>, spec: Spec) -> Result<Self> {
-        let Spec { shape, dims: specs, uneven, flat, stored, place } = spec;
+        let Spec {
+            shape,
+            dims: specs,
+            uneven,
+            flat,
+            stored,
+            place,
+        } = spec;
         let n = shape.len();
         if n_elements(&shape).is_none_or(|n| n > i64::MAX as u64) {
-            return Err(Error::new(Kind::Layout, format!("shape {} is too large", Dims(&shape))));
+            return Err(Error::new(
+                Kind::Layout,
+                format!("shape {} is too large", Dims(&shape)),
+            ));
         }
         if specs.len() != n {
-            return Err(Error::new(Kind::Layout, format!("the layout speaks of {} dims, the tensor has {n}", specs.len())));
+            return Err(Error::new(
+                Kind::Layout,
+                format!(
+                    "the layout speaks of {} dims, the tensor has {n}",
+                    specs.len()
+                ),
+            ));
         }
         let mut used = vec![false; mesh.axes().len()];
-        for &axis in specs.iter().flat_map(|dim| &dim.axes).chain(flat.iter().flatten()) {
+        for &axis in specs
+            .iter()
+            .flat_map(|dim| &dim.axes)
+            .chain(flat.iter().flatten())
+        {
             if std::mem::replace(&mut used[axis], true) {
-                return Err(Error::new(Kind::Layout, format!("axis `{}` is used twice", mesh.axes()[axis].0)));
+                return Err(Error::new(
+                    Kind::Layout,
+                    format!("axis `{}` is used twice", mesh.axes()[axis].0),
+                ));
             }
         }
         let dims = specs
             .into_iter()
             .enumerate()
-            .map(|(d, dim)| DimCut::new(&mesh, dim, shape[d], uneven).map_err(|e| e.within(format_args!("dim {d}"))))
+            .map(|(d, dim)| {
+                DimCut::new(&mesh, dim, shape[d], uneven)
+                    .map_err(|e| e.within(format_args!("dim {d}")))
+            })
             .collect::<Result<Vec<_>>>()?;
         let order = stored.unwrap_or_else(|| (0..n).collect());
         let mut seen = vec![false; n];
-        if order.len() != n || order.iter().any(|&d| d >= n || std::mem::replace(&mut seen[d], true)) {
+        if order.len() != n
+            || order
+                .iter()
+                .any(|&d| d >= n || std::mem::replace(&mut seen[d], true))
+        {
             let message = format!("`stored` {order:?} is no permutation of the {n} dims");
             return Err(Error::new(Kind::Layout, message));
         }
         let fixed = Self::fixed_coordinates(&mesh, &used, place)?;
-        Ok(Self { mesh, shape, dims, flat, order, fixed })
+        Ok(Self {
+            mesh,
+            shape,
+            dims,
+            flat,
+            order,
+            fixed,
+        })
     }
 
-    fn fixed_coordinates(mesh: &Mesh, used: &[bool], place: Vec<(Vec<usize>, u64)>) -> Result<Vec<Option<u64>>> {
+    fn fixed_coordinates(
+        mesh: &Mesh,
+        used: &[bool],
+        place: Vec<(Vec<usize>, u64)>,
+    ) -> Result<Vec<Option<u64>>> {
         let mut fixed = vec![None; mesh.axes().len()];
         for (axes, coordinate) in place {
             if coordinate >= mesh.n_folded(&axes) {
-                let message = format!("place coordinate {coordinate} is outside the axis of size {}", mesh.n_folded(&axes));
+                let message = format!(
+                    "place coordinate {coordinate} is outside the axis of size {}",
+                    mesh.n_folded(&axes)
+                );
                 return Err(Error::new(Kind::Layout, message));
             }
             let position = mesh.unfold(coordinate, &axes);
@@ -192,11 +244,15 @@ impl Layout {
                 let (name, size) = &mesh.axes()[axis];
                 let at = mesh.coordinate(position, axis);
                 if used[axis] && *size > 1 {
-                    let message = format!("axis `{name}` both cuts the tensor and places it: parts of it would be nowhere");
+                    let message = format!(
+                        "axis `{name}` both cuts the tensor and places it: parts of it would be nowhere"
+                    );
                     return Err(Error::new(Kind::Layout, message));
                 }
                 if fixed[axis].replace(at).is_some_and(|other| other != at) {
-                    let message = format!("two `place` entries put the tensor at different coordinates of axis `{name}`: no rank holds it");
+                    let message = format!(
+                        "two `place` entries put the tensor at different coordinates of axis `{name}`: no rank holds it"
+                    );
                     return Err(Error::new(Kind::Layout, message));
                 }
             }
@@ -230,12 +286,19 @@ impl Layout {
 
     /// Whether every holder has one box of one grid.
     pub fn is_grid(&self) -> bool {
-        self.flat.is_none() && self.dims.iter().all(|dim| !matches!(dim.cuts, Cuts::Blocks(..)))
+        self.flat.is_none()
+            && self
+                .dims
+                .iter()
+                .all(|dim| !matches!(dim.cuts, Cuts::Blocks(..)))
     }
 
     /// Whether the rank at a position holds a part.
     pub fn holds(&self, position: u64) -> bool {
-        self.fixed.iter().enumerate().all(|(axis, at)| at.is_none_or(|at| self.mesh.coordinate(position, axis) == at))
+        self.fixed
+            .iter()
+            .enumerate()
+            .all(|(axis, at)| at.is_none_or(|at| self.mesh.coordinate(position, axis) == at))
     }
 
     /// The positions that hold a part, in mesh order.
@@ -246,13 +309,16 @@ impl Layout {
     /// One position for every distinct part, in mesh order, with its replicas' step pattern left to [`Self::replicas`].
     pub fn distinct(&self) -> impl Iterator<Item = u64> {
         let free = self.free_axes();
-        self.holders().filter(move |&p| free.iter().all(|&axis| self.mesh.coordinate(p, axis) == 0))
+        self.holders()
+            .filter(move |&p| free.iter().all(|&axis| self.mesh.coordinate(p, axis) == 0))
     }
 
     /// All positions that hold the same part as this one, itself included, in mesh order.
     pub fn replicas(&self, position: u64) -> impl Iterator<Item = u64> {
         let free = self.free_axes();
-        let base = free.iter().fold(position, |p, &axis| p - self.mesh.coordinate(p, axis) * self.mesh.stride(axis));
+        let base = free.iter().fold(position, |p, &axis| {
+            p - self.mesh.coordinate(p, axis) * self.mesh.stride(axis)
+        });
         (0..self.mesh.n_folded(&free)).map(move |k| base + self.mesh.unfold(k, &free))
     }
 
@@ -264,28 +330,49 @@ impl Layout {
     /// Axes along which ranks hold the same.
     pub(crate) fn free_axes(&self) -> Vec<usize> {
         let cut = |axis: usize| {
-            self.dims.iter().any(|dim| dim.axes.contains(&axis)) || self.flat.iter().flatten().any(|&a| a == axis)
+            self.dims.iter().any(|dim| dim.axes.contains(&axis))
+                || self.flat.iter().flatten().any(|&a| a == axis)
         };
-        (0..self.mesh.axes().len()).filter(|&axis| self.fixed[axis].is_none() && !cut(axis)).collect()
+        (0..self.mesh.axes().len())
+            .filter(|&axis| self.fixed[axis].is_none() && !cut(axis))
+            .collect()
     }
 
     /// Position contributed by the axes that `place` fixes.
     pub(crate) fn fixed_position(&self) -> u64 {
-        self.fixed.iter().enumerate().map(|(axis, at)| at.unwrap_or(0) * self.mesh.stride(axis)).sum()
+        self.fixed
+            .iter()
+            .enumerate()
+            .map(|(axis, at)| at.unwrap_or(0) * self.mesh.stride(axis))
+            .sum()
     }
 
     /// Shape of the block after `cut`, in storage order.
     pub fn block_shape(&self, position: u64) -> Vec<u64> {
-        let extents: Vec<u64> =
-            self.dims.iter().map(|dim| dim.segments(&self.mesh, position).iter().map(|(_, len)| len).sum()).collect();
+        let extents: Vec<u64> = self
+            .dims
+            .iter()
+            .map(|dim| {
+                dim.segments(&self.mesh, position)
+                    .iter()
+                    .map(|(_, len)| len)
+                    .sum()
+            })
+            .collect();
         self.order.iter().map(|&d| extents[d]).collect()
     }
 
     /// Where the block lies in its own flattened buffer, padded to a multiple of the parts.
     pub fn own_span(&self, position: u64) -> FlatSpan {
         let n: u64 = self.block_shape(position).iter().product();
-        let parts = self.flat.as_ref().map_or(1, |axes| self.mesh.n_folded(axes));
-        FlatSpan { start: 0, part_len: n.div_ceil(parts) }
+        let parts = self
+            .flat
+            .as_ref()
+            .map_or(1, |axes| self.mesh.n_folded(axes));
+        FlatSpan {
+            start: 0,
+            part_len: n.div_ceil(parts),
+        }
     }
 
     /// Shape of the array of a rank, in storage order; one dim with padding if flat.
@@ -306,8 +393,15 @@ impl Layout {
         if !self.holds(position) {
             return Vec::new();
         }
-        let segments: Vec<_> = self.dims.iter().map(|dim| dim.segments(&self.mesh, position)).collect();
-        let extents: Vec<u64> = segments.iter().map(|s| s.iter().map(|(_, len)| len).sum()).collect();
+        let segments: Vec<_> = self
+            .dims
+            .iter()
+            .map(|dim| dim.segments(&self.mesh, position))
+            .collect();
+        let extents: Vec<u64> = segments
+            .iter()
+            .map(|s| s.iter().map(|(_, len)| len).sum())
+            .collect();
         let block: Vec<u64> = self.order.iter().map(|&d| extents[d]).collect();
         let stored_strides = row_major_strides(&block);
         let mut strides = vec![0; block.len()];
@@ -316,7 +410,14 @@ impl Layout {
         }
         let n: u64 = block.iter().product();
         let (boxes, origin) = match &self.flat {
-            None => (if n == 0 { Vec::new() } else { vec![Region::whole(&block)] }, (0, 0)),
+            None => (
+                if n == 0 {
+                    Vec::new()
+                } else {
+                    vec![Region::whole(&block)]
+                },
+                (0, 0),
+            ),
             Some(axes) => {
                 let first = self.mesh.fold(position, axes) * span.part_len;
                 let start = first.saturating_sub(span.start).min(n);
@@ -373,13 +474,21 @@ fn push_tiles(
             local_offset += local * strides[d];
         }
         let global = Region::new(tile.0, tile.1).expect("inside a tensor whose size fits");
-        tiles.push(Tile { global, local_offset: local_offset - subtract, local_strides: strides.to_vec() });
+        tiles.push(Tile {
+            global,
+            local_offset: local_offset - subtract,
+            local_strides: strides.to_vec(),
+        });
     }
 }
 
 impl DimCut {
     fn new(mesh: &Mesh, dim: DimSpec, extent: u64, uneven: Uneven) -> Result<Self> {
-        let DimSpec { axes, sizes, blocks } = dim;
+        let DimSpec {
+            axes,
+            sizes,
+            blocks,
+        } = dim;
         let n_parts = mesh.n_folded(&axes);
         let plain = |extent: u64, what: &str| -> Result<Cuts> {
             if n_parts == 1 || extent.is_multiple_of(n_parts) && extent > 0 {
@@ -389,20 +498,32 @@ impl DimCut {
                 Uneven::Ceil => Ok(Cuts::Listed(ceil_bounds(mesh, &axes, extent))),
                 Uneven::Refuse if extent == 0 => Ok(Cuts::Listed(vec![0; n_parts as usize + 1])),
                 Uneven::Refuse => {
-                    let names: Vec<_> = axes.iter().map(|&a| format!("{} ({})", mesh.axes()[a].0, mesh.size(a))).collect();
-                    let message = format!("{what}{extent} elements do not divide into {n_parts} parts over {}", names.join(" x "));
-                    Err(Error::new(Kind::Layout, message)
-                        .hint("say `uneven: ceil` for torch's chunks, or `sizes` for explicit parts"))
+                    let names: Vec<_> = axes
+                        .iter()
+                        .map(|&a| format!("{} ({})", mesh.axes()[a].0, mesh.size(a)))
+                        .collect();
+                    let message = format!(
+                        "{what}{extent} elements do not divide into {n_parts} parts over {}",
+                        names.join(" x ")
+                    );
+                    Err(Error::new(Kind::Layout, message).hint(
+                        "say `uneven: ceil` for torch's chunks, or `sizes` for explicit parts",
+                    ))
                 }
             }
         };
         let cuts = match (sizes, blocks) {
             (None, None) => plain(extent, "")?,
             (Some(_), Some(_)) => {
-                return Err(Error::new(Kind::Layout, "`sizes` and `blocks` exclude each other"));
+                return Err(Error::new(
+                    Kind::Layout,
+                    "`sizes` and `blocks` exclude each other",
+                ));
             }
             (Some(sizes), None) => {
-                let total = sizes.iter().try_fold(0_u64, |sum, size| sum.checked_add(*size));
+                let total = sizes
+                    .iter()
+                    .try_fold(0_u64, |sum, size| sum.checked_add(*size));
                 if sizes.len() as u64 != n_parts || total != Some(extent) {
                     let message = format!(
                         "`sizes` lists {} parts of {} elements, the axes make {n_parts} parts of {extent} elements",
@@ -419,17 +540,31 @@ impl DimCut {
                 Cuts::Listed(bounds)
             }
             (None, Some(blocks)) => {
-                let total = blocks.iter().try_fold(0_u64, |sum, block| sum.checked_add(block.size));
+                let total = blocks
+                    .iter()
+                    .try_fold(0_u64, |sum, block| sum.checked_add(block.size));
                 if total != Some(extent) {
                     let sizes: Vec<_> = blocks.iter().map(|block| block.size).collect();
-                    let message = format!("`blocks` {sizes:?} do not add up to the {extent} elements of the dim");
+                    let message = format!(
+                        "`blocks` {sizes:?} do not add up to the {extent} elements of the dim"
+                    );
                     return Err(Error::new(Kind::Layout, message));
                 }
                 let mut start = 0;
                 let mut cuts = Vec::with_capacity(blocks.len());
                 for block in &blocks {
-                    let whole = Cuts::Even { extent: block.size, n_parts: 1 };
-                    cuts.push((start, if block.is_cut { plain(block.size, "a block of ")? } else { whole }));
+                    let whole = Cuts::Even {
+                        extent: block.size,
+                        n_parts: 1,
+                    };
+                    cuts.push((
+                        start,
+                        if block.is_cut {
+                            plain(block.size, "a block of ")?
+                        } else {
+                            whole
+                        },
+                    ));
                     start += block.size;
                 }
                 Cuts::Blocks(cuts, n_parts)
@@ -464,8 +599,25 @@ mod tests {
 
     fn layout(shape: &[u64], cut: &[&[usize]], uneven: Uneven, flat: Option<Vec<usize>>) -> Layout {
         let mesh = Arc::new(Mesh::new(vec![("dp".into(), 2), ("tp".into(), 3)], None).unwrap());
-        let dims = cut.iter().map(|axes| DimSpec { axes: axes.to_vec(), ..DimSpec::default() }).collect();
-        Layout::new(mesh, Spec { shape: shape.to_vec(), dims, uneven, flat, stored: None, place: vec![] }).unwrap()
+        let dims = cut
+            .iter()
+            .map(|axes| DimSpec {
+                axes: axes.to_vec(),
+                ..DimSpec::default()
+            })
+            .collect();
+        Layout::new(
+            mesh,
+            Spec {
+                shape: shape.to_vec(),
+                dims,
+                uneven,
+                flat,
+                stored: None,
+                place: vec![],
+            },
+        )
+        .unwrap()
     }
 
     #[test]
@@ -485,7 +637,10 @@ mod tests {
         assert_eq!(layout.local_shape(0), [4]);
         let last = layout.tiles(2);
         assert_eq!(last.len(), 1);
-        assert_eq!((last[0].global.offset(), last[0].global.shape()), (&[1, 3][..], &[1, 2][..]));
+        assert_eq!(
+            (last[0].global.offset(), last[0].global.shape()),
+            (&[1, 3][..], &[1, 2][..])
+        );
         assert_eq!(last[0].local_offset, 0);
     }
 }

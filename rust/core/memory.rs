@@ -22,7 +22,11 @@ impl Memory {
     /// Memory of a size; it becomes resident when it is touched.
     pub fn new(len: usize) -> Result<Self> {
         if len == 0 {
-            return Ok(Self { map: None, start: 0, len });
+            return Ok(Self {
+                map: None,
+                start: 0,
+                len,
+            });
         }
         let huge = len >= HUGE_PAGE_BYTES;
         let room = len + if huge { HUGE_PAGE_BYTES } else { 0 };
@@ -37,17 +41,25 @@ impl Memory {
             #[cfg(target_os = "linux")]
             let _ = map.advise(memmap2::Advice::HugePage);
         }
-        Ok(Self { map: Some(map), start, len })
+        Ok(Self {
+            map: Some(map),
+            start,
+            len,
+        })
     }
 
     /// The bytes.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        self.map.as_mut().map_or(&mut [], |map| &mut map[self.start..self.start + self.len])
+        self.map
+            .as_mut()
+            .map_or(&mut [], |map| &mut map[self.start..self.start + self.len])
     }
 
     /// Address of the first byte, for export; dangling when empty.
     pub fn as_ptr(&self) -> *const u8 {
-        self.map.as_ref().map_or(std::ptr::dangling(), |map| map[self.start..].as_ptr())
+        self.map
+            .as_ref()
+            .map_or(std::ptr::dangling(), |map| map[self.start..].as_ptr())
     }
 
     /// Number of bytes.
@@ -76,7 +88,10 @@ const MIN_STREAMED_BYTES: usize = 1024;
 /// Copies a run; both have the same length.
 pub fn copy_run(to: &mut [u8], from: &[u8], stores: Stores) {
     #[cfg(target_arch = "x86_64")]
-    if stores == Stores::Streaming && to.len() >= MIN_STREAMED_BYTES && std::arch::is_x86_feature_detected!("avx") {
+    if stores == Stores::Streaming
+        && to.len() >= MIN_STREAMED_BYTES
+        && std::arch::is_x86_feature_detected!("avx")
+    {
         assert_eq!(to.len(), from.len());
         // SAFETY: the processor has AVX, as just asked; the function has no other requirement.
         unsafe { stream_avx(to, from) };
@@ -108,7 +123,10 @@ fn stream_avx(to: &mut [u8], from: &[u8]) {
     let (to_lines, to_tail) = to_rest.as_chunks_mut::<LINE>();
     let (from_lines, from_tail) = from_rest.as_chunks::<LINE>();
     for (to, from) in to_lines.iter_mut().zip(from_lines) {
-        let (source, target) = (from.as_ptr().cast::<__m256i>(), to.as_mut_ptr().cast::<__m256i>());
+        let (source, target) = (
+            from.as_ptr().cast::<__m256i>(),
+            to.as_mut_ptr().cast::<__m256i>(),
+        );
         // SAFETY: `from` is 64 readable bytes and the load asks for no alignment.
         let low = unsafe { _mm256_loadu_si256(source) };
         // SAFETY: 32 bytes on, the second half of the 64 readable bytes.
@@ -132,7 +150,14 @@ mod tests {
     #[test]
     fn streaming_copies_every_length_and_alignment() {
         let from: Vec<u8> = (0..6000_u32).map(|i| (i % 251) as u8).collect();
-        for (at, len) in [(0, 1024), (1, 1025), (63, 4097), (64, 2048), (7, 5000), (3, 10)] {
+        for (at, len) in [
+            (0, 1024),
+            (1, 1025),
+            (63, 4097),
+            (64, 2048),
+            (7, 5000),
+            (3, 10),
+        ] {
             let mut to = vec![0_u8; 6200];
             copy_run(&mut to[at..at + len], &from[1..=len], Stores::Streaming);
             assert_eq!(&to[at..at + len], &from[1..=len]);

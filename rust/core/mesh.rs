@@ -28,36 +28,64 @@ impl Mesh {
         let mut n_points: u64 = 1;
         for (i, (name, size)) in axes.iter().enumerate() {
             if name.is_empty() || *size == 0 {
-                let message = format!("mesh axis `{}` has size {size}; a name and a size of at least 1 are needed", Printable(name));
+                let message = format!(
+                    "mesh axis `{}` has size {size}; a name and a size of at least 1 are needed",
+                    Printable(name)
+                );
                 return Err(Error::new(Kind::Layout, message));
             }
             if axes[..i].iter().any(|(other, _)| other == name) {
-                return Err(Error::new(Kind::Layout, format!("mesh axis `{}` is named twice", Printable(name))));
+                return Err(Error::new(
+                    Kind::Layout,
+                    format!("mesh axis `{}` is named twice", Printable(name)),
+                ));
             }
-            n_points = n_points.checked_mul(*size).filter(|n| *n <= MAX_POINTS).ok_or_else(|| {
-                Error::new(Kind::Layout, format!("the mesh has more than {MAX_POINTS} points"))
-            })?;
+            n_points = n_points
+                .checked_mul(*size)
+                .filter(|n| *n <= MAX_POINTS)
+                .ok_or_else(|| {
+                    Error::new(
+                        Kind::Layout,
+                        format!("the mesh has more than {MAX_POINTS} points"),
+                    )
+                })?;
         }
         let mut strides = vec![1; axes.len()];
         for a in (1..axes.len()).rev() {
             strides[a - 1] = strides[a] * axes[a].1;
         }
-        let ranks = ranks.map(|by_position| Self::check_ranks(by_position, n_points)).transpose()?;
-        Ok(Self { axes, strides, n_points, ranks })
+        let ranks = ranks
+            .map(|by_position| Self::check_ranks(by_position, n_points))
+            .transpose()?;
+        Ok(Self {
+            axes,
+            strides,
+            n_points,
+            ranks,
+        })
     }
 
     fn check_ranks(by_position: Vec<u64>, n_points: u64) -> Result<Ranks> {
         if by_position.len() as u64 != n_points {
-            let message = format!("`ranks` lists {} ranks, the mesh has {n_points} points", by_position.len());
+            let message = format!(
+                "`ranks` lists {} ranks, the mesh has {n_points} points",
+                by_position.len()
+            );
             return Err(Error::new(Kind::Layout, message));
         }
         let mut positions = HashMap::with_capacity(by_position.len());
         for (position, rank) in by_position.iter().enumerate() {
             if positions.insert(*rank, position as u64).is_some() {
-                return Err(Error::new(Kind::Layout, format!("`ranks` lists rank {rank} twice")));
+                return Err(Error::new(
+                    Kind::Layout,
+                    format!("`ranks` lists rank {rank} twice"),
+                ));
             }
         }
-        Ok(Ranks { by_position, positions })
+        Ok(Ranks {
+            by_position,
+            positions,
+        })
     }
 
     /// Names and sizes of the axes.
@@ -72,10 +100,20 @@ impl Mesh {
 
     /// Number of an axis.
     pub fn axis(&self, name: &str) -> Result<usize> {
-        self.axes.iter().position(|(axis, _)| axis == name).ok_or_else(|| {
-            let known: Vec<_> = self.axes.iter().map(|(axis, _)| axis.as_str()).collect();
-            Error::new(Kind::Layout, format!("the mesh has no axis `{}`; its axes: {}", Printable(name), known.join(", ")))
-        })
+        self.axes
+            .iter()
+            .position(|(axis, _)| axis == name)
+            .ok_or_else(|| {
+                let known: Vec<_> = self.axes.iter().map(|(axis, _)| axis.as_str()).collect();
+                Error::new(
+                    Kind::Layout,
+                    format!(
+                        "the mesh has no axis `{}`; its axes: {}",
+                        Printable(name),
+                        known.join(", ")
+                    ),
+                )
+            })
     }
 
     /// Size of an axis.
@@ -90,7 +128,9 @@ impl Mesh {
 
     /// The global rank at a position.
     pub fn rank_at(&self, position: u64) -> u64 {
-        self.ranks.as_ref().map_or(position, |ranks| ranks.by_position[position as usize])
+        self.ranks
+            .as_ref()
+            .map_or(position, |ranks| ranks.by_position[position as usize])
     }
 
     /// The position of a global rank.
@@ -100,7 +140,10 @@ impl Mesh {
             Some(ranks) => ranks.positions.get(&rank).copied(),
         };
         found.ok_or_else(|| {
-            Error::new(Kind::Layout, format!("rank {rank} is not in the mesh of {} ranks", self.n_points))
+            Error::new(
+                Kind::Layout,
+                format!("rank {rank} is not in the mesh of {} ranks", self.n_points),
+            )
         })
     }
 
@@ -111,7 +154,9 @@ impl Mesh {
 
     /// Several axes folded to one coordinate, first = outermost.
     pub fn fold(&self, position: u64, axes: &[usize]) -> u64 {
-        axes.iter().fold(0, |folded, &axis| folded * self.size(axis) + self.coordinate(position, axis))
+        axes.iter().fold(0, |folded, &axis| {
+            folded * self.size(axis) + self.coordinate(position, axis)
+        })
     }
 
     /// The contribution to the position of a folded coordinate.

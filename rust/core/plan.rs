@@ -60,7 +60,10 @@ pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
     for dim in dims {
         match merged.last_mut() {
             Some(outer) if outer.src == dim.src * dim.len && outer.dst == dim.dst * dim.len => {
-                *outer = Dim { len: outer.len * dim.len, ..dim };
+                *outer = Dim {
+                    len: outer.len * dim.len,
+                    ..dim
+                };
             }
             _ => merged.push(dim),
         }
@@ -102,13 +105,17 @@ impl Array {
         let (per_unit, _) = stored.unit();
         if per_unit > 1 {
             let whole = n.is_multiple_of(per_unit)
-                && padding.iter().all(|(from, to)| from.is_multiple_of(per_unit) && to.is_multiple_of(per_unit))
+                && padding
+                    .iter()
+                    .all(|(from, to)| from.is_multiple_of(per_unit) && to.is_multiple_of(per_unit))
                 && pieces.iter_mut().all(|piece| to_units(piece, per_unit));
             if !whole {
                 let message = format!("a cut of `{name}` ({stored}) does not fall on whole bytes");
                 return Err(Error::new(Kind::Unsupported, message)
                     .key(&name)
-                    .hint(format!("cut the last dim at multiples of {per_unit} elements")));
+                    .hint(format!(
+                        "cut the last dim at multiples of {per_unit} elements"
+                    )));
             }
             for (from, to) in &mut padding {
                 *from /= per_unit;
@@ -124,7 +131,16 @@ impl Array {
                 end
             })
             .collect();
-        Ok(Self { name, stored, dtype, shape, pieces, padding, max_end, n_units: n / per_unit })
+        Ok(Self {
+            name,
+            stored,
+            dtype,
+            shape,
+            pieces,
+            padding,
+            max_end,
+            n_units: n / per_unit,
+        })
     }
 
     /// Units of the array: elements, but for dtypes narrower than a byte.
@@ -215,8 +231,16 @@ impl<'a> Plan<'a> {
 
     /// The plan of some of the arrays, by number.
     pub fn only(&self, arrays: &[usize]) -> Result<Self> {
-        let pick = |i: &usize| self.arrays.get(*i).cloned().ok_or_else(|| Error::new(Kind::Argument, format!("no array {i}")));
-        Ok(Self { arrays: arrays.iter().map(pick).collect::<Result<_>>()?, sources: self.sources.clone() })
+        let pick = |i: &usize| {
+            self.arrays
+                .get(*i)
+                .cloned()
+                .ok_or_else(|| Error::new(Kind::Argument, format!("no array {i}")))
+        };
+        Ok(Self {
+            arrays: arrays.iter().map(pick).collect::<Result<_>>()?,
+            sources: self.sources.clone(),
+        })
     }
 
     /// Bytes of all arrays.
@@ -249,30 +273,61 @@ impl<'a> Plan<'a> {
     pub fn of_memory(tensors: Vec<(String, Dtype, Vec<u64>, &'a [u8], Vec<u64>)>) -> Result<Self> {
         let mut plan = Plan::default();
         for (name, dtype, shape, bytes, strides_bytes) in tensors {
-            let bad = |what: &str| Error::new(Kind::Argument, format!("the buffer of `{name}` {what}")).key(&name);
+            let bad = |what: &str| {
+                Error::new(Kind::Argument, format!("the buffer of `{name}` {what}")).key(&name)
+            };
             let (per_unit, unit_bytes) = dtype.unit();
-            let n_bytes = dtype.n_bytes(&shape).ok_or_else(|| bad("has no whole number of bytes"))?;
+            let n_bytes = dtype
+                .n_bytes(&shape)
+                .ok_or_else(|| bad("has no whole number of bytes"))?;
             let contiguous = row_major_strides(&shape);
             let is_contiguous = per_unit > 1
-                || shape.iter().enumerate().all(|(d, len)| *len == 1 || strides_bytes.get(d) == Some(&(contiguous[d] * unit_bytes)));
+                || shape.iter().enumerate().all(|(d, len)| {
+                    *len == 1 || strides_bytes.get(d) == Some(&(contiguous[d] * unit_bytes))
+                });
             let mut pieces = Vec::new();
             if n_bytes > 0 {
                 let dims = if is_contiguous {
-                    vec![Dim { len: n_elements(&shape).expect("counted above"), src: 1, dst: 1 }]
+                    vec![Dim {
+                        len: n_elements(&shape).expect("counted above"),
+                        src: 1,
+                        dst: 1,
+                    }]
                 } else {
                     let dims = (0..shape.len()).map(|d| {
-                        let stride = strides_bytes.get(d).copied().filter(|s| s.is_multiple_of(unit_bytes));
-                        stride.map(|stride| Dim { len: shape[d], src: stride / unit_bytes, dst: contiguous[d] })
+                        let stride = strides_bytes
+                            .get(d)
+                            .copied()
+                            .filter(|s| s.is_multiple_of(unit_bytes));
+                        stride.map(|stride| Dim {
+                            len: shape[d],
+                            src: stride / unit_bytes,
+                            dst: contiguous[d],
+                        })
                     });
-                    dims.collect::<Option<Vec<_>>>().ok_or_else(|| bad("has strides that are no multiples of its elements"))?
+                    dims.collect::<Option<Vec<_>>>()
+                        .ok_or_else(|| bad("has strides that are no multiples of its elements"))?
                 };
-                let span = if is_contiguous { Some(n_bytes) } else { checked_span(&dims).and_then(|s| s.checked_mul(unit_bytes)) };
+                let span = if is_contiguous {
+                    Some(n_bytes)
+                } else {
+                    checked_span(&dims).and_then(|s| s.checked_mul(unit_bytes))
+                };
                 if span.is_none_or(|span| span > bytes.len() as u64) {
-                    return Err(bad(&format!("has {} bytes, its shape and strides ask for more", bytes.len())));
+                    return Err(bad(&format!(
+                        "has {} bytes, its shape and strides ask for more",
+                        bytes.len()
+                    )));
                 }
-                pieces.push(Piece { source: plan.sources.len() as u32, src_start_bytes: 0, dst: 0, dims: merge_dims(dims) });
+                pieces.push(Piece {
+                    source: plan.sources.len() as u32,
+                    src_start_bytes: 0,
+                    dst: 0,
+                    dims: merge_dims(dims),
+                });
             }
-            plan.arrays.push(Array::new(name, (dtype, dtype), shape, pieces, Vec::new())?);
+            plan.arrays
+                .push(Array::new(name, (dtype, dtype), shape, pieces, Vec::new())?);
             plan.sources.push(PlanSource::Memory(bytes));
         }
         Ok(plan)
@@ -280,7 +335,9 @@ impl<'a> Plan<'a> {
 }
 
 fn checked_span(dims: &[Dim]) -> Option<u64> {
-    dims.iter().try_fold(1_u64, |span, dim| span.checked_add((dim.len - 1).checked_mul(dim.src)?))
+    dims.iter().try_fold(1_u64, |span, dim| {
+        span.checked_add((dim.len - 1).checked_mul(dim.src)?)
+    })
 }
 
 /// A piece from a box that lies in both sides: element offsets and strides, one stride a dim.
@@ -290,7 +347,11 @@ pub(crate) fn piece_of(
     (dst, dst_strides): (u64, &[u64]),
 ) -> (u64, u64, Vec<Dim>) {
     let dims = (0..common.rank())
-        .map(|d| Dim { len: common.shape()[d], src: src_strides[d], dst: dst_strides[d] })
+        .map(|d| Dim {
+            len: common.shape()[d],
+            src: src_strides[d],
+            dst: dst_strides[d],
+        })
         .collect();
     (src, dst, merge_dims(dims))
 }

@@ -14,9 +14,16 @@ pub struct Region {
 impl Region {
     /// A region; offset and shape have the same length, their sum and the number of elements do not overflow.
     pub fn new(offset: Vec<u64>, shape: Vec<u64>) -> Result<Self> {
-        let fits = offset.iter().zip(&shape).all(|(o, s)| o.checked_add(*s).is_some());
+        let fits = offset
+            .iter()
+            .zip(&shape)
+            .all(|(o, s)| o.checked_add(*s).is_some());
         if offset.len() != shape.len() || !fits || n_elements(&shape).is_none() {
-            let message = format!("offset {} and shape {} are no region", Dims(&offset), Dims(&shape));
+            let message = format!(
+                "offset {} and shape {} are no region",
+                Dims(&offset),
+                Dims(&shape)
+            );
             return Err(Error::new(Kind::Argument, message));
         }
         Ok(Self { offset, shape })
@@ -24,7 +31,10 @@ impl Region {
 
     /// The whole of a tensor whose number of elements is known to fit.
     pub fn whole(shape: &[u64]) -> Self {
-        Self { offset: vec![0; shape.len()], shape: shape.to_vec() }
+        Self {
+            offset: vec![0; shape.len()],
+            shape: shape.to_vec(),
+        }
     }
 
     /// First element, one index a dim.
@@ -81,7 +91,9 @@ impl Region {
 
     /// What is left of `self` without `other`: at most two boxes a dim, disjoint.
     pub fn subtract(&self, other: &Self) -> Vec<Self> {
-        let Some(common) = self.intersect(other) else { return vec![self.clone()] };
+        let Some(common) = self.intersect(other) else {
+            return vec![self.clone()];
+        };
         let mut rest = Vec::new();
         let mut core = self.clone();
         for d in 0..self.rank() {
@@ -103,7 +115,12 @@ impl Region {
 
 impl fmt::Display for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "offset {} shape {}", Dims(&self.offset), Dims(&self.shape))
+        write!(
+            f,
+            "offset {} shape {}",
+            Dims(&self.offset),
+            Dims(&self.shape)
+        )
     }
 }
 
@@ -113,7 +130,12 @@ pub struct Dims<'a>(pub &'a [u64]);
 impl fmt::Display for Dims<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text: Vec<_> = self.0.iter().map(ToString::to_string).collect();
-        write!(f, "({}{})", text.join(", "), if text.len() == 1 { "," } else { "" })
+        write!(
+            f,
+            "({}{})",
+            text.join(", "),
+            if text.len() == 1 { "," } else { "" }
+        )
     }
 }
 
@@ -129,12 +151,21 @@ pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
 /// The row-major range `start..end` of an array as boxes, in order: at most `2 n - 1` for `n` dims.
 pub fn flat_range_boxes(shape: &[u64], start: u64, end: u64) -> Vec<Region> {
     let mut boxes = Vec::new();
-    let mut region = Region { offset: Vec::new(), shape: Vec::new() };
+    let mut region = Region {
+        offset: Vec::new(),
+        shape: Vec::new(),
+    };
     push_flat_range(shape, start, end, &mut region, &mut boxes);
     boxes
 }
 
-fn push_flat_range(shape: &[u64], start: u64, end: u64, prefix: &mut Region, boxes: &mut Vec<Region>) {
+fn push_flat_range(
+    shape: &[u64],
+    start: u64,
+    end: u64,
+    prefix: &mut Region,
+    boxes: &mut Vec<Region>,
+) {
     if start >= end {
         return;
     }
@@ -168,7 +199,8 @@ fn push_flat_range(shape: &[u64], start: u64, end: u64, prefix: &mut Region, box
         let mut rows = prefix.clone();
         rows.offset.push(from);
         rows.shape.push(to - from);
-        rows.offset.extend(std::iter::repeat_n(0, inner_shape.len()));
+        rows.offset
+            .extend(std::iter::repeat_n(0, inner_shape.len()));
         rows.shape.extend(inner_shape);
         boxes.push(rows);
     }
@@ -183,7 +215,14 @@ mod tests {
 
     #[test]
     fn flat_ranges_are_covered_once_in_order() {
-        for shape in [vec![], vec![7], vec![3, 4], vec![2, 3, 4], vec![1, 5, 1], vec![2, 2, 2, 3]] {
+        for shape in [
+            vec![],
+            vec![7],
+            vec![3, 4],
+            vec![2, 3, 4],
+            vec![1, 5, 1],
+            vec![2, 2, 2, 3],
+        ] {
             let n: u64 = shape.iter().product();
             let strides = row_major_strides(&shape);
             for start in 0..=n {
@@ -192,10 +231,15 @@ mod tests {
                     assert!(boxes.len() <= (2 * shape.len()).saturating_sub(1).max(1));
                     let mut covered = Vec::new();
                     for region in &boxes {
-                        let base: u64 = region.offset.iter().zip(&strides).map(|(o, s)| o * s).sum();
+                        let base: u64 =
+                            region.offset.iter().zip(&strides).map(|(o, s)| o * s).sum();
                         covered.extend(base..base + region.n_elements());
                     }
-                    assert_eq!(covered, (start..end).collect::<Vec<_>>(), "{shape:?} {start}..{end}");
+                    assert_eq!(
+                        covered,
+                        (start..end).collect::<Vec<_>>(),
+                        "{shape:?} {start}..{end}"
+                    );
                 }
             }
         }

@@ -17,7 +17,8 @@ impl ShardFile {
     /// Opens a file and checks its header.
     pub fn open(path: &Path, follow_links: bool, method: Method) -> Result<Self> {
         let source = Source::open(path, follow_links, method)?;
-        let header = Header::read(source.file(), path, source.n_bytes()).map_err(|error| error.path(path))?;
+        let header = Header::read(source.file(), path, source.n_bytes())
+            .map_err(|error| error.path(path))?;
         Ok(Self { source, header })
     }
 
@@ -34,6 +35,10 @@ impl ShardFile {
     /// dtype, shape and first byte in the file of a tensor.
     pub fn tensor(&self, name: &str) -> Option<(Dtype, Vec<u64>, u64)> {
         let entry = self.header.entry(self.header.find(name)?);
-        Some((entry.dtype, entry.shape, self.header.data_start() + entry.start))
+        Some((
+            entry.dtype,
+            entry.shape,
+            self.header.data_start() + entry.start,
+        ))
     }
 }

@@ -1,4 +1,7 @@
-#![expect(unsafe_code, reason = "mapping a file is unsafe; the risk is told at `Source`")]
+#![expect(
+    unsafe_code,
+    reason = "mapping a file is unsafe; the risk is told at `Source`"
+)]
 //! Where stored bytes come from: a map or positioned reads of one opened file, behind one type.
 //!
 //! On local file systems the file is mapped: bulk copies out of the page cache need no second copy. On network file
@@ -46,19 +49,28 @@ impl Source {
             flags |= OFlags::NOFOLLOW;
         }
         let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
-            rustix::io::Errno::LOOP if !follow_links => {
-                Error::damaged(format!("{} is a symbolic link; a regular file was expected", show(path))).path(path)
-            }
+            rustix::io::Errno::LOOP if !follow_links => Error::damaged(format!(
+                "{} is a symbolic link; a regular file was expected",
+                show(path)
+            ))
+            .path(path),
             rustix::io::Errno::MFILE => Error::io("cannot open", path, &errno.into())
                 .hint("raise the limit of open files (`ulimit -n`)"),
             _ => Error::io("cannot open", path, &errno.into()),
         })?;
         let file = File::from(file);
-        let status = file.metadata().map_err(|error| Error::io("cannot examine", path, &error))?;
+        let status = file
+            .metadata()
+            .map_err(|error| Error::io("cannot examine", path, &error))?;
         if !status.is_file() {
             return Err(Error::damaged(format!("{} is not a regular file", show(path))).path(path));
         }
-        let mut this = Self { path: path.to_owned(), file, n_bytes: status.len(), map: None };
+        let mut this = Self {
+            path: path.to_owned(),
+            file,
+            n_bytes: status.len(),
+            map: None,
+        };
         let is_mapped = match method {
             Method::Auto => is_local(&this.file),
             Method::Map => true,
@@ -102,11 +114,14 @@ impl Source {
 
     /// A range of the map, brought in; `None` if the file is not mapped.
     pub fn bytes(&self, start: u64, len: u64) -> Result<Option<&[u8]>> {
-        let Some(map) = &self.map else { return Ok(None) };
+        let Some(map) = &self.map else {
+            return Ok(None);
+        };
         let range = self.range(start, len)?;
         #[cfg(target_os = "linux")]
         if len > 0
-            && let Err(error) = map.advise_range(memmap2::Advice::PopulateRead, range.start, range.len())
+            && let Err(error) =
+                map.advise_range(memmap2::Advice::PopulateRead, range.start, range.len())
         {
             self.explain_populate(&error, start + len)?;
         }
@@ -129,10 +144,14 @@ impl Source {
     /// Fills a buffer from a position of the file.
     pub fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()> {
         self.range(start, to.len() as u64)?;
-        self.file.read_exact_at(to, start).map_err(|error| match error.kind() {
-            std::io::ErrorKind::UnexpectedEof => self.shrunk(self.file.metadata().map_or(0, |status| status.len())),
-            _ => Error::io("cannot read", &self.path, &error),
-        })
+        self.file
+            .read_exact_at(to, start)
+            .map_err(|error| match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => {
+                    self.shrunk(self.file.metadata().map_or(0, |status| status.len()))
+                }
+                _ => Error::io("cannot read", &self.path, &error),
+            })
     }
 
     /// A private copy-on-write map of the whole file: writes to it reach neither the file nor other maps.
@@ -151,15 +170,25 @@ impl Source {
     fn range(&self, start: u64, len: u64) -> Result<std::ops::Range<usize>> {
         let end = start.checked_add(len).filter(|end| *end <= self.n_bytes);
         let end = end.ok_or_else(|| {
-            let message = format!("{} has {} bytes; {len} bytes at {start} were asked for", show(&self.path), self.n_bytes);
+            let message = format!(
+                "{} has {} bytes; {len} bytes at {start} were asked for",
+                show(&self.path),
+                self.n_bytes
+            );
             Error::damaged(message).path(&self.path)
         })?;
         Ok(start as usize..end as usize)
     }
 
     fn shrunk(&self, now: u64) -> Error {
-        let message = format!("{} had {} bytes when it was opened and has {now} now", show(&self.path), self.n_bytes);
-        Error::damaged(message).path(&self.path).hint("something truncated the file while it was in use")
+        let message = format!(
+            "{} had {} bytes when it was opened and has {now} now",
+            show(&self.path),
+            self.n_bytes
+        );
+        Error::damaged(message)
+            .path(&self.path)
+            .hint("something truncated the file while it was in use")
     }
 }
 
@@ -206,7 +235,12 @@ mod tests {
         for method in [Method::Map, Method::Read] {
             std::fs::write(&path, vec![7_u8; 3 << 20]).unwrap();
             let source = Source::open(&path, true, method).unwrap();
-            File::options().write(true).open(&path).unwrap().set_len(4096).unwrap();
+            File::options()
+                .write(true)
+                .open(&path)
+                .unwrap()
+                .set_len(4096)
+                .unwrap();
             let mut to = vec![0; 2 << 20];
             let error = if source.is_mapped() {
                 source.bytes(1 << 20, 2 << 20).map(|_| ()).unwrap_err()
@@ -224,9 +258,22 @@ mod tests {
         let link = folder.path().join("link");
         std::fs::write(folder.path().join("file"), b"x").unwrap();
         std::os::unix::fs::symlink("file", &link).unwrap();
-        assert_eq!(Source::open(&link, false, Method::Auto).unwrap_err().kind(), Kind::Damaged);
+        assert_eq!(
+            Source::open(&link, false, Method::Auto).unwrap_err().kind(),
+            Kind::Damaged
+        );
         assert!(Source::open(&link, true, Method::Auto).is_ok());
-        assert_eq!(Source::open(folder.path(), true, Method::Auto).unwrap_err().kind(), Kind::Damaged);
-        assert_eq!(Source::open(&folder.path().join("no"), true, Method::Auto).unwrap_err().kind(), Kind::NotFound);
+        assert_eq!(
+            Source::open(folder.path(), true, Method::Auto)
+                .unwrap_err()
+                .kind(),
+            Kind::Damaged
+        );
+        assert_eq!(
+            Source::open(&folder.path().join("no"), true, Method::Auto)
+                .unwrap_err()
+                .kind(),
+            Kind::NotFound
+        );
     }
 }

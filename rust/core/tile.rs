@@ -16,8 +16,14 @@ pub struct Tile {
 impl Tile {
     /// Element of the local array that holds a global element of this tile.
     pub fn local_at(&self, global: &[u64]) -> u64 {
-        let steps = global.iter().zip(self.global.offset()).zip(&self.local_strides);
-        self.local_offset + steps.map(|((at, start), stride)| (at - start) * stride).sum::<u64>()
+        let steps = global
+            .iter()
+            .zip(self.global.offset())
+            .zip(&self.local_strides);
+        self.local_offset
+            + steps
+                .map(|((at, start), stride)| (at - start) * stride)
+                .sum::<u64>()
     }
 
     /// One past the last local element; `None` if that overflows.
@@ -26,8 +32,9 @@ impl Tile {
             return Some(self.local_offset);
         }
         let extents = self.global.shape().iter().zip(&self.local_strides);
-        extents.clone().try_fold(self.local_offset.checked_add(1)?, |end, (extent, stride)| {
-            end.checked_add((extent - 1).checked_mul(*stride)?)
-        })
+        extents.clone().try_fold(
+            self.local_offset.checked_add(1)?,
+            |end, (extent, stride)| end.checked_add((extent - 1).checked_mul(*stride)?),
+        )
     }
 }

@@ -61,16 +61,37 @@ pub struct Written {
 ///
 /// # Errors
 /// Whatever fails, the temporary is removed and a file that had the name before is untouched.
-pub fn write(path: &Path, plan: &Plan<'_>, options: &Options, control: &Control) -> Result<Written> {
+pub fn write(
+    path: &Path,
+    plan: &Plan<'_>,
+    options: &Options,
+    control: &Control,
+) -> Result<Written> {
     if options.memory_bytes < MIN_MEMORY_BYTES {
-        let message = format!("a budget of {} bytes is too small; at least {MIN_MEMORY_BYTES} are needed", options.memory_bytes);
+        let message = format!(
+            "a budget of {} bytes is too small; at least {MIN_MEMORY_BYTES} are needed",
+            options.memory_bytes
+        );
         return Err(Error::new(Kind::Argument, message));
     }
-    let align = if plan.n_bytes() >= PAGE_ALIGNED_FROM_BYTES { DIRECT_BLOCK_BYTES as u64 } else { 64 };
-    let tensors: Vec<_> = plan.arrays().iter().map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice())).collect();
-    let (header, starts) = header::build(&tensors, &options.metadata, align).map_err(|error| error.path(path))?;
+    let align = if plan.n_bytes() >= PAGE_ALIGNED_FROM_BYTES {
+        DIRECT_BLOCK_BYTES as u64
+    } else {
+        64
+    };
+    let tensors: Vec<_> = plan
+        .arrays()
+        .iter()
+        .map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice()))
+        .collect();
+    let (header, starts) =
+        header::build(&tensors, &options.metadata, align).map_err(|error| error.path(path))?;
     let n_bytes = header.len() as u64 + plan.n_bytes();
-    let content = Content { plan, header, starts };
+    let content = Content {
+        plan,
+        header,
+        starts,
+    };
     let temporary = Temporary::create(path, n_bytes, options)?;
     let sums = stream(&temporary, &content, n_bytes, options, control)?;
     temporary.publish(path, options.durable)?;
@@ -104,11 +125,16 @@ impl Content<'_> {
             (at, to) = (at + n as u64, rest);
         }
         // The last array that begins at or before this byte; empty arrays share their start with the next one.
-        let mut i = self.starts.partition_point(|start| data_start + start <= at).saturating_sub(1);
+        let mut i = self
+            .starts
+            .partition_point(|start| data_start + start <= at)
+            .saturating_sub(1);
         while !to.is_empty() {
             let array = &self.plan.arrays()[i];
             let offset = at - data_start - self.starts[i];
-            let n = to.len().min((array.n_bytes() - offset.min(array.n_bytes())) as usize);
+            let n = to
+                .len()
+                .min((array.n_bytes() - offset.min(array.n_bytes())) as usize);
             if n > 0 {
                 let (part, rest) = to.split_at_mut(n);
                 fill_bytes(self.plan, array, offset, part, control)?;
@@ -121,11 +147,23 @@ impl Content<'_> {
     }
 }
 
-fn stream(temporary: &Temporary, content: &Content<'_>, n_bytes: u64, options: &Options, control: &Control) -> Result<Vec<u32>> {
+fn stream(
+    temporary: &Temporary,
+    content: &Content<'_>,
+    n_bytes: u64,
+    options: &Options,
+    control: &Control,
+) -> Result<Vec<u32>> {
     let half = (options.memory_bytes / 2).min(MAX_WINDOW_BYTES as u64) as usize;
     let window_bytes = half / PIECE_BYTES * PIECE_BYTES;
-    let first = window_bytes.min(n_bytes as usize).next_multiple_of(DIRECT_BLOCK_BYTES);
-    let second = if n_bytes as usize > window_bytes { first } else { 0 };
+    let first = window_bytes
+        .min(n_bytes as usize)
+        .next_multiple_of(DIRECT_BLOCK_BYTES);
+    let second = if n_bytes as usize > window_bytes {
+        first
+    } else {
+        0
+    };
     let mut windows = [Memory::new(first)?, Memory::new(second)?];
     let mut sums = Vec::with_capacity((n_bytes as usize).div_ceil(CHUNK_BYTES));
     let [current, other] = &mut windows;
@@ -136,19 +174,33 @@ fn stream(temporary: &Temporary, content: &Content<'_>, n_bytes: u64, options: &
     while start < n_bytes {
         let len = len_at(start);
         let window = &*current.as_mut_slice();
-        sums.par_extend(window[..len].par_chunks(CHUNK_BYTES).map(|chunk| crc32c(0, chunk)));
+        sums.par_extend(
+            window[..len]
+                .par_chunks(CHUNK_BYTES)
+                .map(|chunk| crc32c(0, chunk)),
+        );
         let next = start + len as u64;
-        let pieces = &Pieces { file: temporary, window, len, start, next: AtomicU64::new(0) };
+        let pieces = &Pieces {
+            file: temporary,
+            window,
+            len,
+            start,
+            next: AtomicU64::new(0),
+        };
         std::thread::scope(|scope| -> Result<()> {
             let n_threads = len.div_ceil(PIECE_BYTES).min(PIECES_IN_FLIGHT);
-            let writers: Vec<_> = (0..n_threads).map(|_| scope.spawn(move || pieces.write_some())).collect();
+            let writers: Vec<_> = (0..n_threads)
+                .map(|_| scope.spawn(move || pieces.write_some()))
+                .collect();
             let filled = if next < n_bytes {
                 content.fill(next, &mut other.as_mut_slice()[..len_at(next)], control)
             } else {
                 Ok(())
             };
             for writer in writers {
-                writer.join().map_err(|_| Error::new(Kind::Io, "a writer thread died").path(&temporary.path))??;
+                writer.join().map_err(|_| {
+                    Error::new(Kind::Io, "a writer thread died").path(&temporary.path)
+                })??;
             }
             filled
         })?;
@@ -175,7 +227,8 @@ impl Pieces<'_> {
                 return Ok(());
             }
             let to = (from + PIECE_BYTES).min(self.len);
-            self.file.write_piece(self.start + from as u64, &self.window[from..to])?;
+            self.file
+                .write_piece(self.start + from as u64, &self.window[from..to])?;
         }
     }
 }
@@ -191,11 +244,18 @@ struct Temporary {
 impl Temporary {
     fn create(path: &Path, n_bytes: u64, options: &Options) -> Result<Self> {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
-        let name = path.file_name().ok_or_else(|| Error::new(Kind::Argument, format!("{} names no file", path.display())))?;
+        let name = path.file_name().ok_or_else(|| {
+            Error::new(Kind::Argument, format!("{} names no file", path.display()))
+        })?;
         // Not ending in `.safetensors`, so that no reader takes it for a shard.
         let serial = COUNTER.fetch_add(1, Ordering::Relaxed);
-        let temporary = path.with_file_name(format!(".{}.{}-{serial}.tmp", name.to_string_lossy(), std::process::id()));
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let temporary = path.with_file_name(format!(
+            ".{}.{}-{serial}.tmp",
+            name.to_string_lossy(),
+            std::process::id()
+        ));
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let open = || rustix::fs::open(&temporary, flags, Mode::from_raw_mode(options.mode));
         let opened = open().or_else(|errno| {
             // A dead process with our number left one of this name behind.
@@ -205,19 +265,34 @@ impl Temporary {
             }
             Err(errno)
         });
-        let buffered = opened.map_err(|errno| Error::io("cannot create", &temporary, &errno.into()))?;
-        let mut this = Self { path: temporary, buffered: File::from(buffered), direct: None, is_published: false };
+        let buffered =
+            opened.map_err(|errno| Error::io("cannot create", &temporary, &errno.into()))?;
+        let mut this = Self {
+            path: temporary,
+            buffered: File::from(buffered),
+            direct: None,
+            is_published: false,
+        };
         match rustix::fs::fallocate(&this.buffered, FallocateFlags::empty(), 0, n_bytes.max(1)) {
-            Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS | rustix::io::Errno::INVAL) => {}
+            Ok(())
+            | Err(
+                rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS | rustix::io::Errno::INVAL,
+            ) => {}
             Err(errno) => {
-                return Err(Error::io(&format!("cannot reserve {n_bytes} bytes for"), path, &errno.into())
-                    .hint("free some space, or choose another destination"));
+                return Err(Error::io(
+                    &format!("cannot reserve {n_bytes} bytes for"),
+                    path,
+                    &errno.into(),
+                )
+                .hint("free some space, or choose another destination"));
             }
         }
         if options.direct && n_bytes >= PIECE_BYTES as u64 {
             let flags = OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW;
             // Refused by tmpfs and some network file systems: then all writes are buffered.
-            this.direct = rustix::fs::open(&this.path, flags, Mode::empty()).ok().map(File::from);
+            this.direct = rustix::fs::open(&this.path, flags, Mode::empty())
+                .ok()
+                .map(File::from);
         }
         Ok(this)
     }
@@ -227,21 +302,29 @@ impl Temporary {
             let error = Error::io("cannot write", &self.path, &error);
             error.hint("the destination is unchanged; free space or choose another one if the disk is full")
         };
-        let direct_len = if self.direct.is_some() { bytes.len() / DIRECT_BLOCK_BYTES * DIRECT_BLOCK_BYTES } else { 0 };
+        let direct_len = if self.direct.is_some() {
+            bytes.len() / DIRECT_BLOCK_BYTES * DIRECT_BLOCK_BYTES
+        } else {
+            0
+        };
         let (aligned, tail) = bytes.split_at(direct_len);
         if let Some(direct) = &self.direct
             && !aligned.is_empty()
         {
             match direct.write_all_at(aligned, at) {
                 // Opened, but this device wants a larger alignment: the page cache does it.
-                Err(error) if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) => {
+                Err(error)
+                    if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) =>
+                {
                     self.buffered.write_all_at(aligned, at).map_err(failed)?;
                 }
                 other => other.map_err(failed)?,
             }
         }
         if !tail.is_empty() {
-            self.buffered.write_all_at(tail, at + direct_len as u64).map_err(failed)?;
+            self.buffered
+                .write_all_at(tail, at + direct_len as u64)
+                .map_err(failed)?;
         }
         Ok(())
     }
@@ -249,12 +332,19 @@ impl Temporary {
     fn publish(mut self, path: &Path, durable: bool) -> Result<()> {
         if durable {
             // After a failed sync the file's pages can no longer be trusted: it is dropped, never synced again.
-            self.buffered.sync_all().map_err(|error| Error::io("cannot sync", &self.path, &error))?;
+            self.buffered
+                .sync_all()
+                .map_err(|error| Error::io("cannot sync", &self.path, &error))?;
         }
-        std::fs::rename(&self.path, path).map_err(|error| Error::io("cannot rename to", path, &error))?;
+        std::fs::rename(&self.path, path)
+            .map_err(|error| Error::io("cannot rename to", path, &error))?;
         self.is_published = true;
         if durable {
-            sync_folder(path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))?;
+            sync_folder(
+                path.parent()
+                    .filter(|p| !p.as_os_str().is_empty())
+                    .unwrap_or(Path::new(".")),
+            )?;
         }
         Ok(())
     }
@@ -276,7 +366,11 @@ impl Drop for Temporary {
 pub fn rename(from: &Path, to: &Path, exchange: bool) -> std::io::Result<()> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     use rustix::io::Errno;
-    let flags = if exchange { RenameFlags::EXCHANGE } else { RenameFlags::NOREPLACE };
+    let flags = if exchange {
+        RenameFlags::EXCHANGE
+    } else {
+        RenameFlags::NOREPLACE
+    };
     match renameat_with(CWD, from, CWD, to, flags) {
         Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {}
         other => return other.map_err(Into::into),

@@ -1,9 +1,11 @@
-#![expect(unsafe_code, reason = "the buffer protocol hands out and takes raw memory")]
+#![expect(
+    unsafe_code,
+    reason = "the buffer protocol hands out and takes raw memory"
+)]
 //! Memory across the border: what we hand out (`Buffer`) and what we are given (`Borrowed`).
 
 use crate::errors::raise;
 use memmap2::MmapMut;
-use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use reshard_core::memory::Memory;
@@ -34,12 +36,20 @@ impl Buffer {
     pub(crate) fn of_memory(mut memory: Memory) -> Self {
         let bytes = memory.as_mut_slice();
         let (address, len) = (bytes.as_mut_ptr(), bytes.len());
-        Self { address, len, _owner: Owner::Memory(memory) }
+        Self {
+            address,
+            len,
+            _owner: Owner::Memory(memory),
+        }
     }
 
     pub(crate) fn of_map(mut map: MmapMut) -> Self {
         let (address, len) = (map.as_mut_ptr(), map.len());
-        Self { address, len, _owner: Owner::Map(map) }
+        Self {
+            address,
+            len,
+            _owner: Owner::Map(map),
+        }
     }
 
     pub(crate) fn address(&self) -> usize {
@@ -54,14 +64,29 @@ impl Buffer {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "the signature of the slot")]
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let this = slf.get();
         // SAFETY: `view` is the structure to fill that the interpreter passed; `slf` owns the `len` bytes at `address`
         // and the view will hold a reference to it, so that they outlive the view. A `Vec` of that size fits isize.
         let status = unsafe {
-            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), this.address.cast(), this.len as ffi::Py_ssize_t, 0, flags)
+            ffi::PyBuffer_FillInfo(
+                view,
+                slf.as_ptr(),
+                this.address.cast(),
+                this.len as ffi::Py_ssize_t,
+                0,
+                flags,
+            )
         };
-        if status != 0 { Err(PyErr::fetch(slf.py())) } else { Ok(()) }
+        if status != 0 {
+            Err(PyErr::fetch(slf.py()))
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -96,7 +121,9 @@ impl Borrowed {
     pub(crate) fn readable(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let this = Self::get(object, ffi::PyBUF_STRIDES)?;
         if this.strides().iter().any(|stride| *stride < 0) {
-            return Err(PyBufferError::new_err("negative strides; give a contiguous copy"));
+            let error = Error::new(Kind::Argument, "an array with negative strides cannot be written as it lies")
+                .hint("give a contiguous copy of it");
+            return raise(object.py(), Err(error));
         }
         Ok(this)
     }
@@ -122,7 +149,10 @@ impl Borrowed {
     }
 
     pub(crate) fn shape(&self) -> Vec<u64> {
-        self.dims(self.view.shape).iter().map(|extent| *extent as u64).collect()
+        self.dims(self.view.shape)
+            .iter()
+            .map(|extent| *extent as u64)
+            .collect()
     }
 
     /// All bytes from the first to the last that the strides reach.
@@ -130,15 +160,27 @@ impl Borrowed {
         if self.view.len == 0 {
             return &[];
         }
-        let reach = self.shape().iter().zip(self.strides_bytes()).map(|(extent, stride)| (extent - 1) * stride).sum::<u64>();
-        let len = if self.strides().is_empty() { self.view.len as u64 } else { reach + self.view.itemsize as u64 };
+        let reach = self
+            .shape()
+            .iter()
+            .zip(self.strides_bytes())
+            .map(|(extent, stride)| (extent - 1) * stride)
+            .sum::<u64>();
+        let len = if self.strides().is_empty() {
+            self.view.len as u64
+        } else {
+            reach + self.view.itemsize as u64
+        };
         // SAFETY: the lender vouches for every byte that shape and strides reach, until the release. Another Python
         // thread that writes meanwhile changes what is saved, as with any array handed to a writer.
         unsafe { std::slice::from_raw_parts(self.view.buf.cast(), len as usize) }
     }
 
     /// The bytes, to write. One slice at a time is the caller's duty: see [`disjoint`].
-    #[expect(clippy::mut_from_ref, reason = "the memory is the lender's, exclusive by `disjoint`")]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "the memory is the lender's, exclusive by `disjoint`"
+    )]
     pub(crate) fn bytes_mut(&self) -> &mut [u8] {
         if self.view.len == 0 {
             return &mut [];
@@ -158,10 +200,18 @@ impl Drop for Borrowed {
 
 /// Refuses buffers that share memory: they could not be filled in parallel.
 pub(crate) fn disjoint(py: Python<'_>, buffers: &[Borrowed]) -> PyResult<()> {
-    let mut ranges: Vec<_> = buffers.iter().map(Borrowed::range).filter(|(_, len)| *len > 0).collect();
+    let mut ranges: Vec<_> = buffers
+        .iter()
+        .map(Borrowed::range)
+        .filter(|(_, len)| *len > 0)
+        .collect();
     ranges.sort_unstable();
-    if ranges.windows(2).any(|pair| pair[0].0 + pair[0].1 > pair[1].0) {
-        let error = Error::new(Kind::Argument, "two arrays in `out` share memory").hint("give each key an array of its own");
+    if ranges
+        .windows(2)
+        .any(|pair| pair[0].0 + pair[0].1 > pair[1].0)
+    {
+        let error = Error::new(Kind::Argument, "two arrays in `out` share memory")
+            .hint("give each key an array of its own");
         return raise(py, Err(error));
     }
     Ok(())

@@ -32,7 +32,9 @@ fn to_python(py: Python<'_>, error: &Error) -> PyErr {
             facts.set_item("errno", errno)?;
         }
         let class = py.import("reshard.errors")?.getattr(class)?;
-        Ok(PyErr::from_value(class.call((error.message(),), Some(&facts))?))
+        Ok(PyErr::from_value(
+            class.call((error.message(),), Some(&facts))?,
+        ))
     };
     make().unwrap_or_else(|failure| failure)
 }

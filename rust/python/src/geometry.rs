@@ -10,7 +10,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// `(offset, shape, local_offset, local_strides)`
-type TileTuple<'py> = (Bound<'py, PyTuple>, Bound<'py, PyTuple>, u64, Bound<'py, PyTuple>);
+type TileTuple<'py> = (
+    Bound<'py, PyTuple>,
+    Bound<'py, PyTuple>,
+    u64,
+    Bound<'py, PyTuple>,
+);
 
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Mesh(pub(crate) Arc<reshard_core::mesh::Mesh>);
@@ -30,7 +35,9 @@ impl Mesh {
 
     #[getter]
     fn ranks(&self) -> Vec<u64> {
-        (0..self.0.n_points()).map(|position| self.0.rank_at(position)).collect()
+        (0..self.0.n_points())
+            .map(|position| self.0.rank_at(position))
+            .collect()
     }
 
     #[getter]
@@ -41,7 +48,9 @@ impl Mesh {
     fn coordinates(&self, py: Python<'_>, rank: u64) -> PyResult<BTreeMap<String, u64>> {
         let position = raise(py, self.0.position(rank))?;
         let axes = self.0.axes().iter().enumerate();
-        Ok(axes.map(|(axis, (name, _))| (name.clone(), self.0.coordinate(position, axis))).collect())
+        Ok(axes
+            .map(|(axis, (name, _))| (name.clone(), self.0.coordinate(position, axis)))
+            .collect())
     }
 }
 
@@ -66,10 +75,18 @@ impl Layout {
         place: Vec<(Vec<String>, u64)>,
     ) -> PyResult<Self> {
         let make = || {
-            let axes = |names: &[String]| names.iter().map(|name| mesh.0.axis(name)).collect::<Result<Vec<_>, _>>();
+            let axes = |names: &[String]| {
+                names
+                    .iter()
+                    .map(|name| mesh.0.axis(name))
+                    .collect::<Result<Vec<_>, _>>()
+            };
             let n = shape.len();
             let outside = |what: &str, d: usize| {
-                Error::new(Kind::Layout, format!("`{what}` speaks of dim {d}, the tensor has {n} dims"))
+                Error::new(
+                    Kind::Layout,
+                    format!("`{what}` speaks of dim {d}, the tensor has {n} dims"),
+                )
             };
             let mut dims = vec![DimSpec::default(); n];
             for (d, names) in cut.iter().enumerate() {
@@ -83,7 +100,10 @@ impl Layout {
                 dims.get_mut(d).ok_or_else(|| outside("sizes", d))?.sizes = Some(sizes);
             }
             for (d, blocks) in blocks.unwrap_or_default() {
-                let blocks = blocks.into_iter().map(|(size, is_cut)| Block { size, is_cut }).collect();
+                let blocks = blocks
+                    .into_iter()
+                    .map(|(size, is_cut)| Block { size, is_cut })
+                    .collect();
                 dims.get_mut(d).ok_or_else(|| outside("blocks", d))?.blocks = Some(blocks);
             }
             let uneven = match uneven {
@@ -95,8 +115,18 @@ impl Layout {
                 }
             };
             let flat = flat.map(|names| axes(&names)).transpose()?;
-            let place = place.iter().map(|(names, at)| Ok((axes(names)?, *at))).collect::<Result<Vec<_>, Error>>()?;
-            let spec = Spec { shape, dims, uneven, flat, stored, place };
+            let place = place
+                .iter()
+                .map(|(names, at)| Ok((axes(names)?, *at)))
+                .collect::<Result<Vec<_>, Error>>()?;
+            let spec = Spec {
+                shape,
+                dims,
+                uneven,
+                flat,
+                stored,
+                place,
+            };
             reshard_core::layout::Layout::new(Arc::clone(&mesh.0), spec)
         };
         raise(py, make()).map(|layout| Self(Arc::new(layout)))
@@ -122,7 +152,10 @@ impl Layout {
     }
 
     fn holders(&self) -> Vec<u64> {
-        self.0.holders().map(|position| self.0.mesh().rank_at(position)).collect()
+        self.0
+            .holders()
+            .map(|position| self.0.mesh().rank_at(position))
+            .collect()
     }
 
     fn block_shape<'py>(&self, py: Python<'py>, rank: u64) -> PyResult<Bound<'py, PyTuple>> {
@@ -134,7 +167,11 @@ impl Layout {
     }
 
     fn tiles<'py>(&self, py: Python<'py>, rank: u64) -> PyResult<Vec<TileTuple<'py>>> {
-        self.0.tiles(self.position(py, rank)?).iter().map(|tile| tile_tuple(py, tile)).collect()
+        self.0
+            .tiles(self.position(py, rank)?)
+            .iter()
+            .map(|tile| tile_tuple(py, tile))
+            .collect()
     }
 }
 
@@ -167,14 +204,31 @@ impl Request {
         self.0.len()
     }
 
-    fn add(&mut self, py: Python<'_>, name: &str, key: &str, layout: &Layout, rank: u64) -> PyResult<()> {
+    fn add(
+        &mut self,
+        py: Python<'_>,
+        name: &str,
+        key: &str,
+        layout: &Layout,
+        rank: u64,
+    ) -> PyResult<()> {
         let position = layout.position(py, rank)?;
         raise(py, self.0.add(name, key, &layout.0, position))
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn add_region(&mut self, py: Python<'_>, name: &str, key: &str, offset: Vec<u64>, shape: Vec<u64>) -> PyResult<()> {
-        let region = raise(py, Region::new(offset, shape).map_err(|error| error.key(key)))?;
+    fn add_region(
+        &mut self,
+        py: Python<'_>,
+        name: &str,
+        key: &str,
+        offset: Vec<u64>,
+        shape: Vec<u64>,
+    ) -> PyResult<()> {
+        let region = raise(
+            py,
+            Region::new(offset, shape).map_err(|error| error.key(key)),
+        )?;
         self.0.add_region(name, key, region);
         Ok(())
     }
@@ -188,14 +242,25 @@ impl Request {
         rank: u64,
         align: u64,
     ) -> PyResult<()> {
-        let members: Vec<_> = members.iter().map(|(key, layout)| (key.clone(), Arc::clone(&layout.get().0))).collect();
+        let members: Vec<_> = members
+            .iter()
+            .map(|(key, layout)| (key.clone(), Arc::clone(&layout.get().0)))
+            .collect();
         raise(py, self.0.add_joined(name, &members, rank, align))
     }
 
     /// Shape of the array that was added last, and its tiles with their keys.
-    fn last<'py>(&self, py: Python<'py>) -> PyResult<Option<(Bound<'py, PyTuple>, Vec<(String, TileTuple<'py>)>)>> {
-        let Some((shape, tiles, _)) = self.0.last() else { return Ok(None) };
-        let tiles = tiles.iter().map(|(key, tile)| Ok((key.clone(), tile_tuple(py, tile)?))).collect::<PyResult<_>>()?;
+    fn last<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Option<(Bound<'py, PyTuple>, Vec<(String, TileTuple<'py>)>)>> {
+        let Some((shape, tiles, _)) = self.0.last() else {
+            return Ok(None);
+        };
+        let tiles = tiles
+            .iter()
+            .map(|(key, tile)| Ok((key.clone(), tile_tuple(py, tile)?)))
+            .collect::<PyResult<_>>()?;
         Ok(Some((PyTuple::new(py, shape)?, tiles)))
     }
 }

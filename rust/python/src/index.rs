@@ -34,7 +34,10 @@ fn parse_method(method: &str) -> reshard_core::Result<Method> {
         "auto" => Ok(Method::Auto),
         "map" => Ok(Method::Map),
         "read" => Ok(Method::Read),
-        other => Err(Error::new(Kind::Argument, format!("`method` is `{other}`; `auto`, `map` or `read` are accepted"))),
+        other => Err(Error::new(
+            Kind::Argument,
+            format!("`method` is `{other}`; `auto`, `map` or `read` are accepted"),
+        )),
     }
 }
 
@@ -42,7 +45,10 @@ fn parse_method(method: &str) -> reshard_core::Result<Method> {
 impl Index {
     #[new]
     fn new() -> Self {
-        Self { index: reshard_core::index::Index::new(), metadata: None }
+        Self {
+            index: reshard_core::index::Index::new(),
+            metadata: None,
+        }
     }
 
     #[staticmethod]
@@ -51,7 +57,8 @@ impl Index {
     fn from_metadata(py: Python<'_>, path: PathBuf, method: &str) -> PyResult<Self> {
         let method = raise(py, parse_method(method))?;
         let decoded = py.detach(|| {
-            let text = std::fs::read(&path).map_err(|error| Error::io("cannot read", &path, &error))?;
+            let text =
+                std::fs::read(&path).map_err(|error| Error::io("cannot read", &path, &error))?;
             let metadata = decode(&text)?;
             drop(text);
             let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
@@ -63,8 +70,16 @@ impl Index {
             // The index has its own copy of the table; only layouts and dtypes are asked for later.
             tensor.cells = Default::default();
         }
-        let by_key = metadata.tensors.iter().enumerate().map(|(i, tensor)| (tensor.name.clone(), i)).collect();
-        Ok(Self { index, metadata: Some((metadata, by_key)) })
+        let by_key = metadata
+            .tensors
+            .iter()
+            .enumerate()
+            .map(|(i, tensor)| (tensor.name.clone(), i))
+            .collect();
+        Ok(Self {
+            index,
+            metadata: Some((metadata, by_key)),
+        })
     }
 
     #[getter]
@@ -73,7 +88,13 @@ impl Index {
     }
 
     #[pyo3(signature = (path, *, follow_links=true, method="auto"))]
-    fn add_file(&mut self, py: Python<'_>, path: PathBuf, follow_links: bool, method: &str) -> PyResult<u32> {
+    fn add_file(
+        &mut self,
+        py: Python<'_>,
+        path: PathBuf,
+        follow_links: bool,
+        method: &str,
+    ) -> PyResult<u32> {
         let method = raise(py, parse_method(method))?;
         Ok(self.index.add_file(path, follow_links, method))
     }
@@ -86,9 +107,16 @@ impl Index {
         Ok(raise(py, self.index.open(file))?.source().n_bytes())
     }
 
-    fn file_metadata(&self, py: Python<'_>, file: u32) -> PyResult<Option<BTreeMap<String, String>>> {
+    fn file_metadata(
+        &self,
+        py: Python<'_>,
+        file: u32,
+    ) -> PyResult<Option<BTreeMap<String, String>>> {
         let opened = raise(py, self.index.open(file))?;
-        Ok(opened.header().metadata().map(|pairs| pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect()))
+        Ok(opened
+            .header()
+            .metadata()
+            .map(|pairs| pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect()))
     }
 
     fn file_tensors<'py>(
@@ -101,7 +129,13 @@ impl Index {
         (0..header.len())
             .map(|i| {
                 let entry = header.entry(i);
-                Ok((entry.name.to_owned(), entry.dtype.name(), PyTuple::new(py, entry.shape)?, entry.start, entry.end))
+                Ok((
+                    entry.name.to_owned(),
+                    entry.dtype.name(),
+                    PyTuple::new(py, entry.shape)?,
+                    entry.start,
+                    entry.end,
+                ))
             })
             .collect()
     }
@@ -111,9 +145,20 @@ impl Index {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn add_layout(&mut self, py: Python<'_>, key: &str, dtype: &str, layout: &Layout, files: Vec<u32>) -> PyResult<()> {
+    fn add_layout(
+        &mut self,
+        py: Python<'_>,
+        key: &str,
+        dtype: &str,
+        layout: &Layout,
+        files: Vec<u32>,
+    ) -> PyResult<()> {
         let dtype = raise(py, Dtype::parse(dtype))?;
-        raise(py, self.index.add_layout(key, dtype, &layout.0, &Arc::from(files)))
+        raise(
+            py,
+            self.index
+                .add_layout(key, dtype, &layout.0, &Arc::from(files)),
+        )
     }
 
     #[pyo3(signature = (key, dtype, shape, stored, *, overlapping=false))]
@@ -129,12 +174,19 @@ impl Index {
         let add = || {
             let dtype = Dtype::parse(dtype)?;
             let tile = |(offset, shape, local_offset, local_strides): TileArguments| {
-                Ok(Tile { global: Region::new(offset, shape)?, local_offset, local_strides })
+                Ok(Tile {
+                    global: Region::new(offset, shape)?,
+                    local_offset,
+                    local_strides,
+                })
             };
             let stored = stored
                 .into_iter()
                 .map(|(file, name, shape, tiles)| {
-                    let tiles = tiles.into_iter().map(tile).collect::<reshard_core::Result<Vec<_>>>()?;
+                    let tiles = tiles
+                        .into_iter()
+                        .map(tile)
+                        .collect::<reshard_core::Result<Vec<_>>>()?;
                     Ok((StoredTensor { file, name, shape }, tiles))
                 })
                 .collect::<reshard_core::Result<Vec<_>>>()?;
@@ -148,14 +200,19 @@ impl Index {
     }
 
     fn __contains__(&self, key: &Bound<'_, PyAny>) -> bool {
-        key.extract::<&str>().is_ok_and(|key| self.index.contains(key))
+        key.extract::<&str>()
+            .is_ok_and(|key| self.index.contains(key))
     }
 
     fn keys(&self) -> Vec<&str> {
         self.index.keys().collect()
     }
 
-    fn info<'py>(&self, py: Python<'py>, key: &str) -> PyResult<(&'static str, Bound<'py, PyTuple>)> {
+    fn info<'py>(
+        &self,
+        py: Python<'py>,
+        key: &str,
+    ) -> PyResult<(&'static str, Bound<'py, PyTuple>)> {
         let (dtype, shape) = raise(py, self.index.info(key))?;
         Ok((dtype.name(), PyTuple::new(py, shape)?))
     }
@@ -175,13 +232,26 @@ impl Index {
         key: &str,
     ) -> PyResult<Vec<(Bound<'py, PyTuple>, Bound<'py, PyTuple>, Vec<u32>)>> {
         let shards = raise(py, self.index.shards(key))?.into_iter();
-        shards.map(|(region, files)| Ok((PyTuple::new(py, region.offset())?, PyTuple::new(py, region.shape())?, files))).collect()
+        shards
+            .map(|(region, files)| {
+                Ok((
+                    PyTuple::new(py, region.offset())?,
+                    PyTuple::new(py, region.shape())?,
+                    files,
+                ))
+            })
+            .collect()
     }
 
     fn metadata_layout(&self, key: &str) -> Option<DeviceLayoutTuple> {
         let (metadata, by_key) = self.metadata.as_ref()?;
         let layout = &metadata.layouts[metadata.tensors[*by_key.get(key)?].layout? as usize];
-        Some((layout.device_matrix.clone(), layout.tensor_map.clone(), layout.alias_name.clone(), layout.rank_list.clone()))
+        Some((
+            layout.device_matrix.clone(),
+            layout.tensor_map.clone(),
+            layout.alias_name.clone(),
+            layout.rank_list.clone(),
+        ))
     }
 
     fn metadata_dtype(&self, key: &str) -> Option<&str> {

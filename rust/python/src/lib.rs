@@ -31,7 +31,8 @@ mod _core {
 
 #[pyfunction]
 fn dtype_bits(py: Python<'_>, dtype: &str) -> PyResult<u64> {
-    errors::raise(py, reshard_core::dtype::Dtype::parse(dtype)).map(reshard_core::dtype::Dtype::bits)
+    errors::raise(py, reshard_core::dtype::Dtype::parse(dtype))
+        .map(reshard_core::dtype::Dtype::bits)
 }
 
 #[pyfunction]

@@ -26,9 +26,21 @@ pub(crate) struct Plan(pub(crate) CorePlan<'static>);
 #[pymethods]
 impl Plan {
     #[getter]
-    fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Vec<(String, &'static str, Bound<'py, PyTuple>, u64)>> {
+    fn arrays<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Vec<(String, &'static str, Bound<'py, PyTuple>, u64)>> {
         let arrays = self.0.arrays().iter();
-        arrays.map(|a| Ok((a.name.clone(), a.dtype.name(), PyTuple::new(py, &a.shape)?, a.n_bytes()))).collect()
+        arrays
+            .map(|a| {
+                Ok((
+                    a.name.clone(),
+                    a.dtype.name(),
+                    PyTuple::new(py, &a.shape)?,
+                    a.n_bytes(),
+                ))
+            })
+            .collect()
     }
 
     #[getter]
@@ -81,10 +93,19 @@ impl Plan {
             places.push((memory, sizes[memory]));
             sizes[memory] += room;
         }
-        let mut memories = raise(py, sizes.iter().map(|size| Memory::new(*size as usize)).collect::<Result<Vec<_>, _>>())?;
+        let mut memories = raise(
+            py,
+            sizes
+                .iter()
+                .map(|size| Memory::new(*size as usize))
+                .collect::<Result<Vec<_>, _>>(),
+        )?;
         let control = Control::default();
         run(py, threads, self.0.n_bytes(), progress, &control, || {
-            let mut rests: Vec<(u64, &mut [u8])> = memories.iter_mut().map(|memory| (0, memory.as_mut_slice())).collect();
+            let mut rests: Vec<(u64, &mut [u8])> = memories
+                .iter_mut()
+                .map(|memory| (0, memory.as_mut_slice()))
+                .collect();
             let mut out = Vec::with_capacity(places.len());
             for (array, &(memory, start)) in self.0.arrays().iter().zip(&places) {
                 let (at, rest) = std::mem::take(&mut rests[memory]);
@@ -95,9 +116,14 @@ impl Plan {
             }
             fill(&self.0, out, Stores::Plain, &control)
         })?;
-        let buffers: Vec<_> =
-            memories.into_iter().map(|memory| Bound::new(py, Buffer::of_memory(memory))).collect::<PyResult<_>>()?;
-        Ok(places.into_iter().map(|(memory, start)| (buffers[memory].clone(), start)).collect())
+        let buffers: Vec<_> = memories
+            .into_iter()
+            .map(|memory| Bound::new(py, Buffer::of_memory(memory)))
+            .collect::<PyResult<_>>()?;
+        Ok(places
+            .into_iter()
+            .map(|(memory, start)| (buffers[memory].clone(), start))
+            .collect())
     }
 
     #[pyo3(signature = (out, *, threads=None, progress=None))]
@@ -109,11 +135,19 @@ impl Plan {
         threads: Option<usize>,
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
-        let borrowed = out.iter().map(Borrowed::writable).collect::<PyResult<Vec<_>>>()?;
+        let borrowed = out
+            .iter()
+            .map(Borrowed::writable)
+            .collect::<PyResult<Vec<_>>>()?;
         disjoint(py, &borrowed)?;
         let control = Control::default();
         run(py, threads, self.0.n_bytes(), progress, &control, || {
-            fill(&self.0, borrowed.iter().map(Borrowed::bytes_mut).collect(), Stores::Streaming, &control)
+            fill(
+                &self.0,
+                borrowed.iter().map(Borrowed::bytes_mut).collect(),
+                Stores::Streaming,
+                &control,
+            )
         })?;
         Ok(control.fetched_bytes())
     }
@@ -122,10 +156,12 @@ impl Plan {
         let mut maps: HashMap<u32, Bound<'py, Buffer>> = HashMap::new();
         let mut views = Vec::with_capacity(self.0.arrays().len());
         for array in self.0.arrays() {
-            let view = array.contiguous().and_then(|piece| match self.0.source(piece) {
-                PlanSource::File(id, file) => Some((*id, file, piece.src_start_bytes)),
-                PlanSource::Memory(_) => None,
-            });
+            let view = array
+                .contiguous()
+                .and_then(|piece| match self.0.source(piece) {
+                    PlanSource::File(id, file) => Some((*id, file, piece.src_start_bytes)),
+                    PlanSource::Memory(_) => None,
+                });
             let Some((id, file, start)) = view else {
                 views.push(None);
                 continue;
@@ -140,7 +176,8 @@ impl Plan {
                 }
             };
             // An unaligned view would be slow for everyone and refused by some: those are copied.
-            let is_aligned = (buffer.get().address() as u64 + start).is_multiple_of(array.unit_bytes().next_power_of_two());
+            let is_aligned = (buffer.get().address() as u64 + start)
+                .is_multiple_of(array.unit_bytes().next_power_of_two());
             views.push(is_aligned.then_some((buffer, start)));
         }
         Ok(views)
@@ -161,7 +198,13 @@ impl Plan {
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
         let metadata = metadata.unwrap_or_default().into_iter().collect();
-        let options = writer::Options { metadata, memory_bytes, durable, direct, mode };
+        let options = writer::Options {
+            metadata,
+            memory_bytes,
+            durable,
+            direct,
+            mode,
+        };
         write_plan(py, path, &self.0, &options, threads, progress)
     }
 }
@@ -176,13 +219,19 @@ fn write_plan(
 ) -> PyResult<u64> {
     let control = Control::default();
     // Whatever its size, a write waits for the disk: signals are heeded.
-    let written = run(py, threads, plan.n_bytes(), progress, &control, || writer::write(&path, plan, options, &control))?;
+    let written = run(py, threads, plan.n_bytes(), progress, &control, || {
+        writer::write(&path, plan, options, &control)
+    })?;
     Ok(written.n_bytes)
 }
 
 #[pyfunction]
 #[pyo3(signature = (path, tensors, *, metadata=None, memory_bytes=268_435_456, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
-#[expect(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "the options of a file, extracted from Python")]
+#[expect(
+    clippy::too_many_arguments,
+    clippy::needless_pass_by_value,
+    reason = "the options of a file, extracted from Python"
+)]
 pub(crate) fn write_arrays(
     py: Python<'_>,
     path: PathBuf,
@@ -207,23 +256,44 @@ pub(crate) fn write_arrays(
             buffer.range().1 as u64 == n_bytes
         };
         if !agrees {
-            let message = format!("`{name}` is told to be {dtype} of shape {shape:?}; its buffer has {} bytes of shape {:?}", buffer.range().1, buffer.shape());
+            let message = format!(
+                "`{name}` is told to be {dtype} of shape {shape:?}; its buffer has {} bytes of shape {:?}",
+                buffer.range().1,
+                buffer.shape()
+            );
             return raise(py, Err(Error::new(Kind::Mismatch, message).key(name)));
         }
         borrowed.push((name.clone(), dtype, shape.clone(), buffer));
     }
     let sources = borrowed.iter().map(|(name, dtype, shape, buffer)| {
-        (name.clone(), *dtype, shape.clone(), buffer.bytes(), buffer.strides_bytes())
+        (
+            name.clone(),
+            *dtype,
+            shape.clone(),
+            buffer.bytes(),
+            buffer.strides_bytes(),
+        )
     });
     let plan = raise(py, CorePlan::of_memory(sources.collect()))?;
     let metadata = metadata.unwrap_or_default().into_iter().collect();
-    let options = writer::Options { metadata, memory_bytes, durable, direct, mode };
+    let options = writer::Options {
+        metadata,
+        memory_bytes,
+        durable,
+        direct,
+        mode,
+    };
     write_plan(py, path, &plan, &options, threads, progress)
 }
 
 #[pyfunction]
 #[pyo3(signature = (source, target, *, exchange))]
 #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-pub(crate) fn rename(py: Python<'_>, source: PathBuf, target: PathBuf, exchange: bool) -> PyResult<()> {
+pub(crate) fn rename(
+    py: Python<'_>,
+    source: PathBuf,
+    target: PathBuf,
+    exchange: bool,
+) -> PyResult<()> {
     Ok(py.detach(|| writer::rename(&source, &target, exchange))?)
 }

@@ -31,7 +31,8 @@ pub(crate) fn run<T: Send>(
         let result = py.detach(|| pool.install(work));
         return raise(py, result);
     }
-    let report = |done: u64| progress.map_or(Ok(()), |call| call.call1((done, total_bytes)).map(|_| ()));
+    let report =
+        |done: u64| progress.map_or(Ok(()), |call| call.call1((done, total_bytes)).map(|_| ()));
     report(0)?;
     let mut interrupted = None;
     let result = std::thread::scope(|scope| {
@@ -45,14 +46,17 @@ pub(crate) fn run<T: Send>(
         let receiver = Mutex::new(receiver);
         loop {
             let waited = py.detach(|| {
-                let receiver: &std::sync::mpsc::Receiver<()> = &receiver.lock().unwrap_or_else(PoisonError::into_inner);
+                let receiver: &std::sync::mpsc::Receiver<()> =
+                    &receiver.lock().unwrap_or_else(PoisonError::into_inner);
                 receiver.recv_timeout(TICK)
             });
             if waited == Err(RecvTimeoutError::Disconnected) {
                 break;
             }
             if interrupted.is_none()
-                && let Err(error) = py.check_signals().and_then(|()| report(control.done_bytes()))
+                && let Err(error) = py
+                    .check_signals()
+                    .and_then(|()| report(control.done_bytes()))
             {
                 control.cancel();
                 interrupted = Some(error);
@@ -81,7 +85,10 @@ fn pool(py: Python<'_>, threads: Option<usize>) -> PyResult<Arc<rayon::ThreadPoo
         let message = format!("`threads` is {n_threads}; 1 to 1024 are accepted");
         return raise(py, Err(Error::new(Kind::Argument, message)));
     }
-    let mut pools = POOLS.get_or_init(Pools::default).lock().unwrap_or_else(PoisonError::into_inner);
+    let mut pools = POOLS
+        .get_or_init(Pools::default)
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
     let key = (std::process::id(), n_threads);
     if let Some(pool) = pools.get(&key) {
         return Ok(Arc::clone(pool));
@@ -90,7 +97,12 @@ fn pool(py: Python<'_>, threads: Option<usize>) -> PyResult<Arc<rayon::ThreadPoo
         .num_threads(n_threads)
         .thread_name(|i| format!("reshard-{i}"))
         .build()
-        .map_err(|error| Error::new(Kind::Io, format!("cannot start {n_threads} threads: {error}")));
+        .map_err(|error| {
+            Error::new(
+                Kind::Io,
+                format!("cannot start {n_threads} threads: {error}"),
+            )
+        });
     let pool = Arc::new(raise(py, built)?);
     pools.insert(key, Arc::clone(&pool));
     Ok(pool)
