@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
-    from reshard.verbs.converting import ConvertReport, convert
+    from reshard.verbs.convert import ConvertReport, convert
 
 __all__ = [
     "Checkpoint",
@@ -43,11 +43,11 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "reshard.checkpoint",
     "CommonInfo": "reshard.formats.checkpoint2",
-    "ConvertReport": "reshard.verbs.converting",
+    "ConvertReport": "reshard.verbs.convert",
     "ModelLayout": "reshard.layout",
     "Shard": "reshard.checkpoint",
     "TensorInfo": "reshard.checkpoint",
-    "convert": "reshard.verbs.converting",
+    "convert": "reshard.verbs.convert",
     "load_file": "reshard.interop",
     "open": "reshard.checkpoint",
     "safe_open": "reshard.interop",
