@@ -121,8 +121,11 @@ impl Borrowed {
     pub(crate) fn readable(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let this = Self::get(object, ffi::PyBUF_STRIDES)?;
         if this.strides().iter().any(|stride| *stride < 0) {
-            let error = Error::new(Kind::Argument, "an array with negative strides cannot be written as it lies")
-                .hint("give a contiguous copy of it");
+            let error = Error::new(
+                Kind::Argument,
+                "an array with negative strides cannot be written as it lies",
+            )
+            .hint("give a contiguous copy of it");
             return raise(object.py(), Err(error));
         }
         Ok(this)
