@@ -298,10 +298,11 @@ class _Writer:
         at: dict[int, list[str]] = {}
         tried: set[str] = set()
         seen_set = set(seen)
+        with_state = not seen_set.isdisjoint(self.parameter)
         for key in seen:
             if (wanted := stage[key]) is None or key in placed:
                 continue
-            for template in self._templates(key):
+            for template in self._templates(key, with_state=with_state):
                 if template in tried:
                     continue
                 tried.add(template)
@@ -321,13 +322,13 @@ class _Writer:
             placed.update(matched)
         return entries + [{"match": at[n], "axis": axis, "at": n} for n in sorted(at)]
 
-    def _templates(self, key: str) -> list[str]:
+    def _templates(self, key: str, *, with_state: bool) -> list[str]:
         """The key up to its first number, with `{i}` in its place; the wide one takes in state of the optimizer too."""
         number = _NUMBER.search(key)
-        if number is None or glob_of(key) != key or "{i}" in key:
+        if number is None or glob_of(key) != key:
             return []
         before, rest = key[: number.start()], ".*" if number.end() < len(key) else ""
-        return ([f"*{before}{{i}}{rest}"] if self.parameter and before else []) + [f"{before}{{i}}{rest}"]
+        return ([f"*{before}{{i}}{rest}"] if with_state and before else []) + [f"{before}{{i}}{rest}"]
 
     def _by_index(self, template: str, seen: Sequence[str]) -> tuple[dict[str, object], list[str]] | None:
         """How the stage follows from the index in the template, and the keys that it matches; None if it does not."""

@@ -177,7 +177,8 @@ def glob_of(key: str) -> str:
         >>> glob_of("a.w"), glob_of("odd*name")
         ('a.w', 're:odd\\*name')
     """
-    return f"re:{re.escape(key)}" if "*" in key or "?" in key or key.startswith("re:") else key
+    special = "*" in key or "?" in key or _INDEX in key or key.startswith("re:")
+    return f"re:{re.escape(key)}" if special else key
 
 
 def natural_order(key: str) -> tuple[object, ...]:
