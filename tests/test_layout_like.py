@@ -251,6 +251,24 @@ def test_stages_by_layer(stages: list[int], entry: dict[str, Any]) -> None:
     }
 
 
+def test_a_layer_of_which_nothing_is_known_has_no_stage() -> None:
+    tensors: dict[str, Stored] = {
+        "l.0.w": ((4,), [2], [0], ["x"], [0, 1]),
+        "l.1.w": ((4,), None, [], [], []),
+        "l.2.w": ((4,), [2], [0], ["x"], [2, 3]),
+        "l.3.w": ((4,), [2], [0], ["x"], [2, 3]),
+    }
+    # `l.1.w` is whole on every rank, so no pattern for the others may match it.
+    assert check(Fake(tensors)).to_mapping() == {
+        "mesh": {"pp": 2, "x": 2},
+        "rules": [{"match": ["l.0.w", "l.2.w", "l.3.w"], "cut": ["x"]}, {"match": "*"}],
+        "place": [
+            {"match": "l.0.w", "axis": "pp", "at": 0},
+            {"match": ["l.2.w", "l.3.w"], "axis": "pp", "at": -1},
+        ],
+    }
+
+
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Fake:
     """Layers of tensors on stages of up to 8 ranks, each kind of tensor with a device matrix of its own."""

@@ -353,9 +353,10 @@ def test_sizes_of_axes_are_positive_integers(sizes: dict[str, Any]) -> None:
 
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "local_colwise")
 ROW = ("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise")
-WHOLE = ("sequence_parallel", "replicate", "gather", "ep_router", "local", "moe_tp_experts", "all_reduce") + (
-    "replicated_with_grad_allreduce", "mla_kv_a_proj", "ep_dispatch_experts", "local_params", "moe_identity_expert"
-)  # fmt: skip
+WHOLE = (
+    *("all_reduce", "ep_dispatch_experts", "ep_router", "gather", "local", "local_params", "mla_kv_a_proj"),
+    *("moe_identity_expert", "moe_tp_experts", "replicate", "replicated_with_grad_allreduce", "sequence_parallel"),
+)
 # Style, key, shape, the dim that four ranks cut (None: whole), how many equal blocks it has.
 STYLES: list[tuple[str, str, tuple[int, ...], int | None, int]] = [
     *((style, "m.weight", (16, 32), 0, 1) for style in COLUMN),

@@ -237,7 +237,7 @@ def _glob_regex(glob: str) -> str:
 
 def _compile_re(text: str) -> re.Pattern[str]:
     try:
-        return re.compile(text, re.DOTALL)
+        return re.compile(text)
     except re.error as error:
         raise ValueError(f"{show(f're:{text}')} does not compile: {error}") from None
     except (RecursionError, OverflowError, MemoryError):
