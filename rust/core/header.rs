@@ -16,6 +16,7 @@ mod build;
 mod tokens;
 
 pub use build::build;
+pub(crate) use tokens::NUMBER_END;
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Printable, Result};
@@ -517,7 +518,7 @@ impl Pass<'_> {
 }
 
 /// A name that is safe to keep, show and compare.
-fn check_name(name: &str) -> Result<()> {
+pub(crate) fn check_name(name: &str) -> Result<()> {
     let n_bytes = name.len();
     if name.is_empty() {
         return Err(Error::damaged("the name of a tensor is empty"));

@@ -10,7 +10,8 @@ compile_error!("reshard addresses files of any size: 64-bit targets only");
 pub mod dtype;
 pub mod error;
 
-// Reading and writing: what a shard file says of itself.
+// What files say of themselves.
 pub mod header;
+pub mod metadata;
 
 pub use error::{Error, Kind, Result};
