@@ -12,15 +12,19 @@
 //!
 //! This module knows one file's header. It does not know what the tensors mean or how the data is read.
 
+mod build;
+mod tokens;
+
+pub use build::build;
+pub(crate) use tokens::NUMBER_END;
+
 use crate::dtype::Dtype;
-use crate::error::{Error, Kind, Printable, Result};
-use std::borrow::Cow;
-use std::collections::HashSet;
+use crate::error::{Error, Printable, Result};
 use std::fs::File;
 use std::io;
-use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use tokens::{Scanner, Text, unescape};
 
 /// Longest header in bytes, as in the reference implementation.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -37,10 +41,6 @@ pub const MAX_METADATA: usize = 1_000_000;
 const LENGTH_BYTES: u64 = 8;
 /// The one key of a header that is no tensor.
 const METADATA: &str = "__metadata__";
-/// Numbers in a header are below this, so that every implementation can hold them.
-const NUMBER_END: u64 = 1 << 63;
-/// The longest spelling of one byte of text: `\u0061`.
-const ESCAPE_BYTES: usize = 6;
 
 /// A header that has proved right: the tensors in it tile the data of their file exactly.
 ///
@@ -94,13 +94,6 @@ struct Slot {
     dtype: Dtype,
 }
 
-/// A range of the header's text.
-#[derive(Debug, Clone, Copy)]
-struct Text {
-    at: u32,
-    n_bytes: u32,
-}
-
 /// Key and value of one metadata entry.
 #[derive(Debug)]
 struct Pair {
@@ -112,7 +105,7 @@ impl Header {
     /// Reads and checks the header of an opened file of `file_bytes` bytes; `path` serves the messages.
     ///
     /// # Errors
-    /// [`Kind::Damaged`] if the file violates the format, [`Kind::Unsupported`] for an unknown dtype, [`Kind::Io`] if
+    /// [`Kind::Damaged`](crate::error::Kind) if the file violates the format, [`Kind::Unsupported`](crate::error::Kind) for an unknown dtype, [`Kind::Io`](crate::error::Kind) if
     /// the read fails.
     pub fn read(file: &File, path: &Path, file_bytes: u64) -> Result<Self> {
         Self::read_unnamed(file, path, file_bytes).map_err(|error| error.path(path))
@@ -171,7 +164,7 @@ impl Header {
     /// Checks the text of a header that `data_bytes` bytes of data follow.
     ///
     /// # Errors
-    /// [`Kind::Damaged`] if it violates the format, [`Kind::Unsupported`] for an unknown dtype.
+    /// [`Kind::Damaged`](crate::error::Kind) if it violates the format, [`Kind::Unsupported`](crate::error::Kind) for an unknown dtype.
     pub fn parse(json: Vec<u8>, data_bytes: u64) -> Result<Self> {
         if json.len() as u64 > MAX_HEADER_BYTES {
             return Err(Error::damaged(format!(
@@ -376,12 +369,6 @@ impl Header {
     }
 }
 
-impl Text {
-    fn range(self) -> Range<usize> {
-        self.at as usize..self.at as usize + self.n_bytes as usize
-    }
-}
-
 /// The pass over a header's text: what the format says, applied token by token.
 struct Pass<'t> {
     scanner: Scanner<'t>,
@@ -530,246 +517,8 @@ impl Pass<'_> {
     }
 }
 
-/// A shape on the stack.
-struct Shape {
-    extents: [u64; MAX_RANK],
-    rank: usize,
-}
-
-impl std::ops::Deref for Shape {
-    type Target = [u64];
-
-    fn deref(&self) -> &[u64] {
-        &self.extents[..self.rank]
-    }
-}
-
-/// The tokens of a text that is known to be UTF-8, one after the other. Nothing is copied.
-struct Scanner<'t> {
-    text: &'t [u8],
-    at: usize,
-}
-
-impl<'t> Scanner<'t> {
-    /// The next byte that is no white space; `None` at the end.
-    fn peek(&mut self) -> Option<u8> {
-        while let Some(&byte) = self.text.get(self.at) {
-            if !matches!(byte, b' ' | b'\t' | b'\n' | b'\r') {
-                return Some(byte);
-            }
-            self.at += 1;
-        }
-        None
-    }
-
-    /// Where the next token begins.
-    fn position(&mut self) -> usize {
-        self.peek();
-        self.at
-    }
-
-    /// Takes a byte that must come now.
-    fn open(&mut self, byte: u8) -> Result<()> {
-        if self.peek() != Some(byte) {
-            return Err(self.expected(&format!("`{}`", byte as char)));
-        }
-        self.at += 1;
-        Ok(())
-    }
-
-    /// Whether another member follows: takes the comma before it, or what closes the list.
-    fn more(&mut self, close: u8, is_first: &mut bool) -> Result<bool> {
-        let is_first = std::mem::replace(is_first, false);
-        match self.peek() {
-            Some(byte) if byte == close => {
-                self.at += 1;
-                Ok(false)
-            }
-            _ if is_first => Ok(true),
-            Some(b',') => {
-                self.at += 1;
-                Ok(true)
-            }
-            _ => Err(self.expected(&format!("`,` or `{}`", close as char))),
-        }
-    }
-
-    /// A string, still escaped.
-    fn string(&mut self) -> Result<Text> {
-        if self.peek() != Some(b'"') {
-            return Err(self.expected("a string"));
-        }
-        let at = self.at + 1;
-        let mut end = at;
-        loop {
-            match self.text.get(end) {
-                Some(b'"') => break,
-                Some(b'\\') => end += 2,
-                Some(0..0x20) => {
-                    self.at = end;
-                    return Err(self.expected("a string without control characters"));
-                }
-                Some(_) => end += 1,
-                None => {
-                    return Err(Error::damaged(format!(
-                        "the string at byte {} of the header has no end",
-                        self.at
-                    )));
-                }
-            }
-        }
-        self.at = end + 1;
-        Ok(Text {
-            at: at as u32,
-            n_bytes: (end - at) as u32,
-        })
-    }
-
-    /// A plain integer below 2^63.
-    fn number(&mut self) -> Result<u64> {
-        self.peek();
-        let rest = &self.text[self.at..];
-        let n_digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
-        let is_plain = !matches!(rest, [b'0', b'0'..=b'9', ..])
-            && !matches!(rest.get(n_digits), Some(b'.' | b'e' | b'E'));
-        let number = std::str::from_utf8(&rest[..n_digits])
-            .ok()
-            .and_then(|digits| digits.parse().ok());
-        match number {
-            Some(number) if is_plain && number < NUMBER_END => {
-                self.at += n_digits;
-                Ok(number)
-            }
-            _ => Err(self.expected("a plain integer from 0 to 2^63 - 1")),
-        }
-    }
-
-    fn shape(&mut self) -> Result<Shape> {
-        let mut shape = Shape {
-            extents: [0; MAX_RANK],
-            rank: 0,
-        };
-        let mut is_first = true;
-        self.open(b'[')?;
-        while self.more(b']', &mut is_first)? {
-            let Some(extent) = shape.extents.get_mut(shape.rank) else {
-                return Err(Error::damaged(format!(
-                    "the shape has more than {MAX_RANK} dims"
-                )));
-            };
-            *extent = self.number()?;
-            shape.rank += 1;
-        }
-        Ok(shape)
-    }
-
-    /// After the header's object there are only spaces.
-    fn end(&self) -> Result<()> {
-        let rest = &self.text[self.at..];
-        let Some(n_spaces) = rest.iter().position(|&byte| byte != b' ') else {
-            return Ok(());
-        };
-        Err(Scanner {
-            text: self.text,
-            at: self.at + n_spaces,
-        }
-        .expected("only spaces after the header's object"))
-    }
-
-    /// What a string means; `what` it is and how long it may be serve to refuse it before it is copied.
-    fn decoded(&self, text: Text, max_bytes: usize, what: &str) -> Result<Cow<'t, str>> {
-        let escaped = &self.text[text.range()];
-        let decoded = if !self.is_escaped(text) {
-            Cow::Borrowed(str_of(escaped))
-        } else if escaped.len() <= max_bytes * ESCAPE_BYTES {
-            let mut bytes = escaped.to_vec();
-            let n_bytes = unescape(&mut bytes)?;
-            Cow::Owned(str_of(&bytes[..n_bytes]).to_owned())
-        } else {
-            Cow::Borrowed(str_of(escaped))
-        };
-        if decoded.len() > max_bytes {
-            let n_bytes = decoded.len();
-            return Err(Error::damaged(format!(
-                "{what} has {n_bytes} bytes, at most {max_bytes} are allowed: {}",
-                Printable(&decoded)
-            )));
-        }
-        Ok(decoded)
-    }
-
-    fn is_escaped(&self, text: Text) -> bool {
-        self.text[text.range()].contains(&b'\\')
-    }
-
-    fn expected(&self, expected: &str) -> Error {
-        let rest = String::from_utf8_lossy(
-            &self.text[self.at.min(self.text.len())..self.text.len().min(self.at + 24)],
-        );
-        let found = rest
-            .chars()
-            .next()
-            .map_or("its end".to_owned(), |_| format!("`{}`", Printable(&rest)));
-        Error::damaged(format!(
-            "expected {expected} at byte {} of the header, found {found}",
-            self.at
-        ))
-    }
-}
-
-fn str_of(bytes: &[u8]) -> &str {
-    std::str::from_utf8(bytes).expect("the whole text was checked, and strings end at ASCII quotes")
-}
-
-/// Decodes the escapes of a JSON string where it stands; how many bytes are left.
-fn unescape(text: &mut [u8]) -> Result<usize> {
-    let (mut from, mut to) = (0, 0);
-    while from < text.len() {
-        if text[from] != b'\\' {
-            text[to] = text[from];
-            (from, to) = (from + 1, to + 1);
-            continue;
-        }
-        let rest = &text[from..];
-        let hex4 = |at: usize| -> Option<u32> {
-            let digits = rest.get(at..at + 4)?;
-            digits.iter().try_fold(0, |code, &digit| {
-                Some(code * 16 + char::from(digit).to_digit(16)?)
-            })
-        };
-        let decoded = match rest.get(1) {
-            Some(&byte @ (b'"' | b'\\' | b'/')) => Some((char::from(byte), 2)),
-            Some(b'b') => Some(('\u{8}', 2)),
-            Some(b'f') => Some(('\u{c}', 2)),
-            Some(b'n') => Some(('\n', 2)),
-            Some(b'r') => Some(('\r', 2)),
-            Some(b't') => Some(('\t', 2)),
-            Some(b'u') => match (hex4(2), rest.get(6..8), hex4(8)) {
-                // A character beyond 16 bits is a pair.
-                (Some(high @ 0xd800..0xdc00), Some(b"\\u"), Some(low @ 0xdc00..0xe000)) => {
-                    char::from_u32(0x1_0000 + ((high - 0xd800) << 10) + (low - 0xdc00))
-                        .map(|c| (c, 12))
-                }
-                (Some(code), ..) => char::from_u32(code).map(|c| (c, 6)),
-                _ => None,
-            },
-            _ => None,
-        };
-        let Some((character, n_bytes)) = decoded else {
-            let shown = String::from_utf8_lossy(&rest[..rest.len().min(12)]).into_owned();
-            return Err(Error::damaged(format!(
-                "a string has the invalid escape `{}`",
-                Printable(&shown)
-            )));
-        };
-        from += n_bytes;
-        to += character.encode_utf8(&mut text[to..]).len();
-    }
-    Ok(to)
-}
-
 /// A name that is safe to keep, show and compare.
-fn check_name(name: &str) -> Result<()> {
+pub(crate) fn check_name(name: &str) -> Result<()> {
     let n_bytes = name.len();
     if name.is_empty() {
         return Err(Error::damaged("the name of a tensor is empty"));
@@ -801,124 +550,4 @@ fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> Result<u64, String> {
         )),
         Some(bits) => Ok(bits / 8),
     }
-}
-
-/// Makes the header of a file whose tensors lie in the given order without gaps.
-///
-/// Returns the length field, the compact JSON and spaces up to a multiple of `align_bytes`, where the data begins; and
-/// the first byte of each tensor, counted from there. Metadata comes first, sorted by key, and not at all if empty.
-///
-/// # Errors
-/// [`Kind::Argument`] for a name or shape that a header cannot hold, and for a duplicate; [`Kind::Unsupported`] if the
-/// file would break a limit.
-///
-/// ```
-/// use reshard_core::dtype::Dtype;
-/// use reshard_core::header::build;
-///
-/// let (header, starts) = build(&[("a", Dtype::F32, &[2]), ("b", Dtype::U8, &[])], &[], 64)?;
-/// assert_eq!((header.len(), starts), (128, vec![0, 8]));
-/// # Ok::<(), reshard_core::Error>(())
-/// ```
-pub fn build(
-    tensors: &[(&str, Dtype, &[u64])],
-    metadata: &[(String, String)],
-    align_bytes: u64,
-) -> Result<(Vec<u8>, Vec<u64>)> {
-    let too_large = |what: String| Error::new(Kind::Unsupported, what).hint("write several files");
-    if align_bytes == 0 {
-        return Err(Error::new(
-            Kind::Argument,
-            "data cannot be aligned to a multiple of 0 bytes",
-        ));
-    }
-    if tensors.len() > MAX_TENSORS {
-        return Err(too_large(format!(
-            "{} tensors in one file; at most {MAX_TENSORS} are allowed",
-            tensors.len()
-        )));
-    }
-    let mut metadata: Vec<_> = metadata.iter().collect();
-    metadata.sort();
-    if let Some(pair) = metadata.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        return Err(Error::new(
-            Kind::Argument,
-            format!("metadata key `{}` occurs twice", Printable(&pair[0].0)),
-        ));
-    }
-
-    let mut out = vec![0; LENGTH_BYTES as usize];
-    out.push(b'{');
-    if !metadata.is_empty() {
-        for (i, (key, value)) in metadata.iter().enumerate() {
-            out.extend_from_slice(if i == 0 { b"\"__metadata__\":{" } else { b"," });
-            push_json(&mut out, key);
-            out.push(b':');
-            push_json(&mut out, value);
-        }
-        out.push(b'}');
-    }
-    let mut names = HashSet::with_capacity(tensors.len());
-    let mut starts = Vec::with_capacity(tensors.len());
-    let mut start = 0_u64;
-    for &(name, dtype, shape) in tensors {
-        let refuse = |kind, problem: String| {
-            Err(Error::new(kind, format!("tensor `{}`: {problem}", Printable(name))).key(name))
-        };
-        if let Err(error) = check_name(name) {
-            return refuse(Kind::Argument, error.message().to_owned());
-        }
-        if name == METADATA {
-            return refuse(Kind::Argument, "a tensor cannot have this name".to_owned());
-        }
-        if !names.insert(name) {
-            return refuse(Kind::Argument, "the name occurs twice".to_owned());
-        }
-        if shape.len() > MAX_RANK {
-            return refuse(
-                Kind::Unsupported,
-                format!("{} dims; at most {MAX_RANK} are allowed", shape.len()),
-            );
-        }
-        let n_bytes = match tensor_bytes(dtype, shape) {
-            Ok(n_bytes) => n_bytes,
-            Err(problem) => return refuse(Kind::Argument, problem),
-        };
-        let end = match start.checked_add(n_bytes) {
-            Some(end) if end < NUMBER_END && shape.iter().all(|&extent| extent < NUMBER_END) => end,
-            _ => {
-                return refuse(
-                    Kind::Argument,
-                    format!("shape {shape:?} at byte {start} goes beyond 2^63"),
-                );
-            }
-        };
-        if out.last() != Some(&b'{') {
-            out.push(b',');
-        }
-        push_json(&mut out, name);
-        out.extend_from_slice(format!(r#":{{"dtype":"{dtype}","shape":["#).as_bytes());
-        for (dim, extent) in shape.iter().enumerate() {
-            let comma = if dim == 0 { "" } else { "," };
-            out.extend_from_slice(format!("{comma}{extent}").as_bytes());
-        }
-        out.extend_from_slice(format!(r#"],"data_offsets":[{start},{end}]}}"#).as_bytes());
-        starts.push(start);
-        start = end;
-    }
-    out.push(b'}');
-    let n_bytes = (out.len() as u64).next_multiple_of(align_bytes);
-    let header_bytes = n_bytes - LENGTH_BYTES;
-    if header_bytes > MAX_HEADER_BYTES {
-        return Err(too_large(format!(
-            "a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed"
-        )));
-    }
-    out.resize(n_bytes as usize, b' ');
-    out[..LENGTH_BYTES as usize].copy_from_slice(&header_bytes.to_le_bytes());
-    Ok((out, starts))
-}
-
-fn push_json(out: &mut Vec<u8>, text: &str) {
-    serde_json::to_writer(out, text).expect("text in memory always has a JSON form");
 }

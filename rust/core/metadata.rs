@@ -1,33 +1,628 @@
-#![allow(missing_docs)]
-use crate::error::Result;
-#[derive(Debug, Default)]
-pub struct CellTable {
-    pub starts: Vec<u32>,
-    pub holders: Vec<(u32, u64)>,
-}
-#[derive(Debug)]
-pub struct DeviceLayout {
-    pub device_matrix: Vec<u64>,
-    pub tensor_map: Vec<Vec<u64>>,
-    pub alias_name: Vec<String>,
-    pub rank_list: Vec<u64>,
-    pub interleaved_parallel: bool,
-}
-#[derive(Debug)]
-pub struct MetadataTensor {
-    pub name: String,
-    pub dtype: String,
-    pub shape: Vec<u64>,
-    pub fragmentations: Vec<u64>,
-    pub layout: Option<u32>,
-    pub cells: CellTable,
-}
-#[derive(Debug)]
+//! Decodes a `metadata.json`: which tensor is cut how, and which file holds which of its shards.
+//!
+//! The file can be hundreds of MB (it names every shard of every rank), so it is streamed into tables of small
+//! numbers: a file's name is kept once, and so is a layout; one holder of one shard costs 16 bytes.
+//!
+//! Nothing in it is believed. Fields are found by name in any order, nothing may occur twice, and what the file says
+//! twice must agree: the cuts of a tensor with its layout, the shape of each shard with the cuts. Every shard of
+//! every tensor must be listed, and some file must hold it. Unknown fields are skipped.
+//!
+//! This module opens no file: it knows what is written, not whether it is there.
+
+mod json;
+mod records;
+mod storage_key;
+
+pub use storage_key::{parse_storage_key, storage_key};
+
+use crate::dtype::n_elements;
+use crate::error::{Error, Kind, Printable, Result};
+use crate::header::{NUMBER_END, check_name};
+use json::{Map, Members, Object, Record, Records, Skip};
+use records::{ChunkRecord, HolderRecord, LayoutRecord, TensorRecord};
+use serde::de::{DeserializeSeed, MapAccess};
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+/// Most shards of one tensor.
+pub const MAX_CELLS: u64 = 1 << 31;
+/// Most ranks of one layout.
+pub const MAX_RANKS: usize = 1 << 24;
+/// Longest spelling of a dtype.
+const MAX_DTYPE_BYTES: usize = 64;
+/// Longest name of a file, as of most file systems.
+const MAX_FILE_NAME_BYTES: usize = 255;
+
+/// What a `metadata.json` says.
+///
+/// ```
+/// use reshard_core::metadata::decode;
+///
+/// let metadata = decode(br#"{
+///     "state_dict_metadata": {"w": {
+///         "properties": {"dtype": "Float32"}, "global_shape": [4, 2], "axis_fragmentations": [2, 1],
+///         "layout": {"device_matrix": [2], "tensor_map": [0, -1], "interleaved_parallel": false,
+///                    "alias_name": ["tp"], "rank_list": [0, 1]},
+///         "chunk": [{"global_offset": [0], "local_shape": [2, 2]}, {"global_offset": [1], "local_shape": [2, 2]}]}},
+///     "storage_data": {
+///         "('w', (0,))": [{"file_name": "model-0000000-0000002.safetensors", "storage_rank": 0, "rank_group": [0]}],
+///         "('w', (1,))": [{"file_name": "model-0000001-0000002.safetensors", "storage_rank": 1, "rank_group": [1]}]}
+/// }"#)?;
+/// let w = &metadata.tensors[0];
+/// assert_eq!((w.name.as_str(), w.cells.holders(1)), ("w", &[(1, 1)][..]));
+/// assert_eq!(metadata.layouts[0].tensor_map, [vec![0], vec![]]);
+/// # Ok::<(), reshard_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Metadata {
+    /// Names of the shard files in the order of their first mention.
     pub files: Vec<String>,
+    /// The different layouts in the order of their first mention.
     pub layouts: Vec<DeviceLayout>,
+    /// The tensors in the order of the file.
     pub tensors: Vec<MetadataTensor>,
 }
-pub fn decode(_t: &[u8]) -> Result<Metadata> {
-    todo!()
+
+/// How a tensor lies on the devices, with the field names of the file.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub struct DeviceLayout {
+    /// Sizes of the mesh axes, outermost first.
+    pub device_matrix: Vec<u64>,
+    /// For each dim the axes that cut it, outermost first, counted from the innermost axis (0). Not cut: empty.
+    pub tensor_map: Vec<Vec<u64>>,
+    /// Names of the mesh axes.
+    pub alias_name: Vec<String>,
+    /// The global rank at each mesh point, row-major.
+    pub rank_list: Vec<u64>,
+    /// Always false: another meaning of the mesh, which is refused.
+    pub interleaved_parallel: bool,
+}
+
+/// One tensor.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MetadataTensor {
+    /// Its key.
+    pub name: String,
+    /// Its dtype as the file spells it.
+    pub dtype: String,
+    /// Its global shape in elements.
+    pub shape: Vec<u64>,
+    /// In how many equal parts each dim is cut.
+    pub fragmentations: Vec<u64>,
+    /// Number of its layout; `None` if that is null, and the tensor whole.
+    pub layout: Option<u32>,
+    /// Who holds each part.
+    pub cells: CellTable,
+}
+
+/// For each cell of a tensor's grid, row-major over the fragmentations, who holds it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CellTable {
+    /// Where the holders of each cell begin, and the end of the last.
+    pub starts: Vec<u32>,
+    /// `(file, storage rank)`, cell after cell; within one in the order of the files, each once.
+    pub holders: Vec<(u32, u64)>,
+}
+
+impl DeviceLayout {
+    /// In how many parts each dim is cut.
+    fn cuts(&self) -> Vec<u64> {
+        // A value counts the axes from the innermost one.
+        let size = |&axis: &u64| self.device_matrix[self.device_matrix.len() - 1 - axis as usize];
+        self.tensor_map
+            .iter()
+            .map(|axes| axes.iter().map(size).product())
+            .collect()
+    }
+}
+
+impl CellTable {
+    /// How many cells there are.
+    pub fn n_cells(&self) -> usize {
+        self.starts.len().saturating_sub(1)
+    }
+
+    /// `(file, storage rank)` of each holder of a cell.
+    ///
+    /// # Panics
+    /// If `cell` is not below [`Self::n_cells`].
+    pub fn holders(&self, cell: usize) -> &[(u32, u64)] {
+        &self.holders[self.starts[cell] as usize..self.starts[cell + 1] as usize]
+    }
+}
+
+/// Decodes the text of a `metadata.json`.
+///
+/// # Errors
+/// [`Kind::Damaged`] if it violates the format or contradicts itself, [`Kind::Coverage`] if a part of a tensor is not
+/// listed or held by no file, [`Kind::Unsupported`] for an interleaved layout.
+pub fn decode(text: &[u8]) -> Result<Metadata> {
+    let text = std::str::from_utf8(text).map_err(|error| {
+        Error::damaged(format!(
+            "metadata is not UTF-8 from byte {} on",
+            error.valid_up_to()
+        ))
+    })?;
+    let mut decoder = Decoder::default();
+    decoder.pass(text)?;
+    if decoder.is_storage_early {
+        // Holders were listed before the tensors they belong to.
+        decoder.pass(text)?;
+    }
+    decoder.finish()
+}
+
+/// Tables being filled.
+#[derive(Default)]
+struct Decoder {
+    metadata: Metadata,
+    tensors: HashMap<String, u32>,
+    files: HashMap<String, u32>,
+    layouts: HashMap<DeviceLayout, u32>,
+    /// One a tensor.
+    stored: Vec<Stored>,
+    has_tensors: bool,
+    has_storage: bool,
+    is_storage_early: bool,
+    /// What stopped the pass, if a rule of this module did; the JSON reader's errors carry only text.
+    error: Option<Error>,
+}
+
+/// What was said so far about where a tensor is stored.
+#[derive(Default)]
+struct Stored {
+    /// The cell of each storage key.
+    cells: Vec<u32>,
+    /// `(cell, file, storage rank)`
+    holders: Vec<(u32, u32, u64)>,
+}
+
+impl Decoder {
+    fn pass(&mut self, text: &str) -> Result<()> {
+        let mut json = serde_json::Deserializer::from_str(text);
+        let done = Object(self)
+            .deserialize(&mut json)
+            .and_then(|()| json.end());
+        done.map_err(|error| {
+            let own = self.error.take();
+            own.unwrap_or_else(|| {
+                Error::damaged(format!("metadata: {}", Printable(&error.to_string())))
+            })
+        })
+    }
+
+    /// Applies what was parsed; whatever went wrong is kept, with its context, and stops the pass.
+    fn settle<T, E: serde::de::Error>(
+        &mut self,
+        parsed: Result<T, E>,
+        apply: impl FnOnce(&mut Self, T) -> Result<()>,
+        context: impl FnOnce(Error) -> Error,
+    ) -> Result<(), E> {
+        let applied = match parsed {
+            Ok(parsed) => apply(self, parsed),
+            Err(error) => Err(Error::damaged(Printable(&error.to_string()).to_string())),
+        };
+        applied.map_err(|error| {
+            self.error = Some(context(error));
+            E::custom("stopped")
+        })
+    }
+
+    fn add_tensor(&mut self, name: &str, record: TensorRecord<'_>) -> Result<()> {
+        check_name(name)?;
+        if self.tensors.contains_key(name) {
+            return Err(Error::damaged("the tensor is listed twice"));
+        }
+        let missing = |field: &str| Error::damaged(format!("`{field}` is missing"));
+        let dtype = record
+            .properties
+            .ok_or_else(|| missing("properties"))?
+            .dtype;
+        let dtype = dtype.ok_or_else(|| missing("properties.dtype"))?;
+        if !(1..=MAX_DTYPE_BYTES).contains(&dtype.len()) {
+            return Err(Error::damaged(format!(
+                "`properties.dtype` has {} bytes, expected 1 to {MAX_DTYPE_BYTES}",
+                dtype.len()
+            )));
+        }
+        let shape = record.shape.ok_or_else(|| missing("global_shape"))?;
+        let fragmentations = record
+            .fragmentations
+            .ok_or_else(|| missing("axis_fragmentations"))?;
+        if !record.has_layout {
+            return Err(missing("layout"));
+        }
+        let chunks = record.chunks.ok_or_else(|| missing("chunk"))?;
+
+        let n_cells = check_cuts(&shape, &fragmentations)?;
+        let layout = match record.layout {
+            None if n_cells == 1 => None,
+            None => {
+                return Err(Error::damaged(format!(
+                    "`layout` is null, which means whole, but `axis_fragmentations` is {fragmentations:?}"
+                )));
+            }
+            Some(record) => Some(self.add_layout(record, &fragmentations)?),
+        };
+        check_chunks(chunks, &shape, &fragmentations, n_cells)?;
+
+        let id = u32::try_from(self.stored.len())
+            .map_err(|_| Error::damaged("there are more than 2^32 tensors"))?;
+        self.tensors.insert(name.to_owned(), id);
+        let name = name.to_owned();
+        let dtype = dtype.into_owned();
+        let cells = CellTable::default();
+        self.metadata.tensors.push(MetadataTensor {
+            name,
+            dtype,
+            shape,
+            fragmentations,
+            layout,
+            cells,
+        });
+        self.stored.push(Stored::default());
+        Ok(())
+    }
+
+    fn add_layout(&mut self, record: LayoutRecord, fragmentations: &[u64]) -> Result<u32> {
+        let layout = record.check()?;
+        let cuts = layout.cuts();
+        if cuts != fragmentations {
+            return Err(Error::damaged(format!(
+                "`layout` cuts the dims {cuts:?} times, but `axis_fragmentations` is {fragmentations:?}"
+            )));
+        }
+        if let Some(&id) = self.layouts.get(&layout) {
+            return Ok(id);
+        }
+        let mut ranks = layout.rank_list.clone();
+        ranks.sort_unstable();
+        if let Some([rank, _]) = ranks.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::damaged(format!(
+                "`layout.rank_list` has rank {rank} twice"
+            )));
+        }
+        let id = self.metadata.layouts.len() as u32;
+        self.metadata.layouts.push(layout.clone());
+        self.layouts.insert(layout, id);
+        Ok(id)
+    }
+
+    fn add_storage(&mut self, key: &str, holders: &[HolderRecord<'_>]) -> Result<()> {
+        let (name, offset) = parse_storage_key(key)?;
+        let Some(&id) = self.tensors.get(&*name) else {
+            let problem = format!("`state_dict_metadata` has no tensor `{}`", Printable(&name));
+            return Err(Error::damaged(problem).key(&name));
+        };
+        self.add_holders(id as usize, offset, holders)
+            .map_err(|error| error.key(&name))
+    }
+
+    fn add_holders(&mut self, id: usize, offset: u64, holders: &[HolderRecord<'_>]) -> Result<()> {
+        let MetadataTensor {
+            shape,
+            fragmentations,
+            ..
+        } = &self.metadata.tensors[id];
+        let n_cells: u64 = fragmentations.iter().product();
+        if offset >= n_cells {
+            return Err(Error::damaged(format!(
+                "`axis_fragmentations` {fragmentations:?} makes {n_cells} shards"
+            )));
+        }
+        if holders.is_empty() {
+            return Err(uncovered(
+                shape,
+                fragmentations,
+                offset,
+                "no file is named that holds it",
+            ));
+        }
+        let cell = offset as u32;
+        self.stored[id].cells.push(cell);
+        for holder in holders {
+            let missing = |field: &str| Error::damaged(format!("`{field}` is missing"));
+            let name = holder.file.as_deref().ok_or_else(|| missing("file_name"))?;
+            let rank = holder.rank.ok_or_else(|| missing("storage_rank"))?;
+            let file = self.file(name)?;
+            self.stored[id].holders.push((cell, file, rank));
+        }
+        Ok(())
+    }
+
+    /// The number of a file.
+    fn file(&mut self, name: &str) -> Result<u32> {
+        if let Some(&id) = self.files.get(name) {
+            return Ok(id);
+        }
+        check_file_name(name)?;
+        let id = self.metadata.files.len() as u32;
+        self.metadata.files.push(name.to_owned());
+        self.files.insert(name.to_owned(), id);
+        Ok(id)
+    }
+
+    /// Turns what was collected into tables; every cell must be held.
+    fn finish(mut self) -> Result<Metadata> {
+        for (is_there, section) in [
+            (self.has_tensors, "state_dict_metadata"),
+            (self.has_storage, "storage_data"),
+        ] {
+            if !is_there {
+                return Err(Error::damaged(format!("metadata has no `{section}`")));
+            }
+        }
+        for (tensor, stored) in self.metadata.tensors.iter_mut().zip(self.stored) {
+            tensor.cells = stored
+                .into_table(tensor)
+                .map_err(|error| error.key(&tensor.name))?;
+        }
+        Ok(self.metadata)
+    }
+}
+
+impl Stored {
+    fn into_table(self, tensor: &MetadataTensor) -> Result<CellTable> {
+        let Self {
+            mut cells,
+            mut holders,
+        } = self;
+        cells.sort_unstable();
+        if let Some(pair) = cells.windows(2).find(|pair| pair[0] == pair[1]) {
+            let key = storage_key(&tensor.name, pair[0].into());
+            return Err(Error::damaged(format!(
+                "`storage_data` has `{}` twice",
+                Printable(&key)
+            )));
+        }
+        // The cells are distinct and in the grid: if they are as many as the grid's, they are all of them.
+        let n_cells: u64 = tensor.fragmentations.iter().product();
+        if cells.len() as u64 != n_cells {
+            let why = "`storage_data` names no file that holds it";
+            return Err(uncovered(
+                &tensor.shape,
+                &tensor.fragmentations,
+                first_missing(&cells),
+                why,
+            )
+            .within(format_args!("metadata of `{}`", Printable(&tensor.name))));
+        }
+        holders.sort_unstable();
+        holders.dedup_by_key(|&mut (cell, file, _)| (cell, file));
+        if u32::try_from(holders.len()).is_err() {
+            return Err(Error::damaged(
+                "the tensor's shards have more than 2^32 holders",
+            ));
+        }
+        let mut starts = Vec::with_capacity(cells.len() + 1);
+        for (i, &(cell, ..)) in holders.iter().enumerate() {
+            if starts.len() <= cell as usize {
+                starts.push(i as u32);
+            }
+        }
+        starts.push(holders.len() as u32);
+        Ok(CellTable {
+            starts,
+            holders: holders
+                .into_iter()
+                .map(|(_, file, rank)| (file, rank))
+                .collect(),
+        })
+    }
+}
+
+impl<'de> Record<'de> for Decoder {
+    const FIELDS: &'static [&'static str] = &["state_dict_metadata", "storage_data"];
+
+    fn field<A: MapAccess<'de>>(&mut self, field: usize, map: &mut A) -> Result<(), A::Error> {
+        match field {
+            0 if self.has_tensors => map.next_value_seed(Skip::default()),
+            0 => {
+                self.has_tensors = true;
+                map.next_value_seed(Map {
+                    members: &mut Tensors(self),
+                    expecting: "an object of tensors",
+                })
+            }
+            _ if self.has_tensors => {
+                self.has_storage = true;
+                map.next_value_seed(Map {
+                    members: &mut Storage(self),
+                    expecting: "an object of storage keys",
+                })
+            }
+            _ => {
+                self.is_storage_early = true;
+                map.next_value_seed(Skip::default())
+            }
+        }
+    }
+}
+
+/// The members of `state_dict_metadata`.
+struct Tensors<'d>(&'d mut Decoder);
+
+impl<'de> Members<'de> for Tensors<'_> {
+    fn member<A: MapAccess<'de>>(
+        &mut self,
+        name: Cow<'de, str>,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
+        let mut record = TensorRecord::default();
+        let parsed = map.next_value_seed(Object(&mut record));
+        self.0.settle(
+            parsed,
+            |decoder, ()| decoder.add_tensor(&name, record),
+            |error| {
+                error
+                    .within(format_args!("metadata of `{}`", Printable(&name)))
+                    .key(&name)
+            },
+        )
+    }
+}
+
+/// The members of `storage_data`.
+struct Storage<'d>(&'d mut Decoder);
+
+impl<'de> Members<'de> for Storage<'_> {
+    fn member<A: MapAccess<'de>>(
+        &mut self,
+        key: Cow<'de, str>,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
+        let parsed = map.next_value_seed(Records::default());
+        self.0.settle(
+            parsed,
+            |decoder, holders| decoder.add_storage(&key, &holders),
+            |error| error.within(format_args!("storage key `{}`", Printable(&key))),
+        )
+    }
+}
+
+/// The grid of a tensor: how many equal parts there are in all.
+fn check_cuts(shape: &[u64], fragmentations: &[u64]) -> Result<u64> {
+    if shape.len() != fragmentations.len() {
+        return Err(Error::damaged(format!(
+            "`global_shape` {shape:?} has {} dims, but `axis_fragmentations` {fragmentations:?} has {}",
+            shape.len(),
+            fragmentations.len()
+        )));
+    }
+    let nonzero: Vec<u64> = shape
+        .iter()
+        .copied()
+        .filter(|&extent| extent != 0)
+        .collect();
+    if n_elements(&nonzero).is_none_or(|n| n >= NUMBER_END) {
+        return Err(Error::damaged(format!(
+            "the size of `global_shape` {shape:?} overflows"
+        )));
+    }
+    let n_cells = fragmentations
+        .iter()
+        .try_fold(1_u64, |n, &cuts| n.checked_mul(cuts));
+    let n_cells = n_cells
+        .filter(|n| (1..=MAX_CELLS).contains(n))
+        .ok_or_else(|| {
+            Error::damaged(format!(
+                "`axis_fragmentations` {fragmentations:?} makes no number of shards from 1 to 2^31"
+            ))
+        })?;
+    for (dim, (extent, cuts)) in shape.iter().zip(fragmentations).enumerate() {
+        if !extent.is_multiple_of(*cuts) {
+            return Err(Error::damaged(format!(
+                "dim {dim} has {extent} elements, which {cuts} shards do not divide evenly; this format has no uneven cuts"
+            )));
+        }
+    }
+    Ok(n_cells)
+}
+
+/// Every cell of the grid is listed as a shard of the shape that the cuts give.
+fn check_chunks(
+    chunks: Vec<ChunkRecord>,
+    shape: &[u64],
+    fragmentations: &[u64],
+    n_cells: u64,
+) -> Result<()> {
+    let local = local_shape(shape, fragmentations);
+    let mut cells = Vec::with_capacity(chunks.len());
+    for chunk in chunks {
+        let missing = |field: &str| Error::damaged(format!("`{field}` of a chunk is missing"));
+        let offset = chunk.offset.ok_or_else(|| missing("global_offset"))?;
+        let found = chunk.local_shape.ok_or_else(|| missing("local_shape"))?;
+        let &[cell] = offset.as_slice() else {
+            return Err(Error::damaged(format!(
+                "`global_offset` {offset:?} of a chunk must be one number, the shard's"
+            )));
+        };
+        if cell >= n_cells {
+            return Err(Error::damaged(format!(
+                "`global_offset` {offset:?} of a chunk, but `axis_fragmentations` {fragmentations:?} makes {n_cells} shards"
+            )));
+        }
+        if found != local {
+            return Err(Error::damaged(format!(
+                "`local_shape` of chunk {cell} is {found:?}, but `global_shape` {shape:?} cut {fragmentations:?} times \
+                 gives {local:?}; this format has no uneven cuts"
+            )));
+        }
+        cells.push(cell as u32);
+    }
+    cells.sort_unstable();
+    // The original drops repeated chunks, too.
+    cells.dedup();
+    if cells.len() as u64 == n_cells {
+        return Ok(());
+    }
+    Err(uncovered(
+        shape,
+        fragmentations,
+        first_missing(&cells),
+        "`chunk` does not list it",
+    ))
+}
+
+fn local_shape(shape: &[u64], fragmentations: &[u64]) -> Vec<u64> {
+    shape
+        .iter()
+        .zip(fragmentations)
+        .map(|(extent, cuts)| extent / cuts)
+        .collect()
+}
+
+/// The least number that is missing from ascending, distinct ones.
+fn first_missing(cells: &[u32]) -> u64 {
+    cells
+        .iter()
+        .zip(0..)
+        .find(|&(&cell, i)| u64::from(cell) != i)
+        .map_or(cells.len() as u64, |(_, i)| i)
+}
+
+fn uncovered(shape: &[u64], fragmentations: &[u64], cell: u64, why: &str) -> Error {
+    let local = local_shape(shape, fragmentations);
+    let mut rest = cell;
+    let mut offset = vec![0; shape.len()];
+    for dim in (0..shape.len()).rev() {
+        offset[dim] = rest % fragmentations[dim] * local[dim];
+        rest /= fragmentations[dim];
+    }
+    let tuple = |numbers: &[u64]| {
+        numbers
+            .iter()
+            .map(u64::to_string)
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    let (offset, local) = (tuple(&offset), tuple(&local));
+    Error::new(
+        Kind::Coverage,
+        format!("stored shards leave offset ({offset}) shape ({local}) uncovered: {why}"),
+    )
+}
+
+/// The name of a shard file beside its `metadata.json`, and nothing that could lead elsewhere.
+fn check_file_name(name: &str) -> Result<()> {
+    let problem = if name.is_empty() || name == "." || name == ".." {
+        "is no file's name".to_owned()
+    } else if name.contains(['/', '\\']) {
+        "leads to another folder".to_owned()
+    } else if name.chars().any(char::is_control) {
+        "has a control character in it".to_owned()
+    } else if name.len() > MAX_FILE_NAME_BYTES {
+        format!("has {} bytes, more than {MAX_FILE_NAME_BYTES}", name.len())
+    } else if ![".safetensors", ".safetensor"]
+        .iter()
+        .any(|suffix| name.ends_with(suffix))
+    {
+        "does not end in .safetensors".to_owned()
+    } else {
+        return Ok(());
+    };
+    Err(Error::damaged(format!(
+        "`file_name` `{}` {problem}",
+        Printable(name)
+    )))
 }

@@ -1,0 +1,129 @@
+//! The writer of headers, under the same rules as the reader.
+
+use super::tokens::NUMBER_END;
+use super::{
+    LENGTH_BYTES, MAX_HEADER_BYTES, MAX_RANK, MAX_TENSORS, METADATA, check_name, tensor_bytes,
+};
+use crate::dtype::Dtype;
+use crate::error::{Error, Kind, Printable, Result};
+use std::collections::HashSet;
+
+/// Makes the header of a file whose tensors lie in the given order without gaps.
+///
+/// Returns the length field, the compact JSON and spaces up to a multiple of `align_bytes`, where the data begins; and
+/// the first byte of each tensor, counted from there. Metadata comes first, sorted by key, and not at all if empty.
+///
+/// # Errors
+/// [`Kind::Argument`] for a name or shape that a header cannot hold, and for a duplicate; [`Kind::Unsupported`] if the
+/// file would break a limit.
+///
+/// ```
+/// use reshard_core::dtype::Dtype;
+/// use reshard_core::header::build;
+///
+/// let (header, starts) = build(&[("a", Dtype::F32, &[2]), ("b", Dtype::U8, &[])], &[], 64)?;
+/// assert_eq!((header.len(), starts), (128, vec![0, 8]));
+/// # Ok::<(), reshard_core::Error>(())
+/// ```
+pub fn build(
+    tensors: &[(&str, Dtype, &[u64])],
+    metadata: &[(String, String)],
+    align_bytes: u64,
+) -> Result<(Vec<u8>, Vec<u64>)> {
+    let too_large = |what: String| Error::new(Kind::Unsupported, what).hint("write several files");
+    if align_bytes == 0 {
+        return Err(Error::new(
+            Kind::Argument,
+            "data cannot be aligned to a multiple of 0 bytes",
+        ));
+    }
+    if tensors.len() > MAX_TENSORS {
+        return Err(too_large(format!(
+            "{} tensors in one file; at most {MAX_TENSORS} are allowed",
+            tensors.len()
+        )));
+    }
+    let mut metadata: Vec<_> = metadata.iter().collect();
+    metadata.sort();
+    if let Some(pair) = metadata.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        return Err(Error::new(
+            Kind::Argument,
+            format!("metadata key `{}` occurs twice", Printable(&pair[0].0)),
+        ));
+    }
+
+    let mut out = vec![0; LENGTH_BYTES as usize];
+    out.push(b'{');
+    if !metadata.is_empty() {
+        for (i, (key, value)) in metadata.iter().enumerate() {
+            out.extend_from_slice(if i == 0 { b"\"__metadata__\":{" } else { b"," });
+            push_json(&mut out, key);
+            out.push(b':');
+            push_json(&mut out, value);
+        }
+        out.push(b'}');
+    }
+    let mut names = HashSet::with_capacity(tensors.len());
+    let mut starts = Vec::with_capacity(tensors.len());
+    let mut start = 0_u64;
+    for &(name, dtype, shape) in tensors {
+        let refuse = |kind, problem: String| {
+            Err(Error::new(kind, format!("tensor `{}`: {problem}", Printable(name))).key(name))
+        };
+        if let Err(error) = check_name(name) {
+            return refuse(Kind::Argument, error.message().to_owned());
+        }
+        if name == METADATA {
+            return refuse(Kind::Argument, "a tensor cannot have this name".to_owned());
+        }
+        if !names.insert(name) {
+            return refuse(Kind::Argument, "the name occurs twice".to_owned());
+        }
+        if shape.len() > MAX_RANK {
+            return refuse(
+                Kind::Unsupported,
+                format!("{} dims; at most {MAX_RANK} are allowed", shape.len()),
+            );
+        }
+        let n_bytes = match tensor_bytes(dtype, shape) {
+            Ok(n_bytes) => n_bytes,
+            Err(problem) => return refuse(Kind::Argument, problem),
+        };
+        let end = match start.checked_add(n_bytes) {
+            Some(end) if end < NUMBER_END && shape.iter().all(|&extent| extent < NUMBER_END) => end,
+            _ => {
+                return refuse(
+                    Kind::Argument,
+                    format!("shape {shape:?} at byte {start} goes beyond 2^63"),
+                );
+            }
+        };
+        if out.last() != Some(&b'{') {
+            out.push(b',');
+        }
+        push_json(&mut out, name);
+        out.extend_from_slice(format!(r#":{{"dtype":"{dtype}","shape":["#).as_bytes());
+        for (dim, extent) in shape.iter().enumerate() {
+            let comma = if dim == 0 { "" } else { "," };
+            out.extend_from_slice(format!("{comma}{extent}").as_bytes());
+        }
+        out.extend_from_slice(format!(r#"],"data_offsets":[{start},{end}]}}"#).as_bytes());
+        starts.push(start);
+        start = end;
+    }
+    out.push(b'}');
+    let n_bytes = (out.len() as u64).next_multiple_of(align_bytes);
+    let header_bytes = n_bytes - LENGTH_BYTES;
+    if header_bytes > MAX_HEADER_BYTES {
+        return Err(too_large(format!(
+            "a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed"
+        )));
+    }
+    out.resize(n_bytes as usize, b' ');
+    out[..LENGTH_BYTES as usize].copy_from_slice(&header_bytes.to_le_bytes());
+    Ok((out, starts))
+}
+
+fn push_json(out: &mut Vec<u8>, text: &str) {
+    serde_json::to_writer(out, text).expect("text in memory always has a JSON form");
+}

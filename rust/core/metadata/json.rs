@@ -1,0 +1,458 @@
+//! Strict reading of JSON into plain records over a streaming parser: fields in any order, none of them twice,
+//! integers that are plain, lists and nesting that end. What is unknown is skipped, under the same limits.
+
+use crate::header::NUMBER_END;
+use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::fmt;
+use std::marker::PhantomData;
+
+/// Deepest nesting of values that are skipped.
+const MAX_DEPTH: usize = 16;
+/// Most fields of one object that nobody knows.
+const MAX_UNKNOWN: usize = 64;
+
+/// An object with known fields.
+pub(super) trait Record<'de> {
+    /// Their names.
+    const FIELDS: &'static [&'static str];
+
+    /// Takes the value of a field from `map`, which is called at most once for each.
+    fn field<A: MapAccess<'de>>(&mut self, field: usize, map: &mut A) -> Result<(), A::Error>;
+}
+
+/// An object whose keys are data.
+pub(super) trait Members<'de> {
+    /// Takes the value of a key from `map`; keys may come twice.
+    fn member<A: MapAccess<'de>>(
+        &mut self,
+        key: Cow<'de, str>,
+        map: &mut A,
+    ) -> Result<(), A::Error>;
+}
+
+/// Reads an object into its members.
+pub(super) struct Map<'m, M> {
+    pub(super) members: &'m mut M,
+    pub(super) expecting: &'static str,
+}
+
+impl<'de, M: Members<'de>> DeserializeSeed<'de> for Map<'_, M> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<(), D::Error> {
+        json.deserialize_map(self)
+    }
+}
+
+impl<'de, M: Members<'de>> Visitor<'de> for Map<'_, M> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.expecting)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while let Some(key) = map.next_key_seed(Text)? {
+            self.members.member(key, &mut map)?;
+        }
+        Ok(())
+    }
+}
+
+/// Reads an object into a record.
+pub(super) struct Object<'r, R>(pub(super) &'r mut R);
+
+impl<'de, R: Record<'de>> DeserializeSeed<'de> for Object<'_, R> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<(), D::Error> {
+        json.deserialize_map(self)
+    }
+}
+
+impl<'de, R: Record<'de>> Visitor<'de> for Object<'_, R> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "an object with {}", R::FIELDS.join(", "))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let mut seen = 0_u32;
+        let mut unknown: Vec<Cow<'de, str>> = Vec::new();
+        while let Some(key) = map.next_key_seed(Text)? {
+            let field = R::FIELDS.iter().position(|&field| field == key);
+            let is_new = match field {
+                Some(field) => seen & 1 << field == 0,
+                None => !unknown.contains(&key),
+            };
+            if !is_new {
+                return Err(A::Error::custom(format_args!("field `{key}` occurs twice")));
+            }
+            if let Some(field) = field {
+                seen |= 1 << field;
+                self.0.field(field, &mut map)?;
+            } else if unknown.len() == MAX_UNKNOWN {
+                return Err(A::Error::custom(format_args!(
+                    "more than {MAX_UNKNOWN} unknown fields"
+                )));
+            } else {
+                unknown.push(key);
+                map.next_value_seed(Skip::default())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads a list of records.
+pub(super) struct Records<R>(PhantomData<R>);
+
+impl<R> Default for Records<R> {
+    fn default() -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<'de, R: Record<'de> + Default> DeserializeSeed<'de> for Records<R> {
+    type Value = Vec<R>;
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Vec<R>, D::Error> {
+        json.deserialize_seq(self)
+    }
+}
+
+impl<'de, R: Record<'de> + Default> Visitor<'de> for Records<R> {
+    type Value = Vec<R>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a list of objects with {}", R::FIELDS.join(", "))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<R>, A::Error> {
+        let mut records = Vec::new();
+        loop {
+            let mut record = R::default();
+            if seq.next_element_seed(Object(&mut record))?.is_none() {
+                return Ok(records);
+            }
+            records.push(record);
+        }
+    }
+}
+
+/// Reads a record or null.
+pub(super) struct Nullable<R>(PhantomData<R>);
+
+impl<R> Default for Nullable<R> {
+    fn default() -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<'de, R: Record<'de> + Default> DeserializeSeed<'de> for Nullable<R> {
+    type Value = Option<R>;
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Option<R>, D::Error> {
+        json.deserialize_option(self)
+    }
+}
+
+impl<'de, R: Record<'de> + Default> Visitor<'de> for Nullable<R> {
+    type Value = Option<R>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "null or an object with {}", R::FIELDS.join(", "))
+    }
+
+    fn visit_none<E: de::Error>(self) -> Result<Option<R>, E> {
+        Ok(None)
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, json: D) -> Result<Option<R>, D::Error> {
+        let mut record = R::default();
+        Object(&mut record).deserialize(json)?;
+        Ok(Some(record))
+    }
+}
+
+/// Reads a string, without a copy where it has no escapes.
+pub(super) struct Text;
+
+impl<'de> DeserializeSeed<'de> for Text {
+    type Value = Cow<'de, str>;
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Cow<'de, str>, D::Error> {
+        json.deserialize_str(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Text {
+    type Value = Cow<'de, str>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string")
+    }
+
+    fn visit_borrowed_str<E: de::Error>(self, text: &'de str) -> Result<Cow<'de, str>, E> {
+        Ok(Cow::Borrowed(text))
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Cow<'de, str>, E> {
+        Ok(Cow::Owned(text.to_owned()))
+    }
+}
+
+/// Reads a plain integer from 0 to 2^63 - 1.
+pub(super) struct Number;
+
+impl<'de> DeserializeSeed<'de> for Number {
+    type Value = u64;
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<u64, D::Error> {
+        json.deserialize_u64(self)
+    }
+}
+
+impl Visitor<'_> for Number {
+    type Value = u64;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a plain integer from 0 to 2^63 - 1")
+    }
+
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<u64, E> {
+        if number < NUMBER_END {
+            Ok(number)
+        } else {
+            Err(E::invalid_value(de::Unexpected::Unsigned(number), &self))
+        }
+    }
+}
+
+/// Reads a list of numbers.
+pub(super) struct Numbers {
+    max_len: usize,
+}
+
+impl Numbers {
+    pub(super) fn at_most(max_len: usize) -> Self {
+        Self { max_len }
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Numbers {
+    type Value = Vec<u64>;
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Vec<u64>, D::Error> {
+        json.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Numbers {
+    type Value = Vec<u64>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a list of at most {} plain integers", self.max_len)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<u64>, A::Error> {
+        collect(seq, self.max_len, || Number)
+    }
+}
+
+/// Reads a list of strings.
+pub(super) struct Texts {
+    max_len: usize,
+}
+
+impl Texts {
+    pub(super) fn at_most(max_len: usize) -> Self {
+        Self { max_len }
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Texts {
+    type Value = Vec<String>;
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Vec<String>, D::Error> {
+        json.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Texts {
+    type Value = Vec<String>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a list of at most {} strings", self.max_len)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<String>, A::Error> {
+        Ok(collect(seq, self.max_len, || Text)?
+            .into_iter()
+            .map(Cow::into_owned)
+            .collect())
+    }
+}
+
+/// Reads `tensor_map`: for each dim an axis, -1, or a list of them. -1 says nothing and is dropped.
+pub(super) struct TensorMap;
+
+impl<'de> DeserializeSeed<'de> for TensorMap {
+    type Value = Vec<Vec<u64>>;
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Vec<Vec<u64>>, D::Error> {
+        json.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for TensorMap {
+    type Value = Vec<Vec<u64>>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of axes and lists of axes")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<Vec<u64>>, A::Error> {
+        collect(seq, crate::header::MAX_RANK, || Axes { is_nested: false })
+    }
+}
+
+/// An axis, -1, or (not nested again) a list of them.
+struct Axes {
+    is_nested: bool,
+}
+
+impl<'de> DeserializeSeed<'de> for Axes {
+    type Value = Vec<u64>;
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Vec<u64>, D::Error> {
+        json.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Axes {
+    type Value = Vec<u64>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_nested {
+            "an axis or -1"
+        } else {
+            "an axis, -1 or a list of them"
+        })
+    }
+
+    fn visit_u64<E: de::Error>(self, axis: u64) -> Result<Vec<u64>, E> {
+        Ok(vec![axis])
+    }
+
+    fn visit_i64<E: de::Error>(self, axis: i64) -> Result<Vec<u64>, E> {
+        if axis == -1 {
+            Ok(Vec::new())
+        } else {
+            Err(E::invalid_value(de::Unexpected::Signed(axis), &self))
+        }
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<u64>, A::Error> {
+        if self.is_nested {
+            return Err(A::Error::invalid_type(de::Unexpected::Seq, &self));
+        }
+        Ok(collect(seq, crate::header::MAX_RANK, || Axes { is_nested: true })?.concat())
+    }
+}
+
+fn collect<'de, A: SeqAccess<'de>, S: DeserializeSeed<'de>>(
+    mut seq: A,
+    max_len: usize,
+    seed: impl Fn() -> S,
+) -> Result<Vec<S::Value>, A::Error> {
+    let mut values = Vec::new();
+    while let Some(value) = seq.next_element_seed(seed())? {
+        if values.len() == max_len {
+            return Err(A::Error::custom(format_args!(
+                "a list has more than {max_len} entries"
+            )));
+        }
+        values.push(value);
+    }
+    Ok(values)
+}
+
+/// Skips a value of any kind, unless it is nested too deep or has a key twice.
+#[derive(Default)]
+pub(super) struct Skip {
+    depth: usize,
+}
+
+impl Skip {
+    fn deeper<E: de::Error>(&self) -> Result<Self, E> {
+        if self.depth == MAX_DEPTH {
+            return Err(E::custom(format_args!(
+                "nested deeper than {MAX_DEPTH} levels"
+            )));
+        }
+        Ok(Self {
+            depth: self.depth + 1,
+        })
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Skip {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<(), D::Error> {
+        json.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Skip {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("any value")
+    }
+
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_str<E>(self, _: &str) -> Result<(), E> {
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
+        while seq.next_element_seed(self.deeper()?)?.is_some() {}
+        Ok(())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let mut seen = HashSet::new();
+        while let Some(key) = map.next_key_seed(Text)? {
+            if seen.contains(&key) {
+                return Err(A::Error::custom(format_args!("key `{key}` occurs twice")));
+            }
+            seen.insert(key);
+            map.next_value_seed(self.deeper()?)?;
+        }
+        Ok(())
+    }
+}
