@@ -157,10 +157,10 @@ def write_file_atomically(
         StorageError: the system failed; nothing has changed under `path`, and no temporary file is left.
 
     Example:
-        >>> import tempfile, pathlib
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> write_file_atomically(f"{folder.name}/note.txt", "7")
-        >>> [entry.name for entry in pathlib.Path(folder.name).iterdir()]
+        >>> import tempfile, os
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_file_atomically(f"{folder}/note.txt", "7")
+        ...     os.listdir(folder)
         ['note.txt']
     """
     with writing_atomically(path, mode, durable=durable) as file:
