@@ -1,0 +1,130 @@
+"""`common.json` of a Checkpoint 2.0 iteration: the counters of the training run.
+
+Reads what any release wrote; writes what release 1.9.0 of the original reads. What the counters mean for a restart is
+decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+from dataclasses import dataclass, field, fields
+
+from reshard.errors import ArgumentError, DamagedFileError
+from reshard.formats.files import show, write_file_atomically
+from reshard.formats.strict_json import read_json
+
+__all__ = ["CommonInfo"]
+
+_MAX_BYTES = 1 << 20
+_LEFT_OUT_WHILE_NONE = ("consumed_samples", "ckpt_status")
+
+
+@dataclass(frozen=True)
+class CommonInfo:
+    """The counters, under the names of the file. None: null, or not in the file.
+
+    Attributes:
+        epoch_num: the epoch.
+        step_num: the iteration; the eager mode writes the number of steps of the whole run here.
+        global_step: steps that the optimizer has made.
+        loss_scale: factor of the gradients.
+        global_batch_size: samples a step over all devices.
+        consumed_samples: samples that training has seen.
+        ckpt_status: 0: the health monitor found nothing, 1: it did.
+        unknown: names in the file that are none of these, to be reported; never written.
+
+    Raises:
+        ArgumentError: a value is not an integer from 0 to 2**63 - 1, or `loss_scale` not a finite number.
+
+    Example:
+        >>> print(CommonInfo(epoch_num=1, global_step=5).to_json())
+        {
+            "epoch_num": 1,
+            "step_num": null,
+            "global_step": 5,
+            "loss_scale": null,
+            "global_batch_size": null
+        }
+    """
+
+    epoch_num: int | None = None
+    step_num: int | None = None
+    global_step: int | None = None
+    loss_scale: float | None = None
+    global_batch_size: int | None = None
+    consumed_samples: int | None = None
+    ckpt_status: int | None = None
+    unknown: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        for key in _KEYS:
+            value = getattr(self, key)
+            if value is not None:
+                parse = _finite if key == "loss_scale" else _count
+                object.__setattr__(self, key, parse(key, value))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> CommonInfo:
+        """Read the file; names that are not known end in `unknown`.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file.
+            DamagedFileError: it is no object of JSON, larger than 1 MiB, or a value is of another type.
+            StorageError: the system failed to read it.
+        """
+        name = os.fspath(path)
+        content = read_json(path, _MAX_BYTES)
+        if not isinstance(content, dict):
+            raise DamagedFileError(f"{show(name)} holds {_kind(content)}, expected an object of counters", path=name)
+        try:
+            return cls(
+                **{key: content.get(key) for key in _KEYS}, unknown=tuple(key for key in content if key not in _KEYS)
+            )
+        except ArgumentError as error:
+            raise DamagedFileError(f"{show(name)}: {error.message}", path=name) from None
+
+    def to_json(self) -> str:
+        """The file's text, laid out as the original does.
+
+        The original hands every name to a constructor, so one that its release does not know is fatal there:
+        `consumed_samples`, which release 1.9.0 does not know, and `ckpt_status` are left out while they are None.
+        """
+        values = {key: getattr(self, key) for key in _KEYS}
+        for key in _LEFT_OUT_WHILE_NONE:
+            if values[key] is None:
+                del values[key]
+        return json.dumps(values, indent=4)
+
+    def write(self, path: str | os.PathLike[str], mode: int = 0o640, *, durable: bool = True) -> None:
+        """Write the file atomically.
+
+        Raises:
+            StorageError: the system failed; what was under the name is as it was.
+        """
+        write_file_atomically(path, self.to_json(), mode, durable=durable)
+
+
+_KEYS = tuple(one.name for one in fields(CommonInfo) if one.name != "unknown")
+
+
+def _count(key: str, value: object) -> int:
+    if not isinstance(value, bool) and hasattr(value, "__index__") and 0 <= operator.index(value) < 1 << 63:
+        return operator.index(value)
+    raise ArgumentError(f"`{key}` is {_kind(value)}, expected an integer from 0 to 2**63 - 1 or null")
+
+
+def _finite(key: str, value: object) -> float:
+    if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise ArgumentError(f"`{key}` is {_kind(value)}, expected a finite number or null")
+
+
+def _kind(value: object) -> str:
+    """What a value is, without showing what a stranger put into it."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), f"a {type(value).__name__}")

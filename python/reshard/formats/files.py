@@ -1,0 +1,222 @@
+"""Small files, read and written whole: one open, bounded; one rename, durable. Also names of files, and sizes in bytes.
+
+Knows nothing of what the files mean. Tensors' bytes never come here, the core moves those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "component_fault",
+    "fsync_folder",
+    "parse_size",
+    "read_small_file",
+    "show",
+    "write_file_atomically",
+    "writing_atomically",
+]
+
+_MAX_NAME_BYTES = 255
+_MAX_SHOWN = 256  # characters of a foreign text in a message
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", 1)
+}
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([KMGT]?i?B|)")
+
+
+def show(text: str) -> str:
+    r"""Foreign text in backticks, safe to print: what could drive a terminal is escaped, what is long is cut.
+
+    Example:
+        >>> show("a" + chr(27) + "[2J")
+        '`a\\x1b[2J`'
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_SHOWN])
+    return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"
+
+
+def component_fault(name: str) -> str | None:
+    """Why a name out of a file or an argument is not one plain path component; None if it is.
+
+    Example:
+        >>> component_fault("../weights.safetensors")
+        'it has a path separator in it'
+    """
+    if not name:
+        return "it is empty"
+    if name in (".", ".."):
+        return "it names a folder"
+    if "/" in name or "\\" in name:
+        return "it has a path separator in it"
+    if any(c < " " or "\x7f" <= c < "\xa0" for c in name):
+        return "it has a control character in it"
+    try:
+        n_bytes = len(name.encode())
+    except UnicodeEncodeError:
+        return "it is not valid Unicode"
+    return f"it has {n_bytes} bytes, a name has at most {_MAX_NAME_BYTES}" if n_bytes > _MAX_NAME_BYTES else None
+
+
+def parse_size(size: str | int) -> int:
+    """A number of bytes from text such as "4GiB" (2**30), "500MB" (10**6), "1.5 GiB" or "4096", or from an integer.
+
+    Args:
+        size: the text or the number; a fraction of a byte is dropped.
+
+    Returns:
+        Bytes, at least 1.
+
+    Raises:
+        ArgumentError: it is no such text, or less than one byte, or more than 2**63 - 1.
+
+    Example:
+        >>> parse_size("4GiB"), parse_size("500MB"), parse_size(4096)
+        (4294967296, 500000000, 4096)
+    """
+    hint = 'write it as "4GiB" (2**30 bytes), "500MB" (10**6 bytes) or a number of bytes'
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2] not in _UNITS:
+            raise ArgumentError(f"{show(size)} is not a size", hint=hint)
+        n_bytes = int(Fraction(match[1]) * _UNITS[match[2]])
+    elif isinstance(size, int) and not isinstance(size, bool):
+        n_bytes = size
+    else:
+        raise ArgumentError(f"a size is text or an integer, not {type(size).__name__}", hint=hint)
+    if not 1 <= n_bytes < 1 << 63:
+        raise ArgumentError(f"a size is from 1 to 2**63 - 1 bytes: {size}", hint=hint)
+    return n_bytes
+
+
+def read_small_file(path: str | os.PathLike[str], max_bytes: int, *, follow_links: bool = False) -> bytes:
+    """Read a regular file whole, through one open: what is checked is what is read.
+
+    Args:
+        path: the file.
+        max_bytes: a larger file is refused, before more than that is read.
+        follow_links: whether the last component may be a symbolic link.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        DamagedFileError: it is a link, a folder, a pipe or a device, or larger than `max_bytes`.
+        StorageError: the system failed to open or read it.
+    """
+    path = os.fspath(path)
+    # Without O_NONBLOCK the open of a pipe waits for a writer for ever.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        handle = os.open(path, flags)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"there is no file {show(path)}", path=path) from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DamagedFileError(f"{show(path)} is a symbolic link, expected a regular file", path=path) from None
+        raise StorageError(f"opening {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+    with open(handle, "rb") as file:  # noqa: PTH123  of a handle, not of a path
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise DamagedFileError(f"{show(path)} is not a regular file", path=path)
+        try:
+            data = file.read(max_bytes + 1)
+        except OSError as error:
+            raise StorageError(f"reading {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+    if len(data) > max_bytes:
+        raise DamagedFileError(
+            f"{show(path)} is larger than {max_bytes} bytes, more than such a file can be", path=path
+        )
+    return data
+
+
+def write_file_atomically(
+    path: str | os.PathLike[str], data: bytes | str, mode: int = 0o640, *, durable: bool = True
+) -> None:
+    """Write a small file so that it appears under its name whole or not at all; one that was there is replaced.
+
+    Args:
+        path: the file to be.
+        data: its content; text is written as UTF-8.
+        mode: permission bits, less the umask.
+        durable: whether the file and then its folder are synced before this returns.
+
+    Raises:
+        StorageError: the system failed; nothing has changed under `path`, and no temporary file is left.
+
+    Example:
+        >>> import tempfile, os
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_file_atomically(f"{folder}/note.txt", "7")
+        ...     os.listdir(folder)
+        ['note.txt']
+    """
+    with writing_atomically(path, mode, durable=durable) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def writing_atomically(path: str | os.PathLike[str], mode: int = 0o640, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """As `write_file_atomically`, for content that is made piece by piece: a binary file to write into.
+
+    When the block ends well the file takes its name; when it raises, everything is as before.
+
+    Raises:
+        StorageError: as there.
+    """
+    target = Path(path)
+    # Hidden, and of no suffix that a reader lists: a crash may leave it behind.
+    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}.tmp")
+    try:
+        # The mode is set when the file is made: at no instant can others read what they should not.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+        try:
+            with open(handle, "wb", buffering=1 << 20) as file:  # noqa: PTH123  of a handle, not of a path
+                yield file
+                file.flush()
+                if durable:
+                    os.fsync(handle)
+            temporary.replace(target)
+        except BaseException:
+            # After a failed sync the pages may count as clean: the file is dropped, never synced a second time.
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        if durable:
+            fsync_folder(target.parent)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"writing {show(str(target))}: {error.strerror or error}", path=str(target), errno=error.errno
+        ) from None
+
+
+def fsync_folder(path: str | os.PathLike[str]) -> None:
+    """Make the entries of a folder durable.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise StorageError(
+            f"syncing the folder {show(os.fspath(path))}: {error.strerror}", path=os.fspath(path), errno=error.errno
+        ) from None

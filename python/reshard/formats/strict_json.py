@@ -1,0 +1,120 @@
+"""One strict parser for every small JSON file that a stranger may have written.
+
+JSON as RFC 8259 says and no more, in UTF-8: no duplicate name at any level, no NaN or Infinity, no byte order mark,
+no half of a surrogate pair, integers and nesting bounded. Two readers that both accept a file then agree on what it
+says. `metadata.json`, which can have hundreds of MB, is decoded by the core under the same rules. What the values
+mean is for the caller to check.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from reshard.errors import DamagedFileError
+from reshard.formats.files import read_small_file, show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["parse_json", "read_json"]
+
+_MAX_DEPTH = 16
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read_json(path: str | os.PathLike[str], max_bytes: int, *, follow_links: bool = False) -> object:
+    """Read a file of one JSON value.
+
+    Args:
+        path: the file.
+        max_bytes: a larger file is refused.
+        follow_links: whether the last component may be a symbolic link.
+
+    Returns:
+        The value: dict, list, str, int, float, bool or None.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        DamagedFileError: it is not such JSON, not a regular file or too large; the message names the file.
+        StorageError: the system failed to read it.
+    """
+    return parse_json(read_small_file(path, max_bytes, follow_links=follow_links), os.fspath(path))
+
+
+def parse_json(data: bytes, name: str) -> object:
+    """Parse one JSON value; `name` is what messages call the file.
+
+    Raises:
+        DamagedFileError: it is not such JSON.
+
+    Example:
+        >>> parse_json(b'{"a": [1, 2.5, null]}', "x.json")
+        {'a': [1, 2.5, None]}
+    """
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise DamagedFileError(f"{show(name)} begins with a byte order mark, expected plain UTF-8", path=name)
+    try:
+        # Decoded here: given bytes, the parser would guess UTF-16 and UTF-32 too.
+        text = data.decode()
+        value: object = json.loads(
+            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
+        )
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # raises on half of a pair, wherever it is
+    except UnicodeEncodeError:
+        raise DamagedFileError(
+            f"{show(name)} holds text that is not valid Unicode (half of a pair)", path=name
+        ) from None
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(f"{show(name)} is not UTF-8: byte {error.start}", path=name) from None
+    except RecursionError:
+        raise _too_deep(name) from None
+    except ValueError as error:
+        raise DamagedFileError(f"{show(name)} is not valid JSON: {error}", path=name) from None
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for outer in level for inner in _children(outer) if isinstance(inner, dict | list)]
+        if not level:
+            return value
+    raise _too_deep(name)
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _too_deep(name: str) -> DamagedFileError:
+    return DamagedFileError(f"{show(name)} nests deeper than {_MAX_DEPTH} levels", path=name)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {show(twice)} stands twice in one object")
+    return made
+
+
+def _integer(text: str) -> int:
+    value = int(text) if len(text) <= 20 else 1 << 63
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"the integer {show(text)} does not fit 64 bits")
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {show(text)} is out of range")
+    return value
+
+
+def _constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a number of JSON")
