@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reshard._core import Index, Plan
-from reshard.layout import ModelLayout
 from safetensors.numpy import save_file
-from tests.oracle import element_numbers, element_tiles, holds, local_arrays, mesh_ranks, rule_of
+from tests.oracle import element_numbers, element_tiles, local_arrays, mesh_ranks, rule_of
 from tests.strategies import (
     DTYPE_NAMES,
     DTYPES,
@@ -30,6 +28,9 @@ from tests.strategies import (
     layouts,
     some_ranks,
 )
+
+from reshard._core import Index, Plan
+from reshard.layout import ModelLayout
 
 Method = Literal["auto", "map", "read"]
 METHODS: tuple[Method, ...] = ("map", "read", "auto")
@@ -83,7 +84,7 @@ def loaded(plan: Plan, threads: int | None = None) -> dict[str, bytes]:
 
 
 def filled(plan: Plan, lead_bytes: int, threads: int | None = None) -> tuple[dict[str, bytes], int]:
-    """What `fill` writes into arrays of the caller that begin anywhere, and the bytes it read; nothing around changes."""
+    """What `fill` writes into the caller's arrays, which begin anywhere, and the bytes read; nothing around changes."""
     room = [np.full(lead_bytes + n_bytes + 16, GUARD, np.uint8) for _, _, _, n_bytes in plan.arrays]
     out = [
         array[lead_bytes : lead_bytes + n_bytes] for array, (_, _, _, n_bytes) in zip(room, plan.arrays, strict=True)
@@ -327,19 +328,3 @@ def test_a_whole_tensor_is_viewed_and_writing_to_the_view_leaves_the_file_alone(
     view[:] = 1
     assert (view == 1).all()
     assert paths[0].read_bytes() == before
-
-
-def test_some_rank_holds_every_key() -> None:
-    """Guards the other tests: a checkpoint that nobody holds would prove nothing."""
-
-    @cases(50)
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        checkpoint: Checkpoint = data.draw(checkpoints())
-        mapping = data.draw(layouts(checkpoint))
-        held: set[str] = set()
-        for rank in mesh_ranks(mapping):
-            held |= set(local_arrays(mapping, checkpoint.tensors, rank, checkpoint.optimizer_keys))
-        assert held
-
-    check()
