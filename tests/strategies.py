@@ -91,6 +91,9 @@ class Checkpoint:
         shown = {key: f"{self.dtypes[key]} {tensor.shape}" for key, tensor in self.tensors.items()}
         return f"Checkpoint({shown}, optimizer_keys={self.optimizer_keys})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001  (hypothesis reports by it)
+        printer.text(repr(self))
+
     @property
     def shapes(self) -> dict[str, Shape]:
         return {key: tensor.shape for key, tensor in self.tensors.items()}
