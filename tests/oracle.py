@@ -9,7 +9,7 @@ It knows nothing of `reshard`, does not check layouts (a layout that cannot be i
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -26,7 +26,8 @@ def local_arrays(
 ) -> dict[str, Array]:
     """What `rank` holds of `tensors` (the whole checkpoint, optimizer part included): `{name: array}`.
 
-    The name is the key, or that of the join the key went into. Arrays come in storage order.
+    The name is the key, or that of the join the key went into, of optimizer states `<slot>.<join>`. Arrays come in
+    storage order.
     """
     at = Point(mapping["mesh"], rank_coordinates(mapping, rank))
     alone: dict[str, Array] = {}
@@ -188,11 +189,10 @@ def rule_of(
     if shapes[key] != shapes[parameter]:
         return Rule()
     rule = _own_rule(mapping, parameter)
-    assert rule.join is None, "state of a joined parameter: the design does not say"
     optimizer = mapping.get("optimizer") or {}
     cut = [*rule.cut] + [()] * (len(shapes[key]) - len(rule.cut))
     for dim, axes in (optimizer.get("add") or {}).items():
-        if dim < len(cut) and _divides(shapes[key][dim], dim, (*cut[dim], *axes), rule, mapping["mesh"]):
+        if dim < len(shapes[key]) and _divides(shapes[key][dim], dim, (*cut[dim], *axes), rule, mapping["mesh"]):
             assert dim not in (rule.sizes or {})
             assert not rule.flat
             cut[dim] = (*cut[dim], *axes)
@@ -200,7 +200,9 @@ def rule_of(
     if optimizer.get("flat"):
         assert not flat
         flat = tuple(optimizer["flat"])
-    return Rule(tuple(cut), rule.ceil, rule.sizes, rule.blocks, flat, None, 1, (), rule.stored)
+    # The states of one slot are joined by themselves.
+    join = None if rule.join is None else key.removesuffix(parameter) + rule.join
+    return replace(rule, cut=tuple(cut), flat=flat, join=join)
 
 
 def _own_rule(mapping: Mapping[str, Any], key: str) -> Rule:

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from reshard.layout import ModelLayout
 from tests.oracle import element_numbers, mesh_ranks, rank_coordinates, rule_of
 from tests.strategies import KINDS, Array, Checkpoint, cases, checkpoints, kinds, layouts, some_ranks
+
+from reshard.layout import ModelLayout
 
 
 def painted(numbers: Array, layout: Any, rank: int) -> tuple[Array, Array]:
@@ -18,7 +19,7 @@ def painted(numbers: Array, layout: Any, rank: int) -> tuple[Array, Array]:
     n_writes = np.zeros_like(local)
     for offset, shape, local_offset, local_strides in layout.tiles(rank):
         assert len(offset) == len(shape) == len(local_strides) == numbers.ndim
-        assert all(0 < n and 0 <= o and o + n <= e for o, n, e in zip(offset, shape, numbers.shape, strict=True))
+        assert all(n > 0 and o >= 0 and o + n <= e for o, n, e in zip(offset, shape, numbers.shape, strict=True))
         for index in np.ndindex(shape):
             place = local_offset + sum(i * stride for i, stride in zip(index, local_strides, strict=True))
             assert 0 <= place < local.size

