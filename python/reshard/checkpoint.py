@@ -34,7 +34,7 @@ from reshard.layout import BoundLayout, ModelLayout, as_layout
 if TYPE_CHECKING:
     from reshard.formats.checkpoint2 import CommonInfo
 
-__all__ = ["Checkpoint", "Part", "Shard", "TensorInfo", "open"]
+__all__ = ["Checkpoint", "FileInfo", "Part", "Shard", "TensorInfo", "iterations", "open"]
 
 _log = logging.getLogger("reshard")
 
@@ -56,6 +56,19 @@ class Shard:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A shard file.
+
+    Attributes:
+        name: its name in the folder.
+        n_bytes: its size.
+    """
+
+    name: str
+    n_bytes: int
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,28 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
     if checkpoint2.is_root(target):
         return _open_root(target, method)
     return _open_iteration(target, method)
+
+
+def iterations(path: str | os.PathLike[str]) -> checkpoint2.Candidates | None:
+    """Which iterations a checkpoint root offers, in the order in which `open` tries them; no shard file is opened.
+
+    Args:
+        path: the root; anything else that can be opened is none.
+
+    Returns:
+        What the tracker says and the folders, best first; None if `path` is no root.
+
+    Raises:
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> [folder for _, folder in reshard.checkpoint.iterations("output/checkpoint").folders]  # doctest: +SKIP
+        ['iteration_00000010', 'iteration_00000005']
+    """
+    target = Path(path)
+    if not target.is_dir() or huggingface.detect(target) or not checkpoint2.is_root(target):
+        return None
+    return checkpoint2.resolve_candidates(target)
 
 
 def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
@@ -314,6 +349,22 @@ class Checkpoint:
             for offset, extent, files in self._index.shards(key)
         )
         return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self._part(key))
+
+    def files(self) -> list[FileInfo]:
+        """The shard files that hold the tensors, with their sizes.
+
+        Example:
+            >>> checkpoint.files()  # doctest: +SKIP
+            [FileInfo(name='model.safetensors', n_bytes=4920)]
+        """
+        return [
+            FileInfo(Path(self._index.file_path(file)).name, self._index.file_bytes(file))
+            for file in range(self._index.n_files)
+        ]
+
+    def tiled_keys(self) -> list[str]:
+        """The tensors that tiles.json describes: metadata.json cannot, so only this package reads them."""
+        return [] if self._tiles is None else [key for key in self._keys if key in self._tiles.tensors]
 
     def _part(self, key: str) -> Literal["model", "optimizer"]:
         if self.format != "checkpoint2":

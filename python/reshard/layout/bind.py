@@ -31,6 +31,7 @@ class BoundLayout:
         mesh: the core's mesh.
         ranks: the global rank at each mesh point, row-major.
         layouts: the core's layout of each key, in the order of the tensors; of a joined key with its `flat` axes.
+        specs: the same in words: cuts, blocks, `flat` and so on of each key.
         joins: keys that are one array.
         warnings: rules and places that match nothing, and state that `add` does not divide.
     """
@@ -38,6 +39,7 @@ class BoundLayout:
     mesh: _core.Mesh
     ranks: list[int]
     layouts: dict[str, _core.Layout]
+    specs: dict[str, Spec]
     joins: list[Join]
     warnings: list[str]
     _join_of: dict[str, Join] = field(repr=False)
@@ -144,6 +146,7 @@ def bind(
         mesh,
         list(mesh.ranks),
         layouts,
+        resolved.specs,
         resolved.joins,
         resolved.warnings,
         {key: join for join in resolved.joins for key in join.keys},
