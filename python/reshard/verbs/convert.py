@@ -502,9 +502,9 @@ def _joined_shards(job: _Job, bound: BoundLayout) -> list[Shard]:
 def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> str:
     """The one warning of a conversion for tensors that the original will not see, or the error."""
     key, reason = next(iter(reasons.items()))
-    some = ", ".join(f"`{show(key)}`" for key in list(reasons)[:5]) + (", ..." if len(reasons) > 5 else "")
+    some = ", ".join(show(key) for key in list(reasons)[:5]) + (", ..." if len(reasons) > 5 else "")
     text = (
-        f"metadata.json cannot express the layout of {len(reasons)} tensors ({some}): `{show(key)}`: {reason}. "
+        f"metadata.json cannot express the layout of {len(reasons)} tensors ({some}): {show(key)}: {reason}. "
         "They are described in tiles.json, which MindSpore Transformers ignores: there they keep their initial values"
     )
     if strict:
