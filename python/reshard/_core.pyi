@@ -1,10 +1,3 @@
-"""The Rust core: geometry and bytes. It knows shard files, layouts and plans; it knows no checkpoint, step or framework.
-
-Everything here is in elements unless a name ends in `_bytes`. A dtype is its safetensors name ("BF16", "F8_E4M3", ...).
-A tile is `(offset, shape, local_offset, local_strides)`: the box `offset, shape` of the global tensor lies in the local
-array at element `local_offset` with element strides `local_strides`, one a global dim.
-"""
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, final
 
@@ -14,16 +7,11 @@ ReadMethod: TypeAlias = Literal["auto", "map", "read"]
 
 __version__: str
 
-def dtype_bits(dtype: str) -> int:
-    """Bits of one element of a dtype; an unknown name is an error."""
-
-def default_threads() -> int:
-    """How many threads a copy uses when none are asked for."""
+def dtype_bits(dtype: str) -> int: ...
+def default_threads() -> int: ...
 
 @final
 class Mesh:
-    """Named axes and their sizes; the first varies slowest. `ranks` is the global rank at each point, row-major."""
-
     def __new__(cls, axes: Sequence[tuple[str, int]], ranks: Sequence[int] | None = None) -> Mesh: ...
     @property
     def axes(self) -> list[tuple[str, int]]: ...
@@ -35,20 +23,6 @@ class Mesh:
 
 @final
 class Layout:
-    """How one tensor lies on a mesh: checked when made, so that its tiles can be taken without further questions.
-
-    Args:
-        mesh: where it lies.
-        shape: the global shape.
-        cut: for each dim the axes that cut it, first = outermost; missing dims are not cut.
-        uneven: what happens to a dim that does not divide: an error, or torch's `ceil` chunks, axis after axis.
-        sizes: explicit sizes of the parts, by dim.
-        blocks: by dim, blocks `(size, is_cut)` that are each cut by themselves; one that is not cut is whole on every rank.
-        flat: axes over which the local block (after `cut`, in storage order) is flattened, padded and cut 1-D.
-        stored: storage order, `stored[j]` = the global dim at storage position j.
-        place: `(axes, coordinate)`: only ranks whose folded coordinate on the axes (first = outermost) is this hold it.
-    """
-
     def __new__(
         cls,
         mesh: Mesh,
@@ -67,76 +41,44 @@ class Layout:
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
-    def is_grid(self) -> bool:
-        """Whether every rank holds one box of one grid (no blocks, no flat, storage order may differ)."""
-
+    def is_grid(self) -> bool: ...
     def holds(self, rank: int) -> bool: ...
-    def holders(self) -> list[int]:
-        """The ranks that hold a part, in mesh order."""
-
-    def block_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the rank's block after `cut`, in storage order, before `flat`."""
-
-    def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the rank's array, in storage order; `flat`: one dim, padding included."""
-
-    def tiles(self, rank: int) -> list[Tile]:
-        """The rank's tiles; empty if it holds nothing or an empty part."""
+    def holders(self) -> list[int]: ...
+    def block_shape(self, rank: int) -> tuple[int, ...]: ...
+    def local_shape(self, rank: int) -> tuple[int, ...]: ...
+    def tiles(self, rank: int) -> list[Tile]: ...
 
 @final
 class Request:
-    """The local arrays that a load or a file wants, each made of regions of tensors of an index."""
-
     def __new__(cls) -> Request: ...
     def __len__(self) -> int: ...
-    def add(self, name: str, key: str, layout: Layout, rank: int) -> None:
-        """The rank's part of `key` (which the rank must hold) under `name`."""
-
-    def add_region(self, name: str, key: str, offset: Sequence[int], shape: Sequence[int]) -> None:
-        """A box of `key`, in the global dim order."""
-
-    def add_joined(self, name: str, members: Sequence[tuple[str, Layout]], rank: int, align: int) -> None:
-        """The rank's part of the local blocks of all members laid end to end: one 1-D array.
-
-        Each start is rounded up to `align` elements and the end to parts x `align`, with zeros between. All members
-        have the same `flat` axes, and the rank holds each of them.
-        """
+    def add(self, name: str, key: str, layout: Layout, rank: int) -> None: ...
+    def add_region(self, name: str, key: str, offset: Sequence[int], shape: Sequence[int]) -> None: ...
+    def add_joined(self, name: str, members: Sequence[tuple[str, Layout]], rank: int, align: int) -> None: ...
 
 @final
 class Buffer:
-    """Owned memory (huge pages) or a private copy-on-write map of a file; a writable buffer of bytes."""
-
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Index:
-    """Which shard is where: files, and for each key its dtype, its shape and the stored tiles."""
-
     def __new__(cls) -> Index: ...
     @staticmethod
-    def from_metadata(path: str, *, method: ReadMethod = "auto") -> Index:
-        """Decode a `metadata.json`; the shard files lie beside it and are not opened yet."""
+    def from_metadata(path: str, *, method: ReadMethod = "auto") -> Index: ...
 
     # -- files
     @property
     def n_files(self) -> int: ...
-    def add_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
-        """A shard file; opened when it is first needed, and then kept open."""
-
+    def add_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int: ...
     def file_path(self, file: int) -> str: ...
     def file_bytes(self, file: int) -> int: ...
     def file_metadata(self, file: int) -> dict[str, str] | None: ...
-    def file_tensors(self, file: int) -> list[tuple[str, str, tuple[int, ...], int, int]]:
-        """`(name, dtype, shape, first byte, end byte)` of each tensor in the order of the data, counted from its start."""
+    def file_tensors(self, file: int) -> list[tuple[str, str, tuple[int, ...], int, int]]: ...
 
     # -- tensors
-    def add_whole(self, key: str, file: int) -> None:
-        """`key` is stored whole in `file` under its own name."""
-
-    def add_layout(self, key: str, dtype: str, layout: Layout, files: Sequence[int]) -> None:
-        """`key` is stored under its own name in the files of the ranks, one file id a mesh point."""
-
+    def add_whole(self, key: str, file: int) -> None: ...
+    def add_layout(self, key: str, dtype: str, layout: Layout, files: Sequence[int]) -> None: ...
     def add_tiles(
         self,
         key: str,
@@ -145,68 +87,32 @@ class Index:
         stored: Sequence[tuple[int, str, Sequence[int], Sequence[Tile]]],
         *,
         overlapping: bool = False,
-    ) -> None:
-        """`key` consists of explicit tiles: `(file, stored name, stored shape, tiles)`.
-
-        Equal regions are replicas. Regions that overlap otherwise are refused unless `overlapping`.
-        """
-
+    ) -> None: ...
     def __len__(self) -> int: ...
     def __contains__(self, key: object) -> bool: ...
-    def keys(self) -> list[str]:
-        """In the order in which they were added; of `from_metadata`, in the file's order."""
-
-    def info(self, key: str) -> tuple[str, tuple[int, ...]]:
-        """dtype and global shape. Where only a shard file knows the dtype, one is opened."""
-
-    def shards(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], list[int]]]:
-        """`(offset, shape, files that hold it)` of each stored region."""
-
-    def metadata_layout(self, key: str) -> tuple[list[int], list[list[int]], list[str], list[int]] | None:
-        """`device_matrix, tensor_map (a list a dim; whole: []), alias_name, rank_list`; None: null or no metadata.json."""
-
-    def metadata_dtype(self, key: str) -> str | None:
-        """dtype as metadata.json spells it."""
-
-    def prove(self) -> None:
-        """Prove that the stored regions of every key cover it without hole or overlap."""
-
-    def check(self, *, threads: int | None = None) -> list[tuple[int, str]]:
-        """Open every file and check it against what is expected of it; `(file, name)` of tensors nobody asked for."""
-
-    def plan(self, request: Request, *, dtype: str | None = None) -> Plan:
-        """The checked copies from stored tiles to wanted arrays. `dtype`: cast the floating-point tensors to it."""
-
-    def close(self) -> None:
-        """Let go of the files; views stay valid, everything else that reads becomes an error."""
+    def keys(self) -> list[str]: ...
+    def info(self, key: str) -> tuple[str, tuple[int, ...]]: ...
+    def shards(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], list[int]]]: ...
+    def metadata_layout(self, key: str) -> tuple[list[int], list[list[int]], list[str], list[int]] | None: ...
+    def metadata_dtype(self, key: str) -> str | None: ...
+    def prove(self) -> None: ...
+    def check(self, *, threads: int | None = None) -> list[tuple[int, str]]: ...
+    def plan(self, request: Request, *, dtype: str | None = None) -> Plan: ...
+    def close(self) -> None: ...
 
 @final
 class Plan:
-    """All copies from stored tiles to the arrays of one request; executing it fails only by I/O."""
-
     @property
-    def arrays(self) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """`(name, dtype, shape, n_bytes)`"""
-
+    def arrays(self) -> list[tuple[str, str, tuple[int, ...], int]]: ...
     @property
-    def n_bytes(self) -> int:
-        """Bytes of all arrays."""
-
+    def n_bytes(self) -> int: ...
     @property
     def n_pieces(self) -> int: ...
     @property
-    def source_bytes(self) -> dict[int, int]:
-        """Bytes wanted of each file."""
-
-    def load(self, *, threads: int | None = None, progress: Progress | None = None) -> list[tuple[Buffer, int]]:
-        """Fresh memory, filled: a buffer and a byte offset an array."""
-
-    def fill(self, out: Sequence[object], *, threads: int | None = None, progress: Progress | None = None) -> int:
-        """Fill writable C-contiguous buffers, one an array; the bytes that were read of the files."""
-
-    def views(self) -> list[tuple[Buffer, int] | None]:
-        """Private copy-on-write views where the wanted bytes lie contiguous and aligned in one file; else None."""
-
+    def source_bytes(self) -> dict[int, int]: ...
+    def load(self, *, threads: int | None = None, progress: Progress | None = None) -> list[tuple[Buffer, int]]: ...
+    def fill(self, out: Sequence[object], *, threads: int | None = None, progress: Progress | None = None) -> int: ...
+    def views(self) -> list[tuple[Buffer, int] | None]: ...
     def write(
         self,
         path: str,
@@ -218,8 +124,7 @@ class Plan:
         direct: bool = True,
         mode: int = 0o640,
         progress: Progress | None = None,
-    ) -> int:
-        """Stream the arrays into one shard file under their names; its size in bytes. See `write_arrays`."""
+    ) -> int: ...
 
 def write_arrays(
     path: str,
@@ -232,9 +137,4 @@ def write_arrays(
     direct: bool = True,
     mode: int = 0o640,
     progress: Progress | None = None,
-) -> int:
-    """Write `(name, dtype, shape, buffer)` into one shard file; its size in bytes.
-
-    The buffers may be strided. The file appears whole under its name (a temporary beside it, renamed), replaces a
-    file that was there, and with `durable` it and its folder are synced before this returns.
-    """
+) -> int: ...
