@@ -491,7 +491,7 @@ class Checkpoint:
                 raise ArgumentError("`out` and `copy=False` exclude each other: a view cannot lie in a given array")
             _fill(plan, [out[name] for name in names], threads, progress)
             return {name: out[name] for name in names}
-        views = [None] * len(arrays) if copy else plan.views()
+        views: list[tuple[_core.Buffer, int] | None] = [None] * len(arrays) if copy else plan.views()
         copied = [i for i, view in enumerate(views) if view is None]
         if copied:
             for i, place in zip(copied, plan.only(copied).load(threads=threads, progress=progress), strict=True):
@@ -555,7 +555,7 @@ def _n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), buffer, offset)
+    return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
 
 
 def _result_shape(box: Any) -> tuple[int, ...] | None:
