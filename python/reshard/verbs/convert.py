@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard import _core, checkpoint, dtypes
-from reshard.checkpoint import Checkpoint, LayoutLike, Part
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DestinationExistsError, ReshardError, UnsupportedError
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    DestinationExistsError,
+    ReshardError,
+    UnsupportedError,
+)
 from reshard.formats import checkpoint2, huggingface, tiles
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.formats.checkpoint2_metadata import expressible, write_metadata
@@ -25,6 +28,12 @@ from reshard.formats.checkpoint2_shards import Shard, TensorRecord, World, assig
 from reshard.formats.files import parse_size, show, write_file_atomically
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.write.commit import published_folder
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Collection, Mapping
+
+    from reshard.checkpoint import Checkpoint, LayoutLike, Part
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
@@ -229,7 +238,9 @@ def _check_options(
         )
     if to == "safetensors" and layout is not None and target.suffix == ".safetensors":
         raise ArgumentError(
-            f"{target} is one file, a layout makes one a rank", hint="give a folder as the destination", path=str(target)
+            f"{target} is one file, a layout makes one a rank",
+            hint="give a folder as the destination",
+            path=str(target),
         )
     if to != "checkpoint2":
         for name, value in (("iteration", iteration), ("prefix", prefix), ("modes", modes)):
@@ -248,7 +259,9 @@ def _check_apart(source: Path, target: Path) -> None:
     if a == b or a in b.parents or b in a.parents:
         # A file beside others in its folder is no container: only a destination *in* it, or around it, is meant.
         raise ArgumentError(
-            f"source {source} and destination {target} lie inside each other", path=str(target), hint="choose another one"
+            f"source {source} and destination {target} lie inside each other",
+            path=str(target),
+            hint="choose another one",
         )
 
 
@@ -275,11 +288,13 @@ def _write_files(job: _Job, folder: Path, files: list[_File]) -> int:
     """Stream the files; the bytes that were written."""
     options = job.options
     # Plans are cheap and hold what they open: they are made one by one, and once more to know the total.
-    sizes = [sum(array[3] for array in job.source._index.plan(file.request, dtype=options.dtype).arrays) for file in files]  # noqa: SLF001
+    sizes = [
+        sum(array[3] for array in job.source._index.plan(file.request, dtype=options.dtype).arrays) for file in files
+    ]
     progress = _Progress(options.progress, sum(sizes))
     total = 0
     for file, n_bytes in zip(files, sizes, strict=True):
-        plan = job.source._index.plan(file.request, dtype=options.dtype)  # noqa: SLF001
+        plan = job.source._index.plan(file.request, dtype=options.dtype)
         total += plan.write(
             str(folder / file.name),
             metadata=options.metadata,
@@ -298,7 +313,7 @@ def _write_files(job: _Job, folder: Path, files: list[_File]) -> int:
 def _to_huggingface(job: _Job, max_shard_bytes: int) -> _Written:
     _check_folder_free(job)
     request = _whole(job.source, job.keys)
-    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.source._index.plan(request, dtype=job.options.dtype).arrays]  # noqa: SLF001
+    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.source._index.plan(request, dtype=job.options.dtype).arrays]
     shards = huggingface.plan_shards(sizes, max_shard_bytes)
     files = [
         _File(huggingface.file_name(number, len(shards)), _whole(job.source, keys))
@@ -310,14 +325,16 @@ def _to_huggingface(job: _Job, max_shard_bytes: int) -> _Written:
             weight_map = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
             total = sum(size for _, size in sizes)
             text = huggingface.index_text(weight_map, total, _core.__version__)
-            write_file_atomically(folder / huggingface.INDEX_FILE, text, job.options.file_mode, durable=job.options.durable)
+            write_file_atomically(
+                folder / huggingface.INDEX_FILE, text, job.options.file_mode, durable=job.options.durable
+            )
     return _Written(job.target, len(files), n_bytes)
 
 
 def _whole(source: Checkpoint, keys: list[str]) -> _core.Request:
     request = _core.Request()
     for key in keys:
-        shape = source._index.shape(key)  # noqa: SLF001
+        shape = source._index.shape(key)
         request.add_region(key, key, (0,) * len(shape), shape)
     return request
 
@@ -349,7 +366,7 @@ class _Cutting:
         self.job = job
         self.bound = bound
         # Casts and keys are checked for everything before anything is written.
-        plan = job.source._index.plan(_whole(job.source, job.keys), dtype=job.options.dtype)  # noqa: SLF001
+        plan = job.source._index.plan(_whole(job.source, job.keys), dtype=job.options.dtype)
         self.dtypes = {name: dtype for name, dtype, _, _ in plan.arrays}
         self.builder = tiles.Builder()
 
@@ -375,14 +392,16 @@ class _Cutting:
             # Flattened blocks that share an uncut block are cut at different places of it.
             overlapping = bool(self.bound.specs[key].flat)
             stored = tiles.StoredArray(file, array, shape, tuple(own))
-            self.builder.add(key, self.dtypes[key], self.job.source._index.shape(key), stored, overlapping=overlapping)  # noqa: SLF001
+            self.builder.add(key, self.dtypes[key], self.job.source._index.shape(key), stored, overlapping=overlapping)
 
     def write_tiles(self, folder: Path, layout: LayoutLike | None) -> None:
         """Write tiles.json, if anything was told to it."""
         if len(self.builder):
             mapping = None if layout is None else as_layout(layout).to_mapping()
             options = self.job.options
-            tiles.write(folder / tiles.TILES_FILE, self.builder.build(mapping), options.file_mode, durable=options.durable)
+            tiles.write(
+                folder / tiles.TILES_FILE, self.builder.build(mapping), options.file_mode, durable=options.durable
+            )
 
 
 # -- Checkpoint 2.0
@@ -433,9 +452,7 @@ def _to_checkpoint2(
                 metadata_path, described, world, plan, prefix=prefix, mode=options.file_mode, durable=options.durable
             )
             common = (job.source.common or CommonInfo()).to_json()
-            write_file_atomically(
-                folder / checkpoint2.COMMON_FILE, common, options.file_mode, durable=options.durable
-            )
+            write_file_atomically(folder / checkpoint2.COMMON_FILE, common, options.file_mode, durable=options.durable)
             cutting.write_tiles(folder, layout)
             if original_modes:
                 _set_original_modes(folder)
@@ -588,7 +605,9 @@ def _check_folder_free(job: _Job) -> None:
             path=str(target),
             hint="choose another destination, or give `overwrite` to replace the files of an earlier conversion",
         )
-    foreign = [e for e in entries if not _is_ours(e) and (e.suffix == ".safetensors" or e.name == huggingface.INDEX_FILE)]
+    foreign = [
+        e for e in entries if not _is_ours(e) and (e.suffix == ".safetensors" or e.name == huggingface.INDEX_FILE)
+    ]
     if foreign:
         raise DestinationExistsError(
             f"{foreign[0]} was not written by an earlier conversion and would be mixed up with what is written now",
