@@ -11,8 +11,6 @@ from reshard.cli.output import collected_warnings, command, echo, echo_json, pro
 
 __all__ = ["convert"]
 
-_MAX_KEYS = 10  # that a warning lists
-
 
 @click.command(short_help="Merge, split, re-cut, cast: any format and layout to any other.")
 @click.argument("src")
@@ -77,7 +75,4 @@ def convert(src: str, dst: str, *, no_dedup: bool, no_sync: bool, as_json: bool,
     for warning in warnings:
         warn(warning)
     if report.not_expressible:
-        for key, reason in list(report.not_expressible.items())[:_MAX_KEYS]:
-            echo(f"  {shown(key)}: {shown(reason)}", err=True)
-        if (more := len(report.not_expressible) - _MAX_KEYS) > 0:
-            echo(f"  and {more} more; `reshard inspect` of the destination lists them", err=True)
+        echo(f"hint: `reshard inspect {shown(dst)}` marks them", err=True)

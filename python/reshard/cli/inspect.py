@@ -41,6 +41,7 @@ _MAX_PLAIN = 24  # tensors that are listed one by one
 _MAX_ROWS = 60  # lines of the summary
 _MAX_CHECKED = 10  # iterations that are opened only to say whether they are complete
 _MAX_ITERATIONS = 20  # that are listed
+_MIN_KEY = 36  # columns for the keys of a table; with less they get lines of their own
 _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 
 
@@ -348,14 +349,16 @@ def _lines(facts: _Facts) -> list[tuple[str, str]]:
         unknown = values.pop("unknown")
         text = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
         more = f"; not known here: {', '.join(map(shown, unknown[:8]))}" if unknown else ""
-        lines.append(("common", (text or "nothing") + more))
+        lines.append(("common", (text or "no counters") + more))
     for part, told in sorted(facts.parts.items()):  # model, optimizer
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in told["dtypes"].most_common())
-        counts = f"{told['n_tensors']} tensors, {_count(told['n_elements'])} elements"
+        elements = "parameters" if part == "model" else "elements"
+        counts = f"{told['n_tensors']} tensors, {_count(told['n_elements'])} {elements}"
         lines.append((part, f"{counts}, {size(told['n_bytes'])} ({dtypes})"))
     lines.append(("mesh", _mesh(facts)))
     sizes = [n_bytes for _, n_bytes in facts.files]
-    each = "" if len(set(sizes)) < 2 else f", {size(min(sizes))} to {size(max(sizes))} each"
+    ends = dict.fromkeys((size(min(sizes)), size(max(sizes))))
+    each = f", {' to '.join(ends)} each" if len(sizes) > 1 else ""
     lines.append(("files", f"{len(sizes)}, {size(sum(sizes))} in all{each}"))
     unique, stored = sum(row.n_bytes for row in facts.rows), sum(row.stored_bytes for row in facts.rows)
     times = f"{size(stored)} stored for {size(unique)} of tensors, {stored / max(unique, 1):.2f} times"
@@ -364,8 +367,8 @@ def _lines(facts: _Facts) -> list[tuple[str, str]]:
         lines.append(
             (
                 "unseen",
-                f"{len(unseen)} of {len(facts.rows)} tensors are described in tiles.json only: MindSpore Transformers does "
-                "not see them, and keeps its initial values for them",
+                f"{len(unseen)} of {len(facts.rows)} tensors, marked *, are described in tiles.json only: MindSpore "
+                "Transformers does not see them, and keeps its initial values for them",
             )
         )
     return lines
@@ -439,26 +442,44 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _print_rows(lines: Sequence[_Line]) -> None:
-    # A column in which every line says 1 is left out: keys need the room.
+    # A column in which every line says 1 or "whole" is left out: keys need the room.
     rows = [line.row for line in lines]
     columns = {
         "key": [line.key for line in lines],
         "n": [str(line.n) for line in lines],
         "dtype": [row.dtype for row in rows],
         "shape": [join_dims(row.shape) for row in rows],
-        "cut": [shown(row.cut) + (" (tiles.json)" if row.tiled else "") for row in rows],
+        "cut": [shown(row.cut) + (" *" if row.tiled else "") for row in rows],
         "shards": [str(row.n_shards) for row in rows],
         "replicas": [f"{a}" if a == b else f"{a}-{b}" for a, b in (row.replicas for row in rows)],
         "size": [size(row.n_bytes * line.n) for row, line in zip(rows, lines, strict=True)],
     }
-    told = [name for name, cells in columns.items() if name not in ("n", "shards", "replicas") or set(cells) > {"1"}]
+    dull = {"n": {"1"}, "shards": {"1"}, "replicas": {"1"}, "cut": {"whole"}}
+    told = [name for name, cells in columns.items() if set(cells) != dull.get(name)]
     out = console()
-    taken = sum(2 + max(len(name), *map(len, columns[name])) for name in told if name != "key")
-    columns["key"] = [_folded(key, max(32, out.width - taken)) for key in columns["key"]]
-    table = plain_table(*told, right=("n", "shards", "replicas", "size"), folds=("key", "cut"))
+    widths = {name: max(len(name), *map(len, columns[name])) for name in told}
+    room = out.width - sum(2 + width for name, width in widths.items() if name not in ("key", "cut"))
+    # Of what is left the key gets what the cut leaves, but never less than most of it: a cut folds well at its blanks.
+    width = max(room - (2 + widths["cut"] if "cut" in widths else 0), room * 3 // 5)
+    if width < min(widths["key"], _MIN_KEY):
+        _print_stacked(columns, told)
+        return
+    columns["key"] = [_folded(key, width) for key in columns["key"]]
+    table = plain_table(*told, right=("n", "shards", "replicas", "size"), folds=("cut",))
     for cells in zip(*(columns[name] for name in told), strict=True):
         table.add_row(*cells)
     out.print(table)
+
+
+def _print_stacked(columns: dict[str, list[str]], told: Sequence[str]) -> None:
+    """For a narrow terminal: each key in a line of its own, what there is to say of it in the next."""
+    for row, key in enumerate(columns["key"]):
+        echo(key)
+        cells = {name: columns[name][row] for name in told}
+        counts = [f"{cells[name]} {name}" for name in ("shards", "replicas") if cells.get(name, "1") != "1"]
+        n = f"{cells['n']} x " if cells.get("n", "1") != "1" else ""
+        cut = [cells["cut"]] if "cut" in cells else []
+        echo("  " + "  ".join([n + cells["dtype"], cells["shape"], cells["size"], *counts, *cut]))
 
 
 def _folded(key: str, width: int) -> str:

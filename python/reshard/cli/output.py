@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import logging
+import re
 import shutil
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import click
 
-from reshard.errors import ReshardError
+from reshard.errors import ArgumentError, ReshardError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -177,7 +178,6 @@ class ProgressBar:
     def __init__(self) -> None:
         from rich.progress import (
             BarColumn,
-            DownloadColumn,
             Progress,
             TextColumn,
             TimeRemainingColumn,
@@ -187,7 +187,7 @@ class ProgressBar:
         self._bar = Progress(
             BarColumn(bar_width=30),
             TextColumn("{task.percentage:>3.0f}%"),
-            DownloadColumn(binary_units=True),
+            TextColumn("{task.fields[told]}"),
             TransferSpeedColumn(),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
@@ -196,13 +196,13 @@ class ProgressBar:
             refresh_per_second=8,
             redirect_stdout=False,  # else what goes to stdout would land on stderr
         )
-        self._task = self._bar.add_task("", total=None)
+        self._task = self._bar.add_task("", total=None, told="")
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         if not self._bar.live.is_started:
-            self._bar.reset(self._task)
+            self._bar.reset(self._task, total=total_bytes)
             self._bar.start()
-        self._bar.update(self._task, completed=done_bytes, total=total_bytes)
+        self._bar.update(self._task, completed=done_bytes, total=total_bytes, told=f"{size(done_bytes)} of {size(total_bytes)}")
 
     def pause(self) -> None:
         """Take the bar away until the next call: something else is going to be printed."""
@@ -272,9 +272,16 @@ def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
     if as_json:
         echo_json(facts)
         return
-    _echo_message("error", facts["message"])
+    is_about_options = isinstance(error, ArgumentError)
+    _echo_message("error", _with_options(facts["message"]) if is_about_options else facts["message"])
     if facts["hint"]:
-        _echo_message("hint", facts["hint"])
+        _echo_message("hint", _with_options(facts["hint"]))
+
+
+def _with_options(text: str) -> str:
+    """The API names its arguments in backticks: here they are options."""
+    names = {param.name: param.opts[0] for param in click.get_current_context().command.params if param.opts[0][0] == "-"}
+    return re.sub("`([a-z_]+)`", lambda match: names.get(match[1], match[0]), text)
 
 
 def _facts(error: ReshardError | OSError) -> dict[str, Any]:
