@@ -6,7 +6,7 @@ use reshard_core::dtype::Dtype;
 use reshard_core::header::{Header, build};
 use reshard_core::index::{Index, Request};
 use reshard_core::memory::Stores;
-use reshard_core::plan::Plan;
+use reshard_core::plan::{MemoryTensor, Plan};
 use reshard_core::region::Region;
 use reshard_core::source::Method;
 use reshard_core::writer::{self, Options};
@@ -20,13 +20,13 @@ fn copy(criterion: &mut Criterion) {
     let path = folder.path().join("w.safetensors");
     let content: Vec<u8> = (0..ROWS * COLUMNS * 2).map(|i| (i % 251) as u8).collect();
     let strides = vec![COLUMNS * 2, 2];
-    let plan = Plan::of_memory(vec![(
-        "w".into(),
-        Dtype::Bf16,
-        vec![ROWS, COLUMNS],
-        &content,
-        strides,
-    )])
+    let plan = Plan::of_memory(vec![MemoryTensor {
+        name: "w".into(),
+        dtype: Dtype::Bf16,
+        shape: vec![ROWS, COLUMNS],
+        bytes: &content,
+        strides_bytes: strides,
+    }])
     .unwrap();
     let options = Options {
         metadata: vec![],

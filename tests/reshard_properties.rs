@@ -8,7 +8,7 @@ use reshard_core::index::{Index, Request};
 use reshard_core::layout::{Block, DimSpec, Layout, Spec, Uneven};
 use reshard_core::memory::Stores;
 use reshard_core::mesh::Mesh;
-use reshard_core::plan::Plan;
+use reshard_core::plan::{MemoryTensor, Plan};
 use reshard_core::source::Method;
 use reshard_core::writer::{self, Options};
 use std::sync::Arc;
@@ -129,7 +129,7 @@ proptest! {
                     let shape = from.local_shape(position);
                     let mut strides: Vec<u64> = reshard_core::region::row_major_strides(&shape);
                     strides.iter_mut().for_each(|stride| *stride *= size as u64);
-                    let plan = Plan::of_memory(vec![("w".into(), dtype, shape, &local, strides)]).unwrap();
+                    let plan = Plan::of_memory(vec![MemoryTensor { name: "w".into(), dtype: dtype, shape: shape, bytes: &local, strides_bytes: strides }]).unwrap();
                     let written = writer::write(&path, &plan, &options(), &Control::default()).unwrap();
                     prop_assert_eq!(written.n_bytes, std::fs::metadata(&path).unwrap().len());
                 }

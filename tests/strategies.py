@@ -107,7 +107,7 @@ class Checkpoint:
 
 
 @st.composite
-def shapes(draw: Draw, max_elements: int = MAX_ELEMENTS) -> Shape:
+def small_shapes(draw: Draw, max_elements: int = MAX_ELEMENTS) -> Shape:
     """0-d to 5-d, extents 0, 1, primes and numbers of many divisors."""
     shape: list[int] = []
     n_elements = 1
@@ -116,6 +116,15 @@ def shapes(draw: Draw, max_elements: int = MAX_ELEMENTS) -> Shape:
         n_elements *= shape[-1]
     if shape and _one_in(draw, 16):
         shape[draw(st.integers(0, len(shape) - 1))] = 0
+    return tuple(shape)
+
+
+@st.composite
+def large_shapes(draw: Draw) -> Shape:
+    """Up to some million elements, so that tensors and their runs are longer than any unit of work."""
+    shape = list(draw(small_shapes()))
+    if shape:
+        shape[draw(st.integers(0, len(shape) - 1))] *= draw(st.sampled_from((4096, 1024, 4099, 600)))
     return tuple(shape)
 
 
@@ -137,24 +146,27 @@ def content(dtype: np.dtype[Any], shape: Shape, seed: int) -> Array:
 
 
 @st.composite
-def checkpoints(draw: Draw, *, optimizer: bool = True, dtypes: Sequence[str] = tuple(DTYPES)) -> Checkpoint:
+def checkpoints(
+    draw: Draw, *, dtypes: Sequence[str] = tuple(DTYPES), shapes: st.SearchStrategy[Shape] | None = None
+) -> Checkpoint:
     """1 to 6 keys of a model; sometimes states of an optimizer besides."""
+    shapes = small_shapes() if shapes is None else shapes
     keys = draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True))
-    common_shape, common_dtype = draw(shapes()), draw(st.sampled_from(dtypes))
+    common_shape, common_dtype = draw(shapes), draw(st.sampled_from(dtypes))
     seed = draw(st.integers(100, 2**32 - 1))
     tensors: dict[str, Array] = {}
     for i, key in enumerate(keys):
-        shape = draw(shapes()) if _one_in(draw, 3) else common_shape
+        shape = draw(shapes) if _one_in(draw, 3) else common_shape
         dtype = common_dtype if not _one_in(draw, 4) else draw(st.sampled_from(dtypes))
         tensors[key] = content(DTYPES[dtype], shape, seed + i)
     states: dict[str, Array] = {}
-    if optimizer and draw(st.booleans()):
+    if draw(st.booleans()):
         for i, key in enumerate(keys):
             if draw(st.booleans()):
-                shape = tensors[key].shape if not _one_in(draw, 5) else draw(shapes())
+                shape = tensors[key].shape if not _one_in(draw, 5) else draw(shapes)
                 states[f"{draw(st.sampled_from(SLOTS))}.{key}"] = content(DTYPES[common_dtype], shape, seed - i - 1)
         if _one_in(draw, 4):
-            states["count"] = content(np.dtype(np.int64), () if draw(st.booleans()) else draw(shapes()), seed - 9)
+            states["count"] = content(np.dtype(np.int64), () if draw(st.booleans()) else draw(shapes), seed - 9)
     return Checkpoint(tensors | states, tuple(states))
 
 

@@ -13,7 +13,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,6 +31,8 @@ from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from reshard.formats.checkpoint2 import CommonInfo
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "Shard", "TensorInfo", "iterations", "open"]
@@ -90,7 +91,7 @@ class TensorInfo:
     part: Literal["model", "optimizer"]
 
 
-def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> Checkpoint:  # noqa: A001
+def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> Checkpoint:
     """Open a checkpoint, whatever its format.
 
     Args:
@@ -220,8 +221,8 @@ def _open_iteration(folder: Path, method: _core.ReadMethod, iteration: int | Non
     is_checkpoint2 = has_metadata or common is not None or not has_tiles
     checkpoint = Checkpoint("checkpoint2" if is_checkpoint2 else "safetensors", folder, index)
     checkpoint.iteration, checkpoint.common = iteration, common
-    checkpoint._tiles = described  # noqa: SLF001  both are this module's
-    checkpoint._check_parts()  # noqa: SLF001
+    checkpoint._tiles = described
+    checkpoint._check_parts()
     return checkpoint
 
 
@@ -242,7 +243,9 @@ def _add_unlisted(index: _core.Index, folder: Path) -> None:
     for file, name in index.check():
         unlisted.setdefault(name, []).append(file)
     for name, files in unlisted.items():
-        found = {file: (dtype, shape) for file in files for n, dtype, shape, *_ in index.file_tensors(file) if n == name}
+        found = {
+            file: (dtype, shape) for file in files for n, dtype, shape, *_ in index.file_tensors(file) if n == name
+        }
         dtype, shape = found[files[0]]
         if name in index:
             path = index.file_path(files[0])
@@ -287,7 +290,7 @@ class Checkpoint:
         >>> checkpoint.close()
     """
 
-    def __init__(self, format: Format, path: Path, index: _core.Index) -> None:  # noqa: A002
+    def __init__(self, format: Format, path: Path, index: _core.Index) -> None:
         self.format: Format = format
         self.path = path
         self.iteration: int | None = None
@@ -491,7 +494,7 @@ class Checkpoint:
                 raise ArgumentError("`out` and `copy=False` exclude each other: a view cannot lie in a given array")
             _fill(plan, [out[name] for name in names], threads, progress)
             return {name: out[name] for name in names}
-        views = [None] * len(arrays) if copy else plan.views()
+        views: list[tuple[_core.Buffer, int] | None] = [None] * len(arrays) if copy else plan.views()
         copied = [i for i, view in enumerate(views) if view is None]
         if copied:
             for i, place in zip(copied, plan.only(copied).load(threads=threads, progress=progress), strict=True):
@@ -555,7 +558,7 @@ def _n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), buffer, offset)
+    return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
 
 
 def _result_shape(box: Any) -> tuple[int, ...] | None:

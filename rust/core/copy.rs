@@ -136,7 +136,7 @@ pub(crate) fn fill_bytes(
     control: &Control,
 ) -> Result<()> {
     let unit = array.unit_bytes();
-    let mut edge = |at: u64, to: &mut [u8]| -> Result<()> {
+    let edge = |at: u64, to: &mut [u8]| -> Result<()> {
         let mut element = vec![0; unit as usize];
         fill_units(plan, array, at / unit, &mut element, Stores::Plain, control)?;
         let from = (at % unit) as usize;
@@ -173,9 +173,9 @@ fn fill_units(
         return fill_stored(plan, array, start, to, stores, control);
     }
     let n = to.len() as u64 / array.unit_bytes();
-    let mut stored = vec![0; (n * array.stored.unit().1) as usize];
-    fill_stored(plan, array, start, &mut stored, Stores::Plain, control)?;
-    cast(array.stored, &stored, array.dtype, to);
+    let mut scratch = vec![0; (n * array.stored.unit().1) as usize];
+    fill_stored(plan, array, start, &mut scratch, Stores::Plain, control)?;
+    cast(array.stored, &scratch, array.dtype, to);
     Ok(())
 }
 
@@ -553,7 +553,7 @@ mod tests {
         let elements = |dims: &[Dim], src: u64, dst: u64| {
             let mut all = Vec::new();
             for_each_row(dims, 1, &mut |s, d| {
-                all.push((dst + d as u64, src + s as u64))
+                all.push((dst + d as u64, src + s as u64));
             });
             all
         };
@@ -578,13 +578,11 @@ mod tests {
 
     #[test]
     fn half_precision_rounds_to_even() {
-        let mut out = [0; 2];
-        cast(
-            Dtype::F32,
-            &1.003_906_25_f32.to_le_bytes(),
-            Dtype::Bf16,
-            &mut out,
-        );
-        assert_eq!(bf16::from_le_bytes(out).to_f32(), 1.0);
+        // Exactly between two bfloat16: the one with the even last bit is taken.
+        for (wide, narrow) in [(0x3F80_8000_u32, 0x3F80_u16), (0x3F81_8000, 0x3F82)] {
+            let mut out = [0; 2];
+            cast(Dtype::F32, &wide.to_le_bytes(), Dtype::Bf16, &mut out);
+            assert_eq!(u16::from_le_bytes(out), narrow);
+        }
     }
 }

@@ -111,7 +111,7 @@ pub struct StoredTensor {
 
 /// One wanted array, by regions of keys.
 #[derive(Debug)]
-struct Wanted {
+pub struct Wanted {
     name: String,
     shape: Vec<u64>,
     tiles: Vec<(String, Tile)>,
@@ -273,11 +273,21 @@ impl Request {
         Ok(())
     }
 
-    /// What the last array of the request is made of: its shape and tiles by key, and the padding.
-    pub fn last(&self) -> Option<(&[u64], &[(String, Tile)], &[(u64, u64)])> {
-        self.arrays
-            .last()
-            .map(|wanted| (&wanted.shape[..], &wanted.tiles[..], &wanted.padding[..]))
+    /// The array that was added last.
+    pub fn last(&self) -> Option<&Wanted> {
+        self.arrays.last()
+    }
+}
+
+impl Wanted {
+    /// Its shape.
+    pub fn shape(&self) -> &[u64] {
+        &self.shape
+    }
+
+    /// Its tiles, each with its key.
+    pub fn tiles(&self) -> &[(String, Tile)] {
+        &self.tiles
     }
 }
 

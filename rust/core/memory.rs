@@ -123,10 +123,13 @@ fn stream_avx(to: &mut [u8], from: &[u8]) {
     let (to_lines, to_tail) = to_rest.as_chunks_mut::<LINE>();
     let (from_lines, from_tail) = from_rest.as_chunks::<LINE>();
     for (to, from) in to_lines.iter_mut().zip(from_lines) {
-        let (source, target) = (
-            from.as_ptr().cast::<__m256i>(),
-            to.as_mut_ptr().cast::<__m256i>(),
-        );
+        #[expect(clippy::cast_ptr_alignment, reason = "the load asks for no alignment")]
+        let source = from.as_ptr().cast::<__m256i>();
+        #[expect(
+            clippy::cast_ptr_alignment,
+            reason = "the head was split off up to a line"
+        )]
+        let target = to.as_mut_ptr().cast::<__m256i>();
         // SAFETY: `from` is 64 readable bytes and the load asks for no alignment.
         let low = unsafe { _mm256_loadu_si256(source) };
         // SAFETY: 32 bytes on, the second half of the 64 readable bytes.

@@ -211,6 +211,21 @@ pub enum PlanSource<'a> {
     Memory(&'a [u8]),
 }
 
+/// A tensor in memory of the caller.
+#[derive(Debug)]
+pub struct MemoryTensor<'a> {
+    /// Its name.
+    pub name: String,
+    /// Its dtype.
+    pub dtype: Dtype,
+    /// Its shape.
+    pub shape: Vec<u64>,
+    /// Everything from its first element to its last.
+    pub bytes: &'a [u8],
+    /// Bytes between neighbours, one entry a dim; of a dtype narrower than a byte they play no part.
+    pub strides_bytes: Vec<u64>,
+}
+
 /// Arrays and the sources of their pieces.
 #[derive(Debug, Default)]
 pub struct Plan<'a> {
@@ -269,10 +284,16 @@ impl<'a> Plan<'a> {
 
     /// A plan over memory of the caller: one array a buffer, in order.
     ///
-    /// `strides_bytes` has one entry a dim; every element that they reach lies in the buffer.
-    pub fn of_memory(tensors: Vec<(String, Dtype, Vec<u64>, &'a [u8], Vec<u64>)>) -> Result<Self> {
+    pub fn of_memory(tensors: Vec<MemoryTensor<'a>>) -> Result<Self> {
         let mut plan = Plan::default();
-        for (name, dtype, shape, bytes, strides_bytes) in tensors {
+        for tensor in tensors {
+            let MemoryTensor {
+                name,
+                dtype,
+                shape,
+                bytes,
+                strides_bytes,
+            } = tensor;
             let bad = |what: &str| {
                 Error::new(Kind::Argument, format!("the buffer of `{name}` {what}")).key(&name)
             };

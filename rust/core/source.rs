@@ -200,7 +200,7 @@ fn show(path: &Path) -> String {
 #[cfg(target_os = "linux")]
 fn is_local(file: &File) -> bool {
     // Magic numbers of statfs(2).
-    const LOCAL: [u64; 9] = [
+    const LOCAL: [rustix::fs::FsWord; 9] = [
         0xEF53,      // ext2, ext3, ext4
         0x5846_5342, // xfs
         0x9123_683E, // btrfs
@@ -211,7 +211,7 @@ fn is_local(file: &File) -> bool {
         0xCA45_1A4E, // bcachefs
         0x7371_7368, // squashfs
     ];
-    rustix::fs::fstatfs(file).is_ok_and(|status| LOCAL.contains(&(status.f_type as u64)))
+    rustix::fs::fstatfs(file).is_ok_and(|status| LOCAL.contains(&status.f_type))
 }
 
 #[cfg(not(target_os = "linux"))]

@@ -79,12 +79,23 @@ class BoundLayout:
         """What a rank wants, as the core takes it, in the order of `local_names`. Raises as that does."""
         request = _core.Request()
         for name, members, join in self._arrays(rank, keys):
-            with _naming(members[0]):
-                if join is None:
-                    request.add(name, name, self.layouts[name], rank)
-                else:
-                    request.add_joined(name, [(key, self.layouts[key]) for key in members], rank, join.align)
+            self._add(request, name, members, join, rank)
         return request
+
+    def request_of(self, rank: int, names: Collection[str]) -> _core.Request:
+        """What a rank holds of the arrays of these names, in their order; joined keys are named by their join."""
+        arrays = {name: (members, join) for name, members, join in self._arrays(rank, None)}
+        request = _core.Request()
+        for name in names:
+            self._add(request, name, *arrays[name], rank)
+        return request
+
+    def _add(self, request: _core.Request, name: str, members: list[str], join: Join | None, rank: int) -> None:
+        with _naming(members[0]):
+            if join is None:
+                request.add(name, name, self.layouts[name], rank)
+            else:
+                request.add_joined(name, [(key, self.layouts[key]) for key in members], rank, join.align)
 
     @functools.cached_property
     def _rank_set(self) -> frozenset[int]:

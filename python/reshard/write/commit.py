@@ -10,11 +10,14 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import DestinationExistsError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 __all__ = ["published_folder", "sync_folder"]
 

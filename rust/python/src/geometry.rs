@@ -254,13 +254,14 @@ impl Request {
         &self,
         py: Python<'py>,
     ) -> PyResult<Option<(Bound<'py, PyTuple>, Vec<(String, TileTuple<'py>)>)>> {
-        let Some((shape, tiles, _)) = self.0.last() else {
+        let Some(wanted) = self.0.last() else {
             return Ok(None);
         };
-        let tiles = tiles
-            .iter()
-            .map(|(key, tile)| Ok((key.clone(), tile_tuple(py, tile)?)))
-            .collect::<PyResult<_>>()?;
-        Ok(Some((PyTuple::new(py, shape)?, tiles)))
+        let tiles = wanted.tiles().iter();
+        let tiles = tiles.map(|(key, tile)| Ok((key.clone(), tile_tuple(py, tile)?)));
+        Ok(Some((
+            PyTuple::new(py, wanted.shape())?,
+            tiles.collect::<PyResult<_>>()?,
+        )))
     }
 }

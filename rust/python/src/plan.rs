@@ -8,7 +8,7 @@ use pyo3::types::PyTuple;
 use reshard_core::copy::{Control, fill};
 use reshard_core::dtype::Dtype;
 use reshard_core::memory::{Memory, Stores};
-use reshard_core::plan::{Plan as CorePlan, PlanSource};
+use reshard_core::plan::{MemoryTensor, Plan as CorePlan, PlanSource};
 use reshard_core::writer;
 use reshard_core::{Error, Kind};
 use std::collections::{BTreeMap, HashMap};
@@ -265,15 +265,15 @@ pub(crate) fn write_arrays(
         }
         borrowed.push((name.clone(), dtype, shape.clone(), buffer));
     }
-    let sources = borrowed.iter().map(|(name, dtype, shape, buffer)| {
-        (
-            name.clone(),
-            *dtype,
-            shape.clone(),
-            buffer.bytes(),
-            buffer.strides_bytes(),
-        )
-    });
+    let sources = borrowed
+        .iter()
+        .map(|(name, dtype, shape, buffer)| MemoryTensor {
+            name: name.clone(),
+            dtype: *dtype,
+            shape: shape.clone(),
+            bytes: buffer.bytes(),
+            strides_bytes: buffer.strides_bytes(),
+        });
     let plan = raise(py, CorePlan::of_memory(sources.collect()))?;
     let metadata = metadata.unwrap_or_default().into_iter().collect();
     let options = writer::Options {

@@ -1,0 +1,37 @@
+"""The command line: `reshard inspect`, `reshard convert`, `reshard demo`, one file each, over the public API only.
+
+What people read goes to stdout; progress, warnings and errors go to stderr. Exit codes: 0 done, 1 refused or damaged,
+2 usage, 130 interrupted. `output` holds what the commands share. Nothing here knows a format.
+"""
+
+from __future__ import annotations
+
+import click
+
+from reshard._core import __version__
+from reshard.cli.convert import convert
+from reshard.cli.demo import demo
+from reshard.cli.inspect import inspect
+
+__all__ = ["main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, message="reshard %(version)s")
+def main() -> None:
+    """Read, write and re-cut the sharded checkpoints of large-model training.
+
+    \b
+    Examples:
+      reshard inspect output/checkpoint
+      reshard convert output/checkpoint hf/
+      reshard convert hf/ tp4/ --layout tp4.yaml
+      reshard demo
+
+    Exit codes: 0 done, 1 refused or damaged, 2 usage, 130 interrupted.
+    """
+
+
+main.add_command(inspect)
+main.add_command(convert)
+main.add_command(demo)

@@ -1,0 +1,83 @@
+"""`reshard convert`: any format and layout to any other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+
+from reshard.cli.output import collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size, warn
+
+__all__ = ["convert"]
+
+_MAX_KEYS = 10  # that a warning lists
+
+
+@click.command(short_help="Merge, split, re-cut, cast: any format and layout to any other.")
+@click.argument("src")
+@click.argument("dst")
+@click.option(
+    "--to",
+    type=click.Choice(["huggingface", "checkpoint2", "safetensors"]),
+    help="Format of DST. Default: checkpoint2 with --layout, else huggingface.",
+)
+@click.option(
+    "--part",
+    type=click.Choice(["model", "optimizer", "all"]),
+    help="Which tensors. Default: model for huggingface, else all.",
+)
+@click.option("--layout", metavar="FILE", help="Layout file: how DST is cut. Default: whole tensors.")
+@click.option(
+    "--iteration", type=click.IntRange(min=0), metavar="N", help="Iteration that is written. Default: that of SRC, or 0."
+)
+@click.option("--prefix", metavar="NAME", help="First part of the names of Checkpoint 2.0 shard files.")
+@click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to this, such as bfloat16.")
+@click.option(
+    "--max-shard-size", default="4GiB", show_default=True, metavar="SIZE", help="Largest file of a Hugging Face folder."
+)
+@click.option("--no-dedup", is_flag=True, help="Write every replica, not each shard once.")
+@click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory that the copy may use.")
+@click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors.")
+@click.option("--no-sync", is_flag=True, help="Do not wait until all is on disk: a power cut can lose DST.")
+@click.option("--overwrite", is_flag=True, help="Replace that iteration, or the files of an earlier conversion.")
+@click.option("--strict-format", is_flag=True, help="Refuse tensors that metadata.json cannot describe.")
+@click.option(
+    "--modes", type=click.Choice(["original"]), help="File permissions as MindSpore Transformers sets them (0400)."
+)
+@command
+def convert(src: str, dst: str, *, no_dedup: bool, no_sync: bool, as_json: bool, **options: Any) -> None:
+    """Write the checkpoint SRC again as DST: in another format, layout, file size or dtype.
+
+    SRC is a .safetensors file, a Hugging Face folder, a checkpoint root or one of its iteration folders. DST appears
+    whole or not at all. Memory stays within --memory, whatever the size of the model.
+
+    \b
+    Examples:
+      reshard convert output/checkpoint hf/                  merge to Hugging Face
+      reshard convert hf/ tp4/ --layout tp4.yaml             split
+      reshard convert output/checkpoint tp4/ --layout tp4.yaml --iteration 7
+      reshard convert output/checkpoint all.safetensors --to safetensors
+      reshard convert hf/ small/ --max-shard-size 500MB --dtype bfloat16
+    """
+    import reshard
+
+    with collected_warnings() as logged, progress_bar() as progress:
+        report = reshard.convert(src, dst, dedup=not no_dedup, durable=not no_sync, progress=progress, **options)
+    # What is in the report was often logged as well, with where it came from before it.
+    warnings = [*report.warnings, *(line for line in logged if not any(known in line for known in report.warnings))]
+    if as_json:
+        echo_json({**dataclasses.asdict(report), "warnings": warnings})
+        return
+    echo(f"wrote {shown(report.path)}")
+    echo(
+        f"{report.to}, {report.n_tensors} tensors, {report.n_files} file{'s' if report.n_files != 1 else ''}, "
+        f"{size(report.n_bytes)} in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}"
+    )
+    for warning in warnings:
+        warn(warning)
+    if report.not_expressible:
+        for key, reason in list(report.not_expressible.items())[:_MAX_KEYS]:
+            echo(f"  {shown(key)}: {shown(reason)}", err=True)
+        if (more := len(report.not_expressible) - _MAX_KEYS) > 0:
+            echo(f"  and {more} more; `reshard inspect` of the destination lists them", err=True)

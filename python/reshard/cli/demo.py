@@ -1,0 +1,82 @@
+"""`reshard demo`: the main job on a small model, proven step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from reshard.cli.output import collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reshard.verbs.demo import DemoStep
+
+__all__ = ["demo"]
+
+
+@click.command(short_help="Cut, re-cut and merge a small model in a temporary folder, and prove it.")
+@click.option("--size", "megabytes", type=click.IntRange(min=1), default=200, show_default=True, metavar="MB",
+              help="About the size of the model; four times that is written.")  # fmt: skip
+@click.option("--keep", metavar="DIR", help="Work in this folder, which is empty or new, and keep it.")
+@command
+def demo(megabytes: int, keep: str | None, *, as_json: bool) -> None:
+    """Make a llama-like bf16 model, cut it TP2 x PP2, re-cut it to TP4, merge it, and compare every byte each time.
+
+    \b
+    Examples:
+      reshard demo
+      reshard demo --size 20 --keep try
+    """
+    from reshard.verbs.demo import demo as run
+    from reshard.verbs.demo import layout_of
+
+    with _folder(keep) as folder:
+        if not as_json:
+            echo(f"in {shown(folder)}, files not synced")
+            echo("the layout; TP4 is the same with `mesh: {tp: 4}` and without `place`:\n")
+            echo("\n".join(f"  {line}" for line in str(layout_of({"pp": 2, "tp": 2})).splitlines()) + "\n")
+        with collected_warnings(), progress_bar() as progress:
+
+            def on_step(step: DemoStep) -> None:
+                if progress is not None:
+                    progress.pause()
+                if not as_json:
+                    echo(_line(step))
+
+            report = run(folder, megabytes * 1_000_000, on_step=on_step, progress=progress)
+    if as_json:
+        echo_json({**dataclasses.asdict(report), "folder": keep})
+    elif report.equal:
+        echo(f"\nall {report.n_tensors} tensors equal, byte for byte, after each step")
+        if keep is not None:
+            echo(f"kept in {shown(keep)}")
+    else:
+        different = list(dict.fromkeys(key for step in report.steps for key in step.different))
+        echo(f"\n{len(different)} of {report.n_tensors} tensors differ, such as {shown(different[0])}")
+    if not report.equal:
+        raise click.exceptions.Exit(1)
+
+
+def _line(step: DemoStep) -> str:
+    proof = ""
+    if step.n_compared:
+        proof = f"{step.n_compared} arrays equal" if not step.different else f"{len(step.different)} tensors DIFFER"
+    return (
+        f"{step.name:<14} {step.n_files:>2} files  {size(step.n_bytes):>8}  {step.seconds:>5.2f} s  "
+        f"{rate(step.n_bytes, step.seconds):>9}  {proof}"
+    ).rstrip()
+
+
+@contextlib.contextmanager
+def _folder(keep: str | None) -> Iterator[Path]:
+    if keep is not None:
+        yield Path(keep)
+        return
+    with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:
+        yield Path(folder)

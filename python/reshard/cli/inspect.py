@@ -1,0 +1,479 @@
+"""`reshard inspect`: what a checkpoint holds, as a page for people or one JSON object.
+
+First everything is gathered (`_Facts`, and a `_Row` a tensor), then it is printed: the two outputs cannot disagree.
+`picture` draws a single tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.cli.output import (
+    collected_warnings,
+    command,
+    console,
+    echo,
+    echo_facts,
+    echo_json,
+    join_dims,
+    plain_table,
+    shown,
+    size,
+)
+from reshard.errors import KeyNotFoundError, LayoutError, ReshardError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from reshard.checkpoint import Checkpoint, TensorInfo
+    from reshard.layout import BoundLayout, ModelLayout
+
+__all__ = ["inspect"]
+
+_MAX_PLAIN = 24  # tensors that are listed one by one
+_MAX_ROWS = 60  # lines of the summary
+_MAX_CHECKED = 10  # iterations that are opened only to say whether they are complete
+_MAX_ITERATIONS = 20  # that are listed
+_NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
+
+
+@click.command(short_help="What is there: iterations, tensors, cuts, files, replicas.")
+@click.argument("path")
+@click.argument("pattern", required=False)
+@click.option("--layout", "as_layout", is_flag=True, help="Print the layout, as a file that convert takes.")
+@click.option("--all", "everything", is_flag=True, help="List every tensor and check every iteration.")
+@command
+def inspect(path: str, pattern: str | None, *, as_layout: bool, everything: bool, as_json: bool) -> None:
+    """Show what a checkpoint holds. No tensor is read.
+
+    PATH is a .safetensors file, a Hugging Face folder, a checkpoint root or one of its iteration folders. PATTERN, a
+    glob over whole keys as in layout files (or re:...), narrows the list; a single tensor is drawn.
+
+    \b
+    Examples:
+      reshard inspect output/checkpoint
+      reshard inspect output/checkpoint '*.layers.0.*'
+      reshard inspect output/checkpoint model.embed_tokens.weight
+      reshard inspect output/checkpoint --layout > layout.yaml
+      reshard inspect output/checkpoint --json
+    """
+    import reshard
+
+    # What is logged, iterations that are passed over, is told on the page.
+    with collected_warnings(print_on_error=False), reshard.open(path) as checkpoint:
+        if as_layout:
+            layout = reshard.ModelLayout.like(checkpoint)
+            if as_json:
+                echo_json(layout.to_mapping())
+            else:
+                echo(str(layout), end="")
+            return
+        facts = _gather(path, checkpoint, everything=everything)
+        rows = _matching(facts.rows, pattern)
+        if as_json:
+            echo_json(_json(facts, rows))
+        elif pattern is None:
+            _print_page(facts, everything=everything)
+        elif len(rows) == 1:
+            from reshard.cli.picture import print_tensor
+
+            _print_title(facts)
+            echo()
+            print_tensor(rows[0].key, checkpoint[rows[0].key], rows[0].cut, everything=everything)
+        else:
+            _print_title(facts)
+            echo()
+            _print_rows([_Line.of(row) for row in rows])
+
+
+# -- gathering
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    """An iteration of a root; `complete` is None where nobody looked."""
+
+    iteration: int
+    folder: str
+    tracker: bool
+    taken: bool
+    complete: bool | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A tensor."""
+
+    key: str
+    part: str
+    dtype: str
+    shape: tuple[int, ...]
+    cut: str
+    n_shards: int
+    replicas: tuple[int, int]  # fewest and most files that hold a shard
+    n_bytes: int
+    stored_bytes: int
+    tiled: bool  # described in tiles.json only
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Everything that is printed."""
+
+    path: str
+    checkpoint: Checkpoint
+    rows: list[_Row]
+    iterations: list[_Iteration] | None
+    tracker_reason: str | None
+    layout: ModelLayout | None
+    layout_reason: str | None  # why there is no layout
+    files: list[tuple[str, int]]
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def _gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> _Facts:
+    from reshard.checkpoint import iterations
+    from reshard.layout import ModelLayout
+
+    layout: ModelLayout | None = None
+    bound: BoundLayout | None = None
+    reason: str | None = None
+    try:
+        layout = ModelLayout.like(checkpoint)
+        bound = checkpoint.bind(layout)
+    except LayoutError as error:
+        layout, reason = None, error.message
+    tiled = set(checkpoint.tiled_keys())
+    keys = [*checkpoint.keys("model"), *checkpoint.keys("optimizer")]
+    rows = [_row(key, checkpoint[key], bound, tiled=key in tiled) for key in keys]
+    candidates = iterations(path)
+    found = None
+    if candidates is not None:
+        found = _iterations(path, candidates.folders, candidates.tracker, checkpoint, everything=everything)
+    return _Facts(
+        path=path,
+        checkpoint=checkpoint,
+        rows=rows,
+        iterations=found,
+        tracker_reason=None if candidates is None else candidates.tracker_reason,
+        layout=layout,
+        layout_reason=reason,
+        files=[(file.name, file.n_bytes) for file in checkpoint.files()],
+        parts=_parts(rows),
+    )
+
+
+def _iterations(
+    root: str, folders: Iterable[tuple[int, str]], tracker: int | None, taken: Checkpoint, *, everything: bool
+) -> list[_Iteration]:
+    """The iterations, newest first. What `open` did not try is opened here to know whether it is complete."""
+    from pathlib import Path
+
+    import reshard
+
+    skipped = dict(taken.skipped)
+    found: list[_Iteration] = []
+    n_checked = 0
+    for number, name in sorted(folders, reverse=True):
+        complete: bool | None = True
+        reason: str | None = None
+        if name in skipped:
+            complete, reason = False, skipped[name]
+        elif name != taken.path.name and n_checked == _MAX_CHECKED and not everything:
+            complete = None
+        elif name != taken.path.name:
+            n_checked += 1
+            try:
+                reshard.open(Path(root) / name).close()
+            except ReshardError as error:
+                complete, reason = False, error.message
+        found.append(_Iteration(number, name, number == tracker, name == taken.path.name, complete, reason))
+    return found
+
+
+def _row(key: str, info: TensorInfo, bound: BoundLayout | None, *, tiled: bool) -> _Row:
+    held = [len(shard.files) for shard in info.shards] or [0]
+    n_elements = math.prod(info.shape)
+    stored = sum(math.prod(shard.shape) * len(shard.files) for shard in info.shards)
+    return _Row(
+        key=key,
+        part=info.part,
+        dtype=info.dtype,
+        shape=info.shape,
+        cut=_cut(key, info, bound),
+        n_shards=len(info.shards),
+        replicas=(min(held), max(held)),
+        n_bytes=info.n_bytes,
+        stored_bytes=info.n_bytes * stored // n_elements if n_elements else 0,
+        tiled=tiled,
+    )
+
+
+def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
+    """How the stored regions divide the tensor; axes are named where the layout says the same as the regions."""
+    spec = None if bound is None else bound.specs.get(key)
+    axes_of = dict(enumerate(spec.cut)) if spec is not None else {}
+    mesh = {} if bound is None else dict(bound.mesh.axes)
+    if spec is not None and (spec.flat or spec.blocks or spec.stored):
+        return _cut_by_rule(spec, mesh)
+    extents = [{(shard.offset[d], shard.shape[d]) for shard in info.shards} for d in range(len(info.shape))]
+    if math.prod(len(parts) for parts in extents) != len(info.shards):
+        return f"{len(info.shards)} regions, no grid"
+    texts = []
+    for dim, parts in enumerate(extents):
+        if len(parts) < 2:
+            continue
+        axes = [axis for axis in axes_of.get(dim, ()) if mesh[axis] > 1]
+        over = f" over {' x '.join(axes)}" if axes and math.prod(mesh[axis] for axis in axes) == len(parts) else ""
+        uneven = ", uneven" if len({extent for _, extent in parts}) > 1 else ""
+        texts.append(f"dim {dim}{over}: {len(parts)}{uneven}")
+    return "; ".join(texts) or "whole"
+
+
+def _cut_by_rule(spec: Any, mesh: dict[str, int]) -> str:
+    """The words of a layout file, for what is no grid."""
+    blocks = dict(spec.blocks)
+    texts = []
+    for dim, axes in enumerate(spec.cut):
+        if n := math.prod(mesh[axis] for axis in axes) if axes else 0:
+            each = f" in each of {len(blocks[dim])} blocks" if dim in blocks else ""
+            texts.append(f"dim {dim} over {' x '.join(axes)}: {n}{each}")
+    if spec.flat:
+        texts.append(f"flat over {' x '.join(spec.flat)}: {math.prod(mesh[axis] for axis in spec.flat)}")
+    if spec.stored:
+        texts.append(f"stored as dims {', '.join(map(str, spec.stored))}")
+    return "; ".join(texts) or "whole"
+
+
+def _parts(rows: Iterable[_Row]) -> dict[str, dict[str, Any]]:
+    parts: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        part = parts.setdefault(
+            row.part, {"n_tensors": 0, "n_elements": 0, "n_bytes": 0, "stored_bytes": 0, "dtypes": Counter()}
+        )
+        part["n_tensors"] += 1
+        part["n_elements"] += math.prod(row.shape)
+        part["n_bytes"] += row.n_bytes
+        part["stored_bytes"] += row.stored_bytes
+        part["dtypes"][row.dtype] += 1
+    return parts
+
+
+def _matching(rows: list[_Row], pattern: str | None) -> list[_Row]:
+    from reshard.layout.patterns import Pattern
+
+    if pattern is None:
+        return rows
+    try:
+        compiled = Pattern.compile(pattern)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="PATTERN") from None
+    found = [row for row in rows if compiled.matches(row.key)]
+    if not found:
+        hint = None if compiled.key is None else f"a pattern matches whole keys: try '*{pattern}*'"
+        raise KeyNotFoundError(f"no key matches {pattern}", key=compiled.key, hint=hint)
+    return found
+
+
+def _json(facts: _Facts, rows: list[_Row]) -> dict[str, Any]:
+    checkpoint, layout = facts.checkpoint, facts.layout
+    return {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "iteration": checkpoint.iteration,
+        "iterations": None if facts.iterations is None else [dataclasses.asdict(one) for one in facts.iterations],
+        "tracker_reason": facts.tracker_reason,
+        "common": None if checkpoint.common is None else dataclasses.asdict(checkpoint.common),
+        "parts": facts.parts,
+        "mesh": None if layout is None else layout.mesh,
+        "mesh_reason": facts.layout_reason,
+        "files": [{"name": name, "n_bytes": n_bytes} for name, n_bytes in facts.files],
+        "n_bytes": sum(row.n_bytes for row in facts.rows),
+        "stored_bytes": sum(row.stored_bytes for row in facts.rows),
+        "unseen_by_mindspore": _unseen(facts),
+        "tensors": {row.key: _json_row(row, facts.checkpoint, with_shards=len(rows) == 1) for row in rows},
+    }
+
+
+def _json_row(row: _Row, checkpoint: Checkpoint, *, with_shards: bool) -> dict[str, Any]:
+    fields = dataclasses.asdict(row)
+    del fields["key"]
+    if with_shards:
+        fields["shards"] = [dataclasses.asdict(shard) for shard in checkpoint[row.key].shards]
+    return fields
+
+
+def _unseen(facts: _Facts) -> list[str]:
+    return [row.key for row in facts.rows if row.tiled] if facts.checkpoint.format == "checkpoint2" else []
+
+
+# -- printing
+
+
+def _print_title(facts: _Facts) -> None:
+    checkpoint = facts.checkpoint
+    iteration = "" if checkpoint.iteration is None else f", iteration {checkpoint.iteration}"
+    echo(f"{checkpoint.format}{iteration}: {shown(checkpoint.path)}")
+
+
+def _print_page(facts: _Facts, *, everything: bool) -> None:
+    if facts.iterations is not None:
+        _print_iterations(facts, facts.iterations, everything=everything)
+        echo()
+    _print_title(facts)
+    echo_facts(_lines(facts))
+    echo()
+    if everything or len(facts.rows) <= _MAX_PLAIN:
+        _print_rows([_Line.of(row) for row in facts.rows])
+        return
+    lines = _grouped(facts.rows)
+    _print_rows(lines[:_MAX_ROWS])
+    if len(lines) > _MAX_ROWS:
+        echo(f"and {len(lines) - _MAX_ROWS} more lines; give a pattern, or --all")
+
+
+def _lines(facts: _Facts) -> list[tuple[str, str]]:
+    checkpoint = facts.checkpoint
+    lines = []
+    if checkpoint.common is not None:
+        values = dataclasses.asdict(checkpoint.common)
+        unknown = values.pop("unknown")
+        text = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+        more = f"; not known here: {', '.join(map(shown, unknown[:8]))}" if unknown else ""
+        lines.append(("common", (text or "nothing") + more))
+    for part, told in sorted(facts.parts.items()):  # model, optimizer
+        dtypes = ", ".join(f"{n} {dtype}" for dtype, n in told["dtypes"].most_common())
+        counts = f"{told['n_tensors']} tensors, {_count(told['n_elements'])} elements"
+        lines.append((part, f"{counts}, {size(told['n_bytes'])} ({dtypes})"))
+    lines.append(("mesh", _mesh(facts)))
+    sizes = [n_bytes for _, n_bytes in facts.files]
+    each = "" if len(set(sizes)) < 2 else f", {size(min(sizes))} to {size(max(sizes))} each"
+    lines.append(("files", f"{len(sizes)}, {size(sum(sizes))} in all{each}"))
+    unique, stored = sum(row.n_bytes for row in facts.rows), sum(row.stored_bytes for row in facts.rows)
+    times = f"{size(stored)} stored for {size(unique)} of tensors, {stored / max(unique, 1):.2f} times"
+    lines.append(("replicas", "none" if stored == unique else times))
+    if unseen := _unseen(facts):
+        lines.append(
+            (
+                "unseen",
+                f"{len(unseen)} of {len(facts.rows)} tensors are described in tiles.json only: MindSpore Transformers does "
+                "not see them, and keeps its initial values for them",
+            )
+        )
+    return lines
+
+
+def _mesh(facts: _Facts) -> str:
+    if facts.layout is None:
+        return f"not one: {shown(facts.layout_reason)}"
+    mesh = facts.layout.mesh
+    n_ranks = math.prod(mesh.values())
+    if n_ranks == 1:
+        return "none, whole tensors"
+    return f"{', '.join(f'{shown(axis)} {n}' for axis, n in mesh.items())} ({n_ranks} ranks)"
+
+
+def _print_iterations(facts: _Facts, iterations: Sequence[_Iteration], *, everything: bool) -> None:
+    echo(f"root: {shown(facts.path)}")
+    listed = iterations if everything else iterations[:_MAX_ITERATIONS]
+    lines = []
+    for one in listed:
+        state = {True: "complete", False: "damaged", None: "not checked"}[one.complete]
+        marks = [mark for mark, is_so in (("taken", one.taken), ("tracker", one.tracker)) if is_so]
+        told = f"{state} ({', '.join(marks)})" if marks else state
+        lines.append((shown(one.folder), told if one.reason is None else f"{told}: {shown(one.reason)}"))
+    if len(listed) < len(iterations):
+        lines.append(("...", f"and {len(iterations) - len(listed)} older; --all lists and checks them"))
+    if facts.tracker_reason is not None:
+        lines.append(("no tracker", shown(facts.tracker_reason)))
+    echo_facts(lines)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the table: one tensor, or several that are alike but for numbers in their names."""
+
+    key: str
+    n: int
+    row: _Row
+
+    @classmethod
+    def of(cls, row: _Row) -> _Line:
+        return cls(shown(row.key), 1, row)
+
+
+def _grouped(rows: Iterable[_Row]) -> list[_Line]:
+    """Tensors that are alike but for the numbers in their keys, in one line each."""
+    groups: dict[tuple[object, ...], list[_Row]] = {}
+    for row in rows:
+        alike = (_NUMBER.sub("\0", row.key), row.part, row.dtype, row.shape, row.cut, row.n_shards, row.replicas, row.tiled)
+        groups.setdefault(alike, []).append(row)
+    return [_Line(_common_key([row.key for row in group]), len(group), group[0]) for group in groups.values()]
+
+
+def _common_key(keys: Sequence[str]) -> str:
+    """A key with `{0-3}` where the keys differ: `layers.{0-3}.w`."""
+    places = zip(*(_NUMBER.findall(key) for key in keys), strict=True)
+    texts = iter([_ranges(sorted({int(n) for n in numbers})) if len(set(numbers)) > 1 else numbers[0] for numbers in places])
+    return shown(_NUMBER.sub(lambda _: next(texts), keys[0]))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in braces, runs of them with a dash."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return "{" + ",".join(texts if len(texts) <= 4 else [*texts[:3], "...", texts[-1]]) + "}"
+
+
+def _print_rows(lines: Sequence[_Line]) -> None:
+    # A column in which every line says 1 is left out: keys need the room.
+    rows = [line.row for line in lines]
+    columns = {
+        "key": [line.key for line in lines],
+        "n": [str(line.n) for line in lines],
+        "dtype": [row.dtype for row in rows],
+        "shape": [join_dims(row.shape) for row in rows],
+        "cut": [shown(row.cut) + (" (tiles.json)" if row.tiled else "") for row in rows],
+        "shards": [str(row.n_shards) for row in rows],
+        "replicas": [f"{a}" if a == b else f"{a}-{b}" for a, b in (row.replicas for row in rows)],
+        "size": [size(row.n_bytes * line.n) for row, line in zip(rows, lines, strict=True)],
+    }
+    told = [name for name, cells in columns.items() if name not in ("n", "shards", "replicas") or set(cells) > {"1"}]
+    out = console()
+    taken = sum(2 + max(len(name), *map(len, columns[name])) for name in told if name != "key")
+    columns["key"] = [_folded(key, max(32, out.width - taken)) for key in columns["key"]]
+    table = plain_table(*told, right=("n", "shards", "replicas", "size"), folds=("key", "cut"))
+    for cells in zip(*(columns[name] for name in told), strict=True):
+        table.add_row(*cells)
+    out.print(table)
+
+
+def _folded(key: str, width: int) -> str:
+    """A key in lines of at most this width, cut behind dots where there are some, from the second on indented."""
+    lines = []
+    while len(key) > width:
+        at = key.rfind(".", 1, width) + 1 or width
+        lines.append(key[:at])
+        key = f"  {key[at:]}"
+    return "\n".join([*lines, key])
+
+
+def _count(n: int) -> str:
+    """A count in three digits: 8.03 billion, 1.20 million, 999."""
+    for scale, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if n >= scale:
+            return f"{n / scale:.3g} {word}"
+    return str(n)

@@ -1,0 +1,286 @@
+"""What the commands share: text that is safe to print, numbers with units, errors, warnings, progress, tables.
+
+Names and messages may come out of hostile files. Everything foreign goes through `shown` before it meets a terminal;
+JSON is written in ASCII, with every other character escaped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import shutil
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import click
+
+from reshard.errors import ReshardError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = [
+    "collected_warnings",
+    "command",
+    "console",
+    "echo",
+    "echo_facts",
+    "echo_json",
+    "join_dims",
+    "plain_table",
+    "progress_bar",
+    "rate",
+    "shown",
+    "size",
+    "warn",
+]
+
+P = ParamSpec("P")
+
+_INTERRUPTED = 130
+
+
+# -- text and numbers
+
+
+def shown(text: object) -> str:
+    r"""Foreign text, safe to print: what could drive a terminal or reorder a line is escaped.
+
+    Example:
+        >>> shown("a" + chr(27) + "[2J")
+        'a\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def size(n_bytes: int) -> str:
+    """Bytes with a binary unit.
+
+    Example:
+        >>> size(512), size(1536), size(86 << 20), size(1023 << 10), size(1048575)
+        ('512 B', '1.50 KiB', '86.0 MiB', '1023 KiB', '1.00 MiB')
+    """
+    if n_bytes < 1024:
+        return f"{n_bytes} B"
+    value = float(n_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
+        value /= 1024
+        # Compared as it will be printed: 1023.9 KiB is 1.00 MiB, not 1024 KiB.
+        if round(value) < 1024 or unit == "EiB":
+            break
+    return f"{_three_digits(value)} {unit}"
+
+
+def rate(n_bytes: int, seconds: float) -> str:
+    """Bytes a second with a decimal unit, as disks and links are rated.
+
+    Example:
+        >>> rate(3_000_000_000, 2.0), rate(5_000_000, 1.0), rate(1, 0.0)
+        ('1.50 GB/s', '5.00 MB/s', '-')
+    """
+    if seconds <= 0:
+        return "-"
+    per_second = n_bytes / seconds
+    return f"{_three_digits(per_second / 1e9)} GB/s" if per_second >= 1e9 else f"{_three_digits(per_second / 1e6)} MB/s"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def join_dims(shape: Sequence[int]) -> str:
+    """A shape as people write it; of a 0-d tensor "scalar".
+
+    Example:
+        >>> join_dims((4096, 1024)), join_dims((7,)), join_dims(())
+        ('4096 x 1024', '7', 'scalar')
+    """
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+# -- printing
+
+
+def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
+    """Print a line of our own making; foreign parts of it went through `shown`."""
+    click.echo(text + end, err=err, nl=False)
+
+
+def echo_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Print names and what there is to say of each, in two columns; on a terminal the second is folded at blanks."""
+    width = max(len(name) for name, _ in facts)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    for name, text in facts:
+        first = f"  {name:<{width}}  "
+        lines = textwrap.wrap(text, max(20, columns - len(first))) if columns else [text]
+        echo(first + f"\n{' ' * len(first)}".join(lines or [""]))
+
+
+def echo_json(value: object) -> None:
+    """Print the one JSON object of a command."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=True, default=str))
+
+
+def warn(message: str) -> None:
+    """Print a warning; each line of it is made safe."""
+    _echo_message("warning", message)
+
+
+def _echo_message(kind: str, message: str) -> None:
+    first, *rest = message.split("\n")
+    click.echo(click.style(f"{kind}:", bold=True) + f" {shown(first)}", err=True)
+    for line in rest:
+        click.echo(shown(line), err=True)
+
+
+def console(*, err: bool = False) -> Console:
+    """A rich console that prints what it is given and no more: no markup, no highlighting.
+
+    In a pipe nothing is folded: what reads it wants one line a row.
+    """
+    from rich.console import Console
+
+    stream = sys.stderr if err else sys.stdout
+    width = None if stream.isatty() else 10_000
+    return Console(file=stream, markup=False, highlight=False, emoji=False, width=width)
+
+
+def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] = (), header: bool = True) -> Table:
+    """A table without lines: headers, and columns kept apart by two spaces.
+
+    Args:
+        columns: their headers.
+        right: headers of the columns that are aligned right.
+        folds: the columns that are folded when the terminal is too narrow; the others stay in one line.
+        header: whether the headers are shown.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False, show_header=header)
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in folds, overflow="fold")
+    return table
+
+
+# -- progress
+
+
+class ProgressBar:
+    """A bar with bytes, rate and time left on stderr, for one job after another. Call it as the API calls `progress`."""
+
+    def __init__(self) -> None:
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        self._bar = Progress(
+            BarColumn(bar_width=30),
+            TextColumn("{task.percentage:>3.0f}%"),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+            console=console(err=True),
+            transient=True,
+            refresh_per_second=8,
+            redirect_stdout=False,  # else what goes to stdout would land on stderr
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        if not self._bar.live.is_started:
+            self._bar.reset(self._task)
+            self._bar.start()
+        self._bar.update(self._task, completed=done_bytes, total=total_bytes)
+
+    def pause(self) -> None:
+        """Take the bar away until the next call: something else is going to be printed."""
+        self._bar.stop()
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[ProgressBar | None]:
+    """A progress bar that is gone when the block ends; None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    bar = ProgressBar()
+    try:
+        yield bar
+    finally:
+        bar.pause()
+
+
+@contextlib.contextmanager
+def collected_warnings(*, print_on_error: bool = True) -> Iterator[list[str]]:
+    """What the package logs as warnings meanwhile, in a list; if the block fails they are printed before its error."""
+    collected: list[str] = []
+
+    class _Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            collected.append(record.getMessage())
+
+    logger = logging.getLogger("reshard")
+    handler = _Collector(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield collected
+    except BaseException:
+        for message in collected if print_on_error else ():
+            warn(message)
+        raise
+    finally:
+        logger.removeHandler(handler)
+
+
+# -- commands
+
+
+def command(function: Callable[P, None]) -> Callable[P, None]:
+    """Wrap a command: what it refuses becomes a message, or with `--json` an object, and exit code 1."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, errors too.")
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except BrokenPipeError:
+            raise  # click's: whoever read our output has seen enough
+        except (ReshardError, OSError) as error:
+            _report(error, as_json=bool(kwargs["as_json"]))
+            raise click.exceptions.Exit(1) from None
+        except KeyboardInterrupt:
+            echo("interrupted", err=True)
+            raise click.exceptions.Exit(_INTERRUPTED) from None
+
+    return wrapped
+
+
+def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
+    facts = _facts(error)
+    if as_json:
+        echo_json(facts)
+        return
+    _echo_message("error", facts["message"])
+    if facts["hint"]:
+        _echo_message("hint", facts["hint"])
+
+
+def _facts(error: ReshardError | OSError) -> dict[str, Any]:
+    name = type(error).__name__
+    if isinstance(error, ReshardError):
+        return {"error": name, "message": error.message, "path": error.path, "key": error.key, "hint": error.hint}
+    path = None if error.filename is None else str(error.filename)
+    message = str(error) if error.strerror is None else error.strerror if path is None else f"{path}: {error.strerror}"
+    return {"error": name, "message": message, "path": path, "key": None, "hint": None}

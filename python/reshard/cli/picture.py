@@ -1,0 +1,120 @@
+"""One tensor, drawn: the grid in which it is cut, with the files that hold each box."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from reshard.cli.output import console, echo, echo_facts, join_dims, plain_table, shown, size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reshard.checkpoint import Shard, TensorInfo
+
+__all__ = ["print_tensor"]
+
+_MAX_ACROSS, _MAX_DOWN = 8, 32  # boxes of a drawing; a finer grid is listed
+_MAX_LISTED = 64  # shards
+_MAX_FILES = 8  # in a box
+
+
+def print_tensor(key: str, info: TensorInfo, cut: str, *, everything: bool) -> None:
+    """Print what there is to say of one tensor, and a drawing of its grid, or a list of its shards."""
+    held = [len(shard.files) for shard in info.shards] or [0]
+    each = f"{min(held)}" if min(held) == max(held) else f"{min(held)} to {max(held)}"
+    names = list(dict.fromkeys(name for shard in info.shards for name in shard.files))
+    pattern, short = _short_names(names)
+    echo(shown(key))
+    echo_facts(
+        [
+            (info.part, f"{info.dtype}, {join_dims(info.shape)}, {size(info.n_bytes)}"),
+            ("cut", shown(cut)),
+            ("shards", f"{len(info.shards)}, each in {each} file{'' if each == '1' else 's'}"),
+            ("files", pattern),
+        ]
+    )
+    echo()
+    if not _draw(info, short):
+        _list(info.shards, short, everything=everything)
+
+
+def _draw(info: TensorInfo, short: Callable[[str], str]) -> bool:
+    """Draw the grid if there is one of at most two dims and not too many boxes; dim 0 of a matrix goes down."""
+    from rich.box import SQUARE
+    from rich.table import Table
+
+    boxes = {(shard.offset, shard.shape): shard for shard in info.shards}
+    cuts = [sorted({(shard.offset[d], shard.shape[d]) for shard in info.shards}) for d in range(len(info.shape))]
+    if not boxes or _product(cuts) != len(info.shards):
+        return False
+    dims = [d for d, parts in enumerate(cuts) if len(parts) > 1]
+    if len(dims) > 2:
+        return False
+    if len(dims) == 2:
+        down, across = dims[0], dims[1]
+    elif dims and dims[0] > 0:
+        down, across = 0, dims[0]
+    else:
+        down, across = 0, 1
+    rows = cuts[down] if down < len(cuts) else [None]
+    columns = cuts[across] if across < len(cuts) else [None]
+    if len(rows) > _MAX_DOWN or len(columns) > _MAX_ACROSS:
+        return False
+    table = Table(box=SQUARE, show_lines=True, header_style="dim", pad_edge=True)
+    corner = f"dim {down}" if info.shape else ""
+    table.add_column(f"{corner} \\ dim {across}" if across < len(cuts) else corner, style="dim", no_wrap=True)
+    for column in columns:
+        table.add_column("" if column is None else _interval(*column), overflow="fold")
+    for row in rows:
+        cells = []
+        for column in columns:
+            place = [parts[0] for parts in cuts]
+            for dim, part in ((down, row), (across, column)):
+                if part is not None:
+                    place[dim] = part
+            shard = boxes[tuple(offset for offset, _ in place), tuple(extent for _, extent in place)]
+            cells.append(_files(shard, short))
+        table.add_row("" if row is None else _interval(*row), *cells)
+    console().print(table)
+    return True
+
+
+def _list(shards: Sequence[Shard], short: Callable[[str], str], *, everything: bool) -> None:
+    table = plain_table("region", "files", folds=["files"])
+    listed = shards if everything else shards[:_MAX_LISTED]
+    for shard in listed:
+        box = ", ".join(_interval(start, n) for start, n in zip(shard.offset, shard.shape, strict=True))
+        table.add_row(f"[{box}]", _files(shard, short))
+    console().print(table)
+    if len(listed) < len(shards):
+        echo(f"and {len(shards) - len(listed)} more; --all lists them")
+
+
+def _product(cuts: Sequence[Sequence[object]]) -> int:
+    n = 1
+    for parts in cuts:
+        n *= len(parts)
+    return n
+
+
+def _interval(start: int, n: int) -> str:
+    return f"{start}:{start + n}"
+
+
+def _files(shard: Shard, short: Callable[[str], str]) -> str:
+    more = f" +{len(shard.files) - _MAX_FILES}" if len(shard.files) > _MAX_FILES else ""
+    return ", ".join(short(name) for name in sorted(shard.files)[:_MAX_FILES]) + more
+
+
+def _short_names(names: Sequence[str]) -> tuple[str, Callable[[str], str]]:
+    """What the names have in common, with `#` for the number in which they differ, and that number of a name."""
+    if len(names) < 2:
+        return ", ".join(map(shown, names)), shown
+    before = re.sub(r"[0-9]+\Z", "", os.path.commonprefix(names))
+    after = re.sub(r"\A[0-9]+", "", os.path.commonprefix([name[::-1] for name in names])[::-1])
+    middles = {name: name[len(before) : len(name) - len(after)] for name in names}
+    if not all(re.fullmatch(r"[0-9]{1,18}", middle) for middle in middles.values()):
+        return f"{len(names)}", shown
+    return f"{shown(before)}#{shown(after)}, # in the boxes", lambda name: str(int(middles[name]))

@@ -1,0 +1,269 @@
+"""The main job on a small model, start to end: make it, cut it, re-cut it, merge it, and prove each step.
+
+The proof shares nothing with the geometry that it proves: shard files are opened one by one, and each array in them is
+compared, byte for byte, with the slice that numpy takes of the tensor that was made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from reshard import _core, checkpoint
+from reshard.errors import ArgumentError, DestinationExistsError
+from reshard.layout import ModelLayout
+from reshard.verbs.convert import convert
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from reshard.verbs.convert import ConvertReport
+
+__all__ = ["DemoReport", "DemoStep", "demo", "layout_of"]
+
+Shape = tuple[int, ...]
+Region = tuple[Shape, Shape]
+
+_N_LAYERS = 4
+_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_ROW = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class DemoStep:
+    """One step of the demo, done and proven.
+
+    Attributes:
+        name: "make", "cut TP2 x PP2", "re-cut TP4" or "merge".
+        path: what it wrote.
+        n_files: shard files that it wrote.
+        n_bytes: their bytes.
+        seconds: how long the writing took; the proof is not counted.
+        n_compared: arrays that were then compared with the model; 0 for the model itself.
+        different: keys that were not equal.
+    """
+
+    name: str
+    path: str
+    n_files: int
+    n_bytes: int
+    seconds: float
+    n_compared: int = 0
+    different: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """What the demo did.
+
+    Attributes:
+        n_tensors: tensors of the model.
+        n_bytes: their bytes.
+        steps: in the order in which they were done.
+        equal: whether every tensor was equal after every step.
+    """
+
+    n_tensors: int
+    n_bytes: int
+    steps: tuple[DemoStep, ...]
+    equal: bool
+
+
+def demo(
+    folder: Path,
+    n_bytes: int = 200_000_000,
+    *,
+    on_step: Callable[[DemoStep], object] | None = None,
+    progress: _core.Progress | None = None,
+) -> DemoReport:
+    """Make a llama-like bf16 model, cut it TP2 x PP2, re-cut it to TP4, merge it, and compare all of it each time.
+
+    Args:
+        folder: where: an empty folder, or one to be made. Everything stays there, the layout files included.
+        n_bytes: about the size of the model, at least 1 MB; four times that is written.
+        on_step: called with each step when it is proven.
+        progress: called as `progress(done_bytes, total_bytes)` while a conversion writes.
+
+    Raises:
+        ArgumentError: `n_bytes` is too small.
+        DestinationExistsError: the folder is not empty.
+        ReshardError: a step failed; see `convert` and `open`.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from reshard.verbs.demo import demo
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = demo(pathlib.Path(folder), 1_000_000)
+        >>> report.equal, report.n_tensors
+        (True, 39)
+    """
+    if n_bytes < 1_000_000:
+        raise ArgumentError(f"a model of {n_bytes} bytes cannot be cut into 4 parts; 1000000 are the least")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DestinationExistsError(
+            f"{folder} is not an empty folder", path=str(folder), hint="give one that is empty or does not exist"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = _shapes(n_bytes)
+    steps: list[DemoStep] = []
+
+    def step(name: str, act: Callable[[], DemoStep]) -> None:
+        steps.append(replace(act(), name=name))
+        if on_step is not None:
+            on_step(steps[-1])
+
+    model, cut, recut, merged = (folder / name for name in ("hf", "tp2_pp2", "tp4", "merged"))
+
+    def convert_and_prove(source: Path, target: Path, mesh: dict[str, int] | None) -> DemoStep:
+        layout = None if mesh is None else layout_of(mesh)
+        if layout is not None:
+            target.with_name(f"{target.name}.yaml").write_text(str(layout), encoding="utf-8")
+        # Not durable: nobody needs these files after a power cut, and a sync measures the disk.
+        report = convert(source, target, layout=layout, durable=False, progress=progress)
+        return _prove(report, model, 1 if mesh is None else mesh["tp"])
+
+    step("make", lambda: _make(model, shapes))
+    step("cut TP2 x PP2", lambda: convert_and_prove(model, cut, {"pp": 2, "tp": 2}))
+    step("re-cut TP4", lambda: convert_and_prove(cut, recut, {"tp": 4}))
+    step("merge", lambda: convert_and_prove(recut, merged, None))
+    total = sum(2 * math.prod(shape) for shape in shapes.values())
+    return DemoReport(len(shapes), total, tuple(steps), equal=not any(step.different for step in steps))
+
+
+def layout_of(mesh: dict[str, int]) -> ModelLayout:
+    """The layout of the demo's model over a mesh with an axis `tp` and perhaps one `pp`.
+
+    Example:
+        >>> print(layout_of({"tp": 4}))
+        mesh: {tp: 4}
+        rules:
+          - match: ["*.o_proj.weight", "*.down_proj.weight"]
+            cut: [null, tp]
+          - match: "*norm.weight"
+          - match: "*"
+            cut: [tp]
+        <BLANKLINE>
+    """
+    mapping: dict[str, object] = {
+        "mesh": mesh,
+        "rules": [
+            {"match": [f"*.{name}.weight" for name in _ROW], "cut": [None, "tp"]},
+            {"match": "*norm.weight"},
+            {"match": "*", "cut": ["tp"]},
+        ],
+    }
+    if "pp" in mesh:
+        mapping["place"] = [
+            {"match": "model.layers.{i}.*", "axis": "pp"},
+            {"match": "model.embed_tokens.*", "axis": "pp", "at": 0},
+            {"match": ["model.norm.*", "lm_head.*"], "axis": "pp", "at": -1},
+        ]
+    return ModelLayout.from_mapping(mapping)
+
+
+# -- the model
+
+
+def _shapes(n_bytes: int) -> dict[str, Shape]:
+    """The tensors of a llama-like model of about this size, under their Hugging Face names, in bf16."""
+    # About 54 hidden**2 parameters of 2 bytes. Every cut dim is a multiple of 16: 4 parts of it still differ.
+    hidden = max(64, math.isqrt(n_bytes // 108) // 32 * 32)
+    kv, ffn, vocabulary = hidden // 2, hidden * 11 // 4, 4 * hidden
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for i in range(_N_LAYERS):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (ffn, hidden),
+            f"{layer}.mlp.up_proj.weight": (ffn, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, ffn),
+        }
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+
+
+def _make(folder: Path, shapes: dict[str, Shape]) -> DemoStep:
+    """Write the model, filled with random bits, as Hugging Face files: one for each layer and one for each end."""
+    started = time.monotonic()
+    folder.mkdir()
+    groups: dict[str, list[str]] = {}
+    for key in shapes:
+        groups.setdefault(key.split(".")[2] if key.startswith("model.layers.") else key, []).append(key)
+    generator = np.random.default_rng(20)
+    weight_map: dict[str, str] = {}
+    n_bytes = 0
+    for number, keys in enumerate(groups.values(), 1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        # Any bits will do, and all kinds of NaN among them must come through.
+        bits = {key: np.frombuffer(generator.bytes(2 * math.prod(shapes[key])), np.uint16) for key in keys}
+        arrays = [(key, "BF16", shapes[key], bits[key].reshape(shapes[key])) for key in keys]
+        n_bytes += _core.write_arrays(str(folder / name), arrays, metadata={"format": "pt"}, durable=False, mode=0o666)
+        weight_map |= dict.fromkeys(keys, name)
+    total = sum(2 * math.prod(shape) for shape in shapes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return DemoStep("", str(folder), len(groups), n_bytes, time.monotonic() - started)
+
+
+# -- the proof
+
+
+def _prove(report: ConvertReport, model: Path, tp: int) -> DemoStep:
+    """Compare every array in the files that were written with the model."""
+    different: list[str] = []
+    n_compared = 0
+    with checkpoint.open(model) as made, checkpoint.open(report.path) as written:
+        files: dict[str, checkpoint.Checkpoint] = {}
+        try:
+            for key in made.keys():  # noqa: SIM118  not a mapping
+                original = _bits(made.read(key))
+                shards = written[key].shards if key in written else ()
+                is_equal = {(shard.offset, shard.shape) for shard in shards} == set(_expected(key, original.shape, tp))
+                for shard in shards if is_equal else ():
+                    box = tuple(slice(start, start + n) for start, n in zip(shard.offset, shard.shape, strict=True))
+                    for name in shard.files:
+                        if name not in files:
+                            files[name] = checkpoint.open(written.path / name)
+                        n_compared += 1
+                        is_equal &= np.array_equal(_bits(files[name].read(key)), original[box])
+                if not is_equal:
+                    different.append(key)
+            different += sorted(set(written) - set(made))
+        finally:
+            for file in files.values():
+                file.close()
+    return DemoStep(
+        "", report.path, report.n_files, report.n_bytes, report.seconds, n_compared, tuple(different)
+    )
+
+
+def _expected(key: str, shape: Shape, tp: int) -> Iterator[Region]:
+    """The regions into which a tensor is to be cut, told once more by itself."""
+    name = key.split(".")[-2]
+    dim = 0 if name in _COLUMN else 1 if name in _ROW else None
+    if dim is None:
+        yield (0,) * len(shape), shape
+        return
+    part = shape[dim] // tp
+    for n in range(tp):
+        yield (
+            tuple(n * part if d == dim else 0 for d in range(len(shape))),
+            tuple(part if d == dim else extent for d, extent in enumerate(shape)),
+        )
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """bf16 as the integers that hold its bits: NaNs are never equal as numbers."""
+    assert array.dtype == ml_dtypes.bfloat16
+    return array.view(np.uint16)
