@@ -149,7 +149,7 @@ def convert(
     options = _Options(
         metadata={"format": "ms" if chosen == "checkpoint2" else "pt", WRITER_KEY: _core.__version__},
         dtype=None if dtype is None else dtypes.parse_dtype(dtype),
-        memory_bytes=parse_size(memory),
+        windows=_core.Windows(parse_size(memory)),
         threads=threads,
         durable=durable,
         file_mode=0o640 if chosen == "checkpoint2" else 0o666,
@@ -194,7 +194,7 @@ class _Options:
 
     metadata: dict[str, str]
     dtype: str | None
-    memory_bytes: int
+    windows: _core.Windows
     threads: int | None
     durable: bool
     file_mode: int
@@ -298,7 +298,7 @@ def _write_files(job: _Job, folder: Path, files: list[_File]) -> int:
         total += plan.write(
             str(folder / file.name),
             metadata=options.metadata,
-            memory_bytes=options.memory_bytes,
+            windows=options.windows,
             threads=options.threads,
             durable=options.durable,
             mode=options.file_mode,
