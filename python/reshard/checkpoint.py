@@ -32,6 +32,7 @@ from reshard.layout import BoundLayout, ModelLayout, as_layout
 
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import Self
 
     from reshard.formats.checkpoint2 import CommonInfo
 
@@ -91,7 +92,7 @@ class TensorInfo:
     part: Literal["model", "optimizer"]
 
 
-def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> Checkpoint:
+def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> Checkpoint:  # noqa: A001
     """Open a checkpoint, whatever its format.
 
     Args:
@@ -221,8 +222,8 @@ def _open_iteration(folder: Path, method: _core.ReadMethod, iteration: int | Non
     is_checkpoint2 = has_metadata or common is not None or not has_tiles
     checkpoint = Checkpoint("checkpoint2" if is_checkpoint2 else "safetensors", folder, index)
     checkpoint.iteration, checkpoint.common = iteration, common
-    checkpoint._tiles = described
-    checkpoint._check_parts()
+    checkpoint._tiles = described  # noqa: SLF001  both are this module's
+    checkpoint._check_parts()  # noqa: SLF001  both are this module's
     return checkpoint
 
 
@@ -290,7 +291,7 @@ class Checkpoint:
         >>> checkpoint.close()
     """
 
-    def __init__(self, format: Format, path: Path, index: _core.Index) -> None:
+    def __init__(self, format: Format, path: Path, index: _core.Index) -> None:  # noqa: A002
         self.format: Format = format
         self.path = path
         self.iteration: int | None = None
@@ -300,7 +301,7 @@ class Checkpoint:
         self._tiles: tiles.TilesFile | None = None
         self._keys = index.keys()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -486,7 +487,7 @@ class Checkpoint:
             >>> own = checkpoint.load("layout.yaml", rank=3, part="model")  # doctest: +SKIP
         """
         request, names = self._request(layout, rank, part, keys)
-        plan = self._index.plan(request, dtype=None if dtype is None else dtypes.parse_dtype(dtype))
+        plan = self.plan(request, dtype)
         arrays = plan.arrays
         if out is not None:
             _check_outs(out, names, arrays)
@@ -527,6 +528,26 @@ class Checkpoint:
             rank = bound.ranks[0]
         only = None if len(wanted) == len(self._keys) else wanted
         return bound.request(rank, only), bound.local_names(rank, only)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Global shape of a tensor; opens nothing. KeyNotFoundError if there is none of the name.
+
+        Example:
+            >>> checkpoint.shape("w")  # doctest: +SKIP
+            (4096, 1024)
+        """
+        return self._index.shape(key)
+
+    def plan(self, request: _core.Request, dtype: object = None) -> _core.Plan:
+        """The checked copies of a request: for code that writes or places the bytes itself.
+
+        Raises:
+            KeyNotFoundError, MismatchError, CoverageError, UnsupportedError: the request cannot be met.
+
+        Example:
+            >>> checkpoint.plan(checkpoint.bind("layout.yaml").request(3)).n_bytes  # doctest: +SKIP
+        """
+        return self._index.plan(request, dtype=None if dtype is None else dtypes.parse_dtype(dtype))
 
     def bind(self, layout: LayoutLike) -> BoundLayout:
         """Lay a layout over the tensors of this checkpoint: every key's rule applied, everything checked.

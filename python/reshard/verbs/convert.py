@@ -289,12 +289,12 @@ def _write_files(job: _Job, folder: Path, files: list[_File]) -> int:
     options = job.options
     # Plans are cheap and hold what they open: they are made one by one, and once more to know the total.
     sizes = [
-        sum(array[3] for array in job.source._index.plan(file.request, dtype=options.dtype).arrays) for file in files
+        sum(array[3] for array in job.source.plan(file.request, dtype=options.dtype).arrays) for file in files
     ]
     progress = _Progress(options.progress, sum(sizes))
     total = 0
     for file, n_bytes in zip(files, sizes, strict=True):
-        plan = job.source._index.plan(file.request, dtype=options.dtype)
+        plan = job.source.plan(file.request, dtype=options.dtype)
         total += plan.write(
             str(folder / file.name),
             metadata=options.metadata,
@@ -313,7 +313,7 @@ def _write_files(job: _Job, folder: Path, files: list[_File]) -> int:
 def _to_huggingface(job: _Job, max_shard_bytes: int) -> _Written:
     _check_folder_free(job)
     request = _whole(job.source, job.keys)
-    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.source._index.plan(request, dtype=job.options.dtype).arrays]
+    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.source.plan(request, dtype=job.options.dtype).arrays]
     shards = huggingface.plan_shards(sizes, max_shard_bytes)
     files = [
         _File(huggingface.file_name(number, len(shards)), _whole(job.source, keys))
@@ -334,7 +334,7 @@ def _to_huggingface(job: _Job, max_shard_bytes: int) -> _Written:
 def _whole(source: Checkpoint, keys: list[str]) -> _core.Request:
     request = _core.Request()
     for key in keys:
-        shape = source._index.shape(key)
+        shape = source.shape(key)
         request.add_region(key, key, (0,) * len(shape), shape)
     return request
 
@@ -366,7 +366,7 @@ class _Cutting:
         self.job = job
         self.bound = bound
         # Casts and keys are checked for everything before anything is written.
-        plan = job.source._index.plan(_whole(job.source, job.keys), dtype=job.options.dtype)
+        plan = job.source.plan(_whole(job.source, job.keys), dtype=job.options.dtype)
         self.dtypes = {name: dtype for name, dtype, _, _ in plan.arrays}
         self.builder = tiles.Builder()
 
@@ -392,7 +392,7 @@ class _Cutting:
             # Flattened blocks that share an uncut block are cut at different places of it.
             overlapping = bool(self.bound.specs[key].flat)
             stored = tiles.StoredArray(file, array, shape, tuple(own))
-            self.builder.add(key, self.dtypes[key], self.job.source._index.shape(key), stored, overlapping=overlapping)
+            self.builder.add(key, self.dtypes[key], self.job.source.shape(key), stored, overlapping=overlapping)
 
     def write_tiles(self, folder: Path, layout: LayoutLike | None) -> None:
         """Write tiles.json, if anything was told to it."""

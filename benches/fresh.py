@@ -1,0 +1,53 @@
+"""One measurement, one process: forked from a server that has imported everything and allocated nothing since.
+
+No run finds memory, maps or thread pools that an earlier one left warm, whichever library it measures. What the machine
+itself remembers is put into the same state before each run by `prepare`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Result = TypeVar("Result")
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# What takes long to import; the modules beside this one are not on the server's path.
+_CONTEXT.set_forkserver_preload(["numpy", "torch", "safetensors", "reshard.checkpoint", "reshard.verbs.convert"])
+# Not in Python's mmap yet.
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+
+
+def run(case: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
+    """What a case returns in a new process; what it raises there is raised here."""
+    with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:
+        return pool.submit(case, *arguments, **keywords).result()
+
+
+def prepare(sources: list[Path], n_bytes: int) -> None:
+    """Bring the files into the page cache, and have this much free memory backed by the host.
+
+    A virtual machine may hand free pages back to its host; the next touch then costs twenty times as much, for seconds
+    or not at all, as it happens. Memory that was touched a moment ago is free of that.
+    """
+    for path in sources:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+            mapped.madvise(_MADV_POPULATE_READ)
+    if n_bytes:
+        anonymous(n_bytes, touch=True).close()
+
+
+def anonymous(n_bytes: int, *, touch: bool) -> mmap.mmap:
+    """New private memory on huge pages, resident if it is to be touched."""
+    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    if touch:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    return memory

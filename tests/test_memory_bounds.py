@@ -1,0 +1,140 @@
+"""How much memory and time the package takes by itself: bounds that a user of a small machine relies on.
+
+Peaks are those of private memory (`RssAnon`: heap, stacks, anonymous maps, and what was written to private maps), read
+from outside while a process of its own does the work. Maps of the source are not counted: they are page cache.
+"""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux")
+
+MIB = 1 << 20
+ROW = 4096
+COLUMNS_TP4 = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": [None, "tp"]}]}
+
+
+def sparse_model(path: Path, n_mib: int) -> Path:
+    """A model of this size, in tensors of 24 MiB, that takes no space: all zeros, never written."""
+    n_tensors = n_mib // 24
+    n_bytes = 24 * MIB
+    header = {
+        f"layers.{i}.weight": {
+            "dtype": "BF16",
+            "shape": [n_bytes // ROW // 2, ROW],
+            "data_offsets": [i * n_bytes, (i + 1) * n_bytes],
+        }
+        for i in range(n_tensors)
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + n_tensors * n_bytes)
+    return path
+
+
+def peak_mib(program: str, *arguments: object) -> float:
+    """The highest RssAnon that is seen while a program runs in a new interpreter, in MiB."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    peak_kib = 0
+    while process.poll() is None:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        # A process that has ended but was not waited for has no memory.
+        found = [int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")]
+        peak_kib = max(peak_kib, *found, 0)
+        time.sleep(0.001)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return peak_kib / 1024
+
+
+CONVERT = """
+import json, sys, reshard
+source, target, layout = sys.argv[1:]
+reshard.convert(source, target, layout=json.loads(layout), memory="32MiB", durable=False, threads=2)
+"""
+
+
+def convert_peaks(folder: Path, layout: object) -> list[float]:
+    """Peaks of converting 144 and 600 MiB with a budget of 32 MiB."""
+    peaks = []
+    for n_mib in (144, 600):
+        source = sparse_model(folder / f"{n_mib}.safetensors", n_mib)
+        target = folder / f"out-{n_mib}"
+        peaks.append(peak_mib(CONVERT, source, target, json.dumps(layout)))
+        written = sum(file.stat().st_size for file in target.rglob("*.safetensors"))
+        assert written >= n_mib * MIB
+        shutil.rmtree(target)  # pytest keeps its folders for a while
+    return peaks
+
+
+@pytest.mark.parametrize("layout", [None, COLUMNS_TP4], ids=["whole", "columns of tp4"])
+def test_convert_takes_its_budget_and_a_constant(tmp_path: Path, layout: object) -> None:
+    small, large = convert_peaks(tmp_path, layout)
+    assert large <= 32 + 64, f"{large:.0f} MiB, interpreter included, with a budget of 32 MiB"
+    assert large <= small + 8, f"{large:.0f} MiB for 600 MiB, {small:.0f} MiB for 144 MiB: it grows with the model"
+
+
+LOAD = """
+import json, sys, reshard
+source, method, layout = sys.argv[1:]
+layout = json.loads(layout)
+with reshard.open(source, method=method) as checkpoint:
+    checkpoint.load(layout, rank=None if layout is None else 1, threads=2)
+"""
+
+
+@pytest.mark.parametrize("method", ["map", "read"])
+@pytest.mark.parametrize(("layout", "result_mib"), [(None, 288), (COLUMNS_TP4, 72)], ids=["whole", "columns of tp4"])
+def test_load_takes_its_result_and_a_constant(tmp_path: Path, layout: object, result_mib: int, method: str) -> None:
+    source = sparse_model(tmp_path / "m.safetensors", 288)
+    peak = peak_mib(LOAD, source, method, json.dumps(layout))
+    assert result_mib <= peak <= result_mib + 48, f"{peak:.0f} MiB, interpreter included, for {result_mib} MiB"
+
+
+def test_views_take_no_memory(tmp_path: Path) -> None:
+    source = sparse_model(tmp_path / "m.safetensors", 288)
+    program = (
+        "import sys, reshard\nfound = reshard.open(sys.argv[1]).load(copy=False)\nassert sum(map(len, found.values()))"
+    )
+    assert peak_mib(program, source) <= 48
+
+
+IMPORT = """
+import sys, time
+started = time.perf_counter()
+import reshard
+print(time.perf_counter() - started, *sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_import_is_quick_and_brings_no_framework() -> None:
+    runs = [
+        subprocess.run([sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True).stdout.split()
+        for _ in range(5)
+    ]
+    # The least of five: what else runs on the machine only ever adds.
+    assert min(float(seconds) for seconds, *_ in runs) < 0.150
+    for framework in ("torch", "mindspore", "jax", "tensorflow", "safetensors"):
+        assert framework not in runs[0]
+
+
+def test_what_is_used_first_imports_no_framework(tmp_path: Path) -> None:
+    source = sparse_model(tmp_path / "m.safetensors", 24)
+    program = (
+        "import sys, reshard\n"
+        "reshard.open(sys.argv[1]).load()\n"
+        "reshard.convert, reshard.safe_open(sys.argv[1], 'np')\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, source], check=True, env=os.environ)
