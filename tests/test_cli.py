@@ -1,0 +1,634 @@
+"""The command line: what it prints, where, and with which exit code; as processes wherever that could matter."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import safetensors.numpy
+from click.testing import CliRunner, Result
+
+from reshard.cli import main
+from reshard.cli.inspect import _common_key, _folded
+from reshard.cli.output import rate, shown, size
+from reshard.cli.picture import _short_names
+from reshard.verbs import demo as demo_module
+
+SAMPLES = Path(__file__).parent / "data" / "mindspore"
+CKPT2 = SAMPLES / "ckpt2" / "checkpoint"
+PROGRAM = [sys.executable, "-c", "import sys; sys.argv[0] = 'reshard'; from reshard.cli import main; main()"]
+LAYOUT = """
+mesh: {tp: 2}
+rules:
+  - {match: "*.weight", cut: [tp]}
+  - match: "*"
+"""
+
+
+def run(*args: object) -> Result:
+    """In this process."""
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+def start(*args: object, **options: Any) -> subprocess.Popen[str]:
+    """As a process, its outputs piped."""
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.Popen([*PROGRAM, *map(str, args)], **piped)
+
+
+def outcome(*args: object, **options: Any) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a process."""
+    process = start(*args, **options)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A small model in one file, written by the stock package."""
+    rng = np.random.default_rng(1)
+    arrays = {f"model.layers.{i}.w.weight": rng.random((8, 6), np.float32) for i in range(30)}
+    safetensors.numpy.save_file({**arrays, "model.norm": np.ones(4, np.float16)}, tmp_path / "m.safetensors")
+    (tmp_path / "tp2.yaml").write_text(LAYOUT)
+    return tmp_path / "m.safetensors"
+
+
+# -- inspect
+
+
+def test_inspect_shows_a_root() -> None:
+    result = run("inspect", CKPT2)
+    assert result.exit_code == 0
+    # Facts of the sample: README of the samples, and its metadata.json.
+    for text in (
+        "iteration_00000010  complete (taken, tracker)",
+        "iteration_00000005  complete\n",
+        "checkpoint2, iteration 10",
+        "global_step 10",
+        "model      10 tensors",
+        "1 BF16",
+        "optimizer  8 tensors",
+        "(8 ranks)",
+        "files      16,",
+        "replicas   7.34 KiB stored for 4.79 KiB of tensors",
+    ):
+        assert text in result.stdout
+    row = next(line for line in result.stdout.splitlines() if line.startswith("decoder.layers.0.mlp.linear_fc1"))
+    assert row.split("  ")[-5:] == ["4", "", "", "", "     1  384 B"[2:]] or row.split()[-4:] == ["4", "1", "384", "B"]
+    assert "dim 0 over b x a: 4" in row
+    assert result.stderr == ""
+
+
+def test_inspect_of_each_format() -> None:
+    for tree, expected in {
+        "full_hf": "huggingface: ",
+        "ckpt2_named/checkpoint": "mesh       dp 2, tp 2 (4 ranks)",
+        "ckpt2_single/checkpoint": "mesh       none, whole tensors",
+        "ckpt2_dedup/checkpoint": "replicas   none",
+        "ckpt2/checkpoint/iteration_00000005": "checkpoint2, iteration 5",
+        "full_hf/model-00001-of-00002.safetensors": "safetensors: ",
+    }.items():
+        result = run("inspect", SAMPLES / tree)
+        assert (result.exit_code, expected in result.stdout) == (0, True), (tree, result.output)
+    assert "root:" not in run("inspect", CKPT2 / "iteration_00000005").stdout
+
+
+def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    shutil.copytree(CKPT2, root)
+    (root / "iteration_00000010" / "demo-model-0000003-0000008.safetensors").unlink()
+    code, out, err = outcome("inspect", root)
+    assert (code, err) == (0, "")
+    assert re.search(r"iteration_00000010  damaged \(tracker\): .*demo-model-0000003-0000008", out)
+    assert "iteration_00000005  complete (taken)" in out
+    assert "checkpoint2, iteration 5" in out
+    facts = json.loads(run("inspect", root, "--json").stdout)
+    assert [(one["iteration"], one["complete"], one["taken"], one["tracker"]) for one in facts["iterations"]] == [
+        (10, False, False, True),
+        (5, True, True, False),
+    ]
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+    (root / "iteration_00000010" / "metadata.json").write_text("{")
+    out = run("inspect", root).stdout
+    assert re.search(r"iteration_00000010  damaged: metadata", out)
+    assert "iteration_00000005  complete (taken, tracker)" in out
+
+
+def test_inspect_of_a_root_without_a_whole_iteration(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    shutil.copytree(CKPT2, root)
+    for folder in root.glob("iteration_*"):
+        (folder / "metadata.json").write_text("{")
+    code, out, err = outcome("inspect", root)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("iteration_00000010: ") == err.count("iteration_00000005: ") == 1
+
+
+def test_inspect_groups_long_lists_and_a_pattern_or_all_lists_them(model: Path) -> None:
+    assert "model.layers.{0-29}.w.weight  30  F32    8 x 6  5.62 KiB" in run("inspect", model).stdout
+    everything = run("inspect", model, "--all").stdout
+    assert all(f"model.layers.{i}.w.weight" in everything for i in range(30))
+    some = run("inspect", model, "model.layers.1?.*").stdout
+    assert re.findall(r"layers\.(\d+)", some) == [str(i) for i in range(10, 20)]
+    assert "files" not in some
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["a.0.w", "a.1.w", "a.2.w"], "a.{0-2}.w"),
+        (["a.0.w", "a.2.w", "a.3.w"], "a.{0,2-3}.w"),
+        (["a.0.e.5.w", "a.0.e.6.w", "a.1.e.5.w", "a.1.e.6.w"], "a.{0-1}.e.{5-6}.w"),
+        (["a.7.w1"], "a.7.w1"),
+        ([f"a.{i}" for i in range(0, 20, 2)], "a.{0,2,4,...,18}"),
+    ],
+)
+def test_keys_that_differ_in_numbers(keys: list[str], expected: str) -> None:
+    assert _common_key(keys) == expected
+
+
+def test_a_pattern_that_matches_nothing_or_is_none() -> None:
+    result = run("inspect", CKPT2, "linear_fc1")
+    assert result.exit_code == 1
+    assert "hint: a pattern matches whole keys: try '*linear_fc1*'" in result.stderr
+    assert run("inspect", CKPT2, "re:(").exit_code == 2
+
+
+def test_a_single_tensor_is_drawn() -> None:
+    # 4 x 6 x 4 in quarters over ranks 4 to 7: dim 0 over the first axis of the stage, dim 2 over the second.
+    out = run("inspect", CKPT2, "adam_m*experts.weight1").stdout
+    boxes = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    assert boxes == [["dim 0 \\ dim 2", "0:2", "2:4"], ["0:2", "4", "5"], ["2:4", "6", "7"]]
+    assert "demo-opt-#-0000008.safetensors, # in the boxes" in out
+    out = run("inspect", CKPT2, "shared.scale").stdout
+    assert "│ 0:4   │ 0, 1, 2, 3, 4, 5, 6, 7 │" in out
+    assert "shards  1, each in 8 files" in out
+
+
+def test_what_is_no_grid_is_listed(tmp_path: Path, model: Path) -> None:
+    layout = {"mesh": {"dp": 5}, "rules": [{"match": "*", "flat": ["dp"]}]}
+    (tmp_path / "flat.yaml").write_text(json.dumps(layout))
+    assert run("convert", model, tmp_path / "flat", "--layout", tmp_path / "flat.yaml").exit_code == 0
+    out = run("inspect", tmp_path / "flat", "model.layers.0.w.weight").stdout
+    # 48 elements in 5 parts of 10: the first rank holds row 0 and 4 elements of row 1.
+    assert "cut     flat over dp: 5" in out
+    assert re.search(r"^\[0:1, 0:6\] +0$", out, re.MULTILINE)
+    assert re.search(r"^\[1:2, 0:4\] +0$", out, re.MULTILINE)
+    page = run("inspect", tmp_path / "flat").stdout
+    assert "unseen    31 of 31 tensors, marked *," in page
+    assert "flat over dp: 5 *" in page
+
+
+def test_inspect_layout_is_a_layout_file(tmp_path: Path, model: Path) -> None:
+    assert run("convert", model, tmp_path / "a", "--layout", tmp_path / "tp2.yaml").exit_code == 0
+    (tmp_path / "again.yaml").write_text(run("inspect", tmp_path / "a", "--layout").stdout)
+    assert run("convert", model, tmp_path / "b", "--layout", tmp_path / "again.yaml").exit_code == 0
+    for path in (tmp_path / "a" / "iteration_00000000").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "b" / "iteration_00000000" / path.name).read_bytes()
+
+
+def test_inspect_json() -> None:
+    facts = json.loads(run("inspect", CKPT2, "--json").stdout)
+    assert facts["format"] == "checkpoint2"
+    assert facts["common"]["global_step"] == 10
+    assert facts["parts"]["model"]["dtypes"] == {"F32": 8, "BF16": 1, "F16": 1}
+    assert len(facts["files"]) == 16
+    assert len(facts["tensors"]) == 18
+    assert facts["tensors"]["shared.scale"]["replicas"] == [8, 8]
+    (one,) = json.loads(run("inspect", CKPT2, "shared.scale", "--json").stdout)["tensors"].values()
+    assert one["shards"][0]["offset"] == [0]
+    assert json.loads(run("inspect", CKPT2, "--layout", "--json").stdout)["mesh"] == {"pp": 2, "a": 2, "b": 2}
+
+
+# -- convert
+
+
+def test_convert_says_what_it_wrote(tmp_path: Path, model: Path) -> None:
+    code, out, err = outcome("convert", model, tmp_path / "hf")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == f"wrote {tmp_path / 'hf'}"
+    assert re.fullmatch(r"huggingface, 31 tensors, 1 file, \d\.\d\d KiB in \d\.\d s, .* MB/s", out.splitlines()[1])
+    assert safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")["model.norm"].tolist() == [1, 1, 1, 1]
+
+
+def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import reshard
+
+    seen: dict[str, Any] = {}
+
+    class Stop(reshard.ReshardError):
+        pass
+
+    def stand_in(src: str, dst: str, **options: Any) -> None:
+        seen.update(options, src=src, dst=dst)
+        raise Stop("enough")
+
+    monkeypatch.setattr(reshard, "convert", stand_in)
+    args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --max-shard-size 1MB"
+    more = "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes original"
+    assert run("convert", *args.split(), *more.split()).exit_code == 1
+    assert seen == {
+        "src": "a",
+        "dst": "b",
+        "to": "checkpoint2",
+        "part": "all",
+        "layout": "l.yaml",
+        "iteration": 7,
+        "prefix": "p",
+        "dtype": "bf16",
+        "max_shard_size": "1MB",
+        "dedup": False,
+        "memory": "8MiB",
+        "threads": 3,
+        "durable": False,
+        "overwrite": True,
+        "strict_format": True,
+        "modes": "original",
+        "progress": None,
+    }
+    # What the command leaves to the function is what the function itself has as default.
+    seen.clear()
+    run("convert", "a", "b")
+    import inspect
+
+    from reshard.verbs.convert import convert
+
+    defaults = {name: p.default for name, p in inspect.signature(convert).parameters.items() if p.default is not p.empty}
+    assert {name: value for name, value in seen.items() if name not in ("src", "dst")} == defaults
+
+
+def test_convert_warns_on_stderr_and_in_json_once(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "odd.yaml").write_text(
+        'mesh: {tp: 2}\nrules: [{match: "*.weight", cut: [tp], sizes: {0: [5, 3]}}, {match: "unused"}, {match: "*"}]'
+    )
+    code, out, err = outcome("convert", model, tmp_path / "a", "--layout", tmp_path / "odd.yaml")
+    assert code == 0
+    assert "warning" not in out
+    assert err.count("matches no key") == 1
+    assert err.count("warning: metadata.json cannot express the layout of 30 tensors") == 1
+    assert f"hint: `reshard inspect {tmp_path / 'a'}` marks them" in err
+    code, out, err = outcome("convert", model, tmp_path / "b", "--layout", tmp_path / "odd.yaml", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert len(report["warnings"]) == 2
+    assert len(report["not_expressible"]) == 30
+    code, out, err = outcome("convert", model, tmp_path / "c", "--layout", tmp_path / "odd.yaml", "--strict-format")
+    assert (code, out, (tmp_path / "c").exists()) == (1, "", False)
+    assert "leave out --strict-format" in err
+
+
+# -- errors and exit codes
+
+
+def refusals(folder: Path) -> dict[str, tuple[list[object], str]]:
+    """By name: arguments, and the class of the error."""
+    (folder / "short.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
+    (folder / "bad.yaml").write_text("mesh: {tp: 2}\nrules: 7\n")
+    (folder / "full").mkdir()
+    (folder / "full" / "note").write_text("")
+    model = folder / "m.safetensors"
+    return {
+        "nothing there": (["inspect", folder / "nope"], "CheckpointNotFoundError"),
+        "damaged": (["inspect", folder / "short.safetensors"], "DamagedFileError"),
+        "no key": (["inspect", model, "nothing"], "KeyNotFoundError"),
+        "bad layout": (["convert", model, folder / "x", "--layout", folder / "bad.yaml"], "LayoutError"),
+        "no layout": (["convert", model, folder / "x", "--layout", folder / "nope.yaml"], "CheckpointNotFoundError"),
+        "occupied": (["convert", model, folder / "full"], "DestinationExistsError"),
+        "into itself": (["convert", folder / "full", folder / "full" / "x"], "ArgumentError"),
+        "size": (["convert", model, folder / "x", "--memory", "much"], "ArgumentError"),
+        "dtype": (["convert", model, folder / "x", "--dtype", "int3"], "UnsupportedError"),
+        "demo into something": (["demo", "--keep", folder / "full"], "DestinationExistsError"),
+    }
+
+
+def test_refusals_are_messages(tmp_path: Path, model: Path) -> None:
+    assert model.exists()
+    for name, (args, error) in refusals(tmp_path).items():
+        result = run(*args)
+        assert (result.exit_code, result.stdout) == (1, ""), name
+        assert result.stderr.startswith("error: "), name
+        assert "Traceback" not in result.output, name
+        result = run(*args, "--json")
+        assert (result.exit_code, result.stderr) == (1, ""), name
+        facts = json.loads(result.stdout)
+        assert list(facts) == ["error", "message", "path", "key", "hint"]
+        assert facts["error"] == error, name
+    assert not (tmp_path / "x").exists()
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["note"]
+
+
+def test_exit_codes_of_processes(tmp_path: Path, model: Path) -> None:
+    assert model.exists()
+    for args, code in (
+        (["--version"], 0),
+        (["inspect", CKPT2], 0),
+        (["inspect", tmp_path / "nope"], 1),
+        (["inspect"], 2),
+        (["convert", "a", "b", "--to", "pickle"], 2),
+        (["frobnicate"], 2),
+    ):
+        found, _, err = outcome(*args)
+        assert (found, "Traceback" in err) == (code, False), args
+
+
+def test_an_error_of_the_system_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    import reshard
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/some/where")
+
+    monkeypatch.setattr(reshard, "convert", full)
+    result = run("convert", "a", "b")
+    assert (result.exit_code, result.stderr) == (1, "error: /some/where: No space left on device\n")
+    facts = json.loads(run("convert", "a", "b", "--json").stdout)
+    assert (facts["error"], facts["path"]) == ("OSError", "/some/where")
+
+
+def test_arguments_are_named_as_options(tmp_path: Path, model: Path) -> None:
+    result = run("convert", model, tmp_path / "x", "--prefix", "p")
+    assert "error: --prefix belongs to" in result.stderr
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note").write_text("")
+    assert "give --overwrite" in run("convert", model, tmp_path / "full").stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    process = start("inspect", CKPT2, "--json")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()  # before anything was printed
+    assert process.stderr.read() == ""
+    process.wait(60)
+
+
+def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "big.safetensors"
+    safetensors.numpy.save_file({f"w{i}": np.zeros((4096, 4096), np.float32) for i in range(8)}, source)
+    process = start("convert", source, tmp_path / "hf", "--memory", "4MiB", "--threads", 1)
+    while not list(tmp_path.glob(".hf.*")) and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["big.safetensors"]
+
+
+# -- hostile names
+
+
+HOSTILE = {
+    "bidi\u202eback": "bidi\\u202eback",
+    "zero\u200bwidth": "zero\\u200bwidth",
+    "[red]markup[/red]": "[red]markup[/red]",
+    ":smile:": ":smile:",
+}
+
+
+def test_names_cannot_drive_a_terminal(tmp_path: Path) -> None:
+    for number, (name, expected) in enumerate(HOSTILE.items()):
+        path = tmp_path / f"{number}.safetensors"
+        safetensors.numpy.save_file({name: np.zeros(1, np.uint8), "other": np.zeros(1, np.uint8)}, path)
+        result = run("inspect", path)
+        if result.exit_code == 1:  # refused, as control characters are
+            assert shown(name) in result.output or expected in result.output, name
+        else:
+            assert expected in result.stdout, name
+            assert expected in run("inspect", path, "re:(?!other).*").stdout, name
+        assert all(c.isprintable() or c == "\n" for c in result.output), name
+        assert result.output.isascii() or number > 1
+
+
+def test_paths_and_control_characters_are_escaped(tmp_path: Path) -> None:
+    evil = "x\x1b[2J\x9b31m\ry"
+    result = run("inspect", tmp_path / evil)
+    assert result.exit_code == 1
+    assert "\\x1b[2J\\x9b31m\\ry" in result.stderr
+    assert all(c.isprintable() or c == "\n" for c in result.output)
+    assert json.loads(run("inspect", tmp_path / evil, "--json").stdout)["path"].endswith(evil)
+    assert run("inspect", tmp_path / evil, "--json").stdout.isascii()
+    folder = tmp_path / evil
+    folder.mkdir()
+    safetensors.numpy.save_file({"w": np.zeros(3, np.uint8)}, folder / "model.safetensors")
+    assert "huggingface: " in (page := run("inspect", folder).stdout)
+    assert all(c.isprintable() or c == "\n" for c in page)
+
+
+# -- terminals
+
+
+def on_terminal(*args: object, columns: int = 100) -> tuple[int, str, str]:
+    """Exit code, stdout (a pipe) and what a terminal at stderr gets to see."""
+    master, slave = pty.openpty()
+    process = start(*args, stderr=slave, env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color"})
+    os.close(slave)
+    seen = b""
+    while True:
+        ready, _, _ = select.select([master], [], [], 60)
+        assert ready
+        try:
+            data = os.read(master, 65536)
+        except OSError:  # the other side is closed
+            break
+        if not data:
+            break
+        seen += data
+    out, _ = process.communicate(timeout=60)
+    os.close(master)
+    return process.returncode, out, seen.decode()
+
+
+def test_progress_is_for_terminals(tmp_path: Path) -> None:
+    source = tmp_path / "m.safetensors"
+    safetensors.numpy.save_file({f"w{i}": np.zeros((1024, 1024), np.float32) for i in range(16)}, source)
+    code, out, seen = on_terminal("convert", source, tmp_path / "a")
+    assert code == 0
+    assert "of 64.0 MiB" in seen
+    assert "left" in seen
+    assert re.search(r"[MG]B/s", seen)
+    assert out.startswith("wrote ")  # not drawn into the progress
+    assert "\x1b" not in out
+    code, out, seen = on_terminal("convert", source, tmp_path / "b", "--json")
+    assert (code, "of 64.0 MiB" in seen) == (0, True)
+    json.loads(out)
+    assert outcome("convert", source, tmp_path / "c")[2] == ""
+
+
+def test_a_pipe_gets_one_line_a_tensor(tmp_path: Path) -> None:
+    key = "k" * 500 + ".weight"
+    safetensors.numpy.save_file({key: np.zeros(1, np.uint8), "v": np.zeros(1, np.uint8)}, tmp_path / "m.safetensors")
+    code, out, _ = outcome("inspect", tmp_path / "m.safetensors", env={**os.environ, "COLUMNS": "40"})
+    assert code == 0
+    assert key in out
+
+
+@pytest.mark.parametrize(
+    ("key", "width", "expected"),
+    [
+        ("a.b", 10, "a.b"),
+        ("layers.0.weight", 10, "layers.0.\n  weight"),
+        ("abcdefgh", 4, "abcd\n  ef\n  gh"),
+    ],
+)
+def test_long_keys_are_folded_at_dots(key: str, width: int, expected: str) -> None:
+    assert _folded(key, width) == expected
+
+
+# -- demo
+
+
+def test_demo_from_start_to_end() -> None:
+    before = set(Path("/tmp").glob("reshard-demo-*"))  # noqa: S108
+    code, out, err = outcome("demo", "--size", 2, env={**os.environ, "TMPDIR": "/tmp"})  # noqa: S108
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "all 39 tensors equal, byte for byte, after each step"
+    for step in ("make", "cut TP2 x PP2", "re-cut TP4", "merge"):
+        assert re.search(rf"^{re.escape(step)} .* [KM]iB .* s\b", out, re.MULTILINE)
+    assert set(Path("/tmp").glob("reshard-demo-*")) <= before  # noqa: S108
+
+
+def test_demo_keeps_what_it_is_asked_to_keep(tmp_path: Path) -> None:
+    result = run("demo", "--size", 1, "--keep", tmp_path / "try", "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["equal"], report["n_tensors"]) == (0, True, 39)
+    # 4 x 7 cut keys in stages of 2 layers, cut in two; 2 more cut ones; 9 norms once each.
+    assert [step["n_compared"] for step in report["steps"]] == [0, 30 * 2 + 9, 30 * 4 + 9, 39]
+    names = sorted(path.name for path in (tmp_path / "try").iterdir())
+    assert names == ["hf", "merged", "tp2_pp2", "tp2_pp2.yaml", "tp4", "tp4.yaml"]
+    original: dict[str, np.ndarray] = {}
+    for path in (tmp_path / "try" / "hf").glob("*.safetensors"):
+        original |= safetensors.numpy.load_file(path)
+    merged = safetensors.numpy.load_file(tmp_path / "try" / "merged" / "model.safetensors")
+    assert {key: array.tobytes() for key, array in merged.items()} == {k: a.tobytes() for k, a in original.items()}
+
+
+def test_demo_fails_when_a_byte_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert = demo_module.convert
+
+    def damaging(src: Path, dst: Path, **options: Any) -> Any:
+        report = convert(src, dst, **options)
+        if dst.name == "tp4":
+            path = sorted(Path(report.path).glob("*.safetensors"))[2]
+            path.chmod(0o600)
+            with path.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read(1)
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([last[0] ^ 1]))
+        return report
+
+    monkeypatch.setattr(demo_module, "convert", damaging)
+    result = run("demo", "--size", 1)
+    assert result.exit_code == 1
+    assert re.search(r"^re-cut TP4 .* 1 tensors DIFFER$", result.stdout, re.MULTILINE)
+    assert re.search(r"^1 of 39 tensors differ, such as \S+$", result.stdout, re.MULTILINE)
+    assert json.loads(run("demo", "--size", 1, "--json").stdout)["equal"] is False
+
+
+def test_demo_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; sys.argv = ['reshard', 'demo', '--size', '1']; " + PROGRAM[2].split("; ", 2)[2]
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# -- help
+
+
+def examples() -> list[str]:
+    """The lines of all help texts that show a command, without what is explained behind them."""
+    commands = [main, *main.commands.values()]
+    lines = [line.strip() for command in commands for line in (command.help or "").splitlines()]
+    return list(dict.fromkeys(re.split(r" {3,}", line)[0] for line in lines if line.startswith("reshard ")))
+
+
+@pytest.mark.parametrize("example", examples())
+def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "reshard"
+    program.parent.mkdir()
+    quoted = PROGRAM[2].replace("'", "'\\''")
+    home = Path(demo_module.__file__).parents[2]  # wherever the package is imported from
+    program.write_text(f"#!/bin/sh\nPYTHONPATH={home} exec {sys.executable} -c '{quoted}' \"$@\"\n")
+    program.chmod(0o755)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    assert run("demo", "--size", 1, "--keep", tmp_path / "demo").exit_code == 0
+    shutil.copytree(tmp_path / "demo" / "tp2_pp2", folder / "output" / "checkpoint")
+    shutil.copy(tmp_path / "demo" / "tp4.yaml", folder)
+    if "convert hf/" in example:
+        shutil.copytree(tmp_path / "demo" / "hf", folder / "hf")
+    if example == "reshard demo":
+        example += " --size 1"
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(example, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ">" in example or done.stdout
+
+
+def test_every_command_has_help_with_examples() -> None:
+    assert sorted(main.commands) == ["convert", "demo", "inspect"]
+    for name in ("", *main.commands):
+        text = run(*([name] if name else []), "--help").stdout
+        assert "Examples:" in text
+        assert len(examples()) >= 10
+    for command in main.commands.values():
+        options = [param for param in command.params if isinstance(param, click.Option)]
+        assert all(option.help for option in options)
+        assert "--json" in [option.opts[0] for option in options]
+
+
+def test_version() -> None:
+    import reshard
+
+    assert run("--version").stdout == f"reshard {reshard.__version__}\n"
+
+
+# -- words and numbers
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "expected"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (10 * 1024, "10.0 KiB"),
+        (1_048_575, "1.00 MiB"),
+        (999 << 20, "999 MiB"),
+        (3 << 40, "3.00 TiB"),
+        (1 << 63, "8.00 EiB"),
+    ],
+)
+def test_sizes(n_bytes: int, expected: str) -> None:
+    assert size(n_bytes) == expected
+
+
+def test_rates() -> None:
+    assert [rate(10**9, 1), rate(10**9, 2), rate(5, 0)] == ["1.00 GB/s", "500 MB/s", "-"]
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern", "short"),
+    [
+        (["a-model-0000009-0000012.s", "a-model-0000010-0000012.s"], "a-model-#-0000012.s, # in the boxes", ["9", "10"]),
+        (["rank_0.s", "rank_10.s"], "rank_#.s, # in the boxes", ["0", "10"]),
+        (["only.s"], "only.s", ["only.s"]),
+        (["a.s", "b.s"], "2", ["a.s", "b.s"]),
+        (["1.s", "1.s.s"], "2", ["1.s", "1.s.s"]),
+    ],
+)
+def test_names_of_files_are_shortened_to_their_number(names: list[str], pattern: str, short: list[str]) -> None:
+    found, shorten = _short_names(names)
+    assert (found, [shorten(name) for name in names]) == (pattern, short)
