@@ -131,9 +131,8 @@ def convert(
         DamagedFileError, StorageError: reading or writing failed. In every case the destination is as it was.
 
     Example:
-        >>> import numpy as np, tempfile, reshard
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> src, dst = f"{folder.name}/m.safetensors", f"{folder.name}/tp2"
+        >>> import numpy as np, reshard
+        >>> src, dst = "m.safetensors", "tp2"
         >>> reshard.save_file({"w": np.arange(8, dtype=np.float32)}, src)
         >>> layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
         >>> reshard.convert(src, dst, layout=layout, iteration=7).n_files
