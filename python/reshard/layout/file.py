@@ -7,15 +7,24 @@ a file is kept.
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self, TypeVar, cast
+from typing import Literal, Self, TypeVar
 
-from reshard.errors import LayoutError
+from reshard.layout.fields import (
+    At,
+    and_words,
+    found,
+    is_list,
+    read_by_dim,
+    read_fields,
+    read_integer,
+    read_items,
+    read_name,
+)
 from reshard.layout.patterns import IndexPattern, Pattern, nearest, show
-from reshard.layout.strict_yaml import Lines, Step, at_path, quote
+from reshard.layout.strict_yaml import Lines, quote
 
 __all__ = ["Block", "Flat", "LayoutFile", "Optimizer", "Place", "Rule", "Uneven"]
 
@@ -157,8 +166,8 @@ class LayoutFile:
     @classmethod
     def from_lines(cls, mapping: object, *, source: str | None, lines: Lines) -> Self:
         """`from_mapping` for what was read from a file, of which the line of each value is known."""
-        at = _At(source, lines)
-        fields = _fields(at, mapping, required=("mesh", "rules"), optional=("ranks", "optimizer", "place"))
+        at = At(source, lines)
+        fields = read_fields(at, mapping, required=("mesh", "rules"), optional=("ranks", "optimizer", "place"))
         mesh = _mesh(at / "mesh", fields["mesh"])
         n_ranks = math.prod(mesh.values())
         return cls(
@@ -217,36 +226,17 @@ class LayoutFile:
 # ---------------------------------------------------------------------------------------------------- from a mapping
 
 
-@dataclass(frozen=True)
-class _At:
-    """Where in the file a value stands, for messages."""
-
-    source: str | None
-    lines: Lines
-    path: tuple[Step, ...] = ()
-
-    def __truediv__(self, step: Step) -> _At:
-        return _At(self.source, self.lines, (*self.path, step))
-
-    def error(self, message: str, *, hint: str | None = None) -> LayoutError:
-        line = next((self.lines[p] for n in range(len(self.path), -1, -1) if (p := self.path[:n]) in self.lines), None)
-        where = self.source or "layout"
-        if line is not None:
-            where += f", line {line}"
-        return LayoutError(f"{where}: {at_path(self.path)}{message}", path=self.source, hint=hint)
-
-
-def _mesh(at: _At, value: object) -> dict[str, int]:
+def _mesh(at: At, value: object) -> dict[str, int]:
     if not isinstance(value, Mapping) or not value:
-        raise at.error(f"expected axes and their sizes, as in {{dp: 2, tp: 4}}, found {_found(value)}")
-    mesh = {_name(at, axis): _integer(at / str(axis), size, 1) for axis, size in value.items()}
+        raise at.error(f"expected axes and their sizes, as in {{dp: 2, tp: 4}}, found {found(value)}")
+    mesh = {read_name(at, axis): read_integer(at / str(axis), size, 1) for axis, size in value.items()}
     if (n_ranks := math.prod(mesh.values())) > _MAX_RANKS:
         raise at.error(f"has {n_ranks} ranks, more than {_MAX_RANKS}")
     return mesh
 
 
-def _ranks(at: _At, value: object, n_ranks: int) -> tuple[int, ...]:
-    ranks = tuple(_items(at, value, lambda a, v: _integer(a, v, 0)))
+def _ranks(at: At, value: object, n_ranks: int) -> tuple[int, ...]:
+    ranks = tuple(read_items(at, value, lambda a, v: read_integer(a, v, 0)))
     if len(ranks) != n_ranks:
         raise at.error(f"expected one rank for each of the {n_ranks} points of the mesh, found {len(ranks)}")
     if len(set(ranks)) != len(ranks):
@@ -255,8 +245,8 @@ def _ranks(at: _At, value: object, n_ranks: int) -> tuple[int, ...]:
     return ranks
 
 
-def _rules(at: _At, value: object, mesh: Mapping[str, int]) -> tuple[Rule, ...]:
-    rules = tuple(_items(at, value, lambda a, v: _rule(a, v, mesh)))
+def _rules(at: At, value: object, mesh: Mapping[str, int]) -> tuple[Rule, ...]:
+    rules = tuple(read_items(at, value, lambda a, v: _rule(a, v, mesh)))
     joins: dict[str, int] = {}
     for n, rule in enumerate(rules):
         if rule.flat and rule.flat.join is not None and joins.setdefault(rule.flat.join, n) != n:
@@ -265,20 +255,22 @@ def _rules(at: _At, value: object, mesh: Mapping[str, int]) -> tuple[Rule, ...]:
     return rules
 
 
-def _rule(at: _At, value: object, mesh: Mapping[str, int]) -> Rule:
-    fields = _fields(at, value, required=("match",), optional=("cut", "uneven", "sizes", "blocks", "flat", "stored"))
+def _rule(at: At, value: object, mesh: Mapping[str, int]) -> Rule:
+    fields = read_fields(
+        at, value, required=("match",), optional=("cut", "uneven", "sizes", "blocks", "flat", "stored")
+    )
     match = _patterns(at / "match", fields["match"], Pattern.compile)
     cut: tuple[tuple[str, ...], ...] = ()
     if "cut" in fields:
-        cut = tuple(_items(at / "cut", fields["cut"], lambda a, v: _cut(a, v, mesh)))
+        cut = tuple(read_items(at / "cut", fields["cut"], lambda a, v: _cut(a, v, mesh)))
         while cut and not cut[-1]:
             cut = cut[:-1]
     flat = _flat(at / "flat", fields["flat"], mesh) if "flat" in fields else None
     _refuse_twice(at, [axis for axes in cut for axis in axes] + list(flat.axes if flat else ()), "in one tensor")
     uneven = fields.get("uneven", "refuse")
     if uneven not in ("refuse", "ceil"):
-        raise (at / "uneven").error(f"expected `refuse` or `ceil`, found {_found(uneven)}")
-    sizes = _by_dim(at / "sizes", fields.get("sizes", {}), _sizes)
+        raise (at / "uneven").error(f"expected `refuse` or `ceil`, found {found(uneven)}")
+    sizes = read_by_dim(at / "sizes", fields.get("sizes", {}), _sizes)
     if sizes and fields.get("blocks"):
         raise at.error("`sizes` and `blocks` cannot stand together", hint="give each block's size, or each part's")
     for dim, parts in sizes.items():
@@ -291,92 +283,92 @@ def _rule(at: _At, value: object, mesh: Mapping[str, int]) -> Rule:
         cut=cut,
         uneven=uneven,
         sizes=sizes,
-        blocks=_by_dim(at / "blocks", fields.get("blocks", {}), _blocks),
+        blocks=read_by_dim(at / "blocks", fields.get("blocks", {}), _blocks),
         flat=flat,
         stored=_stored(at / "stored", fields["stored"], len(cut)) if "stored" in fields else (),
     )
 
 
-def _cut(at: _At, value: object, mesh: Mapping[str, int]) -> tuple[str, ...]:
+def _cut(at: At, value: object, mesh: Mapping[str, int]) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, str):
         return (_axis(at, value, mesh),)
-    if not _is_list(value):
-        raise at.error(f"expected null, an axis or a list of axes, found {_found(value)}")
-    return tuple(_items(at, value, lambda a, v: _axis(a, v, mesh)))
+    if not is_list(value):
+        raise at.error(f"expected null, an axis or a list of axes, found {found(value)}")
+    return tuple(read_items(at, value, lambda a, v: _axis(a, v, mesh)))
 
 
-def _sizes(at: _At, value: object) -> tuple[int, ...]:
-    return tuple(_items(at, value, lambda a, v: _integer(a, v, 0)))
+def _sizes(at: At, value: object) -> tuple[int, ...]:
+    return tuple(read_items(at, value, lambda a, v: read_integer(a, v, 0)))
 
 
-def _blocks(at: _At, value: object) -> tuple[Block, ...] | int:
+def _blocks(at: At, value: object) -> tuple[Block, ...] | int:
     if isinstance(value, int) and not isinstance(value, bool):
-        return _integer(at, value, 1)
-    blocks = tuple(_items(at, value, _block))
+        return read_integer(at, value, 1)
+    blocks = tuple(read_items(at, value, _block))
     if not blocks:
         raise at.error("expected at least one block")
     return blocks
 
 
-def _block(at: _At, value: object) -> Block:
+def _block(at: At, value: object) -> Block:
     if not isinstance(value, Mapping):
-        return Block(_integer(at, value, 0))
-    fields = _fields(at, value, required=("size",), optional=("cut",))
+        return Block(read_integer(at, value, 0))
+    fields = read_fields(at, value, required=("size",), optional=("cut",))
     if fields.get("cut") is not None:
         raise (at / "cut").error(
-            f"can only be null (the block is whole on every rank), found {_found(fields['cut'])}",
+            f"can only be null (the block is whole on every rank), found {found(fields['cut'])}",
             hint="leave it out for a block that is cut; the rule's `cut` names the axes",
         )
-    return Block(_integer(at / "size", fields["size"], 0), is_cut="cut" not in fields)
+    return Block(read_integer(at / "size", fields["size"], 0), is_cut="cut" not in fields)
 
 
-def _flat(at: _At, value: object, mesh: Mapping[str, int]) -> Flat:
+def _flat(at: At, value: object, mesh: Mapping[str, int]) -> Flat:
     if not isinstance(value, Mapping):
         return Flat(_axes(at, value, mesh))
-    fields = _fields(at, value, required=("axes",), optional=("join", "align"))
+    fields = read_fields(at, value, required=("axes",), optional=("join", "align"))
     if "align" in fields and "join" not in fields:
         raise (at / "align").error("has a meaning only with `join`")
     return Flat(
         _axes(at / "axes", fields["axes"], mesh),
-        _name(at / "join", fields["join"]) if "join" in fields else None,
-        _integer(at / "align", fields.get("align", 1), 1),
+        read_name(at / "join", fields["join"]) if "join" in fields else None,
+        read_integer(at / "align", fields.get("align", 1), 1),
     )
 
 
-def _stored(at: _At, value: object, n_cut: int) -> tuple[int, ...]:
-    stored = tuple(_items(at, value, lambda a, v: _integer(a, v, 0)))
+def _stored(at: At, value: object, n_cut: int) -> tuple[int, ...]:
+    stored = tuple(read_items(at, value, lambda a, v: read_integer(a, v, 0)))
     if not stored or sorted(stored) != list(range(len(stored))):
-        raise at.error(f"expected each dim once, as in [1, 0], found {_found(value)}")
+        raise at.error(f"expected each dim once, as in [1, 0], found {found(value)}")
     if n_cut > len(stored):
         raise at.error(f"names {len(stored)} dims, but `cut` {n_cut}")
     return stored
 
 
-def _optimizer(at: _At, value: object, mesh: Mapping[str, int]) -> Optimizer:
-    fields = _fields(at, value, optional=("add", "flat", "follow"))
+def _optimizer(at: At, value: object, mesh: Mapping[str, int]) -> Optimizer:
+    fields = read_fields(at, value, optional=("add", "flat", "follow"))
     if len(fields) != 1:
         raise at.error(f"expected one of `add`, `flat` and `follow`, found {', '.join(fields) or 'none'}")
     if "follow" in fields:
         if not isinstance(fields["follow"], bool):
-            raise (at / "follow").error(f"expected true or false, found {_found(fields['follow'])}")
+            raise (at / "follow").error(f"expected true or false, found {found(fields['follow'])}")
         return Optimizer(follow=fields["follow"])
     if "flat" in fields:
         return Optimizer(flat=_axes(at / "flat", fields["flat"], mesh))
-    add = _by_dim(at / "add", fields["add"], lambda a, v: _axes(a, v, mesh))
+    add = read_by_dim(at / "add", fields["add"], lambda a, v: _axes(a, v, mesh))
     if not add:
         raise (at / "add").error("expected dims and their axes, as in {0: [dp]}")
     _refuse_twice(at / "add", [axis for axes in add.values() for axis in axes], "in one tensor")
     return Optimizer(add=add)
 
 
-def _places(at: _At, value: object, mesh: Mapping[str, int]) -> tuple[Place, ...]:
-    return tuple(_items(at, value, lambda a, v: _place(a, v, mesh)))
+def _places(at: At, value: object, mesh: Mapping[str, int]) -> tuple[Place, ...]:
+    return tuple(read_items(at, value, lambda a, v: _place(a, v, mesh)))
 
 
-def _place(at: _At, value: object, mesh: Mapping[str, int]) -> Place:
-    fields = _fields(at, value, required=("match", "axis"), optional=("at", "sizes", "to"))
+def _place(at: At, value: object, mesh: Mapping[str, int]) -> Place:
+    fields = read_fields(at, value, required=("match", "axis"), optional=("at", "sizes", "to"))
     axes = (
         (_axis(at / "axis", fields["axis"], mesh),)
         if isinstance(fields["axis"], str)
@@ -385,10 +377,10 @@ def _place(at: _At, value: object, mesh: Mapping[str, int]) -> Place:
     n_parts = math.prod(mesh[axis] for axis in axes)
     ways = [way for way in ("at", "sizes", "to") if way in fields]
     if len(ways) > 1:
-        raise at.error(f"{_and(ways)} cannot stand together")
+        raise at.error(f"{and_words(ways)} cannot stand together")
     if ways == ["at"]:
         match = _patterns(at / "match", fields["match"], _pattern_without_index)
-        coordinate = _integer(at / "at", fields["at"], -n_parts)
+        coordinate = read_integer(at / "at", fields["at"], -n_parts)
         if coordinate >= n_parts:
             raise (at / "at").error(
                 f"{coordinate} is outside {_axes_text(axes, mesh)}: expected {-n_parts} to {n_parts - 1}"
@@ -401,7 +393,7 @@ def _place(at: _At, value: object, mesh: Mapping[str, int]) -> Place:
             raise (at / "sizes").error(f"expected {n_parts} sizes for {_axes_text(axes, mesh)}, found {len(sizes)}")
         return Place(match, axes, sizes=sizes)
     if ways == ["to"]:
-        to = tuple(_items(at / "to", fields["to"], lambda a, v: _integer(a, v, 0)))
+        to = tuple(read_items(at / "to", fields["to"], lambda a, v: read_integer(a, v, 0)))
         for n, coordinate in enumerate(to):
             if coordinate >= n_parts:
                 where = at / "to" / n
@@ -422,60 +414,14 @@ def _pattern_with_index(text: str) -> None:
     IndexPattern.compile(text)
 
 
-# ------------------------------------------------------------------------------------------------------ single values
-
-
-def _fields(
-    at: _At, value: object, *, required: Sequence[str] = (), optional: Sequence[str] = ()
-) -> Mapping[str, object]:
-    """A mapping that holds all of `required` and nothing but those and `optional`."""
-    known = [*required, *optional]
-    if not isinstance(value, Mapping):
-        raise at.error(f"expected a mapping with {_and([f'`{name}`' for name in known])}, found {_found(value)}")
-    for name in value:
-        if name not in known:
-            near = nearest(str(name), known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else None
-            where = at / name if isinstance(name, str | int) else at
-            accepted = _and([f"`{n}`" for n in known])
-            raise where.error(f"unknown field {show(str(name))}; accepted are {accepted}", hint=hint)
-    for name in required:
-        if name not in value:
-            raise at.error(f"`{name}` is missing")
-    return value
-
-
-def _items(at: _At, value: object, parse: Callable[[_At, object], T]) -> list[T]:
-    if not _is_list(value):
-        raise at.error(f"expected a list, found {_found(value)}")
-    return [parse(at / n, item) for n, item in enumerate(cast("Sequence[object]", value))]
-
-
-def _by_dim(at: _At, value: object, parse: Callable[[_At, object], T]) -> dict[int, T]:
-    if not isinstance(value, Mapping):
-        raise at.error(f"expected dims and their values, as in {{0: ...}}, found {_found(value)}")
-    by_dim: dict[int, T] = {}
-    for key, item in value.items():
-        if isinstance(key, str) and re.fullmatch("[0-9]{1,4}", key):
-            dim = int(key)
-        elif isinstance(key, int) and not isinstance(key, bool) and key >= 0:
-            dim = key
-        else:
-            raise at.error(f"expected a dim, counted from 0, found {_found(key)}")
-        if dim in by_dim:
-            raise at.error(f"dim {dim} stands here twice")
-        by_dim[dim] = parse(at / key, item)
-    return by_dim
-
-
-def _patterns(at: _At, value: object, check: Callable[[str], object]) -> tuple[str, ...]:
-    texts = [(at, value)] if isinstance(value, str) else list(_items(at, value, lambda a, v: (a, v)))
+def _patterns(at: At, value: object, check: Callable[[str], object]) -> tuple[str, ...]:
+    texts = [(at, value)] if isinstance(value, str) else list(read_items(at, value, lambda a, v: (a, v)))
     if not texts:
         raise at.error("expected at least one pattern")
     patterns: list[str] = []
     for where, text in texts:
         if not isinstance(text, str):
-            raise where.error(f"expected a pattern, found {_found(text)}")
+            raise where.error(f"expected a pattern, found {found(text)}")
         try:
             check(text)
         except ValueError as error:
@@ -484,17 +430,17 @@ def _patterns(at: _At, value: object, check: Callable[[str], object]) -> tuple[s
     return tuple(patterns)
 
 
-def _axes(at: _At, value: object, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    axes = tuple(_items(at, value, lambda a, v: _axis(a, v, mesh)))
+def _axes(at: At, value: object, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    axes = tuple(read_items(at, value, lambda a, v: _axis(a, v, mesh)))
     if not axes:
         raise at.error("expected at least one axis")
     _refuse_twice(at, list(axes), "here")
     return axes
 
 
-def _axis(at: _At, value: object, mesh: Mapping[str, int]) -> str:
+def _axis(at: At, value: object, mesh: Mapping[str, int]) -> str:
     if not isinstance(value, str):
-        raise at.error(f"expected the name of an axis, found {_found(value)}")
+        raise at.error(f"expected the name of an axis, found {found(value)}")
     if value not in mesh:
         near = nearest(value, mesh, n=1)
         hint = f"did you mean `{near[0]}`?" if near else None
@@ -502,48 +448,10 @@ def _axis(at: _At, value: object, mesh: Mapping[str, int]) -> str:
     return value
 
 
-def _refuse_twice(at: _At, axes: Sequence[str], where: str) -> None:
+def _refuse_twice(at: At, axes: Sequence[str], where: str) -> None:
     for n, axis in enumerate(axes):
         if axis in axes[:n]:
             raise at.error(f"axis {show(axis)} is used twice {where}")
-
-
-def _name(at: _At, value: object) -> str:
-    if not isinstance(value, str) or not value or len(value) > _MAX_NAME or not value.isprintable():
-        raise at.error(f"expected a name of 1 to {_MAX_NAME} printable characters, found {_found(value)}")
-    return value
-
-
-def _integer(at: _At, value: object, minimum: int) -> int:
-    number: int | None = None
-    if not isinstance(value, bool):
-        try:
-            number = operator.index(value)  # type: ignore[arg-type]  # that it may be anything is the point
-        except TypeError:
-            number = None
-    if number is None or not minimum <= number < 1 << 63:
-        raise at.error(f"expected an integer of at least {minimum}, found {_found(value)}")
-    return number
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _found(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str | int | float):
-        return show(str(value))
-    if isinstance(value, Mapping):
-        return "a mapping"
-    return "a list" if _is_list(value) else f"a {type(value).__name__}"
-
-
-def _and(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _axes_text(axes: Sequence[str], mesh: Mapping[str, int]) -> str:

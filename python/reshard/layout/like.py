@@ -106,6 +106,7 @@ class _Stored:
                 "the rank lists of the tensors overlap or differ in length: no one mesh has them as stages",
                 hint="write a layout file",
             )
+        number = {stage: n for n, stage in enumerate(stages)}
         spans = _spans({tuple(matrix) for matrix, *_ in known.values()})
         names = _names(spans, known.values())
         stage_axis: str | None = None
@@ -120,7 +121,7 @@ class _Stored:
             stage_axis=stage_axis,
             n_stages=len(stages),
             cut={key: _cut_of(known[key], spans, names) if key in known else () for key in tensors},
-            stage={key: stages.index(tuple(known[key][3])) if key in known and stage_axis else None for key in tensors},
+            stage={key: number[tuple(known[key][3])] if key in known and stage_axis else None for key in tensors},
         )
 
 
@@ -156,13 +157,13 @@ def _names(spans: Sequence[_Span], layouts: Iterable[DeviceLayout]) -> list[str]
                 continue  # an axis of one device
             used.setdefault(name, set()).add(span)
             aliases.setdefault(span, set()).add(name)
-    names: list[str | None] = []
-    for span in spans:
-        name = next(iter(aliases[span])) if len(aliases[span]) == 1 else None
-        unique = name is not None and len(used[name]) == 1 and 0 < len(name) <= 256 and name.isprintable()
-        names.append(name if unique else None)
     invented = iter(_invented(used))
-    return [name if name is not None else next(invented) for name in names]
+    names: list[str] = []
+    for span in spans:
+        alias_name = next(iter(aliases[span])) if len(aliases[span]) == 1 else ""
+        usable = 0 < len(alias_name) <= 256 and alias_name.isprintable() and len(used[alias_name]) == 1
+        names.append(alias_name if usable else next(invented))
+    return names
 
 
 def _invented(taken: Collection[str]) -> list[str]:
@@ -193,13 +194,15 @@ class _Writer:
     def __init__(self, stored: _Stored, optimizer: set[str]) -> None:
         self.stored = stored
         self.optimizer = optimizer
-        self.parameter = state_of(optimizer, stored.tensors.keys() - optimizer)
+        in_optimizer = [key for key in stored.tensors if key in optimizer]
+        self.parameter = state_of(in_optimizer, stored.tensors.keys() - optimizer)
         self.states: dict[str, list[str]] = {}
         for key, parameter in self.parameter.items():
             self.states.setdefault(parameter, []).append(key)
 
     def mapping(self) -> dict[str, object]:
-        keys = list(self.stored.tensors)
+        # Parameters first: their patterns can take in the state, not the other way round.
+        keys = sorted(self.stored.tensors, key=lambda key: key in self.parameter)
         own = [key for key in keys if key not in self.parameter]
         candidates: list[tuple[Mapping[str, object] | None, list[str]]] = [(None, own)]
         if add := self._add():
@@ -295,10 +298,11 @@ class _Writer:
         at: dict[int, list[str]] = {}
         tried: set[str] = set()
         seen_set = set(seen)
+        with_state = not seen_set.isdisjoint(self.parameter)
         for key in seen:
             if (wanted := stage[key]) is None or key in placed:
                 continue
-            for template in self._templates(key):
+            for template in self._templates(key, with_state=with_state):
                 if template in tried:
                     continue
                 tried.add(template)
@@ -318,13 +322,13 @@ class _Writer:
             placed.update(matched)
         return entries + [{"match": at[n], "axis": axis, "at": n} for n in sorted(at)]
 
-    def _templates(self, key: str) -> list[str]:
+    def _templates(self, key: str, *, with_state: bool) -> list[str]:
         """The key up to its first number, with `{i}` in its place; the wide one takes in state of the optimizer too."""
         number = _NUMBER.search(key)
-        if number is None or glob_of(key) != key or "{i}" in key:
+        if number is None or glob_of(key) != key:
             return []
         before, rest = key[: number.start()], ".*" if number.end() < len(key) else ""
-        return ([f"*{before}{{i}}{rest}"] if self.parameter and before else []) + [f"{before}{{i}}{rest}"]
+        return ([f"*{before}{{i}}{rest}"] if with_state and before else []) + [f"{before}{{i}}{rest}"]
 
     def _by_index(self, template: str, seen: Sequence[str]) -> tuple[dict[str, object], list[str]] | None:
         """How the stage follows from the index in the template, and the keys that it matches; None if it does not."""

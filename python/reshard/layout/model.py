@@ -142,6 +142,11 @@ class ModelLayout(LayoutFile):
         Raises:
             LayoutError: no rule matches a key, a cut does not fit its shape, or two things contradict each other; the
                 message names the key and what to do.
+
+        Example:
+            >>> layout = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]})
+            >>> layout.bind({"w": (6, 4)}).layouts["w"].local_shape(1)
+            (3, 4)
         """
         return bind(self, tensors, optimizer_keys=optimizer_keys, strict=strict)
 

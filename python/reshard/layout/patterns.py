@@ -177,7 +177,8 @@ def glob_of(key: str) -> str:
         >>> glob_of("a.w"), glob_of("odd*name")
         ('a.w', 're:odd\\*name')
     """
-    return f"re:{re.escape(key)}" if "*" in key or "?" in key or key.startswith("re:") else key
+    special = "*" in key or "?" in key or _INDEX in key or key.startswith("re:")
+    return f"re:{re.escape(key)}" if special else key
 
 
 def natural_order(key: str) -> tuple[object, ...]:
@@ -236,7 +237,7 @@ def _glob_regex(glob: str) -> str:
 
 def _compile_re(text: str) -> re.Pattern[str]:
     try:
-        return re.compile(text, re.DOTALL)
+        return re.compile(text)
     except re.error as error:
         raise ValueError(f"{show(f're:{text}')} does not compile: {error}") from None
     except (RecursionError, OverflowError, MemoryError):

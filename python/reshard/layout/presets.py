@@ -94,9 +94,13 @@ def mapping_of_preset(
         raise ArgumentError(f"the family {name} has no experts to divide over ep={ep}")
     kv_parts = _kv_parts(name, family, config, tp)
     # Where there are fewer key-value heads than ranks, one head serves several neighbours: two axes instead of one.
-    tp_axes = {"tp": tp} if kv_parts == tp else {"tp_kv": kv_parts, "tp_rep": tp // kv_parts}
+    split = kv_parts != tp and family.kv
+    tp_axes = {"tp_kv": kv_parts, "tp_rep": tp // kv_parts} if split else {"tp": tp}
     outer = {axis: size for axis, size in (("pp", pp), ("dp", dp), ("ep", ep)) if size > 1}
-    mapping: dict[str, object] = {"mesh": {**outer, **tp_axes}, "rules": _rules(family, config, list(tp_axes))}
+    mapping: dict[str, object] = {
+        "mesh": {**outer, **tp_axes},
+        "rules": _rules(family, config, list(tp_axes), kv_is_cut=kv_parts == tp),
+    }
     if place := _places(family, config, pp, ep):
         mapping["place"] = place
     return mapping
@@ -189,8 +193,10 @@ def _kv_parts(name: str, family: _Family, config: _Config, tp: int) -> int:
     if n_heads is not None and n_heads % tp:
         raise LayoutError(f"{config.source}: {n_heads} attention heads do not divide over tp={tp}")
     kv_heads = config.number("num_key_value_heads")
-    if not (family.kv or family.fused == "phi3") or not kv_heads or kv_heads % tp == 0:
+    if not kv_heads or kv_heads % tp == 0 or not (family.kv or family.fused == "phi3"):
         return tp
+    if family.fused == "phi3":
+        return 1  # blocks are cut by all axes or by none
     if tp % kv_heads:
         raise LayoutError(
             f"{config.source}: {kv_heads} key-value heads of {name} neither divide over tp={tp} nor repeat on it",
@@ -202,7 +208,7 @@ def _kv_parts(name: str, family: _Family, config: _Config, tp: int) -> int:
 # -------------------------------------------------------------------------------------------------------------- rules
 
 
-def _rules(family: _Family, config: _Config, tp_axes: list[str]) -> list[dict[str, object]]:
+def _rules(family: _Family, config: _Config, tp_axes: list[str], *, kv_is_cut: bool) -> list[dict[str, object]]:
     tp: object = tp_axes[0] if len(tp_axes) == 1 else tp_axes
     suffixes = ["weight", *(["bias"] if family.biases else []), *(["weight_scale_inv"] if family.scales else [])]
     columns = family.column if len(tp_axes) > 1 else family.column + family.kv
@@ -218,7 +224,7 @@ def _rules(family: _Family, config: _Config, tp_axes: list[str]) -> list[dict[st
         row_suffixes = [suffix for suffix in suffixes if suffix != "bias"]
         rules.append({"match": [f"{name}.{s}" for name in family.row for s in row_suffixes], "cut": [None, tp]})
     if family.fused == "phi3":
-        rules += _phi3_rules(config, tp, kv_is_cut=len(tp_axes) == 1)
+        rules += _phi3_rules(config, tp, kv_is_cut=kv_is_cut)
     elif family.fused == "gpt2":
         rules += _gpt2_rules(tp)
     return [*rules, {"match": "*"}]
@@ -231,7 +237,7 @@ def _phi3_rules(config: _Config, tp: object, *, kv_is_cut: bool) -> list[dict[st
     n_heads = config.needed("num_attention_heads", why)
     kv_heads = config.number("num_key_value_heads")
     kv_size = (n_heads if kv_heads is None else kv_heads) * head_dim
-    # Blocks are cut by all axes or by none: with fewer key-value heads than ranks every rank holds them all.
+    # Where key-value heads do not divide, every rank holds them all.
     kv: object = kv_size if kv_is_cut else {"size": kv_size, "cut": None}
     return [
         {"match": "*.qkv_proj.weight", "cut": [tp], "blocks": {0: [n_heads * head_dim, kv, kv]}},

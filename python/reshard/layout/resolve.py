@@ -111,7 +111,8 @@ class _Resolver:
         self.mesh = layout.mesh
         self.tensors = {key: tuple(shape) for key, shape in tensors.items()}
         optimizer = set(optimizer_keys) if layout.optimizer.follow else set()
-        self.parameter = state_of(optimizer.intersection(self.tensors), self.tensors.keys() - optimizer)
+        in_optimizer = [key for key in self.tensors if key in optimizer]  # in order, not as a set has them
+        self.parameter = state_of(in_optimizer, self.tensors.keys() - optimizer)
         self.own = [key for key in self.tensors if key not in self.parameter]
         self.matcher = Matcher([[Pattern.compile(text) for text in rule.match] for rule in layout.rules])
         self.rule_of: dict[str, tuple[int, int]] = {}  # (rule, entry of its `match`)

@@ -199,7 +199,7 @@ def at_path(path: tuple[Step, ...]) -> str:
 
 
 def _scalar(event: yaml.ScalarEvent) -> object:
-    """Plain text is text unless it is plainly not: YAML 1.1 takes `no`, `on`, `010` and `1:30` for what nobody means."""
+    """Plain text is text unless it is plainly not: YAML 1.1 takes `no`, `010` and `1:30` for what nobody means."""
     text: str = event.value
     if not event.implicit[0]:
         return text
