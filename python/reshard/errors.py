@@ -104,7 +104,7 @@ class StorageError(ReshardError, OSError):
         errno: the system's error number, or None.
     """
 
-    def __init__(  # noqa: D107
+    def __init__(
         self,
         message: str,
         *,

@@ -128,13 +128,15 @@ def read_small_file(path: str | os.PathLike[str], max_bytes: int, *, follow_link
         if error.errno == errno.ELOOP:
             raise DamagedFileError(f"{show(path)} is a symbolic link, expected a regular file", path=path) from None
         raise StorageError(f"opening {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
-    with open(handle, "rb") as file:  # noqa: PTH123  of a handle, not of a path
+    try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise DamagedFileError(f"{show(path)} is not a regular file", path=path)
-        try:
+        with open(handle, "rb", closefd=False) as file:
             data = file.read(max_bytes + 1)
-        except OSError as error:
-            raise StorageError(f"reading {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+    except OSError as error:
+        raise StorageError(f"reading {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+    finally:
+        os.close(handle)
     if len(data) > max_bytes:
         raise DamagedFileError(
             f"{show(path)} is larger than {max_bytes} bytes, more than such a file can be", path=path

@@ -183,7 +183,7 @@ def read(path: str | os.PathLike[str]) -> TilesFile:
     except _FormatError as fault:
         raise DamagedFileError(f"{show(name)}: {fault}", path=name) from None
     except UnsupportedError as error:
-        raise UnsupportedError(f"{show(name)} {error.message}", path=name, hint=error.hint) from None
+        raise UnsupportedError(f"{show(name)} {error.message}", path=name, hint="use a later release") from None
 
 
 class _FormatError(Exception):
@@ -191,13 +191,12 @@ class _FormatError(Exception):
 
 
 def _content(content: object) -> TilesFile:
-    if isinstance(content, dict) and type(content.get("version")) is int and content["version"] != _VERSION:
-        raise UnsupportedError(
-            f"is of version {content['version']}; this release reads version {_VERSION}", hint="use a later release"
-        )
-    _, layout, tensors = _fields(content, "the file", ("version", "layout", "tensors"))
-    if content["version"] != _VERSION:  # type: ignore[index]
+    version = content.get("version", _VERSION) if isinstance(content, dict) else _VERSION
+    if type(version) is not int:  # true is an integer to Python
         raise _FormatError("`version` is not an integer")
+    if version != _VERSION:
+        raise UnsupportedError(f"is of version {version}; this release reads version {_VERSION}")
+    _, layout, tensors = _fields(content, "the file", ("version", "layout", "tensors"))
     if layout is not None and not isinstance(layout, dict):
         raise _FormatError("`layout` is neither an object nor null")
     if not isinstance(tensors, dict):

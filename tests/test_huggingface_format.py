@@ -1,0 +1,168 @@
+"""A Hugging Face folder: the index, and which tensors share a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.formats import huggingface
+from reshard.formats.huggingface import INDEX_FILE, SINGLE_FILE
+
+SAMPLE = Path(__file__).parent / "data" / "mindspore" / "full_hf"
+
+
+def make(folder: Path, *names: str, index: object = None) -> Path:
+    for name in names:
+        (folder / name).write_bytes(b"")
+    if index is not None:
+        (folder / INDEX_FILE).write_bytes(index if isinstance(index, bytes) else json.dumps(index).encode())
+    return folder
+
+
+def test_the_sample() -> None:
+    assert huggingface.detect(SAMPLE) == "index"
+    weight_map = huggingface.read_weight_map(SAMPLE)
+    assert weight_map == json.loads((SAMPLE / INDEX_FILE).read_text())["weight_map"]
+    assert huggingface.index_writer(SAMPLE / INDEX_FILE) is None
+
+
+def test_what_is_a_model_folder(tmp_path: Path) -> None:
+    assert huggingface.detect(tmp_path) is None
+    assert huggingface.detect(tmp_path / "absent") is None
+    with pytest.raises(CheckpointNotFoundError, match=r"holds neither model\.safetensors\.index\.json nor"):
+        huggingface.read_weight_map(tmp_path)
+    make(tmp_path, SINGLE_FILE)
+    assert huggingface.detect(tmp_path) == "single"
+    assert huggingface.read_weight_map(tmp_path) is None
+    make(tmp_path, index={"w": SINGLE_FILE})
+    assert huggingface.detect(tmp_path) == "index"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"metadata": {"total_size": 8}, "weight_map": {"w": "a.safetensors", "v": "b.safetensors"}},
+        {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}},
+        {"w": "a.safetensors", "v": "b.safetensors"},
+    ],
+)
+def test_maps_with_and_without_the_wrapper(index: object, tmp_path: Path) -> None:
+    make(tmp_path, "a.safetensors", "b.safetensors", "unused.safetensors", index=index)
+    assert huggingface.read_weight_map(tmp_path) == {"w": "a.safetensors", "v": "b.safetensors"}
+
+
+def test_links_of_a_download_cache_are_followed(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    (blobs / "1").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    (blobs / "2").write_bytes(b"")
+    (snapshot / INDEX_FILE).symlink_to("../blobs/1")
+    (snapshot / "a.safetensors").symlink_to("../blobs/2")
+    assert huggingface.read_weight_map(snapshot) == {"w": "a.safetensors"}
+
+
+def wrapped(name: object) -> object:
+    return {"weight_map": {"w": name}}
+
+
+HOSTILE: list[tuple[str, object, type[ReshardError], str]] = [
+    ("no object", [], DamagedFileError, "holds no object `weight_map`"),
+    ("map a list", {"weight_map": []}, DamagedFileError, "holds no object `weight_map`"),
+    ("map null", {"weight_map": None}, DamagedFileError, "holds no object `weight_map`"),
+    ("map empty", {"weight_map": {}}, DamagedFileError, "names no tensor"),
+    ("nothing", {}, DamagedFileError, "names no tensor"),
+    ("file a number", wrapped(1), DamagedFileError, "the file of `w` is not text"),
+    ("file null", wrapped(None), DamagedFileError, "is not text"),
+    ("file a list", wrapped(["a"]), DamagedFileError, "is not text"),
+    ("wrapper of something else", {"metadata": {}, "w": "a"}, DamagedFileError, "the file of `metadata` is not text"),
+    ("file above", wrapped("../secret.safetensors"), DamagedFileError, "path separator"),
+    ("file absolute", wrapped("/etc/passwd"), DamagedFileError, "path separator"),
+    ("file in a folder", wrapped("sub/a.safetensors"), DamagedFileError, "path separator"),
+    ("file with a backslash", wrapped("..\\a"), DamagedFileError, "path separator"),
+    ("file is this folder", wrapped("."), DamagedFileError, "names a folder"),
+    ("file is the parent", wrapped(".."), DamagedFileError, "names a folder"),
+    ("file empty", wrapped(""), DamagedFileError, "it is empty"),
+    ("file with NUL", wrapped("a\0.safetensors"), DamagedFileError, "control character"),
+    ("file with an escape", wrapped("\x1b[2J"), DamagedFileError, "`\\x1b[2J` is refused"),
+    ("file of 256 bytes", wrapped("a" * 256), DamagedFileError, "has 256 bytes"),
+    ("file missing", wrapped("absent.safetensors"), CheckpointNotFoundError, "`absent.safetensors`"),
+    ("file a folder", wrapped("folder"), CheckpointNotFoundError, "`folder`"),
+    ("key empty", {"weight_map": {"": "a"}}, DamagedFileError, "from 1 to 1024 bytes, not 0"),
+    ("key long", {"weight_map": {"k" * 1025: "a"}}, DamagedFileError, "not 1025"),
+    ("key twice", b'{"weight_map": {"w": "a", "w": "b"}}', DamagedFileError, "`w` stands twice"),
+    ("map twice", b'{"weight_map": {"w": "a"}, "weight_map": {"v": "b"}}', DamagedFileError, "stands twice"),
+    ("total NaN", b'{"metadata": {"total_size": NaN}, "weight_map": {"w": "a"}}', DamagedFileError, "NaN"),
+    ("torn", b'{"weight_map": {"w": "a"', DamagedFileError, "not valid JSON"),
+    ("byte order mark", b"\xef\xbb\xbf{}", DamagedFileError, "byte order mark"),
+    ("deep", b'{"x": ' + b"[" * 100 + b"]" * 100 + b"}", DamagedFileError, "deeper than 16"),
+]
+
+
+@pytest.mark.parametrize(("index", "error", "message"), [pytest.param(*row[1:], id=row[0]) for row in HOSTILE])
+def test_hostile_indices(index: object, error: type[ReshardError], message: str, tmp_path: Path) -> None:
+    make(tmp_path, index=index)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(error) as caught:
+        huggingface.read_weight_map(tmp_path)
+    assert message in str(caught.value)
+    assert str(tmp_path / INDEX_FILE) in str(caught.value)
+    assert huggingface.index_writer(tmp_path / INDEX_FILE) is None
+
+
+def test_missing_files_are_counted(tmp_path: Path) -> None:
+    make(tmp_path, index={f"w{i}": huggingface.file_name(i, 9) for i in range(1, 10)})
+    with pytest.raises(CheckpointNotFoundError, match=r"`model-00003-of-00009\.safetensors` and 6 more"):
+        huggingface.read_weight_map(tmp_path)
+
+
+def test_our_index_is_known_again(tmp_path: Path) -> None:
+    names = [huggingface.file_name(i, 2) for i in (1, 2)]
+    text = huggingface.index_text({"z": names[0], "a": names[1]}, 12, "0.1.0")
+    make(tmp_path, *names, index=text.encode())
+    assert huggingface.read_weight_map(tmp_path) == {"a": names[1], "z": names[0]}
+    assert json.loads(text)["metadata"] == {"reshard": "0.1.0", "total_size": 12}
+    assert list(json.loads(text)["weight_map"]) == ["a", "z"]
+    assert huggingface.index_writer(tmp_path / INDEX_FILE) == "0.1.0"
+    (tmp_path / INDEX_FILE).unlink()
+    assert huggingface.index_writer(tmp_path / INDEX_FILE) is None
+
+
+@pytest.mark.parametrize(("number", "count"), [(0, 1), (2, 1), (-1, 3), (1, 0)])
+def test_no_name_for_what_is_no_file(number: int, count: int) -> None:
+    with pytest.raises(ArgumentError, match="from 1 to the count"):
+        huggingface.file_name(number, count)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "expected"),
+    [
+        ([], 8, []),
+        ([8], 8, [[0]]),
+        ([9], 8, [[0]]),
+        ([4, 4, 4], 8, [[0, 1], [2]]),
+        ([4, 5, 4], 8, [[0], [1], [2]]),
+        ([1, 9, 1], 8, [[1], [0, 2]]),
+        ([9, 9], 8, [[0], [1]]),
+        ([0, 0], 1, [[0, 1]]),
+    ],
+)
+def test_files_are_filled_in_order(sizes: list[int], limit: int, expected: Any) -> None:
+    assert huggingface.plan_shards([(str(i), size) for i, size in enumerate(sizes)], limit) == [
+        [str(i) for i in one] for one in expected
+    ]
+
+
+@given(sizes=st.lists(st.integers(0, 20), max_size=30), limit=st.integers(1, 25))
+def test_every_tensor_has_one_file_within_the_limit(sizes: list[int], limit: int) -> None:
+    found = huggingface.plan_shards([(str(i), size) for i, size in enumerate(sizes)], limit)
+    assert sorted(int(name) for names in found for name in names) == list(range(len(sizes)))
+    for names in found:
+        assert names == sorted(names, key=int)
+        assert len(names) == 1 or sum(sizes[int(name)] for name in names) <= limit
