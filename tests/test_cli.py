@@ -268,7 +268,9 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from reshard.verbs.convert import convert
 
-    defaults = {name: p.default for name, p in inspect.signature(convert).parameters.items() if p.default is not p.empty}
+    defaults = {
+        name: p.default for name, p in inspect.signature(convert).parameters.items() if p.default is not p.empty
+    }
     assert {name: value for name, value in seen.items() if name not in ("src", "dst")} == defaults
 
 
@@ -540,7 +542,10 @@ def test_demo_fails_when_a_byte_differs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_demo_needs_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; sys.argv = ['reshard', 'demo', '--size', '1']; " + PROGRAM[2].split("; ", 2)[2]
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['reshard', 'demo', '--size', '1']; "
+        + PROGRAM[2].split("; ", 2)[2]
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
@@ -622,7 +627,11 @@ def test_rates() -> None:
 @pytest.mark.parametrize(
     ("names", "pattern", "short"),
     [
-        (["a-model-0000009-0000012.s", "a-model-0000010-0000012.s"], "a-model-#-0000012.s, # in the boxes", ["9", "10"]),
+        (
+            ["a-model-0000009-0000012.s", "a-model-0000010-0000012.s"],
+            "a-model-#-0000012.s, # in the boxes",
+            ["9", "10"],
+        ),
         (["rank_0.s", "rank_10.s"], "rank_#.s, # in the boxes", ["0", "10"]),
         (["only.s"], "only.s", ["only.s"]),
         (["a.s", "b.s"], "2", ["a.s", "b.s"]),

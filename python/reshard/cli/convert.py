@@ -27,7 +27,10 @@ __all__ = ["convert"]
 )
 @click.option("--layout", metavar="FILE", help="Layout file: how DST is cut. Default: whole tensors.")
 @click.option(
-    "--iteration", type=click.IntRange(min=0), metavar="N", help="Iteration that is written. Default: that of SRC, or 0."
+    "--iteration",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Iteration that is written. Default: that of SRC, or 0.",
 )
 @click.option("--prefix", metavar="NAME", help="First part of the names of Checkpoint 2.0 shard files.")
 @click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to this, such as bfloat16.")
@@ -36,7 +39,9 @@ __all__ = ["convert"]
 )
 @click.option("--no-dedup", is_flag=True, help="Write every replica, not each shard once.")
 @click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory that the copy may use.")
-@click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors."
+)
 @click.option("--no-sync", is_flag=True, help="Do not wait until all is on disk: a power cut can lose DST.")
 @click.option("--overwrite", is_flag=True, help="Replace that iteration, or the files of an earlier conversion.")
 @click.option("--strict-format", is_flag=True, help="Refuse tensors that metadata.json cannot describe.")

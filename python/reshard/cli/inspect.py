@@ -417,7 +417,16 @@ def _grouped(rows: Iterable[_Row]) -> list[_Line]:
     """Tensors that are alike but for the numbers in their keys, in one line each."""
     groups: dict[tuple[object, ...], list[_Row]] = {}
     for row in rows:
-        alike = (_NUMBER.sub("\0", row.key), row.part, row.dtype, row.shape, row.cut, row.n_shards, row.replicas, row.tiled)
+        alike = (
+            _NUMBER.sub("\0", row.key),
+            row.part,
+            row.dtype,
+            row.shape,
+            row.cut,
+            row.n_shards,
+            row.replicas,
+            row.tiled,
+        )
         groups.setdefault(alike, []).append(row)
     return [_Line(_common_key([row.key for row in group]), len(group), group[0]) for group in groups.values()]
 
@@ -425,7 +434,9 @@ def _grouped(rows: Iterable[_Row]) -> list[_Line]:
 def _common_key(keys: Sequence[str]) -> str:
     """A key with `{0-3}` where the keys differ: `layers.{0-3}.w`."""
     places = zip(*(_NUMBER.findall(key) for key in keys), strict=True)
-    texts = iter([_ranges(sorted({int(n) for n in numbers})) if len(set(numbers)) > 1 else numbers[0] for numbers in places])
+    texts = iter(
+        [_ranges(sorted({int(n) for n in numbers})) if len(set(numbers)) > 1 else numbers[0] for numbers in places]
+    )
     return shown(_NUMBER.sub(lambda _: next(texts), keys[0]))
 
 

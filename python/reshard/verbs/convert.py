@@ -287,9 +287,7 @@ def _write_files(job: _Job, folder: Path, files: list[_File]) -> int:
     """Stream the files; the bytes that were written."""
     options = job.options
     # Plans are cheap and hold what they open: they are made one by one, and once more to know the total.
-    sizes = [
-        sum(array[3] for array in job.source.plan(file.request, dtype=options.dtype).arrays) for file in files
-    ]
+    sizes = [sum(array[3] for array in job.source.plan(file.request, dtype=options.dtype).arrays) for file in files]
     progress = _Progress(options.progress, sum(sizes))
     total = 0
     for file, n_bytes in zip(files, sizes, strict=True):
