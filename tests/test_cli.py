@@ -494,13 +494,13 @@ def test_long_keys_are_folded_at_dots(key: str, width: int, expected: str) -> No
 
 
 def test_demo_from_start_to_end() -> None:
-    before = set(Path("/tmp").glob("reshard-demo-*"))  # noqa: S108
-    code, out, err = outcome("demo", "--size", 2, env={**os.environ, "TMPDIR": "/tmp"})  # noqa: S108
+    before = set(Path("/tmp").glob("reshard-demo-*"))
+    code, out, err = outcome("demo", "--size", 2, env={**os.environ, "TMPDIR": "/tmp"})
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "all 39 tensors equal, byte for byte, after each step"
     for step in ("make", "cut TP2 x PP2", "re-cut TP4", "merge"):
         assert re.search(rf"^{re.escape(step)} .* [KM]iB .* s\b", out, re.MULTILINE)
-    assert set(Path("/tmp").glob("reshard-demo-*")) <= before  # noqa: S108
+    assert set(Path("/tmp").glob("reshard-demo-*")) <= before
 
 
 def test_demo_keeps_what_it_is_asked_to_keep(tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_demo_keeps_what_it_is_asked_to_keep(tmp_path: Path) -> None:
 
 
 def test_demo_fails_when_a_byte_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    convert = demo_module.convert
+    convert = reshard.convert
 
     def damaging(src: Path, dst: Path, **options: Any) -> Any:
         report = convert(src, dst, **options)

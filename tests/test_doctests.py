@@ -5,11 +5,14 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import reshard
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MODULES = sorted(
     module.name

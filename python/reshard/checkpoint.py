@@ -96,8 +96,8 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
     """Open a checkpoint, whatever its format.
 
     Args:
-        path: a `.safetensors` file (any other file is tried as one), a Hugging Face folder, the root of a Checkpoint 2.0
-            tree (its newest iteration of whole structure is taken, the tracker's first), or one iteration folder.
+        path: a `.safetensors` file (any other file is tried as one), a Hugging Face folder, the root of a Checkpoint
+            2.0 tree (its newest iteration of whole structure is taken, the tracker's first), or an iteration folder.
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
 
     Returns:
@@ -238,7 +238,7 @@ def _add_tiles(index: _core.Index, folder: Path, described: tiles.TilesFile, met
 
 
 def _add_unlisted(index: _core.Index, folder: Path) -> None:
-    """Check every file, and add the tensors that lie in files but in no description: whole, the same on every holder."""
+    """Check every file, and add the tensors that lie in files but in no description: whole on every holder."""
     unlisted: dict[str, list[int]] = {}
     for file, name in index.check():
         unlisted.setdefault(name, []).append(file)

@@ -175,7 +175,7 @@ def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] =
 
 
 class ProgressBar:
-    """A bar with bytes, rate and time left on stderr, for one job after another. Call it as the API calls `progress`."""
+    """A bar with bytes, rate and time left on stderr, for one job after another. It is called as `progress` is."""
 
     def __init__(self) -> None:
         from rich.progress import (

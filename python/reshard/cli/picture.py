@@ -112,8 +112,8 @@ def _short_names(names: Sequence[str]) -> tuple[str, Callable[[str], str]]:
     """What the names have in common, with `#` for the number in which they differ, and that number of a name."""
     if len(names) < 2:
         return ", ".join(map(shown, names)), shown
-    before = re.sub(r"[0-9]+\Z", "", os.path.commonprefix(names))
-    after = re.sub(r"\A[0-9]+", "", os.path.commonprefix([name[::-1] for name in names])[::-1])
+    before = re.sub(r"[0-9]+\Z", "", os.path.commonprefix(names))  # noqa: RUF071  characters are meant
+    after = re.sub(r"\A[0-9]+", "", os.path.commonprefix([name[::-1] for name in names])[::-1])  # noqa: RUF071
     middles = {name: name[len(before) : len(name) - len(after)] for name in names}
     if not all(re.fullmatch(r"[0-9]{1,18}", middle) for middle in middles.values()):
         return f"{len(names)}", shown

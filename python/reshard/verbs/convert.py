@@ -56,7 +56,7 @@ class ConvertReport:
         n_files: shard files.
         n_bytes: bytes of the shard files.
         seconds: how long it took.
-        not_expressible: keys, each with the reason, whose layout metadata.json cannot say: the original does not see them.
+        not_expressible: keys whose layout metadata.json cannot say, each with the reason: the original does not see them.
         warnings: what deserves a look.
     """
 
@@ -103,8 +103,8 @@ def convert(
     Args:
         src: whatever `reshard.open` opens.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file.
-        to: "huggingface" (the default without a layout), "checkpoint2" (the default with one) or "safetensors": one file
-            if `dst` ends so, else one a rank.
+        to: "huggingface" (the default without a layout), "checkpoint2" (the default with one) or "safetensors": one
+            file if `dst` ends so, else one a rank.
         part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
         layout: how the destination is cut; none: whole tensors.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none.
@@ -142,8 +142,8 @@ def convert(
     """
     started = time.monotonic()
     source, target = Path(src), Path(dst)
-    chosen = _target(to, layout, target)
-    _check_options(chosen, target, layout, iteration, prefix, modes)
+    chosen = _target(to, layout)
+    _check_options(chosen, target, layout, {"iteration": iteration, "prefix": prefix, "modes": modes})
     _check_apart(source, target)
     options = _Options(
         metadata={"format": "ms" if chosen == "checkpoint2" else "pt", WRITER_KEY: _core.__version__},
@@ -219,7 +219,7 @@ class _Written:
     warnings: list[str] = field(default_factory=list)
 
 
-def _target(to: Target | None, layout: LayoutLike | None, target: Path) -> Target:
+def _target(to: Target | None, layout: LayoutLike | None) -> Target:
     if to is None:
         return "huggingface" if layout is None else "checkpoint2"
     if to not in ("huggingface", "checkpoint2", "safetensors"):
@@ -227,9 +227,7 @@ def _target(to: Target | None, layout: LayoutLike | None, target: Path) -> Targe
     return to
 
 
-def _check_options(
-    to: Target, target: Path, layout: LayoutLike | None, iteration: int | None, prefix: str | None, modes: str | None
-) -> None:
+def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_checkpoint2: Mapping[str, object]) -> None:
     if to == "huggingface" and layout is not None:
         raise ArgumentError(
             "Hugging Face files hold whole tensors: `layout` has no meaning there",
@@ -241,12 +239,12 @@ def _check_options(
             hint="give a folder as the destination",
             path=str(target),
         )
-    if to != "checkpoint2":
-        for name, value in (("iteration", iteration), ("prefix", prefix), ("modes", modes)):
-            if value is not None:
-                raise ArgumentError(f'`{name}` belongs to to="checkpoint2"; the destination is "{to}"')
-    if modes not in (None, "original"):
-        raise ArgumentError(f'`modes` is {modes!r}; "original" is accepted')
+    for name, value in of_checkpoint2.items():
+        if value is not None and to != "checkpoint2":
+            raise ArgumentError(f'`{name}` belongs to to="checkpoint2"; the destination is "{to}"')
+    if of_checkpoint2["modes"] not in (None, "original"):
+        raise ArgumentError(f'`modes` is {of_checkpoint2["modes"]!r}; "original" is accepted')
+    iteration = of_checkpoint2["iteration"]
     if iteration is not None and (isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0):
         raise ArgumentError(f"`iteration` is {iteration!r}; a whole number from 0 on is needed")
 
