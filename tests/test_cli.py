@@ -22,6 +22,7 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner, Result
 
+import reshard
 from reshard.cli import main
 from reshard.cli.inspect import _common_key, _folded
 from reshard.cli.output import rate, shown, size

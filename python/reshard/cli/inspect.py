@@ -368,8 +368,8 @@ def _lines(facts: _Facts) -> list[tuple[str, str]]:
             (
                 "unseen",
                 (
-                    f"{len(unseen)} of {len(facts.rows)} tensors, marked *, are described in tiles.json only: MindSpore "
-                    "Transformers does not see them, and keeps its initial values for them"
+                    f"{len(unseen)} of {len(facts.rows)} tensors, marked *, are described in tiles.json only: "
+                    "MindSpore Transformers does not see them, and keeps its initial values for them"
                 ),
             )
         )
