@@ -217,7 +217,6 @@ impl Request {
         raise(py, self.0.add(name, key, &layout.0, position))
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn add_region(
         &mut self,
         py: Python<'_>,
@@ -234,7 +233,6 @@ impl Request {
         Ok(())
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn add_joined(
         &mut self,
         py: Python<'_>,
