@@ -62,7 +62,7 @@ fn is_printable(c: char) -> bool {
 /// Read from the right, since a name may contain anything.
 ///
 /// # Errors
-/// [`Kind::Damaged`](crate::error::Kind) if the text is nothing that Python prints for such a pair.
+/// `Kind::Damaged` if the text is nothing that Python prints for such a pair.
 ///
 /// ```
 /// use reshard_core::metadata::parse_storage_key;
