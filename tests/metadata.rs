@@ -89,6 +89,13 @@ fn changed(from: &str, to: &str) -> Result<Metadata> {
     decode(BASE.replace(from, to).as_bytes())
 }
 
+const LAYOUT: &str = r#"{
+                "device_matrix": [2, 1],
+                "tensor_map": [[1, 0], -1],
+                "interleaved_parallel": false,
+                "alias_name": ["dp", "tp"],
+                "rank_list": [4, 5]
+            }"#;
 const CHUNK_1: &str = r#", {"global_offset": [1], "local_shape": [2, 2]}"#;
 const STORED_1: &str = r#""(\"it's\", (1,))": [{"file_name": "b.safetensors", "storage_rank": 5, "rank_group": [5]}],"#;
 const FILE: &str = r#""file_name": "b.safetensors""#;
@@ -101,6 +108,7 @@ fn means_the_same() {
         ("null values of ignored fields", r#""replica_id": 0"#, r#""replica_id": null"#),
         ("a chunk repeated", CHUNK_1, r#", {"local_shape": [2, 2], "global_offset": [1]}, {"global_offset": [1], "local_shape": [2, 2]}"#),
         ("a holder repeated", r#"{"file_name": "a.safetensors", "storage_rank": 4}"#, r#"{"file_name": "a.safetensors", "storage_rank": 4}, {"storage_rank": 4, "file_name": "a.safetensors"}"#),
+        ("a file repeated with another rank", r#"{"file_name": "a.safetensors", "storage_rank": 4}"#, r#"{"file_name": "a.safetensors", "storage_rank": 9}, {"file_name": "a.safetensors", "storage_rank": 4}"#),
         ("escapes", r#""file_name": "c.safetensor""#, r#""file\u005fname": "\u0063.safetensor""#),
         ("-1 in a nested list", "[[1, 0], -1]", "[[1, -1, 0], [-1]]"),
         ("an axis of size one left out", "[[1, 0], -1]", "[1, -1]"),
@@ -205,7 +213,8 @@ fn refuses() {
         ("more cuts than dims", r#""axis_fragmentations": [2, 1]"#, r#""axis_fragmentations": [2, 1, 1]"#, Damaged, W, "has 2 dims, but `axis_fragmentations` [2, 1, 1] has 3"),
         ("no cut", r#""axis_fragmentations": [2, 1]"#, r#""axis_fragmentations": [0, 1]"#, Damaged, W, "no number of shards from 1 to 2^31"),
         ("uneven", r#""global_shape": [4, 2]"#, r#""global_shape": [5, 2]"#, Damaged, W, "no uneven cuts"),
-        ("null layout of a cut tensor", r#""axis_fragmentations": []"#, r#""axis_fragmentations": [2]"#, Damaged, B, "has 0 dims"),
+        ("null layout of a cut tensor", LAYOUT, "null", Damaged, W, "`layout` is null, which means whole, but `axis_fragmentations` is [2, 1]"),
+        ("cut of a tensor without dims", r#""axis_fragmentations": []"#, r#""axis_fragmentations": [2]"#, Damaged, B, "has 0 dims"),
         ("chunk of another shape", CHUNK_1, r#", {"global_offset": [1], "local_shape": [1, 2]}"#, Damaged, W, "gives [2, 2]"),
         ("chunk outside", CHUNK_1, r#", {"global_offset": [2], "local_shape": [2, 2]}"#, Damaged, W, "makes 2 shards"),
         ("chunk at a position", CHUNK_1, r#", {"global_offset": [2, 0], "local_shape": [2, 2]}"#, Damaged, W, "must be one number"),

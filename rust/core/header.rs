@@ -108,7 +108,7 @@ impl Header {
     /// Reads and checks the header of an opened file of `file_bytes` bytes; `path` serves the messages.
     ///
     /// # Errors
-    /// [`Kind::Damaged`](crate::error::Kind) if the file violates the format, [`Kind::Unsupported`](crate::error::Kind) for an unknown dtype, [`Kind::Io`](crate::error::Kind) if
+    /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for an unknown dtype, `Kind::Io` if
     /// the read fails.
     pub fn read(file: &File, path: &Path, file_bytes: u64) -> Result<Self> {
         Self::read_unnamed(file, path, file_bytes).map_err(|error| error.path(path))
@@ -167,7 +167,7 @@ impl Header {
     /// Checks the text of a header that `data_bytes` bytes of data follow.
     ///
     /// # Errors
-    /// [`Kind::Damaged`](crate::error::Kind) if it violates the format, [`Kind::Unsupported`](crate::error::Kind) for an unknown dtype.
+    /// `Kind::Damaged` if it violates the format, `Kind::Unsupported` for an unknown dtype.
     pub fn parse(json: Vec<u8>, data_bytes: u64) -> Result<Self> {
         if json.len() as u64 > MAX_HEADER_BYTES {
             return Err(Error::damaged(format!(

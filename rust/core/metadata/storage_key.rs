@@ -47,8 +47,8 @@ pub fn storage_key(name: &str, offset: u64) -> String {
     key
 }
 
-/// Python's `str.isprintable` of one character; both languages take it from Unicode's general categories. They may differ
-/// on a character that is newer than the Unicode of one of them.
+/// Python's `str.isprintable` of one character. Both languages take it from Unicode's general categories; they may
+/// differ on a character that is newer than the Unicode of one of them.
 fn is_printable(c: char) -> bool {
     // Rust's debug form escapes the same characters, and besides them a combining one at the very start.
     let mut buffer = [b'a'; 5];
@@ -62,7 +62,7 @@ fn is_printable(c: char) -> bool {
 /// Read from the right, since a name may contain anything.
 ///
 /// # Errors
-/// [`Kind::Damaged`](crate::error::Kind) if the text is nothing that Python prints for such a pair.
+/// `Kind::Damaged` if the text is nothing that Python prints for such a pair.
 ///
 /// ```
 /// use reshard_core::metadata::parse_storage_key;
