@@ -2,9 +2,6 @@
 
 Layouts are made so that they are right from the start (an even cut is only drawn where the dim divides), since
 drawing and rejecting would leave few examples. They are plain layout-file mappings; nothing of `reshard` is used.
-
-What the rules of a layout file leave open is not drawn: `add` on a dim that some state does not have, a 0-d tensor in
-a join.
 """
 
 import os
@@ -329,27 +326,18 @@ def _optimizer(
     draw: Draw, mesh: dict[str, int], checkpoint: Checkpoint, followed: list[str], placed_on: dict[str, set[str]]
 ) -> tuple[Mapping, set[str]]:
     """The section `optimizer`, and the axes that rules must leave to it."""
-    # To a tensor that follows no parameter the section may or may not apply: the rules do not say.
-    own = [
-        key
-        for key in checkpoint.optimizer_keys
-        if parameter_of(key, checkpoint.shapes, checkpoint.optimizer_keys) is None and checkpoint.shapes[key] != ()
-    ]
     free = [axis for axis in draw(st.permutations(list(mesh))) if all(axis not in placed_on[key] for key in followed)]
-    if not followed or own or not free or _one_in(draw, 4):
+    if not followed or not free or _one_in(draw, 4):
         return {}, set()
     axes = free[: draw(st.integers(1, 2))]
-    n_dims = min((len(checkpoint.shapes[key]) for key in followed if checkpoint.shapes[key]), default=0)
+    n_dims = max(len(checkpoint.shapes[key]) for key in followed)
     if n_dims == 0 or _one_in(draw, 4):
         return {"flat": axes}, set(axes)
     dims = list(draw(st.permutations(range(n_dims))))
     if draw(st.booleans()):
-        # A dim that divides for most, if there is one.
-        dims.sort(
-            key=lambda dim: sum(
-                checkpoint.shapes[key][dim] % mesh[axes[0]] for key in followed if checkpoint.shapes[key]
-            )
-        )
+        # A dim that divides for most.
+        of_states = [checkpoint.shapes[key] for key in followed]
+        dims.sort(key=lambda dim: sum(len(s) <= dim or s[dim] % mesh[axes[0]] != 0 for s in of_states))
     if len(axes) == 2 and n_dims > 1 and draw(st.booleans()):
         return {"add": {dims[0]: axes[:1], dims[1]: axes[1:]}}, set(axes)
     return {"add": {dims[0]: axes}}, set(axes)
@@ -445,7 +433,7 @@ def _rule(
     if alike and n_dims > 1 and _one_in(draw, 3):
         rule["stored"] = list(draw(st.permutations(range(n_dims))))
     if flat:
-        if may_join and () not in shapes and not _one_in(draw, 3):
+        if may_join and not _one_in(draw, 3):
             rule["flat"] = {"axes": flat, "join": join}
             if draw(st.booleans()):
                 rule["flat"]["align"] = draw(st.sampled_from((1, 2, 3, 8)))
