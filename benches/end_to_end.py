@@ -1,6 +1,6 @@
 """Loads and conversions of a model from end to end, beside their yardsticks in the same run; every result is checked.
 
-    python benches/end_to_end.py [--size-gb 3] [--dir DIR] [--rounds 5] [--json] [--quick]
+    python benches/end_to_end.py [--size-gb 3] [--dir DIR] [--rounds 5] [--wait SECONDS] [--json] [--quick]
 
 GB/s are 10^9 useful bytes a second: of what was asked for, not of what had to be read for it. Each is the median over
 rounds; a round runs every case once, in an order that is drawn anew. See README.md for what the yardsticks are.
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,12 +47,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """The seconds of a case, one a round; 0 bytes: nothing is moved, and only the time says something."""
+    """The seconds of a case, one a round; 0 bytes: nothing is moved, and only the time says something.
+
+    A run is disturbed if other processes were running when it began.
+    """
 
     table: str
     name: str
     n_bytes: int
     seconds: list[float]
+    n_disturbed: int
 
     @property
     def median(self) -> float:
@@ -87,6 +92,9 @@ def main() -> None:
     parser.add_argument("--size-gb", type=float, default=3, help="size of the model (default: 3)")
     parser.add_argument("--dir", type=Path, help="where to put the model and what is made of it, 4 x its size")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each case (default: 5)")
+    parser.add_argument(
+        "--wait", type=float, default=0, help="seconds to wait before each run for other processes to rest (default: 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--quick", action="store_true", help="0.3 GB and 1 round: shows that it runs, measures nothing")
     arguments = parser.parse_args()
@@ -94,7 +102,8 @@ def main() -> None:
         arguments.size_gb, arguments.rounds = 0.3, 1
     machine = describe_machine(arguments.dir or Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix="reshard-bench-", dir=arguments.dir) as folder:
-        results = measure(Path(folder), arguments.size_gb, arguments.rounds)
+        results = measure(Path(folder), arguments.size_gb, arguments.rounds, arguments.wait)
+    machine["disturbed"] = f"{sum(r.n_disturbed for r in results)} of {sum(len(r.seconds) for r in results)} runs"
     if arguments.json:
         print(json.dumps({"machine": machine, "results": [asdict(r) for r in results], "targets": judge(results)}))
         return
@@ -103,7 +112,7 @@ def main() -> None:
     print_targets(judge(results))
 
 
-def measure(folder: Path, size_gb: float, n_rounds: int) -> list[Result]:
+def measure(folder: Path, size_gb: float, n_rounds: int, wait_seconds: float) -> list[Result]:
     """All tables, on a model that is made in the folder."""
     hf, tree, target = folder / "hf", folder / "tp4", folder / "out"
     hf.mkdir()
@@ -151,18 +160,34 @@ def measure(folder: Path, size_gb: float, n_rounds: int) -> list[Result]:
             writing("cp -r; sync -f", cases.cp, hf, durable=True),
         ],
     }
-    return [result for name, table in tables.items() for result in run_interleaved(name, table, n_rounds)]
+    return [r for name, table in tables.items() for r in run_interleaved(name, table, n_rounds, wait_seconds)]
 
 
-def run_interleaved(table: str, all_cases: list[Case], n_rounds: int) -> list[Result]:
+def run_interleaved(table: str, all_cases: list[Case], n_rounds: int, wait_seconds: float) -> list[Result]:
     """Every case once a round, so that what disturbs the machine for a while disturbs them all."""
     seconds: dict[str, list[float]] = {case.name: [] for case in all_cases}
+    n_disturbed = dict.fromkeys(seconds, 0)
     order = random.Random(0)
     for number in range(n_rounds):
         for case in order.sample(all_cases, len(all_cases)):
             say(f"{table}, round {number + 1} of {n_rounds}: {case.name}")
+            n_disturbed[case.name] += not is_quiet(wait_seconds)
             seconds[case.name].append(case.run())
-    return [Result(table, case.name, case.n_bytes, seconds[case.name]) for case in all_cases]
+    return [Result(table, c.name, c.n_bytes, seconds[c.name], n_disturbed[c.name]) for c in all_cases]
+
+
+def is_quiet(wait_seconds: float) -> bool:
+    """Whether the machine runs nothing but this for a tenth of a second, within the time to wait."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        n_running = 0
+        for _ in range(10):
+            n_running += int(_lines("/proc/loadavg")[0].split()[3].split("/")[0]) - 1  # this process runs, too
+            time.sleep(0.01)
+        if n_running <= 2:
+            return True
+        if time.monotonic() >= deadline:
+            return False
 
 
 def judge(results: list[Result]) -> list[dict[str, Any]]:
