@@ -25,9 +25,11 @@ from reshard.errors import (
     KeyNotFoundError,
     MismatchError,
     ReshardError,
+    StorageError,
 )
 from reshard.formats import checkpoint2, huggingface, tiles
-from reshard.indexing import normalize_index
+from reshard.formats.files import show
+from reshard.indexing import Box, normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 
 if TYPE_CHECKING:
@@ -116,8 +118,12 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
         (['w'], (2, 2))
     """
     target = Path(path)
-    if not target.exists():
-        raise CheckpointNotFoundError(f"there is nothing at {target}", path=str(target))
+    try:
+        exists = target.exists()
+    except OSError as error:  # a name that is too long, a folder that may not be searched
+        raise StorageError(f"looking for {target}: {error.strerror}", path=str(target), errno=error.errno) from None
+    if not exists:
+        raise CheckpointNotFoundError(f"there is nothing at {show(str(target))}", path=str(target))
     if not target.is_dir():
         return _open_file(target, method)
     if huggingface.detect(target):
@@ -181,8 +187,9 @@ def _open_root(root: Path, method: _core.ReadMethod) -> Checkpoint:
         try:
             checkpoint = _open_iteration(root / name, method, iteration)
         except ReshardError as error:
-            _log.warning("%s passed over: %s", root / name, error.message)
-            skipped.append((name, error.message))
+            reason = _reason(error)
+            _log.warning("%s passed over: %s", root / name, reason)
+            skipped.append((name, reason))
             continue
         checkpoint.skipped = tuple(skipped)
         return checkpoint
@@ -192,10 +199,20 @@ def _open_root(root: Path, method: _core.ReadMethod) -> Checkpoint:
     raise DamagedFileError(f"no iteration in {root} is whole:\n{faults}", path=str(root))
 
 
+def _reason(error: ReshardError) -> str:
+    """Why an iteration is passed over: what is said of a file alone is told together with its name."""
+    name = "" if error.path is None else Path(error.path).name
+    return error.message if name in error.message else f"{name}: {error.message}"
+
+
 def _open_iteration(folder: Path, method: _core.ReadMethod, iteration: int | None = None) -> Checkpoint:
     if iteration is None:
         iteration = checkpoint2.parse_iteration_folder(folder.resolve().name)
-    has_metadata, has_tiles = (folder / checkpoint2.METADATA_FILE).exists(), (folder / tiles.TILES_FILE).exists()
+    # A link that leads nowhere counts as there: a description must not be passed over for being damaged.
+    has_metadata, has_tiles, has_common = (
+        os.path.lexists(folder / name)
+        for name in (checkpoint2.METADATA_FILE, tiles.TILES_FILE, checkpoint2.COMMON_FILE)
+    )
     if not has_metadata and not has_tiles:
         names = checkpoint2.list_shard_files(folder)
         if not names:
@@ -208,6 +225,14 @@ def _open_iteration(folder: Path, method: _core.ReadMethod, iteration: int | Non
         for name in names:
             file = index.add_file(str(folder / name), follow_links=False, method=method)
             for key, *_ in index.file_tensors(file):
+                if key in index:
+                    other = Path(index.file_path(index.holders(key)[0])).name
+                    raise DamagedFileError(
+                        f"{show(key)} lies in {other} and in {name}, and {folder} has no metadata.json that says how",
+                        path=str(folder / name),
+                        key=key,
+                        hint="without metadata.json only whole tensors, each in one file, can be read",
+                    )
                 index.add_whole(key, file)
     else:
         path = str(folder / checkpoint2.METADATA_FILE)
@@ -216,8 +241,7 @@ def _open_iteration(folder: Path, method: _core.ReadMethod, iteration: int | Non
     if described is not None:
         _add_tiles(index, folder, described, method)
     _add_unlisted(index, folder)
-    common_path = folder / checkpoint2.COMMON_FILE
-    common = checkpoint2.CommonInfo.read(common_path) if common_path.exists() else None
+    common = checkpoint2.CommonInfo.read(folder / checkpoint2.COMMON_FILE) if has_common else None
     is_checkpoint2 = has_metadata or common is not None or not has_tiles
     checkpoint = Checkpoint("checkpoint2" if is_checkpoint2 else "safetensors", folder, index)
     checkpoint.iteration, checkpoint.common = iteration, common
@@ -427,17 +451,17 @@ class Checkpoint:
         request = _core.Request()
         request.add_region(key, key, box.offset, box.shape)
         plan = self._index.plan(request)
-        whole = tuple(box.shape) == _result_shape(box)
-        if out is not None and whole:
-            _check_out(key, out, dtype, box.shape)
-            _fill(plan, [out])
-            return out
+        if out is not None:
+            # The result's shape, of an array without memory: `out` is checked before the first byte is read.
+            _check_out(key, out, dtype, np.broadcast_to(0, box.shape)[box.post].shape)
+            if _keeps_order(box):
+                _fill(plan, [out])
+                return out
         array = _array(*plan.load()[0], dtype, box.shape)
         if not dtypes.is_packed(dtype):
             array = array[box.post]
         if out is None:
             return array
-        _check_out(key, out, dtype, array.shape)
         out[...] = array
         return out
 
@@ -580,10 +604,9 @@ def _array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]
     return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
 
 
-def _result_shape(box: Any) -> tuple[int, ...] | None:
-    """Shape of the result where it is the box itself, else None."""
-    plain = all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in box.post)
-    return tuple(box.shape) if plain else None
+def _keeps_order(box: Box) -> bool:
+    """Whether the result has every element of the box, one after the other as in the box."""
+    return all(item in (None, 0, ...) or item == slice(None) for item in box.post)
 
 
 def _fill(
