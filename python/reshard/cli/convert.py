@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+import reshard
 from reshard.cli.output import collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size, warn
 
 __all__ = ["convert"]
@@ -27,7 +28,10 @@ __all__ = ["convert"]
 )
 @click.option("--layout", metavar="FILE", help="Layout file: how DST is cut. Default: whole tensors.")
 @click.option(
-    "--iteration", type=click.IntRange(min=0), metavar="N", help="Iteration that is written. Default: that of SRC, or 0."
+    "--iteration",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Iteration that is written. Default: that of SRC, or 0.",
 )
 @click.option("--prefix", metavar="NAME", help="First part of the names of Checkpoint 2.0 shard files.")
 @click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to this, such as bfloat16.")
@@ -36,7 +40,9 @@ __all__ = ["convert"]
 )
 @click.option("--no-dedup", is_flag=True, help="Write every replica, not each shard once.")
 @click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory that the copy may use.")
-@click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors."
+)
 @click.option("--no-sync", is_flag=True, help="Do not wait until all is on disk: a power cut can lose DST.")
 @click.option("--overwrite", is_flag=True, help="Replace that iteration, or the files of an earlier conversion.")
 @click.option("--strict-format", is_flag=True, help="Refuse tensors that metadata.json cannot describe.")
@@ -58,8 +64,6 @@ def convert(src: str, dst: str, *, no_dedup: bool, no_sync: bool, as_json: bool,
       reshard convert output/checkpoint all.safetensors --to safetensors
       reshard convert hf/ small/ --max-shard-size 500MB --dtype bfloat16
     """
-    import reshard
-
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.convert(src, dst, dedup=not no_dedup, durable=not no_sync, progress=progress, **options)
     # What is in the report was often logged as well, with where it came from before it.

@@ -11,10 +11,12 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+import reshard
 from reshard.cli.output import (
     collected_warnings,
     command,
@@ -22,6 +24,7 @@ from reshard.cli.output import (
     echo,
     echo_facts,
     echo_json,
+    echo_table,
     join_dims,
     plain_table,
     shown,
@@ -65,8 +68,6 @@ def inspect(path: str, pattern: str | None, *, as_layout: bool, everything: bool
       reshard inspect output/checkpoint --layout > layout.yaml
       reshard inspect output/checkpoint --json
     """
-    import reshard
-
     # What is logged, iterations that are passed over, is told on the page.
     with collected_warnings(print_on_error=False), reshard.open(path) as checkpoint:
         if as_layout:
@@ -142,13 +143,12 @@ class _Facts:
 
 def _gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> _Facts:
     from reshard.checkpoint import iterations
-    from reshard.layout import ModelLayout
 
     layout: ModelLayout | None = None
     bound: BoundLayout | None = None
     reason: str | None = None
     try:
-        layout = ModelLayout.like(checkpoint)
+        layout = reshard.ModelLayout.like(checkpoint)
         bound = checkpoint.bind(layout)
     except LayoutError as error:
         layout, reason = None, error.message
@@ -176,10 +176,6 @@ def _iterations(
     root: str, folders: Iterable[tuple[int, str]], tracker: int | None, taken: Checkpoint, *, everything: bool
 ) -> list[_Iteration]:
     """The iterations, newest first. What `open` did not try is opened here to know whether it is complete."""
-    from pathlib import Path
-
-    import reshard
-
     skipped = dict(taken.skipped)
     found: list[_Iteration] = []
     n_checked = 0
@@ -364,12 +360,9 @@ def _lines(facts: _Facts) -> list[tuple[str, str]]:
     times = f"{size(stored)} stored for {size(unique)} of tensors, {stored / max(unique, 1):.2f} times"
     lines.append(("replicas", "none" if stored == unique else times))
     if unseen := _unseen(facts):
+        count = f"{len(unseen)} of {len(facts.rows)} tensors, marked *, are described in tiles.json only: "
         lines.append(
-            (
-                "unseen",
-                f"{len(unseen)} of {len(facts.rows)} tensors, marked *, are described in tiles.json only: MindSpore "
-                "Transformers does not see them, and keeps its initial values for them",
-            )
+            ("unseen", count + "MindSpore Transformers does not see them, and keeps its initial values for them")
         )
     return lines
 
@@ -417,7 +410,16 @@ def _grouped(rows: Iterable[_Row]) -> list[_Line]:
     """Tensors that are alike but for the numbers in their keys, in one line each."""
     groups: dict[tuple[object, ...], list[_Row]] = {}
     for row in rows:
-        alike = (_NUMBER.sub("\0", row.key), row.part, row.dtype, row.shape, row.cut, row.n_shards, row.replicas, row.tiled)
+        alike = (
+            _NUMBER.sub("\0", row.key),
+            row.part,
+            row.dtype,
+            row.shape,
+            row.cut,
+            row.n_shards,
+            row.replicas,
+            row.tiled,
+        )
         groups.setdefault(alike, []).append(row)
     return [_Line(_common_key([row.key for row in group]), len(group), group[0]) for group in groups.values()]
 
@@ -425,7 +427,9 @@ def _grouped(rows: Iterable[_Row]) -> list[_Line]:
 def _common_key(keys: Sequence[str]) -> str:
     """A key with `{0-3}` where the keys differ: `layers.{0-3}.w`."""
     places = zip(*(_NUMBER.findall(key) for key in keys), strict=True)
-    texts = iter([_ranges(sorted({int(n) for n in numbers})) if len(set(numbers)) > 1 else numbers[0] for numbers in places])
+    texts = iter(
+        [_ranges(sorted({int(n) for n in numbers})) if len(set(numbers)) > 1 else numbers[0] for numbers in places]
+    )
     return shown(_NUMBER.sub(lambda _: next(texts), keys[0]))
 
 
@@ -468,7 +472,7 @@ def _print_rows(lines: Sequence[_Line]) -> None:
     table = plain_table(*told, right=("n", "shards", "replicas", "size"), folds=("cut",))
     for cells in zip(*(columns[name] for name in told), strict=True):
         table.add_row(*cells)
-    out.print(table)
+    echo_table(table, out)
 
 
 def _print_stacked(columns: dict[str, list[str]], told: Sequence[str]) -> None:

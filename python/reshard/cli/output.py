@@ -33,6 +33,7 @@ __all__ = [
     "echo",
     "echo_facts",
     "echo_json",
+    "echo_table",
     "join_dims",
     "plain_table",
     "progress_bar",
@@ -163,17 +164,27 @@ def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] =
     """
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False, show_header=header)
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False, show_header=header
+    )
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in folds, overflow="fold")
     return table
+
+
+def echo_table(table: Table, out: Console | None = None) -> None:
+    """Print a table, without the blanks that fill its last column."""
+    out = console() if out is None else out
+    with out.capture() as captured:
+        out.print(table)
+    echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 # -- progress
 
 
 class ProgressBar:
-    """A bar with bytes, rate and time left on stderr, for one job after another. Call it as the API calls `progress`."""
+    """A bar with bytes, rate and time left on stderr, for one job after another. It is what `progress=` takes."""
 
     def __init__(self) -> None:
         from rich.progress import (
@@ -202,7 +213,9 @@ class ProgressBar:
         if not self._bar.live.is_started:
             self._bar.reset(self._task, total=total_bytes)
             self._bar.start()
-        self._bar.update(self._task, completed=done_bytes, total=total_bytes, told=f"{size(done_bytes)} of {size(total_bytes)}")
+        self._bar.update(
+            self._task, completed=done_bytes, total=total_bytes, told=f"{size(done_bytes)} of {size(total_bytes)}"
+        )
 
     def pause(self) -> None:
         """Take the bar away until the next call: something else is going to be printed."""
@@ -280,7 +293,9 @@ def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
 
 def _with_options(text: str) -> str:
     """The API names its arguments in backticks: here they are options."""
-    names = {param.name: param.opts[0] for param in click.get_current_context().command.params if param.opts[0][0] == "-"}
+    names = {
+        param.name: param.opts[0] for param in click.get_current_context().command.params if param.opts[0][0] == "-"
+    }
     return re.sub("`([a-z_]+)`", lambda match: names.get(match[1], match[0]), text)
 
 

@@ -243,9 +243,7 @@ def _prove(report: ConvertReport, model: Path, tp: int) -> DemoStep:
         finally:
             for file in files.values():
                 file.close()
-    return DemoStep(
-        "", report.path, report.n_files, report.n_bytes, report.seconds, n_compared, tuple(different)
-    )
+    return DemoStep("", report.path, report.n_files, report.n_bytes, report.seconds, n_compared, tuple(different))
 
 
 def _expected(key: str, shape: Shape, tp: int) -> Iterator[Region]:
