@@ -9,7 +9,7 @@ use reshard_core::memory::Stores;
 use reshard_core::plan::{MemoryTensor, Plan};
 use reshard_core::region::Region;
 use reshard_core::source::Method;
-use reshard_core::writer::{self, Options};
+use reshard_core::writer::{self, Options, Windows};
 use std::hint::black_box;
 
 const ROWS: u64 = 16_384;
@@ -30,12 +30,18 @@ fn copy(criterion: &mut Criterion) {
     .unwrap();
     let options = Options {
         metadata: vec![],
-        memory_bytes: 256 << 20,
         durable: false,
         direct: false,
         mode: 0o600,
     };
-    writer::write(&path, &plan, &options, &Control::default()).unwrap();
+    writer::write(
+        &path,
+        &plan,
+        &options,
+        &mut Windows::new(256 << 20).unwrap(),
+        &Control::default(),
+    )
+    .unwrap();
 
     let mut group = criterion.benchmark_group("copy to warm memory");
     group.sample_size(20);

@@ -1,5 +1,8 @@
 //! `metadata.json`: the real files decode to what they say, and nothing that contradicts itself is accepted.
 
+#![expect(clippy::too_many_lines, reason = "tables of cases")]
+
+use proptest::prelude::*;
 use reshard_core::Result;
 use reshard_core::error::Kind;
 use reshard_core::metadata::{Metadata, decode, parse_storage_key, storage_key};
@@ -390,6 +393,36 @@ fn real_files_decode_to_what_they_say() {
         assert_eq!(n_keys, value["storage_data"].as_object().unwrap().len());
         for file in &metadata.files {
             assert!(samples().join(folder).join(file).is_file(), "{file}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn storage_keys_read_back(name in any::<String>(), offset in any::<u64>()) {
+        let key = storage_key(&name, offset);
+        prop_assert_eq!(parse_storage_key(&key).unwrap(), (name.into(), offset));
+    }
+
+    /// One byte changed, taken away or added: an error, or tables that hold together.
+    #[test]
+    fn what_is_changed_is_refused_or_consistent(at in 0..BASE.len(), byte in any::<u8>(), kind in 0..3) {
+        let mut text = BASE.as_bytes().to_vec();
+        match kind {
+            0 => text[at] = byte,
+            1 => drop(text.remove(at)),
+            _ => text.insert(at, byte),
+        }
+        let Ok(metadata) = decode(&text) else { return Ok(()) };
+        for tensor in &metadata.tensors {
+            prop_assert_eq!(tensor.cells.n_cells() as u64, tensor.fragmentations.iter().product::<u64>());
+            for cell in 0..tensor.cells.n_cells() {
+                prop_assert!(!tensor.cells.holders(cell).is_empty());
+                prop_assert!(tensor.cells.holders(cell).iter().all(|&(file, _)| (file as usize) < metadata.files.len()));
+            }
+            prop_assert!(tensor.layout.is_none_or(|id| (id as usize) < metadata.layouts.len()));
         }
     }
 }

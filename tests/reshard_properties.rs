@@ -10,7 +10,7 @@ use reshard_core::memory::Stores;
 use reshard_core::mesh::Mesh;
 use reshard_core::plan::{MemoryTensor, Plan};
 use reshard_core::source::Method;
-use reshard_core::writer::{self, Options};
+use reshard_core::writer::{self, Options, Windows};
 use std::sync::Arc;
 
 const DTYPES: [Dtype; 5] = [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64, Dtype::C64];
@@ -18,7 +18,6 @@ const DTYPES: [Dtype; 5] = [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64, Dtyp
 fn options() -> Options {
     Options {
         metadata: vec![],
-        memory_bytes: writer::MIN_MEMORY_BYTES,
         durable: false,
         direct: false,
         mode: 0o600,
@@ -130,7 +129,7 @@ proptest! {
                     let mut strides: Vec<u64> = reshard_core::region::row_major_strides(&shape);
                     strides.iter_mut().for_each(|stride| *stride *= size as u64);
                     let plan = Plan::of_memory(vec![MemoryTensor { name: "w".into(), dtype: dtype, shape: shape, bytes: &local, strides_bytes: strides }]).unwrap();
-                    let written = writer::write(&path, &plan, &options(), &Control::default()).unwrap();
+                    let written = writer::write(&path, &plan, &options(), &mut Windows::new(writer::MIN_MEMORY_BYTES).unwrap(), &Control::default()).unwrap();
                     prop_assert_eq!(written.n_bytes, std::fs::metadata(&path).unwrap().len());
                 }
                 files.push(index.add_file(path, false, method));

@@ -60,7 +60,7 @@ KEYS = (
     "norm.b",
     "scale",
     "w",
-    *(f"layers.{i}.{name}" for i in (0, 1, 2, 3, 10) for name in ("w", "b")),
+    *(f"layers.{i}.{name}" for i in (0, 1, 2, 3, 10, 11) for name in ("w", "b")),
     *(f"layers.{i}.experts.{j}.w" for i in (0, 1) for j in (0, 1, 2, 3)),
 )
 SLOTS = ("exp_avg", "adam.v")
@@ -357,9 +357,15 @@ def _optimizer(
 
 def _match(draw: Draw, group: Sequence[str], later: Collection[str]) -> str | list[str]:
     """Patterns that match the keys of a group and none of the keys that later rules decide."""
-    everything = "*" if draw(st.booleans()) else "re:.+"
-    if not later and draw(st.booleans()):
-        return everything
+    wide = [
+        pattern
+        for pattern in ("*", "re:.+", "layers.*", "*.w", "*.b")
+        if all(captures(pattern, key) is not None for key in group)
+        and all(captures(pattern, key) is None for key in later)
+    ]
+    if wide and draw(st.booleans()):
+        wide = [draw(st.sampled_from(wide))]
+        return wide[0] if draw(st.booleans()) else wide
     patterns: list[str] = []
     for key in group:
         words = key.split(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,8 @@ def test_release_190_reads_our_common_info(tmp_path: Path) -> None:
     common.write(tmp_path / "common.json")
     assert dataclass_values(original_reader.read_common(tmp_path)) == [1, 7, 7, 1.0, None, None]
     assert CommonInfo.read(tmp_path / "common.json") == common
+    names = ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size"]
+    assert list(json.loads((tmp_path / "common.json").read_text())) == names
     CommonInfo(ckpt_status=1).write(tmp_path / "common.json")
     assert original_reader.read_common(tmp_path).ckpt_status == 1
 

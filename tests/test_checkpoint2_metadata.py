@@ -362,6 +362,19 @@ def test_few_holders_first_then_large_then_by_name() -> None:
     assert plan.files[3].name("p") == "p-opt-0000000-0000001.safetensors"
 
 
+def test_a_shard_weighs_what_the_original_says() -> None:
+    world = World((("dp", 2),))
+    records = [
+        TensorRecord("mask", "BOOL", (40,)),  # a boolean counts one bit there, though it is a byte in the file
+        TensorRecord("half", "BF16", (4,)),
+        TensorRecord("cut", "F32", (6, 2), cut=(("dp",),)),
+        TensorRecord("uneven", "F64", (3,), cut=(("dp",),), uneven="ceil"),
+        TensorRecord("eight", "F8_E4M3", (4,)),
+    ]
+    weights = {shard.key: shard.n_bits for shard in shards_of(records, world)}
+    assert weights == {"mask": 40, "half": 64, "cut": 192, "uneven": 128, "eight": 32}
+
+
 def test_a_rank_that_gets_nothing_has_no_file() -> None:
     world = World((("pp", 2), ("tp", 2)))
     records = [TensorRecord("w", "F32", (8,), cut=(("tp",),), place=((("pp",), 1),))]

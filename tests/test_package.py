@@ -23,8 +23,12 @@ FORBIDDEN = {
 @pytest.mark.parametrize("what", FORBIDDEN)
 def test_source_does_not_use(what: str) -> None:
     pattern = re.compile(FORBIDDEN[what])
-    found = [f"{path.name}: {line.strip()}" for path in SOURCES for line in path.read_text().splitlines()
-             if pattern.search(line) and "no pickle" not in line.lower()]
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in SOURCES
+        for line in path.read_text().splitlines()
+        if pattern.search(line) and "no pickle" not in line.lower()
+    ]
     assert not found
 
 

@@ -257,6 +257,20 @@ def test_large_tensors(data: st.DataObject) -> None:
         index.close()
 
 
+@pytest.mark.parametrize("join_source", [False, True])
+def test_joined_layers_lie_in_the_order_of_their_numbers(tmp_path: Path, *, join_source: bool) -> None:
+    # Random cases seldom join two layers whose numbers sort otherwise as text.
+    checkpoint = Checkpoint({f"layers.{i}.b": content(DTYPES["BF16"], (i,), i) for i in (10, 2, 1, 20)})
+    join = {"mesh": {"dp": 2}, "rules": [{"match": "layers.*", "flat": {"axes": ["dp"], "join": "j", "align": 4}}]}
+    whole = {"mesh": {"dp": 1}, "rules": [{"match": "*"}]}
+    source, destination = (join, whole) if join_source else (whole, join)
+    stored = {rank: local_arrays(source, checkpoint.tensors, rank) for rank in mesh_ranks(source)}
+    index = index_of(checkpoint, source, save_locals(tmp_path, stored), how="runs")
+    for rank in mesh_ranks(destination):
+        check_rank(checkpoint, index, destination, rank, 0)
+    index.close()
+
+
 ROW = 4096
 """F32 elements of one row: 16 KiB, so that a quarter of a row is a run of 4 KiB."""
 

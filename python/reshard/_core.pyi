@@ -190,6 +190,12 @@ class Index:
         """Let go of the files; views stay valid, everything else that reads becomes an error."""
 
 @final
+class Windows:
+    """Memory through which files are written, kept from file to file; allocated when first needed."""
+
+    def __new__(cls, memory_bytes: int) -> Windows: ...
+
+@final
 class Plan:
     """All copies from stored tiles to the arrays of one request; executing it fails only by I/O."""
 
@@ -224,7 +230,7 @@ class Plan:
         path: str,
         *,
         metadata: Mapping[str, str] | None = None,
-        memory_bytes: int = 268435456,
+        windows: Windows | None = None,
         threads: int | None = None,
         durable: bool = True,
         direct: bool = True,

@@ -96,8 +96,8 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
     """Open a checkpoint, whatever its format.
 
     Args:
-        path: a `.safetensors` file (any other file is tried as one), a Hugging Face folder, the root of a Checkpoint 2.0
-            tree (its newest iteration of whole structure is taken, the tracker's first), or one iteration folder.
+        path: a `.safetensors` file (any other file is tried as one), a Hugging Face folder, the root of a Checkpoint
+            2.0 tree (its newest iteration of whole structure is taken, the tracker's first), or an iteration folder.
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
 
     Returns:
@@ -109,10 +109,9 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
         CoverageError: the stored shards do not cover a tensor.
 
     Example:
-        >>> import numpy as np, tempfile, reshard
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> reshard.save_file({"w": np.eye(2, dtype=np.float32)}, f"{folder.name}/w.safetensors")
-        >>> with reshard.open(f"{folder.name}/w.safetensors") as checkpoint:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.eye(2, dtype=np.float32)}, "w.safetensors")
+        >>> with reshard.open("w.safetensors") as checkpoint:
         ...     checkpoint.keys(), checkpoint["w"].shape
         (['w'], (2, 2))
     """
@@ -239,7 +238,7 @@ def _add_tiles(index: _core.Index, folder: Path, described: tiles.TilesFile, met
 
 
 def _add_unlisted(index: _core.Index, folder: Path) -> None:
-    """Check every file, and add the tensors that lie in files but in no description: whole, the same on every holder."""
+    """Check every file, and add the tensors that lie in files but in no description: whole on every holder."""
     unlisted: dict[str, list[int]] = {}
     for file, name in index.check():
         unlisted.setdefault(name, []).append(file)
@@ -279,9 +278,8 @@ class Checkpoint:
         skipped: `(folder, reason)` of newer iterations of the root that were passed over.
 
     Example:
-        >>> import numpy as np, tempfile, reshard
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> path = f"{folder.name}/m.safetensors"
+        >>> import numpy as np, reshard
+        >>> path = "m.safetensors"
         >>> reshard.save_file({"w": np.arange(12, dtype=np.int32).reshape(3, 4)}, path)
         >>> checkpoint = reshard.open(path)
         >>> checkpoint.read("w", (slice(1, 3), 0))

@@ -71,9 +71,7 @@ def safe_open(
         UnsupportedError: tensors are wanted and torch is not installed.
 
     Example:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> path = f"{folder.name}/model.safetensors"
+        >>> path = "model.safetensors"
         >>> save_file({"w": np.arange(12.0).reshape(3, 4)}, path)
         >>> with safe_open(path, framework="np") as f:
         ...     f.keys(), f.get_slice("w")[1:, 0]
@@ -116,9 +114,7 @@ def load_file(
         ReshardError: as `safe_open`.
 
     Example:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> path = f"{folder.name}/model.safetensors"
+        >>> path = "model.safetensors"
         >>> save_file({"w": np.arange(3)}, path)
         >>> load_file(path)
         {'w': array([0, 1, 2])}
@@ -150,9 +146,7 @@ def save_file(
         StorageError: the system refused the write.
 
     Example:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> path = f"{folder.name}/model.safetensors"
+        >>> path = "model.safetensors"
         >>> save_file({"w": np.eye(2, dtype=np.float32).T}, path, metadata={"format": "np"})
         >>> safe_open(path, "np").metadata()
         {'format': 'np'}

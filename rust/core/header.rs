@@ -21,6 +21,7 @@ pub(crate) use tokens::NUMBER_END;
 use crate::dtype::Dtype;
 use crate::error::{Error, Printable, Result};
 use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -62,8 +63,10 @@ pub struct Header {
     text: Vec<u8>,
     /// In the order of the data.
     slots: Vec<Slot>,
-    /// Numbers of the tensors in the order of their names.
-    by_name: Vec<u32>,
+    /// Hash of the name and number of each tensor, sorted: names are found without touching the others.
+    by_hash: Vec<(u64, u32)>,
+    /// Its keys are random, so that no file can make names collide.
+    hasher: RandomState,
     /// Sorted by key.
     metadata: Option<Vec<Pair>>,
 }
@@ -203,7 +206,8 @@ impl Header {
         let mut this = Self {
             text: json,
             slots,
-            by_name: Vec::new(),
+            by_hash: Vec::new(),
+            hasher: RandomState::new(),
             metadata,
         };
         if has_escapes {
@@ -258,11 +262,13 @@ impl Header {
 
     /// The number of the tensor of this name.
     pub fn find(&self, name: &str) -> Option<usize> {
-        let at = self
-            .by_name
-            .binary_search_by(|&i| self.name(i).cmp(name.as_bytes()))
-            .ok()?;
-        Some(self.by_name[at] as usize)
+        let hash = self.hasher.hash_one(name.as_bytes());
+        let first = self.by_hash.partition_point(|&(other, _)| other < hash);
+        let same = self.by_hash[first..]
+            .iter()
+            .take_while(|&&(other, _)| other == hash);
+        same.map(|&(_, i)| i as usize)
+            .find(|&i| self.name(i) == name.as_bytes())
     }
 
     /// Keys and values of `__metadata__`, sorted by key; `None` if the header has none.
@@ -289,26 +295,31 @@ impl Header {
         Ok(())
     }
 
-    /// Sorts tensors by their data, names and metadata by text, and finds duplicates.
+    /// Sorts tensors by their data and metadata by key, makes names found, and finds duplicates.
     fn order(&mut self) -> Result<()> {
         // One without elements before the one whose data begins there; among equals, as the header has them.
         self.slots
             .sort_unstable_by_key(|slot| (slot.start, slot.end, slot.shape_at));
-        let mut by_name: Vec<u32> = (0..self.slots.len() as u32).collect();
-        // This sort uses runs that are in order already, as most writers leave them.
-        by_name.sort_by(|&a, &b| self.name(a).cmp(self.name(b)));
-        if let Some(pair) = by_name
-            .windows(2)
-            .find(|pair| self.name(pair[0]) == self.name(pair[1]))
-        {
-            let name = self.entry(pair[0] as usize).name;
-            return Err(Error::damaged(format!(
-                "tensor `{}` occurs twice in the header",
-                Printable(name)
-            ))
-            .key(name));
+        let mut by_hash: Vec<(u64, u32)> = (0..self.slots.len())
+            .map(|i| (self.hasher.hash_one(self.name(i)), i as u32))
+            .collect();
+        by_hash.sort_unstable_by(|&(a_hash, a), &(b_hash, b)| {
+            a_hash
+                .cmp(&b_hash)
+                .then_with(|| self.name(a as usize).cmp(self.name(b as usize)))
+        });
+        for pair in by_hash.windows(2) {
+            let (a, b) = (pair[0].1 as usize, pair[1].1 as usize);
+            if pair[0].0 == pair[1].0 && self.name(a) == self.name(b) {
+                let name = self.entry(a).name;
+                return Err(Error::damaged(format!(
+                    "tensor `{}` occurs twice in the header",
+                    Printable(name)
+                ))
+                .key(name));
+            }
         }
-        self.by_name = by_name;
+        self.by_hash = by_hash;
 
         let mut metadata = self.metadata.take();
         let text = |text: Text| &self.text[text.range()];
@@ -360,8 +371,8 @@ impl Header {
         Ok(())
     }
 
-    fn name(&self, i: u32) -> &[u8] {
-        &self.text[self.slots[i as usize].name.range()]
+    fn name(&self, i: usize) -> &[u8] {
+        &self.text[self.slots[i].name.range()]
     }
 
     fn str(&self, text: Text) -> &str {

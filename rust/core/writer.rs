@@ -38,14 +38,61 @@ pub const MIN_MEMORY_BYTES: u64 = 2 * PIECE_BYTES as u64;
 pub struct Options {
     /// The header's `__metadata__`.
     pub metadata: Vec<(String, String)>,
-    /// Memory for windows.
-    pub memory_bytes: u64,
     /// Sync the file and its folder before returning.
     pub durable: bool,
     /// Try `O_DIRECT`.
     pub direct: bool,
     /// Permission bits, less the process's umask.
     pub mode: u32,
+}
+
+/// The memory through which files are written: two windows within a budget.
+///
+/// It is kept from file to file, because touching fresh pages costs more than filling them.
+#[derive(Debug)]
+pub struct Windows {
+    memory: [Memory; 2],
+    window_bytes: usize,
+}
+
+impl Windows {
+    /// Windows within a budget; nothing is allocated before the first file.
+    pub fn new(memory_bytes: u64) -> Result<Self> {
+        if memory_bytes < MIN_MEMORY_BYTES {
+            let message = format!(
+                "a budget of {memory_bytes} bytes is too small; at least {MIN_MEMORY_BYTES} are needed"
+            );
+            return Err(Error::new(Kind::Argument, message));
+        }
+        let half = (memory_bytes / 2).min(MAX_WINDOW_BYTES as u64) as usize;
+        let memory = [Memory::new(0)?, Memory::new(0)?];
+        Ok(Self {
+            memory,
+            window_bytes: half / PIECE_BYTES * PIECE_BYTES,
+        })
+    }
+
+    /// Both windows, large enough for a file of this size.
+    fn for_file(&mut self, n_bytes: u64) -> Result<[&mut Memory; 2]> {
+        let first = (self.window_bytes as u64).min(n_bytes) as usize;
+        let second = if n_bytes > self.window_bytes as u64 {
+            first
+        } else {
+            0
+        };
+        for (memory, len) in self.memory.iter_mut().zip([first, second]) {
+            if memory.len() < len {
+                // Large ones at once: files of growing sizes must not allocate again and again.
+                *memory = Memory::new(if len > PIECE_BYTES {
+                    self.window_bytes
+                } else {
+                    PIECE_BYTES
+                })?;
+            }
+        }
+        let [first, second] = &mut self.memory;
+        Ok([first, second])
+    }
 }
 
 /// What was written.
@@ -65,15 +112,9 @@ pub fn write(
     path: &Path,
     plan: &Plan<'_>,
     options: &Options,
+    windows: &mut Windows,
     control: &Control,
 ) -> Result<Written> {
-    if options.memory_bytes < MIN_MEMORY_BYTES {
-        let message = format!(
-            "a budget of {} bytes is too small; at least {MIN_MEMORY_BYTES} are needed",
-            options.memory_bytes
-        );
-        return Err(Error::new(Kind::Argument, message));
-    }
     let align = if plan.n_bytes() >= PAGE_ALIGNED_FROM_BYTES {
         DIRECT_BLOCK_BYTES as u64
     } else {
@@ -93,7 +134,7 @@ pub fn write(
         starts,
     };
     let temporary = Temporary::create(path, n_bytes, options)?;
-    let sums = stream(&temporary, &content, n_bytes, options, control)?;
+    let sums = stream(&temporary, &content, n_bytes, windows, control)?;
     temporary.publish(path, options.durable)?;
     Ok(Written { n_bytes, sums })
 }
@@ -151,23 +192,12 @@ fn stream(
     temporary: &Temporary,
     content: &Content<'_>,
     n_bytes: u64,
-    options: &Options,
+    windows: &mut Windows,
     control: &Control,
 ) -> Result<Vec<u32>> {
-    let half = (options.memory_bytes / 2).min(MAX_WINDOW_BYTES as u64) as usize;
-    let window_bytes = half / PIECE_BYTES * PIECE_BYTES;
-    let first = window_bytes
-        .min(n_bytes as usize)
-        .next_multiple_of(DIRECT_BLOCK_BYTES);
-    let second = if n_bytes as usize > window_bytes {
-        first
-    } else {
-        0
-    };
-    let mut windows = [Memory::new(first)?, Memory::new(second)?];
+    let window_bytes = windows.window_bytes;
+    let [mut current, mut other] = windows.for_file(n_bytes)?;
     let mut sums = Vec::with_capacity((n_bytes as usize).div_ceil(CHUNK_BYTES));
-    let [current, other] = &mut windows;
-    let (mut current, mut other) = (current, other);
     let len_at = |start: u64| (n_bytes - start).min(window_bytes as u64) as usize;
     content.fill(0, &mut current.as_mut_slice()[..len_at(0)], control)?;
     let mut start = 0;

@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -259,7 +258,7 @@ def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
 def _scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
     """The iteration folders by ascending number, and the names that repeat a number, each with the reason."""
     by_number: dict[int, list[str]] = {}
-    for name in _names(root, stat.S_ISDIR):
+    for name in _names(root, lambda entry: entry.is_dir(follow_symlinks=False)):
         number = parse_iteration_folder(name)
         if number is not None:
             by_number.setdefault(number, []).append(name)
@@ -272,16 +271,12 @@ def _scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tup
     return found, ignored
 
 
-def _names(folder: str | os.PathLike[str], is_kind: Callable[[int], bool]) -> list[str]:
-    """Names in a folder of one kind of entry, links not followed, hidden ones left out."""
+def _names(folder: str | os.PathLike[str], is_kind: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    """Names of one kind of entry in a folder."""
     path = os.fspath(folder)
     try:
         with os.scandir(folder) as entries:
-            return [
-                entry.name
-                for entry in entries
-                if not entry.name.startswith(".") and is_kind(entry.stat(follow_symlinks=False).st_mode)
-            ]
+            return [entry.name for entry in entries if is_kind(entry)]
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
     except OSError as error:
@@ -307,7 +302,7 @@ def list_shard_files(folder: str | os.PathLike[str]) -> list[str]:
     path = os.fspath(folder)
     found: dict[Part, dict[int, str]] = {"model": {}, "optimizer": {}}
     first: dict[Part, tuple[str, ShardFileName]] = {}
-    for name in sorted(_names(folder, stat.S_ISREG)):
+    for name in sorted(_names(folder, lambda entry: entry.is_file(follow_symlinks=False))):
         parsed = parse_shard_file_name(name)
         if parsed is None:
             continue

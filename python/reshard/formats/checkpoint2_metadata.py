@@ -63,7 +63,7 @@ def expressible(record: TensorRecord, world: World) -> str | None:
     if reserved:
         return f"a mesh axis named {show(reserved[0])} means something else there"
     if record.dtype not in _DTYPES:
-        return f"MindSpore has no shard files of {record.dtype}"
+        return f"MindSpore has no shard files of {record.dtype}: its reader refuses the whole file that holds it"
     if record.flat:
         return "it is flattened and cut 1-D"
     if record.stored and record.stored != tuple(range(len(record.shape))):

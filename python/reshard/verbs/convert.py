@@ -56,7 +56,7 @@ class ConvertReport:
         n_files: shard files.
         n_bytes: bytes of the shard files.
         seconds: how long it took.
-        not_expressible: keys, each with the reason, whose layout metadata.json cannot say: the original does not see them.
+        not_expressible: keys whose layout metadata.json cannot say, each with the reason: the original does not see them.
         warnings: what deserves a look.
     """
 
@@ -103,8 +103,8 @@ def convert(
     Args:
         src: whatever `reshard.open` opens.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file.
-        to: "huggingface" (the default without a layout), "checkpoint2" (the default with one) or "safetensors": one file
-            if `dst` ends so, else one a rank.
+        to: "huggingface" (the default without a layout), "checkpoint2" (the default with one) or "safetensors": one
+            file if `dst` ends so, else one a rank.
         part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
         layout: how the destination is cut; none: whole tensors.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none.
@@ -131,9 +131,8 @@ def convert(
         DamagedFileError, StorageError: reading or writing failed. In every case the destination is as it was.
 
     Example:
-        >>> import numpy as np, tempfile, reshard
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> src, dst = f"{folder.name}/m.safetensors", f"{folder.name}/tp2"
+        >>> import numpy as np, reshard
+        >>> src, dst = "m.safetensors", "tp2"
         >>> reshard.save_file({"w": np.arange(8, dtype=np.float32)}, src)
         >>> layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
         >>> reshard.convert(src, dst, layout=layout, iteration=7).n_files
@@ -143,13 +142,13 @@ def convert(
     """
     started = time.monotonic()
     source, target = Path(src), Path(dst)
-    chosen = _target(to, layout, target)
-    _check_options(chosen, target, layout, iteration, prefix, modes)
+    chosen = _target(to, layout)
+    _check_options(chosen, target, layout, {"iteration": iteration, "prefix": prefix, "modes": modes})
     _check_apart(source, target)
     options = _Options(
         metadata={"format": "ms" if chosen == "checkpoint2" else "pt", WRITER_KEY: _core.__version__},
         dtype=None if dtype is None else dtypes.parse_dtype(dtype),
-        memory_bytes=parse_size(memory),
+        windows=_core.Windows(parse_size(memory)),
         threads=threads,
         durable=durable,
         file_mode=0o640 if chosen == "checkpoint2" else 0o666,
@@ -194,7 +193,7 @@ class _Options:
 
     metadata: dict[str, str]
     dtype: str | None
-    memory_bytes: int
+    windows: _core.Windows
     threads: int | None
     durable: bool
     file_mode: int
@@ -220,7 +219,7 @@ class _Written:
     warnings: list[str] = field(default_factory=list)
 
 
-def _target(to: Target | None, layout: LayoutLike | None, target: Path) -> Target:
+def _target(to: Target | None, layout: LayoutLike | None) -> Target:
     if to is None:
         return "huggingface" if layout is None else "checkpoint2"
     if to not in ("huggingface", "checkpoint2", "safetensors"):
@@ -228,9 +227,7 @@ def _target(to: Target | None, layout: LayoutLike | None, target: Path) -> Targe
     return to
 
 
-def _check_options(
-    to: Target, target: Path, layout: LayoutLike | None, iteration: int | None, prefix: str | None, modes: str | None
-) -> None:
+def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_checkpoint2: Mapping[str, object]) -> None:
     if to == "huggingface" and layout is not None:
         raise ArgumentError(
             "Hugging Face files hold whole tensors: `layout` has no meaning there",
@@ -242,12 +239,12 @@ def _check_options(
             hint="give a folder as the destination",
             path=str(target),
         )
-    if to != "checkpoint2":
-        for name, value in (("iteration", iteration), ("prefix", prefix), ("modes", modes)):
-            if value is not None:
-                raise ArgumentError(f'`{name}` belongs to to="checkpoint2"; the destination is "{to}"')
-    if modes not in (None, "original"):
-        raise ArgumentError(f'`modes` is {modes!r}; "original" is accepted')
+    for name, value in of_checkpoint2.items():
+        if value is not None and to != "checkpoint2":
+            raise ArgumentError(f'`{name}` belongs to to="checkpoint2"; the destination is "{to}"')
+    if of_checkpoint2["modes"] not in (None, "original"):
+        raise ArgumentError(f'`modes` is {of_checkpoint2["modes"]!r}; "original" is accepted')
+    iteration = of_checkpoint2["iteration"]
     if iteration is not None and (isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0):
         raise ArgumentError(f"`iteration` is {iteration!r}; a whole number from 0 on is needed")
 
@@ -288,9 +285,7 @@ def _write_files(job: _Job, folder: Path, files: list[_File]) -> int:
     """Stream the files; the bytes that were written."""
     options = job.options
     # Plans are cheap and hold what they open: they are made one by one, and once more to know the total.
-    sizes = [
-        sum(array[3] for array in job.source.plan(file.request, dtype=options.dtype).arrays) for file in files
-    ]
+    sizes = [sum(array[3] for array in job.source.plan(file.request, dtype=options.dtype).arrays) for file in files]
     progress = _Progress(options.progress, sum(sizes))
     total = 0
     for file, n_bytes in zip(files, sizes, strict=True):
@@ -298,7 +293,7 @@ def _write_files(job: _Job, folder: Path, files: list[_File]) -> int:
         total += plan.write(
             str(folder / file.name),
             metadata=options.metadata,
-            memory_bytes=options.memory_bytes,
+            windows=options.windows,
             threads=options.threads,
             durable=options.durable,
             mode=options.file_mode,

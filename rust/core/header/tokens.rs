@@ -172,9 +172,14 @@ impl<'t> Scanner<'t> {
     /// What a string means; `what` it is and how long it may be serve to refuse it before it is copied.
     pub(super) fn decoded(&self, text: Text, max_bytes: usize, what: &str) -> Result<Cow<'t, str>> {
         let escaped = &self.text[text.range()];
-        let decoded = if !self.is_escaped(text) {
-            Cow::Borrowed(str_of(escaped))
-        } else if escaped.len() <= max_bytes * ESCAPE_BYTES {
+        let too_long = || {
+            let shown = Printable(str_of(escaped));
+            Error::damaged(format!("{what} has more than {max_bytes} bytes: {shown}"))
+        };
+        if escaped.len() > max_bytes * ESCAPE_BYTES {
+            return Err(too_long());
+        }
+        let decoded = if self.is_escaped(text) {
             let mut bytes = escaped.to_vec();
             let n_bytes = unescape(&mut bytes)?;
             Cow::Owned(str_of(&bytes[..n_bytes]).to_owned())
@@ -182,11 +187,7 @@ impl<'t> Scanner<'t> {
             Cow::Borrowed(str_of(escaped))
         };
         if decoded.len() > max_bytes {
-            let n_bytes = decoded.len();
-            return Err(Error::damaged(format!(
-                "{what} has {n_bytes} bytes, at most {max_bytes} are allowed: {}",
-                Printable(&decoded)
-            )));
+            return Err(too_long());
         }
         Ok(decoded)
     }

@@ -47,7 +47,8 @@ pub fn storage_key(name: &str, offset: u64) -> String {
     key
 }
 
-/// Python's `str.isprintable` of one character; both languages take it from Unicode's general categories.
+/// Python's `str.isprintable` of one character; both languages take it from Unicode's general categories. They may differ
+/// on a character that is newer than the Unicode of one of them.
 fn is_printable(c: char) -> bool {
     // Rust's debug form escapes the same characters, and besides them a combining one at the very start.
     let mut buffer = [b'a'; 5];

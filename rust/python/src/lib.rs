@@ -19,7 +19,7 @@ mod _core {
         default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},
         index::Index,
-        plan::{Plan, rename, write_arrays},
+        plan::{Plan, Windows, rename, write_arrays},
     };
     use pyo3::prelude::*;
 

@@ -13,15 +13,29 @@ use reshard_core::writer;
 use reshard_core::{Error, Kind};
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
+use std::sync::Mutex;
 
 /// Arrays from this size on get memory of their own, so that dropping one frees it.
 const OWN_MEMORY_BYTES: u64 = 2 << 20;
 /// Smaller ones share memory of this size.
 const SHARED_MEMORY_BYTES: u64 = 8 << 20;
 const ALIGN_BYTES: u64 = 64;
+const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
 
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Plan(pub(crate) CorePlan<'static>);
+
+/// Memory through which files are written.
+#[pyclass(frozen, module = "reshard._core")]
+pub(crate) struct Windows(Mutex<writer::Windows>);
+
+#[pymethods]
+impl Windows {
+    #[new]
+    fn new(py: Python<'_>, memory_bytes: u64) -> PyResult<Self> {
+        raise(py, writer::Windows::new(memory_bytes)).map(|windows| Self(Mutex::new(windows)))
+    }
+}
 
 #[pymethods]
 impl Plan {
@@ -183,14 +197,14 @@ impl Plan {
         Ok(views)
     }
 
-    #[pyo3(signature = (path, *, metadata=None, memory_bytes=268_435_456, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
+    #[pyo3(signature = (path, *, metadata=None, windows=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a file")]
     fn write(
         &self,
         py: Python<'_>,
         path: PathBuf,
         metadata: Option<BTreeMap<String, String>>,
-        memory_bytes: u64,
+        windows: Option<&Windows>,
         threads: Option<usize>,
         durable: bool,
         direct: bool,
@@ -200,12 +214,27 @@ impl Plan {
         let metadata = metadata.unwrap_or_default().into_iter().collect();
         let options = writer::Options {
             metadata,
-            memory_bytes,
             durable,
             direct,
             mode,
         };
-        write_plan(py, path, &self.0, &options, threads, progress)
+        match windows {
+            Some(windows) => {
+                // Waiting for another thread here would keep the interpreter from it.
+                let busy = || {
+                    Error::new(
+                        Kind::Argument,
+                        "another thread writes through these windows",
+                    )
+                };
+                let mut windows = raise(py, windows.0.try_lock().map_err(|_| busy()))?;
+                write_plan(py, path, &self.0, &options, &mut windows, threads, progress)
+            }
+            None => {
+                let mut windows = raise(py, writer::Windows::new(DEFAULT_MEMORY_BYTES))?;
+                write_plan(py, path, &self.0, &options, &mut windows, threads, progress)
+            }
+        }
     }
 }
 
@@ -214,13 +243,14 @@ fn write_plan(
     path: PathBuf,
     plan: &CorePlan<'_>,
     options: &writer::Options,
+    windows: &mut writer::Windows,
     threads: Option<usize>,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<u64> {
     let control = Control::default();
     // Whatever its size, a write waits for the disk: signals are heeded.
     let written = run(py, threads, plan.n_bytes(), progress, &control, || {
-        writer::write(&path, plan, options, &control)
+        writer::write(&path, plan, options, windows, &control)
     })?;
     Ok(written.n_bytes)
 }
@@ -278,12 +308,12 @@ pub(crate) fn write_arrays(
     let metadata = metadata.unwrap_or_default().into_iter().collect();
     let options = writer::Options {
         metadata,
-        memory_bytes,
         durable,
         direct,
         mode,
     };
-    write_plan(py, path, &plan, &options, threads, progress)
+    let mut windows = raise(py, writer::Windows::new(memory_bytes))?;
+    write_plan(py, path, &plan, &options, &mut windows, threads, progress)
 }
 
 #[pyfunction]
