@@ -362,7 +362,7 @@ def test_arguments_are_named_as_options(tmp_path: Path, model: Path) -> None:
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    with start("inspect", CKPT2, "--json") as process:
+    with start("inspect", CKPT2) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()  # before anything was printed
@@ -459,6 +459,10 @@ def test_progress_is_for_terminals(tmp_path: Path) -> None:
     assert (code, "of 256 MiB" in seen) == (0, True)
     json.loads(out)
     assert outcome("convert", source, tmp_path / "c")[2] == ""
+    # Several jobs, with lines on stdout between them: nothing of them goes to the terminal at stderr.
+    code, out, seen = on_terminal("demo", "--size", 100)
+    assert (code, "equal" in seen, "\x1b" in out) == (0, False, False)
+    assert "merge  " in out
 
 
 def test_a_pipe_gets_one_line_a_tensor(tmp_path: Path) -> None:
@@ -466,7 +470,7 @@ def test_a_pipe_gets_one_line_a_tensor(tmp_path: Path) -> None:
     safetensors.numpy.save_file({key: np.zeros(1, np.uint8), "v": np.zeros(1, np.uint8)}, tmp_path / "m.safetensors")
     code, out, _ = outcome("inspect", tmp_path / "m.safetensors", env={**os.environ, "COLUMNS": "40"})
     assert code == 0
-    assert key in out
+    assert re.search(rf"^{re.escape(key)}  U8     1      1 B$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

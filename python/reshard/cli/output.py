@@ -205,7 +205,6 @@ class ProgressBar:
             console=console(err=True),
             transient=True,
             refresh_per_second=8,
-            redirect_stdout=False,  # else what goes to stdout would land on stderr
         )
         self._task = self._bar.add_task("", total=None, told="")
 
