@@ -67,7 +67,7 @@ fn copy(criterion: &mut Criterion) {
             let plan = index.plan(&request, None).unwrap();
             group.bench_function(BenchmarkId::new(name, format!("{method:?}")), |bencher| {
                 bencher.iter(|| {
-                    fill(&plan, vec![&mut to], Stores::Streaming, &Control::default()).unwrap()
+                    fill(&plan, vec![&mut to], Stores::Streaming, &Control::default()).unwrap();
                 });
             });
             let (row, column) = (shape[0] as usize - 1, 2 * (offset[1] as usize));

@@ -127,9 +127,11 @@ proptest! {
                     let local = local_array(&from, position, &whole, size);
                     let shape = from.local_shape(position);
                     let mut strides: Vec<u64> = reshard_core::region::row_major_strides(&shape);
-                    strides.iter_mut().for_each(|stride| *stride *= size as u64);
-                    let plan = Plan::of_memory(vec![MemoryTensor { name: "w".into(), dtype: dtype, shape: shape, bytes: &local, strides_bytes: strides }]).unwrap();
-                    let written = writer::write(&path, &plan, &options(), &mut Windows::new(writer::MIN_MEMORY_BYTES).unwrap(), &Control::default()).unwrap();
+                    for stride in &mut strides { *stride *= size as u64; }
+                    let tensor = MemoryTensor { name: "w".into(), dtype, shape, bytes: &local, strides_bytes: strides };
+                    let plan = Plan::of_memory(vec![tensor]).unwrap();
+                    let mut windows = Windows::new(writer::MIN_MEMORY_BYTES).unwrap();
+                    let written = writer::write(&path, &plan, &options(), &mut windows, &Control::default()).unwrap();
                     prop_assert_eq!(written.n_bytes, std::fs::metadata(&path).unwrap().len());
                 }
                 files.push(index.add_file(path, false, method));

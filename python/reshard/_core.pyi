@@ -12,6 +12,21 @@ Tile: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 Progress: TypeAlias = Callable[[int, int], object]
 ReadMethod: TypeAlias = Literal["auto", "map", "read"]
 
+__all__ = [
+    "Buffer",
+    "Index",
+    "Layout",
+    "Mesh",
+    "Plan",
+    "Request",
+    "Windows",
+    "__version__",
+    "default_threads",
+    "dtype_bits",
+    "rename",
+    "write_arrays",
+]
+
 __version__: str
 
 def dtype_bits(dtype: str) -> int:
@@ -53,14 +68,14 @@ class Layout:
         cls,
         mesh: Mesh,
         shape: Sequence[int],
-        cut: Sequence[Sequence[str]] = (),
+        cut: Sequence[Sequence[str]] | None = None,
         *,
         uneven: Literal["refuse", "ceil"] = "refuse",
         sizes: Mapping[int, Sequence[int]] | None = None,
         blocks: Mapping[int, Sequence[tuple[int, bool]]] | None = None,
         flat: Sequence[str] | None = None,
         stored: Sequence[int] | None = None,
-        place: Sequence[tuple[Sequence[str], int]] = (),
+        place: Sequence[tuple[Sequence[str], int]] | None = None,
     ) -> Layout: ...
     @property
     def mesh(self) -> Mesh: ...
@@ -155,7 +170,7 @@ class Index:
         """
 
     def __len__(self) -> int: ...
-    def __contains__(self, key: object) -> bool: ...
+    def __contains__(self, key: object, /) -> bool: ...
     def keys(self) -> list[str]:
         """In the order in which they were added; of `from_metadata`, in the file's order."""
 

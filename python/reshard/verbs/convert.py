@@ -56,7 +56,7 @@ class ConvertReport:
         n_files: shard files.
         n_bytes: bytes of the shard files.
         seconds: how long it took.
-        not_expressible: keys whose layout metadata.json cannot say, each with the reason: the original does not see them.
+        not_expressible: keys whose layout metadata.json cannot say, with the reason; the original does not see them
         warnings: what deserves a look.
     """
 

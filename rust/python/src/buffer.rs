@@ -63,7 +63,6 @@ impl Buffer {
         self.len
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "the signature of the slot")]
     unsafe fn __getbuffer__(
         slf: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,
@@ -77,7 +76,7 @@ impl Buffer {
                 view,
                 slf.as_ptr(),
                 this.address.cast(),
-                this.len as ffi::Py_ssize_t,
+                this.len.cast_signed(),
                 0,
                 flags,
             )
@@ -132,7 +131,7 @@ impl Borrowed {
     }
 
     pub(crate) fn range(&self) -> (usize, usize) {
-        (self.view.buf as usize, self.view.len as usize)
+        (self.view.buf as usize, self.view.len.cast_unsigned())
     }
 
     fn dims(&self, values: *const ffi::Py_ssize_t) -> &[ffi::Py_ssize_t] {
@@ -140,7 +139,7 @@ impl Borrowed {
             return &[];
         }
         // SAFETY: the lender filled `ndim` values there, which live as long as the view.
-        unsafe { std::slice::from_raw_parts(values, self.view.ndim as usize) }
+        unsafe { std::slice::from_raw_parts(values, self.view.ndim.cast_unsigned() as usize) }
     }
 
     fn strides(&self) -> &[ffi::Py_ssize_t] {
@@ -148,13 +147,16 @@ impl Borrowed {
     }
 
     pub(crate) fn strides_bytes(&self) -> Vec<u64> {
-        self.strides().iter().map(|stride| *stride as u64).collect()
+        self.strides()
+            .iter()
+            .map(|stride| stride.cast_unsigned() as u64)
+            .collect()
     }
 
     pub(crate) fn shape(&self) -> Vec<u64> {
         self.dims(self.view.shape)
             .iter()
-            .map(|extent| *extent as u64)
+            .map(|extent| extent.cast_unsigned() as u64)
             .collect()
     }
 
@@ -170,9 +172,9 @@ impl Borrowed {
             .map(|(extent, stride)| (extent - 1) * stride)
             .sum::<u64>();
         let len = if self.strides().is_empty() {
-            self.view.len as u64
+            self.view.len.cast_unsigned() as u64
         } else {
-            reach + self.view.itemsize as u64
+            reach + self.view.itemsize.cast_unsigned() as u64
         };
         // SAFETY: the lender vouches for every byte that shape and strides reach, until the release. Another Python
         // thread that writes meanwhile changes what is saved, as with any array handed to a writer.
@@ -190,7 +192,9 @@ impl Borrowed {
         }
         // SAFETY: contiguous and writable as asked for in `writable`, and no other borrowed buffer overlaps it, which
         // the caller has checked by `disjoint`.
-        unsafe { std::slice::from_raw_parts_mut(self.view.buf.cast(), self.view.len as usize) }
+        unsafe {
+            std::slice::from_raw_parts_mut(self.view.buf.cast(), self.view.len.cast_unsigned())
+        }
     }
 }
 

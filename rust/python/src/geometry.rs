@@ -60,19 +60,19 @@ pub(crate) struct Layout(pub(crate) Arc<reshard_core::layout::Layout>);
 #[pymethods]
 impl Layout {
     #[new]
-    #[pyo3(signature = (mesh, shape, cut=Vec::new(), *, uneven="refuse", sizes=None, blocks=None, flat=None, stored=None, place=Vec::new()))]
+    #[pyo3(signature = (mesh, shape, cut=None, *, uneven="refuse", sizes=None, blocks=None, flat=None, stored=None, place=None))]
     #[expect(clippy::too_many_arguments, reason = "the fields of a layout file")]
     fn new(
         py: Python<'_>,
         mesh: &Mesh,
         shape: Vec<u64>,
-        cut: Vec<Vec<String>>,
+        cut: Option<Vec<Vec<String>>>,
         uneven: &str,
         sizes: Option<BTreeMap<usize, Vec<u64>>>,
         blocks: Option<BTreeMap<usize, Vec<(u64, bool)>>>,
         flat: Option<Vec<String>>,
         stored: Option<Vec<usize>>,
-        place: Vec<(Vec<String>, u64)>,
+        place: Option<Vec<(Vec<String>, u64)>>,
     ) -> PyResult<Self> {
         let make = || {
             let axes = |names: &[String]| {
@@ -89,7 +89,7 @@ impl Layout {
                 )
             };
             let mut dims = vec![DimSpec::default(); n];
-            for (d, names) in cut.iter().enumerate() {
+            for (d, names) in cut.unwrap_or_default().iter().enumerate() {
                 if let Some(dim) = dims.get_mut(d) {
                     dim.axes = axes(names)?;
                 } else if !names.is_empty() {
@@ -116,6 +116,7 @@ impl Layout {
             };
             let flat = flat.map(|names| axes(&names)).transpose()?;
             let place = place
+                .unwrap_or_default()
                 .iter()
                 .map(|(names, at)| Ok((axes(names)?, *at)))
                 .collect::<Result<Vec<_>, Error>>()?;
@@ -216,7 +217,6 @@ impl Request {
         raise(py, self.0.add(name, key, &layout.0, position))
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn add_region(
         &mut self,
         py: Python<'_>,
@@ -233,7 +233,6 @@ impl Request {
         Ok(())
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn add_joined(
         &mut self,
         py: Python<'_>,

@@ -9,7 +9,7 @@ use pyo3::types::PyTuple;
 use reshard_core::copy::Control;
 use reshard_core::dtype::Dtype;
 use reshard_core::index::StoredTensor;
-use reshard_core::metadata::{Metadata, decode};
+use reshard_core::metadata::{CellTable, Metadata, decode};
 use reshard_core::region::Region;
 use reshard_core::source::Method;
 use reshard_core::tile::Tile;
@@ -53,7 +53,6 @@ impl Index {
 
     #[staticmethod]
     #[pyo3(signature = (path, *, method="auto"))]
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn from_metadata(py: Python<'_>, path: PathBuf, method: &str) -> PyResult<Self> {
         let method = raise(py, parse_method(method))?;
         let decoded = py.detach(|| {
@@ -68,7 +67,7 @@ impl Index {
         let (mut metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
         for tensor in &mut metadata.tensors {
             // The index has its own copy of the table; only layouts and dtypes are asked for later.
-            tensor.cells = Default::default();
+            tensor.cells = CellTable::default();
         }
         let by_key = metadata
             .tensors
@@ -144,7 +143,6 @@ impl Index {
         raise(py, self.index.add_whole(key, file))
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn add_layout(
         &mut self,
         py: Python<'_>,
@@ -225,7 +223,6 @@ impl Index {
         raise(py, self.index.holders(key))
     }
 
-    #[expect(clippy::type_complexity, reason = "one row of a list")]
     fn shards<'py>(
         &self,
         py: Python<'py>,

@@ -1,6 +1,12 @@
 //! `reshard._core`: the Python binding of the core. It converts, releases the interpreter, and maps errors; it decides
 //! nothing. The surface is told in `python/reshard/_core.pyi`.
 
+#![allow(
+    clippy::needless_pass_by_value,
+    reason = "arguments are extracted from Python by value"
+)]
+#![allow(clippy::type_complexity, reason = "what Python gets are plain tuples")]
+
 mod buffer;
 mod errors;
 mod geometry;

@@ -12,7 +12,7 @@ use reshard_core::plan::{MemoryTensor, Plan as CorePlan, PlanSource};
 use reshard_core::writer;
 use reshard_core::{Error, Kind};
 use std::collections::{BTreeMap, HashMap};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// Arrays from this size on get memory of their own, so that dropping one frees it.
@@ -72,7 +72,6 @@ impl Plan {
         self.0.source_bytes()
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn only(&self, py: Python<'_>, arrays: Vec<usize>) -> PyResult<Self> {
         raise(py, self.0.only(&arrays)).map(Self)
     }
@@ -96,13 +95,11 @@ impl Plan {
                 continue;
             }
             let room = n_bytes.next_multiple_of(ALIGN_BYTES);
-            let memory = match shared.filter(|&i| sizes[i] + room <= SHARED_MEMORY_BYTES) {
-                Some(i) => i,
-                None => {
-                    sizes.push(0);
-                    sizes.len() - 1
-                }
-            };
+            let fits = |i: &usize| sizes[*i] + room <= SHARED_MEMORY_BYTES;
+            let memory = shared.filter(fits).unwrap_or(sizes.len());
+            if memory == sizes.len() {
+                sizes.push(0);
+            }
             shared = Some(memory);
             places.push((memory, sizes[memory]));
             sizes[memory] += room;
@@ -141,7 +138,6 @@ impl Plan {
     }
 
     #[pyo3(signature = (out, *, threads=None, progress=None))]
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn fill(
         &self,
         py: Python<'_>,
@@ -180,14 +176,13 @@ impl Plan {
                 views.push(None);
                 continue;
             };
-            let buffer = match maps.get(&id) {
-                Some(buffer) => buffer.clone(),
-                None => {
-                    let map = raise(py, file.source().private_map())?;
-                    let buffer = Bound::new(py, Buffer::of_map(map))?;
-                    maps.insert(id, buffer.clone());
-                    buffer
-                }
+            let buffer = if let Some(buffer) = maps.get(&id) {
+                buffer.clone()
+            } else {
+                let map = raise(py, file.source().private_map())?;
+                let buffer = Bound::new(py, Buffer::of_map(map))?;
+                maps.insert(id, buffer.clone());
+                buffer
             };
             // An unaligned view would be slow for everyone and refused by some: those are copied.
             let is_aligned = (buffer.get().address() as u64 + start)
@@ -218,29 +213,41 @@ impl Plan {
             direct,
             mode,
         };
-        match windows {
-            Some(windows) => {
-                // Waiting for another thread here would keep the interpreter from it.
-                let busy = || {
-                    Error::new(
-                        Kind::Argument,
-                        "another thread writes through these windows",
-                    )
-                };
-                let mut windows = raise(py, windows.0.try_lock().map_err(|_| busy()))?;
-                write_plan(py, path, &self.0, &options, &mut windows, threads, progress)
-            }
-            None => {
-                let mut windows = raise(py, writer::Windows::new(DEFAULT_MEMORY_BYTES))?;
-                write_plan(py, path, &self.0, &options, &mut windows, threads, progress)
-            }
-        }
+        let Some(windows) = windows else {
+            let mut windows = raise(py, writer::Windows::new(DEFAULT_MEMORY_BYTES))?;
+            return write_plan(
+                py,
+                &path,
+                &self.0,
+                &options,
+                &mut windows,
+                threads,
+                progress,
+            );
+        };
+        // Waiting for another thread here would keep the interpreter from it.
+        let busy = |_| {
+            Error::new(
+                Kind::Argument,
+                "another thread writes through these windows",
+            )
+        };
+        let mut windows = raise(py, windows.0.try_lock().map_err(busy))?;
+        write_plan(
+            py,
+            &path,
+            &self.0,
+            &options,
+            &mut windows,
+            threads,
+            progress,
+        )
     }
 }
 
 fn write_plan(
     py: Python<'_>,
-    path: PathBuf,
+    path: &Path,
     plan: &CorePlan<'_>,
     options: &writer::Options,
     windows: &mut writer::Windows,
@@ -250,18 +257,14 @@ fn write_plan(
     let control = Control::default();
     // Whatever its size, a write waits for the disk: signals are heeded.
     let written = run(py, threads, plan.n_bytes(), progress, &control, || {
-        writer::write(&path, plan, options, windows, &control)
+        writer::write(path, plan, options, windows, &control)
     })?;
     Ok(written.n_bytes)
 }
 
 #[pyfunction]
 #[pyo3(signature = (path, tensors, *, metadata=None, memory_bytes=268_435_456, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
-#[expect(
-    clippy::too_many_arguments,
-    clippy::needless_pass_by_value,
-    reason = "the options of a file, extracted from Python"
-)]
+#[expect(clippy::too_many_arguments, reason = "the options of a file")]
 pub(crate) fn write_arrays(
     py: Python<'_>,
     path: PathBuf,
@@ -313,12 +316,11 @@ pub(crate) fn write_arrays(
         mode,
     };
     let mut windows = raise(py, writer::Windows::new(memory_bytes))?;
-    write_plan(py, path, &plan, &options, &mut windows, threads, progress)
+    write_plan(py, &path, &plan, &options, &mut windows, threads, progress)
 }
 
 #[pyfunction]
 #[pyo3(signature = (source, target, *, exchange))]
-#[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
 pub(crate) fn rename(
     py: Python<'_>,
     source: PathBuf,
