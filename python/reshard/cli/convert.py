@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+import reshard
 from reshard.cli.output import collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size, warn
 
 __all__ = ["convert"]
@@ -63,8 +64,6 @@ def convert(src: str, dst: str, *, no_dedup: bool, no_sync: bool, as_json: bool,
       reshard convert output/checkpoint all.safetensors --to safetensors
       reshard convert hf/ small/ --max-shard-size 500MB --dtype bfloat16
     """
-    import reshard
-
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.convert(src, dst, dedup=not no_dedup, durable=not no_sync, progress=progress, **options)
     # What is in the report was often logged as well, with where it came from before it.

@@ -36,20 +36,20 @@ def demo(megabytes: int, keep: str | None, *, as_json: bool) -> None:
     from reshard.verbs.demo import demo as run
     from reshard.verbs.demo import layout_of
 
-    with _folder(keep) as folder:
-        if not as_json:
-            echo(f"in {shown(folder)}, files not synced")
-            echo("the layout; TP4 is the same with `mesh: {tp: 4}` and without `place`:\n")
-            echo("\n".join(f"  {line}" for line in str(layout_of({"pp": 2, "tp": 2})).splitlines()) + "\n")
-        with collected_warnings(), progress_bar() as progress:
+    with _folder(keep) as folder, collected_warnings(), progress_bar() as progress:
 
-            def on_step(step: DemoStep) -> None:
-                if progress is not None:
-                    progress.pause()
-                if not as_json:
-                    echo(_line(step))
+        def on_step(step: DemoStep) -> None:
+            if progress is not None:
+                progress.pause()
+            if as_json:
+                return
+            if step.name == "make":
+                echo(f"in {shown(folder)}, files not synced")
+                echo("the layout; TP4 is the same with `mesh: {tp: 4}` and without `place`:\n")
+                echo("\n".join(f"  {line}" for line in str(layout_of({"pp": 2, "tp": 2})).splitlines()) + "\n")
+            echo(_line(step))
 
-            report = run(folder, megabytes * 1_000_000, on_step=on_step, progress=progress)
+        report = run(folder, megabytes * 1_000_000, on_step=on_step, progress=progress)
     if as_json:
         echo_json({**dataclasses.asdict(report), "folder": keep})
     elif report.equal:

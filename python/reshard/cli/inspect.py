@@ -1,7 +1,6 @@
 """`reshard inspect`: what a checkpoint holds, as a page for people or one JSON object.
 
-First everything is gathered (`_Facts`, and a `_Row` a tensor), then it is printed: the two outputs cannot disagree.
-`picture` draws a single tensor.
+`facts` gathers what is printed here, and `picture` draws a single tensor.
 """
 
 from __future__ import annotations
@@ -9,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
+import reshard
+from reshard.cli.facts import gather
 from reshard.cli.output import (
     collected_warnings,
     command,
@@ -22,24 +22,24 @@ from reshard.cli.output import (
     echo,
     echo_facts,
     echo_json,
+    echo_table,
     join_dims,
     plain_table,
     shown,
     size,
 )
-from reshard.errors import KeyNotFoundError, LayoutError, ReshardError
+from reshard.errors import KeyNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from reshard.checkpoint import Checkpoint, TensorInfo
-    from reshard.layout import BoundLayout, ModelLayout
+    from reshard.checkpoint import Checkpoint
+    from reshard.cli.facts import Facts, Iteration, Row
 
 __all__ = ["inspect"]
 
 _MAX_PLAIN = 24  # tensors that are listed one by one
 _MAX_ROWS = 60  # lines of the summary
-_MAX_CHECKED = 10  # iterations that are opened only to say whether they are complete
 _MAX_ITERATIONS = 20  # that are listed
 _MIN_KEY = 36  # columns for the keys of a table; with less they get lines of their own
 _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
@@ -65,8 +65,6 @@ def inspect(path: str, pattern: str | None, *, as_layout: bool, everything: bool
       reshard inspect output/checkpoint --layout > layout.yaml
       reshard inspect output/checkpoint --json
     """
-    import reshard
-
     # What is logged, iterations that are passed over, is told on the page.
     with collected_warnings(print_on_error=False), reshard.open(path) as checkpoint:
         if as_layout:
@@ -76,7 +74,7 @@ def inspect(path: str, pattern: str | None, *, as_layout: bool, everything: bool
             else:
                 echo(str(layout), end="")
             return
-        facts = _gather(path, checkpoint, everything=everything)
+        facts = gather(path, checkpoint, everything=everything)
         rows = _matching(facts.rows, pattern)
         if as_json:
             echo_json(_json(facts, rows))
@@ -94,181 +92,7 @@ def inspect(path: str, pattern: str | None, *, as_layout: bool, everything: bool
             _print_rows([_Line.of(row) for row in rows])
 
 
-# -- gathering
-
-
-@dataclass(frozen=True)
-class _Iteration:
-    """An iteration of a root; `complete` is None where nobody looked."""
-
-    iteration: int
-    folder: str
-    tracker: bool
-    taken: bool
-    complete: bool | None
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A tensor."""
-
-    key: str
-    part: str
-    dtype: str
-    shape: tuple[int, ...]
-    cut: str
-    n_shards: int
-    replicas: tuple[int, int]  # fewest and most files that hold a shard
-    n_bytes: int
-    stored_bytes: int
-    tiled: bool  # described in tiles.json only
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """Everything that is printed."""
-
-    path: str
-    checkpoint: Checkpoint
-    rows: list[_Row]
-    iterations: list[_Iteration] | None
-    tracker_reason: str | None
-    layout: ModelLayout | None
-    layout_reason: str | None  # why there is no layout
-    files: list[tuple[str, int]]
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def _gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> _Facts:
-    from reshard.checkpoint import iterations
-    from reshard.layout import ModelLayout
-
-    layout: ModelLayout | None = None
-    bound: BoundLayout | None = None
-    reason: str | None = None
-    try:
-        layout = ModelLayout.like(checkpoint)
-        bound = checkpoint.bind(layout)
-    except LayoutError as error:
-        layout, reason = None, error.message
-    tiled = set(checkpoint.tiled_keys())
-    keys = [*checkpoint.keys("model"), *checkpoint.keys("optimizer")]
-    rows = [_row(key, checkpoint[key], bound, tiled=key in tiled) for key in keys]
-    candidates = iterations(path)
-    found = None
-    if candidates is not None:
-        found = _iterations(path, candidates.folders, candidates.tracker, checkpoint, everything=everything)
-    return _Facts(
-        path=path,
-        checkpoint=checkpoint,
-        rows=rows,
-        iterations=found,
-        tracker_reason=None if candidates is None else candidates.tracker_reason,
-        layout=layout,
-        layout_reason=reason,
-        files=[(file.name, file.n_bytes) for file in checkpoint.files()],
-        parts=_parts(rows),
-    )
-
-
-def _iterations(
-    root: str, folders: Iterable[tuple[int, str]], tracker: int | None, taken: Checkpoint, *, everything: bool
-) -> list[_Iteration]:
-    """The iterations, newest first. What `open` did not try is opened here to know whether it is complete."""
-    from pathlib import Path
-
-    import reshard
-
-    skipped = dict(taken.skipped)
-    found: list[_Iteration] = []
-    n_checked = 0
-    for number, name in sorted(folders, reverse=True):
-        complete: bool | None = True
-        reason: str | None = None
-        if name in skipped:
-            complete, reason = False, skipped[name]
-        elif name != taken.path.name and n_checked == _MAX_CHECKED and not everything:
-            complete = None
-        elif name != taken.path.name:
-            n_checked += 1
-            try:
-                reshard.open(Path(root) / name).close()
-            except ReshardError as error:
-                complete, reason = False, error.message
-        found.append(_Iteration(number, name, number == tracker, name == taken.path.name, complete, reason))
-    return found
-
-
-def _row(key: str, info: TensorInfo, bound: BoundLayout | None, *, tiled: bool) -> _Row:
-    held = [len(shard.files) for shard in info.shards] or [0]
-    n_elements = math.prod(info.shape)
-    stored = sum(math.prod(shard.shape) * len(shard.files) for shard in info.shards)
-    return _Row(
-        key=key,
-        part=info.part,
-        dtype=info.dtype,
-        shape=info.shape,
-        cut=_cut(key, info, bound),
-        n_shards=len(info.shards),
-        replicas=(min(held), max(held)),
-        n_bytes=info.n_bytes,
-        stored_bytes=info.n_bytes * stored // n_elements if n_elements else 0,
-        tiled=tiled,
-    )
-
-
-def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
-    """How the stored regions divide the tensor; axes are named where the layout says the same as the regions."""
-    spec = None if bound is None else bound.specs.get(key)
-    axes_of = dict(enumerate(spec.cut)) if spec is not None else {}
-    mesh = {} if bound is None else dict(bound.mesh.axes)
-    if spec is not None and (spec.flat or spec.blocks or spec.stored):
-        return _cut_by_rule(spec, mesh)
-    extents = [{(shard.offset[d], shard.shape[d]) for shard in info.shards} for d in range(len(info.shape))]
-    if math.prod(len(parts) for parts in extents) != len(info.shards):
-        return f"{len(info.shards)} regions, no grid"
-    texts = []
-    for dim, parts in enumerate(extents):
-        if len(parts) < 2:
-            continue
-        axes = [axis for axis in axes_of.get(dim, ()) if mesh[axis] > 1]
-        over = f" over {' x '.join(axes)}" if axes and math.prod(mesh[axis] for axis in axes) == len(parts) else ""
-        uneven = ", uneven" if len({extent for _, extent in parts}) > 1 else ""
-        texts.append(f"dim {dim}{over}: {len(parts)}{uneven}")
-    return "; ".join(texts) or "whole"
-
-
-def _cut_by_rule(spec: Any, mesh: dict[str, int]) -> str:
-    """The words of a layout file, for what is no grid."""
-    blocks = dict(spec.blocks)
-    texts = []
-    for dim, axes in enumerate(spec.cut):
-        if n := math.prod(mesh[axis] for axis in axes) if axes else 0:
-            each = f" in each of {len(blocks[dim])} blocks" if dim in blocks else ""
-            texts.append(f"dim {dim} over {' x '.join(axes)}: {n}{each}")
-    if spec.flat:
-        texts.append(f"flat over {' x '.join(spec.flat)}: {math.prod(mesh[axis] for axis in spec.flat)}")
-    if spec.stored:
-        texts.append(f"stored as dims {', '.join(map(str, spec.stored))}")
-    return "; ".join(texts) or "whole"
-
-
-def _parts(rows: Iterable[_Row]) -> dict[str, dict[str, Any]]:
-    parts: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        part = parts.setdefault(
-            row.part, {"n_tensors": 0, "n_elements": 0, "n_bytes": 0, "stored_bytes": 0, "dtypes": Counter()}
-        )
-        part["n_tensors"] += 1
-        part["n_elements"] += math.prod(row.shape)
-        part["n_bytes"] += row.n_bytes
-        part["stored_bytes"] += row.stored_bytes
-        part["dtypes"][row.dtype] += 1
-    return parts
-
-
-def _matching(rows: list[_Row], pattern: str | None) -> list[_Row]:
+def _matching(rows: list[Row], pattern: str | None) -> list[Row]:
     from reshard.layout.patterns import Pattern
 
     if pattern is None:
@@ -284,7 +108,7 @@ def _matching(rows: list[_Row], pattern: str | None) -> list[_Row]:
     return found
 
 
-def _json(facts: _Facts, rows: list[_Row]) -> dict[str, Any]:
+def _json(facts: Facts, rows: list[Row]) -> dict[str, Any]:
     checkpoint, layout = facts.checkpoint, facts.layout
     return {
         "path": str(checkpoint.path),
@@ -299,12 +123,12 @@ def _json(facts: _Facts, rows: list[_Row]) -> dict[str, Any]:
         "files": [{"name": name, "n_bytes": n_bytes} for name, n_bytes in facts.files],
         "n_bytes": sum(row.n_bytes for row in facts.rows),
         "stored_bytes": sum(row.stored_bytes for row in facts.rows),
-        "unseen_by_mindspore": _unseen(facts),
+        "unseen_by_mindspore": facts.unseen,
         "tensors": {row.key: _json_row(row, facts.checkpoint, with_shards=len(rows) == 1) for row in rows},
     }
 
 
-def _json_row(row: _Row, checkpoint: Checkpoint, *, with_shards: bool) -> dict[str, Any]:
+def _json_row(row: Row, checkpoint: Checkpoint, *, with_shards: bool) -> dict[str, Any]:
     fields = dataclasses.asdict(row)
     del fields["key"]
     if with_shards:
@@ -312,20 +136,16 @@ def _json_row(row: _Row, checkpoint: Checkpoint, *, with_shards: bool) -> dict[s
     return fields
 
 
-def _unseen(facts: _Facts) -> list[str]:
-    return [row.key for row in facts.rows if row.tiled] if facts.checkpoint.format == "checkpoint2" else []
-
-
 # -- printing
 
 
-def _print_title(facts: _Facts) -> None:
+def _print_title(facts: Facts) -> None:
     checkpoint = facts.checkpoint
     iteration = "" if checkpoint.iteration is None else f", iteration {checkpoint.iteration}"
     echo(f"{checkpoint.format}{iteration}: {shown(checkpoint.path)}")
 
 
-def _print_page(facts: _Facts, *, everything: bool) -> None:
+def _print_page(facts: Facts, *, everything: bool) -> None:
     if facts.iterations is not None:
         _print_iterations(facts, facts.iterations, everything=everything)
         echo()
@@ -341,7 +161,7 @@ def _print_page(facts: _Facts, *, everything: bool) -> None:
         echo(f"and {len(lines) - _MAX_ROWS} more lines; give a pattern, or --all")
 
 
-def _lines(facts: _Facts) -> list[tuple[str, str]]:
+def _lines(facts: Facts) -> list[tuple[str, str]]:
     checkpoint = facts.checkpoint
     lines = []
     if checkpoint.common is not None:
@@ -363,20 +183,15 @@ def _lines(facts: _Facts) -> list[tuple[str, str]]:
     unique, stored = sum(row.n_bytes for row in facts.rows), sum(row.stored_bytes for row in facts.rows)
     times = f"{size(stored)} stored for {size(unique)} of tensors, {stored / max(unique, 1):.2f} times"
     lines.append(("replicas", "none" if stored == unique else times))
-    if unseen := _unseen(facts):
+    if unseen := facts.unseen:
+        count = f"{len(unseen)} of {len(facts.rows)} tensors, marked *, are described in tiles.json only: "
         lines.append(
-            (
-                "unseen",
-                (
-                    f"{len(unseen)} of {len(facts.rows)} tensors, marked *, are described in tiles.json only: "
-                    "MindSpore Transformers does not see them, and keeps its initial values for them"
-                ),
-            )
+            ("unseen", count + "MindSpore Transformers does not see them, and keeps its initial values for them")
         )
     return lines
 
 
-def _mesh(facts: _Facts) -> str:
+def _mesh(facts: Facts) -> str:
     if facts.layout is None:
         return f"not one: {shown(facts.layout_reason)}"
     mesh = facts.layout.mesh
@@ -386,7 +201,7 @@ def _mesh(facts: _Facts) -> str:
     return f"{', '.join(f'{shown(axis)} {n}' for axis, n in mesh.items())} ({n_ranks} ranks)"
 
 
-def _print_iterations(facts: _Facts, iterations: Sequence[_Iteration], *, everything: bool) -> None:
+def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everything: bool) -> None:
     echo(f"root: {shown(facts.path)}")
     listed = iterations if everything else iterations[:_MAX_ITERATIONS]
     lines = []
@@ -408,16 +223,16 @@ class _Line:
 
     key: str
     n: int
-    row: _Row
+    row: Row
 
     @classmethod
-    def of(cls, row: _Row) -> _Line:
+    def of(cls, row: Row) -> _Line:
         return cls(shown(row.key), 1, row)
 
 
-def _grouped(rows: Iterable[_Row]) -> list[_Line]:
+def _grouped(rows: Iterable[Row]) -> list[_Line]:
     """Tensors that are alike but for the numbers in their keys, in one line each."""
-    groups: dict[tuple[object, ...], list[_Row]] = {}
+    groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         alike = (
             _NUMBER.sub("\0", row.key),
@@ -481,7 +296,7 @@ def _print_rows(lines: Sequence[_Line]) -> None:
     table = plain_table(*told, right=("n", "shards", "replicas", "size"), folds=("cut",))
     for cells in zip(*(columns[name] for name in told), strict=True):
         table.add_row(*cells)
-    out.print(table)
+    echo_table(table, out)
 
 
 def _print_stacked(columns: dict[str, list[str]], told: Sequence[str]) -> None:

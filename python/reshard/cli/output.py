@@ -33,6 +33,7 @@ __all__ = [
     "echo",
     "echo_facts",
     "echo_json",
+    "echo_table",
     "join_dims",
     "plain_table",
     "progress_bar",
@@ -171,11 +172,19 @@ def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] =
     return table
 
 
+def echo_table(table: Table, out: Console | None = None) -> None:
+    """Print a table, without the blanks that fill its last column."""
+    out = console() if out is None else out
+    with out.capture() as captured:
+        out.print(table)
+    echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
 # -- progress
 
 
 class ProgressBar:
-    """A bar with bytes, rate and time left on stderr, for one job after another. It is called as `progress` is."""
+    """A bar with bytes, rate and time left on stderr, for one job after another. It is what `progress=` takes."""
 
     def __init__(self) -> None:
         from rich.progress import (
@@ -196,7 +205,6 @@ class ProgressBar:
             console=console(err=True),
             transient=True,
             refresh_per_second=8,
-            redirect_stdout=False,  # else what goes to stdout would land on stderr
         )
         self._task = self._bar.add_task("", total=None, told="")
 

@@ -6,7 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from reshard.cli.output import console, echo, echo_facts, join_dims, plain_table, shown, size
+from reshard.cli.output import echo, echo_facts, echo_table, join_dims, plain_table, shown, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def _draw(info: TensorInfo, short: Callable[[str], str]) -> bool:
             shard = boxes[tuple(offset for offset, _ in place), tuple(extent for _, extent in place)]
             cells.append(_files(shard, short))
         table.add_row("" if row is None else _interval(*row), *cells)
-    console().print(table)
+    echo_table(table)
     return True
 
 
@@ -87,7 +87,7 @@ def _list(shards: Sequence[Shard], short: Callable[[str], str], *, everything: b
     for shard in listed:
         box = ", ".join(_interval(start, n) for start, n in zip(shard.offset, shard.shape, strict=True))
         table.add_row(f"[{box}]", _files(shard, short))
-    console().print(table)
+    echo_table(table)
     if len(listed) < len(shards):
         echo(f"and {len(shards) - len(listed)} more; --all lists them")
 
@@ -112,7 +112,7 @@ def _short_names(names: Sequence[str]) -> tuple[str, Callable[[str], str]]:
     """What the names have in common, with `#` for the number in which they differ, and that number of a name."""
     if len(names) < 2:
         return ", ".join(map(shown, names)), shown
-    before = re.sub(r"[0-9]+\Z", "", os.path.commonprefix(names))  # noqa: RUF071  characters are meant
+    before = re.sub(r"[0-9]+\Z", "", os.path.commonprefix(names))  # noqa: RUF071  names, not paths
     after = re.sub(r"\A[0-9]+", "", os.path.commonprefix([name[::-1] for name in names])[::-1])  # noqa: RUF071
     middles = {name: name[len(before) : len(name) - len(after)] for name in names}
     if not all(re.fullmatch(r"[0-9]{1,18}", middle) for middle in middles.values()):

@@ -1,0 +1,203 @@
+"""What `reshard inspect` shows, gathered once: the page and the JSON object are two views of it.
+
+No tensor is read. Cuts are told from the regions that are stored; a layout only adds the names of axes to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import reshard
+from reshard.errors import LayoutError, ReshardError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reshard.checkpoint import Checkpoint, TensorInfo
+    from reshard.layout import BoundLayout, ModelLayout
+
+__all__ = ["Facts", "Iteration", "Row", "gather"]
+
+_MAX_CHECKED = 10  # iterations that are opened only to say whether they are complete
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """An iteration of a root; `complete` is None where nobody looked."""
+
+    iteration: int
+    folder: str
+    tracker: bool
+    taken: bool
+    complete: bool | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor."""
+
+    key: str
+    part: str
+    dtype: str
+    shape: tuple[int, ...]
+    cut: str
+    n_shards: int
+    replicas: tuple[int, int]  # fewest and most files that hold a shard
+    n_bytes: int
+    stored_bytes: int
+    tiled: bool  # described in tiles.json only
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that is printed."""
+
+    path: str
+    checkpoint: Checkpoint
+    rows: list[Row]
+    iterations: list[Iteration] | None
+    tracker_reason: str | None
+    layout: ModelLayout | None
+    layout_reason: str | None  # why there is no layout
+    files: list[tuple[str, int]]  # name and bytes
+    parts: dict[str, dict[str, Any]]  # totals of "model" and "optimizer"
+
+    @property
+    def unseen(self) -> list[str]:
+        """The tensors that MindSpore Transformers does not see in a Checkpoint 2.0."""
+        return [row.key for row in self.rows if row.tiled] if self.checkpoint.format == "checkpoint2" else []
+
+
+def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
+    """Gather what there is to say of a checkpoint.
+
+    Args:
+        path: what was opened: a root tells its iterations.
+        checkpoint: opened from it.
+        everything: look into every iteration, however many there are.
+    """
+    from reshard.checkpoint import iterations
+
+    layout: ModelLayout | None = None
+    bound: BoundLayout | None = None
+    reason: str | None = None
+    try:
+        layout = reshard.ModelLayout.like(checkpoint)
+        bound = checkpoint.bind(layout)
+    except LayoutError as error:
+        layout, reason = None, error.message
+    tiled = set(checkpoint.tiled_keys())
+    keys = [*checkpoint.keys("model"), *checkpoint.keys("optimizer")]
+    rows = [_row(key, checkpoint[key], bound, tiled=key in tiled) for key in keys]
+    candidates = iterations(path)
+    found = None
+    if candidates is not None:
+        found = _iterations(path, candidates.folders, candidates.tracker, checkpoint, everything=everything)
+    return Facts(
+        path=path,
+        checkpoint=checkpoint,
+        rows=rows,
+        iterations=found,
+        tracker_reason=None if candidates is None else candidates.tracker_reason,
+        layout=layout,
+        layout_reason=reason,
+        files=[(file.name, file.n_bytes) for file in checkpoint.files()],
+        parts=_parts(rows),
+    )
+
+
+def _iterations(
+    root: str, folders: Iterable[tuple[int, str]], tracker: int | None, taken: Checkpoint, *, everything: bool
+) -> list[Iteration]:
+    """The iterations, newest first. What `open` did not try is opened here to know whether it is complete."""
+    skipped = dict(taken.skipped)
+    found: list[Iteration] = []
+    n_checked = 0
+    for number, name in sorted(folders, reverse=True):
+        complete: bool | None = True
+        reason: str | None = None
+        if name in skipped:
+            complete, reason = False, skipped[name]
+        elif name != taken.path.name and n_checked == _MAX_CHECKED and not everything:
+            complete = None
+        elif name != taken.path.name:
+            n_checked += 1
+            try:
+                reshard.open(Path(root) / name).close()
+            except ReshardError as error:
+                complete, reason = False, error.message
+        found.append(Iteration(number, name, number == tracker, name == taken.path.name, complete, reason))
+    return found
+
+
+def _row(key: str, info: TensorInfo, bound: BoundLayout | None, *, tiled: bool) -> Row:
+    held = [len(shard.files) for shard in info.shards] or [0]
+    n_elements = math.prod(info.shape)
+    stored = sum(math.prod(shard.shape) * len(shard.files) for shard in info.shards)
+    return Row(
+        key=key,
+        part=info.part,
+        dtype=info.dtype,
+        shape=info.shape,
+        cut=_cut(key, info, bound),
+        n_shards=len(info.shards),
+        replicas=(min(held), max(held)),
+        n_bytes=info.n_bytes,
+        stored_bytes=info.n_bytes * stored // n_elements if n_elements else 0,
+        tiled=tiled,
+    )
+
+
+def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
+    """How the stored regions divide the tensor; axes are named where the layout says the same as the regions."""
+    spec = None if bound is None else bound.specs.get(key)
+    axes_of = dict(enumerate(spec.cut)) if spec is not None else {}
+    mesh = {} if bound is None else dict(bound.mesh.axes)
+    if spec is not None and (spec.flat or spec.blocks or spec.stored):
+        return _cut_by_rule(spec, mesh)
+    extents = [{(shard.offset[d], shard.shape[d]) for shard in info.shards} for d in range(len(info.shape))]
+    if math.prod(len(parts) for parts in extents) != len(info.shards):
+        return f"{len(info.shards)} regions, no grid"
+    texts = []
+    for dim, parts in enumerate(extents):
+        if len(parts) < 2:
+            continue
+        axes = [axis for axis in axes_of.get(dim, ()) if mesh[axis] > 1]
+        over = f" over {' x '.join(axes)}" if axes and math.prod(mesh[axis] for axis in axes) == len(parts) else ""
+        uneven = ", uneven" if len({extent for _, extent in parts}) > 1 else ""
+        texts.append(f"dim {dim}{over}: {len(parts)}{uneven}")
+    return "; ".join(texts) or "whole"
+
+
+def _cut_by_rule(spec: Any, mesh: dict[str, int]) -> str:
+    """The words of a layout file, for what is no grid."""
+    blocks = dict(spec.blocks)
+    texts = []
+    for dim, axes in enumerate(spec.cut):
+        if n := math.prod(mesh[axis] for axis in axes) if axes else 0:
+            each = f" in each of {len(blocks[dim])} blocks" if dim in blocks else ""
+            texts.append(f"dim {dim} over {' x '.join(axes)}: {n}{each}")
+    if spec.flat:
+        texts.append(f"flat over {' x '.join(spec.flat)}: {math.prod(mesh[axis] for axis in spec.flat)}")
+    if spec.stored:
+        texts.append(f"stored as dims {', '.join(map(str, spec.stored))}")
+    return "; ".join(texts) or "whole"
+
+
+def _parts(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+    parts: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        part = parts.setdefault(
+            row.part, {"n_tensors": 0, "n_elements": 0, "n_bytes": 0, "stored_bytes": 0, "dtypes": Counter()}
+        )
+        part["n_tensors"] += 1
+        part["n_elements"] += math.prod(row.shape)
+        part["n_bytes"] += row.n_bytes
+        part["stored_bytes"] += row.stored_bytes
+        part["dtypes"][row.dtype] += 1
+    return parts
