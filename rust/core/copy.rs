@@ -469,16 +469,15 @@ pub fn can_cast(from: Dtype, to: Dtype) -> bool {
 
 /// Casts elements, rounding to nearest even; every dtype pair is one that [`can_cast`] allows.
 fn cast(from: Dtype, stored: &[u8], to: Dtype, out: &mut [u8]) {
-    // Wider to narrower goes straight from the wide value: by way of f32 an f64 would be rounded twice.
     match (from, to) {
         (Dtype::F64, Dtype::F32) => convert(stored, out, |x: [u8; 8]| {
             (f64::from_le_bytes(x) as f32).to_le_bytes()
         }),
         (Dtype::F64, Dtype::F16) => convert(stored, out, |x: [u8; 8]| {
-            f16::from_f64(f64::from_le_bytes(x)).to_le_bytes()
+            f16::from_f32(round_to_odd(f64::from_le_bytes(x))).to_le_bytes()
         }),
         (Dtype::F64, Dtype::Bf16) => convert(stored, out, |x: [u8; 8]| {
-            bf16::from_f64(f64::from_le_bytes(x)).to_le_bytes()
+            bf16::from_f32(round_to_odd(f64::from_le_bytes(x))).to_le_bytes()
         }),
         (Dtype::F32, Dtype::F64) => convert(stored, out, |x: [u8; 4]| {
             f64::from(f32::from_le_bytes(x)).to_le_bytes()
@@ -513,6 +512,23 @@ fn cast(from: Dtype, stored: &[u8], to: Dtype, out: &mut [u8]) {
         }
         _ => unreachable!("plans refuse other casts"),
     }
+}
+
+/// The f32 next to a value towards zero with its last bit set, where the value is no f32.
+///
+/// Rounded from there to fewer bits, the result is as if rounded once: the odd bit keeps the value off the ties (Boldo and
+/// Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+fn round_to_odd(value: f64) -> f32 {
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the rounding is corrected below"
+    )]
+    let nearest = value as f32;
+    if f64::from(nearest) == value || value.is_nan() {
+        return nearest;
+    }
+    let away = f64::from(nearest).abs() > value.abs();
+    f32::from_bits((nearest.to_bits() - u32::from(away)) | 1)
 }
 
 fn convert<const N: usize, const M: usize>(

@@ -55,9 +55,10 @@ def published_folder(
         DestinationExistsError: `target` appeared meanwhile.
         StorageError: a rename or a sync failed; `target` is as it was.
     """
-    staging_parent.mkdir(parents=True, exist_ok=True)
     staging = staging_parent / f".{target.name}.{secrets.token_hex(8)}.staging"
-    staging.mkdir(mode=mode)
+    with _as_storage_error(target):
+        staging_parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir(mode=mode)
     try:
         yield staging
         with _as_storage_error(target):

@@ -64,7 +64,10 @@ impl Index {
             let index = reshard_core::index::Index::from_metadata(&metadata, &folder, method)?;
             Ok((metadata, index))
         });
-        let (mut metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
+        let (mut metadata, index) = raise(
+            py,
+            decoded.map_err(|error: Error| error.path(&path).within(path.display())),
+        )?;
         for tensor in &mut metadata.tensors {
             // The index has its own copy of the table; only layouts and dtypes are asked for later.
             tensor.cells = CellTable::default();
