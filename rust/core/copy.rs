@@ -318,7 +318,10 @@ impl BoxCopy<'_> {
                 self.control
                     .fetched_bytes
                     .fetch_add(span, Ordering::Relaxed);
-                let scattered = is_part && span < SCATTERED_RUN_BYTES && self.is_direct(dims, run);
+                let scattered = is_part
+                    && span < SCATTERED_RUN_BYTES
+                    && file.source().is_kept()
+                    && self.is_direct(dims, run);
                 if scattered {
                     // One call a run, as bringing it in would be, and the copy with it.
                     file.source()

@@ -17,8 +17,7 @@ impl ShardFile {
     /// Opens a file and checks its header.
     pub fn open(path: &Path, follow_links: bool, method: Method) -> Result<Self> {
         let source = Source::open(path, follow_links, method)?;
-        let header = Header::read(source.file(), path, source.n_bytes())
-            .map_err(|error| error.path(path))?;
+        let header = source.with_file(|file| Header::read(file, path, source.n_bytes()))?;
         Ok(Self { source, header })
     }
 

@@ -11,8 +11,9 @@ use crate::error::{Error, Kind, Printable, Result};
 use memmap2::{Mmap, MmapMut, MmapOptions};
 use rustix::fs::{Mode, OFlags};
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// How the bytes of a file are fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -28,6 +29,9 @@ pub enum Method {
 
 /// An opened regular file. What is read is always this file, whatever happens to its name.
 ///
+/// Its descriptor is kept as long as the process can spare it: beyond half of its limit, or 512, a file is opened again for
+/// each use, and refused if it is not the same one any more. A map needs no descriptor.
+///
 /// A map shows what the file is at the time of the copy: bytes that another process changes in place change here too
 /// (we never do that to a published file). A file that another process cuts short makes a copy fail cleanly, because
 /// every range is brought in by `MADV_POPULATE_READ` before it is touched; a cut in the instant between the two kills
@@ -35,61 +39,81 @@ pub enum Method {
 #[derive(Debug)]
 pub struct Source {
     path: PathBuf,
-    file: File,
+    follow_links: bool,
+    kept: Option<Kept>,
+    /// Device and number of the file.
+    identity: (u64, u64),
     n_bytes: u64,
     map: Option<Mmap>,
+}
+
+/// A descriptor that is kept, counted.
+#[derive(Debug)]
+struct Kept(File);
+
+static N_KEPT: AtomicU64 = AtomicU64::new(0);
+const MAX_KEPT: u64 = 512;
+
+impl Kept {
+    fn new(file: File) -> Option<Self> {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+        let most = limit.map_or(MAX_KEPT, |limit| (limit / 2).min(MAX_KEPT));
+        if N_KEPT.fetch_add(1, Ordering::Relaxed) >= most {
+            N_KEPT.fetch_sub(1, Ordering::Relaxed);
+            return None;
+        }
+        Some(Self(file))
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        N_KEPT.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Source {
     /// Opens a regular file. `follow_links` says whether the last component may be a symbolic link.
     pub fn open(path: &Path, follow_links: bool, method: Method) -> Result<Self> {
-        // NONBLOCK: opening a FIFO that someone planted must not hang.
-        let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-        if !follow_links {
-            flags |= OFlags::NOFOLLOW;
-        }
-        let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
-            rustix::io::Errno::LOOP if !follow_links => Error::damaged(format!(
-                "{} is a symbolic link; a regular file was expected",
-                show(path)
-            ))
-            .path(path),
-            rustix::io::Errno::MFILE => Error::io("cannot open", path, &errno.into())
-                .hint("raise the limit of open files (`ulimit -n`)"),
-            _ => Error::io("cannot open", path, &errno.into()),
-        })?;
-        let file = File::from(file);
-        let status = file
-            .metadata()
-            .map_err(|error| Error::io("cannot examine", path, &error))?;
-        if !status.is_file() {
-            return Err(Error::damaged(format!("{} is not a regular file", show(path))).path(path));
-        }
-        let mut this = Self {
-            path: path.to_owned(),
-            file,
-            n_bytes: status.len(),
-            map: None,
+        let (file, identity, n_bytes) = open_regular(path, follow_links)?;
+        let is_mapped = n_bytes > 0
+            && match method {
+                Method::Auto => is_local(&file),
+                Method::Map => true,
+                Method::Read => false,
+            };
+        let map = if is_mapped {
+            Some(shared_map(&file, path)?)
+        } else {
+            None
         };
-        let is_mapped = match method {
-            Method::Auto => is_local(&this.file),
-            Method::Map => true,
-            Method::Read => false,
-        };
-        if is_mapped && this.n_bytes > 0 {
-            this.map = Some(this.shared_map()?);
-        }
-        Ok(this)
+        let path = path.to_owned();
+        Ok(Self {
+            path,
+            follow_links,
+            kept: Kept::new(file),
+            identity,
+            n_bytes,
+            map,
+        })
     }
 
-    fn shared_map(&self) -> Result<Mmap> {
-        // SAFETY: the map is only read, through `bytes`, which brings each range in first. That no other process
-        // changes or truncates the file meanwhile cannot be had from the system; what follows is told at the type.
-        let map = unsafe { MmapOptions::new().map(&self.file) };
-        let map = map.map_err(|error| Error::io("cannot map", &self.path, &error))?;
-        #[cfg(target_os = "linux")]
-        let _ = map.advise(memmap2::Advice::HugePage);
-        Ok(map)
+    /// Does something with the opened file.
+    pub fn with_file<T>(&self, action: impl FnOnce(&File) -> Result<T>) -> Result<T> {
+        if let Some(Kept(file)) = &self.kept {
+            return action(file);
+        }
+        let (file, identity, _) = open_regular(&self.path, self.follow_links)?;
+        if identity != self.identity {
+            let message = format!(
+                "{} is another file than the one that was checked",
+                show(&self.path)
+            );
+            return Err(Error::damaged(message)
+                .path(&self.path)
+                .hint("something replaced it; open the checkpoint again"));
+        }
+        action(&file)
     }
 
     /// The file's path, as it was when it was opened.
@@ -97,9 +121,9 @@ impl Source {
         &self.path
     }
 
-    /// The opened file.
-    pub fn file(&self) -> &File {
-        &self.file
+    /// Whether positioned reads cost no opening.
+    pub fn is_kept(&self) -> bool {
+        self.kept.is_some()
     }
 
     /// Size when it was opened.
@@ -131,7 +155,7 @@ impl Source {
     /// A kernel before 5.14 does not know the advice: there the size of the file is asked instead.
     #[cfg(target_os = "linux")]
     fn explain_populate(&self, error: &std::io::Error, end: u64) -> Result<()> {
-        let now = self.file.metadata().map_or(0, |status| status.len());
+        let now = self.with_file(|file| Ok(len_of(file)))?;
         if now < end {
             return Err(self.shrunk(now));
         }
@@ -144,27 +168,28 @@ impl Source {
     /// Fills a buffer from a position of the file.
     pub fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()> {
         self.range(start, to.len() as u64)?;
-        self.file
-            .read_exact_at(to, start)
-            .map_err(|error| match error.kind() {
-                std::io::ErrorKind::UnexpectedEof => {
-                    self.shrunk(self.file.metadata().map_or(0, |status| status.len()))
-                }
-                _ => Error::io("cannot read", &self.path, &error),
-            })
+        self.with_file(|file| {
+            file.read_exact_at(to, start)
+                .map_err(|error| match error.kind() {
+                    std::io::ErrorKind::UnexpectedEof => self.shrunk(len_of(file)),
+                    _ => Error::io("cannot read", &self.path, &error),
+                })
+        })
     }
 
     /// A private copy-on-write map of the whole file: writes to it reach neither the file nor other maps.
     pub fn private_map(&self) -> Result<MmapMut> {
-        // SAFETY: as in `shared_map`; the map is handed out as plain memory, whose owner is told what a file that is
-        // cut short does to it.
-        let map = unsafe { MmapOptions::new().map_copy(&self.file) };
-        let map = map.map_err(|error| Error::io("cannot map", &self.path, &error))?;
-        let now = self.file.metadata().map_or(0, |status| status.len());
-        if now < self.n_bytes || (map.len() as u64) < self.n_bytes {
-            return Err(self.shrunk(now));
-        }
-        Ok(map)
+        self.with_file(|file| {
+            // SAFETY: as in `shared_map`; the map is handed out as plain memory, whose owner is told what a file that
+            // is cut short does to it.
+            let map = unsafe { MmapOptions::new().map_copy(file) };
+            let map = map.map_err(|error| Error::io("cannot map", &self.path, &error))?;
+            let now = len_of(file);
+            if now < self.n_bytes || (map.len() as u64) < self.n_bytes {
+                return Err(self.shrunk(now));
+            }
+            Ok(map)
+        })
     }
 
     fn range(&self, start: u64, len: u64) -> Result<std::ops::Range<usize>> {
@@ -190,6 +215,49 @@ impl Source {
             .path(&self.path)
             .hint("something truncated the file while it was in use")
     }
+}
+
+/// Opens a regular file; it, its device and number, its size.
+fn open_regular(path: &Path, follow_links: bool) -> Result<(File, (u64, u64), u64)> {
+    // NONBLOCK: opening a FIFO that someone planted must not hang.
+    let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    if !follow_links {
+        flags |= OFlags::NOFOLLOW;
+    }
+    let opened = rustix::fs::open(path, flags, Mode::empty());
+    let file = opened.map_err(|errno| match errno {
+        rustix::io::Errno::LOOP if !follow_links => Error::damaged(format!(
+            "{} is a symbolic link; a regular file was expected",
+            show(path)
+        ))
+        .path(path),
+        rustix::io::Errno::MFILE => Error::io("cannot open", path, &errno.into())
+            .hint("raise the limit of open files (`ulimit -n`)"),
+        _ => Error::io("cannot open", path, &errno.into()),
+    })?;
+    let file = File::from(file);
+    let status = file
+        .metadata()
+        .map_err(|error| Error::io("cannot examine", path, &error))?;
+    if !status.is_file() {
+        return Err(Error::damaged(format!("{} is not a regular file", show(path))).path(path));
+    }
+    Ok((file, (status.dev(), status.ino()), status.len()))
+}
+
+fn shared_map(file: &File, path: &Path) -> Result<Mmap> {
+    // SAFETY: the map is only read, through `Source::bytes`, which brings each range in first. That no other process
+    // changes or truncates the file meanwhile cannot be had from the system; what follows is told at `Source`.
+    let map = unsafe { MmapOptions::new().map(file) };
+    let map = map.map_err(|error| Error::io("cannot map", path, &error))?;
+    #[cfg(target_os = "linux")]
+    let _ = map.advise(memmap2::Advice::HugePage);
+    Ok(map)
+}
+
+/// Size of a file now; 0 if it cannot be told.
+fn len_of(file: &File) -> u64 {
+    file.metadata().map_or(0, |status| status.len())
 }
 
 fn show(path: &Path) -> String {
@@ -250,6 +318,25 @@ mod tests {
             assert_eq!(error.kind(), Kind::Damaged, "{error}");
             assert!(error.message().contains("has 4096 now"), "{error}");
         }
+    }
+
+    #[test]
+    fn descriptors_are_bounded_and_a_replaced_file_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, b"0123456789").unwrap();
+        let many: Vec<_> = (0..MAX_KEPT + 50)
+            .map(|_| Source::open(&path, true, Method::Read).unwrap())
+            .collect();
+        let n_kept = many.iter().filter(|source| source.is_kept()).count() as u64;
+        assert!(n_kept <= MAX_KEPT, "{n_kept} descriptors are kept");
+        let last = many.last().unwrap();
+        let mut to = [0; 3];
+        last.read_at(4, &mut to).unwrap();
+        assert_eq!(&to, b"456");
+        std::fs::write(folder.path().join("new"), b"0123456789").unwrap();
+        std::fs::rename(folder.path().join("new"), &path).unwrap();
+        assert_eq!(last.read_at(4, &mut to).unwrap_err().kind(), Kind::Damaged);
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! temporary sibling, which is synced and then renamed: under its name the file is whole.
 //!
 //! `O_DIRECT` is the fast way to durable bytes and leaves the page cache to others; where a file system refuses it, and
-//! for the tail that is no multiple of its block, writes are buffered, with early write-back.
+//! for the tail that is no multiple of its block, writes are buffered.
 
 use crate::checksum::{CHUNK_BYTES, crc32c};
 use crate::copy::{Control, fill_bytes};
