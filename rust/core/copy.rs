@@ -527,7 +527,7 @@ fn round_to_odd(value: f64) -> f32 {
         reason = "the rounding is corrected below"
     )]
     let nearest = value as f32;
-    if f64::from(nearest) == value || value.is_nan() {
+    if value.is_nan() || f64::from(nearest).to_bits() == value.to_bits() {
         return nearest;
     }
     let away = f64::from(nearest).abs() > value.abs();
