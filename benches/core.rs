@@ -4,10 +4,11 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use reshard_core::copy::{Control, fill};
 use reshard_core::dtype::Dtype;
 use reshard_core::header::{Header, build};
-use reshard_core::index::{Index, Request};
+use reshard_core::index::Index;
 use reshard_core::memory::Stores;
 use reshard_core::plan::{MemoryTensor, Plan};
 use reshard_core::region::Region;
+use reshard_core::request::Request;
 use reshard_core::source::Method;
 use reshard_core::writer::{self, Options, Windows};
 use std::hint::black_box;

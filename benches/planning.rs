@@ -6,9 +6,10 @@
 #![expect(clippy::print_stdout, reason = "a bench prints its table")]
 
 use reshard_core::dtype::Dtype;
-use reshard_core::index::{Index, Request};
+use reshard_core::index::Index;
 use reshard_core::layout::{DimSpec, Layout, Spec, Uneven};
 use reshard_core::mesh::Mesh;
+use reshard_core::request::Request;
 use reshard_core::source::Method;
 use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
 use std::path::PathBuf;

@@ -4,11 +4,12 @@
 use proptest::prelude::*;
 use reshard_core::copy::{Control, fill};
 use reshard_core::dtype::Dtype;
-use reshard_core::index::{Index, Request};
+use reshard_core::index::Index;
 use reshard_core::layout::{Block, DimSpec, Layout, Spec, Uneven};
 use reshard_core::memory::Stores;
 use reshard_core::mesh::Mesh;
 use reshard_core::plan::{MemoryTensor, Plan};
+use reshard_core::request::Request;
 use reshard_core::source::Method;
 use reshard_core::writer::{self, Options, Windows};
 use std::sync::Arc;

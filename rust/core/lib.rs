@@ -23,6 +23,8 @@ pub mod source;
 // Which shard is where; the checked plan.
 pub mod index;
 pub mod plan;
+pub mod request;
+pub mod stored;
 
 // Moving bytes.
 pub mod copy;

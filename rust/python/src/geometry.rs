@@ -192,13 +192,13 @@ fn tile_tuple<'py>(py: Python<'py>, tile: &reshard_core::tile::Tile) -> PyResult
 }
 
 #[pyclass(module = "reshard._core")]
-pub(crate) struct Request(pub(crate) reshard_core::index::Request);
+pub(crate) struct Request(pub(crate) reshard_core::request::Request);
 
 #[pymethods]
 impl Request {
     #[new]
     fn new() -> Self {
-        Self(reshard_core::index::Request::default())
+        Self(reshard_core::request::Request::default())
     }
 
     fn __len__(&self) -> usize {

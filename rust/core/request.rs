@@ -1,0 +1,189 @@
+//! What is wanted: local arrays, each made of regions of the tensors of an index.
+
+use crate::error::{Error, Kind, Printable, Result};
+use crate::layout::{FlatSpan, Layout};
+use crate::region::{Region, row_major_strides};
+use crate::tile::Tile;
+use std::sync::Arc;
+
+/// One wanted array, by regions of keys.
+#[derive(Debug)]
+pub struct Wanted {
+    pub(crate) name: String,
+    pub(crate) shape: Vec<u64>,
+    pub(crate) tiles: Vec<(String, Tile)>,
+    pub(crate) padding: Vec<(u64, u64)>,
+    /// Keys that it is made of and the global shapes that the request takes for granted.
+    pub(crate) keys: Vec<(String, Option<Vec<u64>>)>,
+}
+
+/// The local arrays that a load or a file wants.
+#[derive(Debug, Default)]
+pub struct Request {
+    pub(crate) arrays: Vec<Wanted>,
+}
+
+impl Request {
+    /// Number of arrays.
+    pub fn len(&self) -> usize {
+        self.arrays.len()
+    }
+
+    /// Whether nothing is wanted.
+    pub fn is_empty(&self) -> bool {
+        self.arrays.is_empty()
+    }
+
+    /// The part of `key` that the rank at a position of the layout's mesh holds.
+    pub fn add(&mut self, name: &str, key: &str, layout: &Layout, position: u64) -> Result<()> {
+        if !layout.holds(position) {
+            let message = format!(
+                "rank {} holds no part of `{}`",
+                layout.mesh().rank_at(position),
+                Printable(key)
+            );
+            return Err(Error::new(Kind::Argument, message).key(key));
+        }
+        let tiles = layout.tiles(position);
+        let shape = layout.local_shape(position);
+        let filled: u64 = tiles.iter().map(|tile| tile.global.n_elements()).sum();
+        let n: u64 = shape.iter().product();
+        self.arrays.push(Wanted {
+            name: name.to_owned(),
+            shape,
+            tiles: tiles
+                .into_iter()
+                .map(|tile| (key.to_owned(), tile))
+                .collect(),
+            padding: if filled < n {
+                vec![(filled, n)]
+            } else {
+                Vec::new()
+            },
+            keys: vec![(key.to_owned(), Some(layout.shape().to_vec()))],
+        });
+        Ok(())
+    }
+
+    /// A box of `key`.
+    pub fn add_region(&mut self, name: &str, key: &str, region: Region) {
+        let shape = region.shape().to_vec();
+        let tile = Tile {
+            local_offset: 0,
+            local_strides: row_major_strides(&shape),
+            global: region,
+        };
+        self.arrays.push(Wanted {
+            name: name.to_owned(),
+            shape,
+            keys: vec![(key.to_owned(), None)],
+            tiles: vec![(key.to_owned(), tile)],
+            padding: Vec::new(),
+        });
+    }
+
+    /// The part of a rank in the blocks of several keys laid end to end, each start rounded up to `align`.
+    pub fn add_joined(
+        &mut self,
+        name: &str,
+        members: &[(String, Arc<Layout>)],
+        rank: u64,
+        align: u64,
+    ) -> Result<()> {
+        let bad = |what: String| {
+            Error::new(
+                Kind::Layout,
+                format!("joined array `{}`: {what}", Printable(name)),
+            )
+            .key(name)
+        };
+        let (_, first) = members.first().ok_or_else(|| bad("no keys".to_owned()))?;
+        let axes = first
+            .flat_axes()
+            .ok_or_else(|| bad("its keys are not flat".to_owned()))?;
+        let position = first.mesh().position(rank)?;
+        if align == 0 {
+            return Err(bad("`align` is 0; at least 1 is needed".to_owned()));
+        }
+        let (mut end, mut starts) = (0_u64, Vec::new());
+        for (key, layout) in members {
+            if layout.flat_axes() != Some(axes)
+                || layout.mesh() != first.mesh()
+                || !layout.holds(position)
+            {
+                return Err(bad(format!(
+                    "`{}` lies on other axes, or rank {rank} does not hold it",
+                    Printable(key)
+                )));
+            }
+            let n: u64 = layout.block_shape(position).iter().product();
+            let start = end
+                .checked_next_multiple_of(align)
+                .ok_or_else(|| bad("is too long".to_owned()))?;
+            end = start
+                .checked_add(n)
+                .filter(|end| *end < 1 << 62)
+                .ok_or_else(|| bad("is too long".to_owned()))?;
+            starts.push((start, n));
+        }
+        let parts = first.mesh().n_folded(axes);
+        let unit = parts
+            .checked_mul(align)
+            .ok_or_else(|| bad("is too long".to_owned()))?;
+        let total = end
+            .checked_next_multiple_of(unit)
+            .ok_or_else(|| bad("is too long".to_owned()))?;
+        let part_len = total / parts;
+        let own = first.mesh().fold(position, axes) * part_len;
+        let mut wanted = Wanted {
+            name: name.to_owned(),
+            shape: vec![part_len],
+            tiles: Vec::new(),
+            padding: Vec::new(),
+            keys: members
+                .iter()
+                .map(|(key, layout)| (key.clone(), Some(layout.shape().to_vec())))
+                .collect(),
+        };
+        // Everything of the own part that lies in no block is padding.
+        let mut gap_from = own;
+        for ((key, layout), (start, n)) in members.iter().zip(starts) {
+            let tiles = layout.tiles_in(position, FlatSpan { start, part_len });
+            wanted
+                .tiles
+                .extend(tiles.into_iter().map(|tile| (key.clone(), tile)));
+            let (from, to) = (
+                start.clamp(own, own + part_len),
+                (start + n).clamp(own, own + part_len),
+            );
+            if from < to {
+                if gap_from < from {
+                    wanted.padding.push((gap_from - own, from - own));
+                }
+                gap_from = to;
+            }
+        }
+        if gap_from < own + part_len {
+            wanted.padding.push((gap_from - own, part_len));
+        }
+        self.arrays.push(wanted);
+        Ok(())
+    }
+
+    /// The array that was added last.
+    pub fn last(&self) -> Option<&Wanted> {
+        self.arrays.last()
+    }
+}
+
+impl Wanted {
+    /// Its shape.
+    pub fn shape(&self) -> &[u64] {
+        &self.shape
+    }
+
+    /// Its tiles, each with its key.
+    pub fn tiles(&self) -> &[(String, Tile)] {
+        &self.tiles
+    }
+}
