@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,6 +237,9 @@ def _open_iteration(folder: Path, method: _core.ReadMethod, iteration: int | Non
                 index.add_whole(key, file)
     else:
         path = str(folder / checkpoint2.METADATA_FILE)
+        if has_metadata and not stat.S_ISREG(os.lstat(path).st_mode):
+            # A pipe that someone planted would be waited for, a device be read without end.
+            raise DamagedFileError(f"{show(path)} is not a regular file", path=path)
         index = _core.Index.from_metadata(path, method=method) if has_metadata else _core.Index()
     described = tiles.read(folder / tiles.TILES_FILE) if has_tiles else None
     if described is not None:
