@@ -1,0 +1,291 @@
+"""Destinations of a conversion: which file holds which arrays; how Hugging Face folders and plain files are written.
+
+A `Job` is the source and where it goes; its files are planned first, then streamed one after the other by the core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reshard import _core, dtypes
+from reshard.errors import DestinationExistsError, ReshardError
+from reshard.formats import huggingface, tiles
+from reshard.formats.files import write_file_atomically
+from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.write.commit import published_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from reshard.checkpoint import Checkpoint, LayoutLike
+
+__all__ = [
+    "WRITER_KEY",
+    "Cutting",
+    "Job",
+    "Options",
+    "Written",
+    "bind",
+    "to_huggingface",
+    "to_safetensors",
+    "write_files",
+]
+
+# Named in the `__metadata__` of what is written: by it an earlier conversion is known again.
+WRITER_KEY = "reshard"
+
+
+@dataclass(frozen=True)
+class File:
+    """One shard file to be: its name, and what the core is asked for."""
+
+    name: str
+    request: _core.Request
+
+
+@dataclass(frozen=True)
+class Options:
+    """What holds for every file."""
+
+    metadata: dict[str, str]
+    dtype: str | None
+    windows: _core.Windows
+    threads: int | None
+    durable: bool
+    file_mode: int
+    folder_mode: int
+    progress: _core.Progress | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A conversion: the source's tensors that are written, and where."""
+
+    source: Checkpoint
+    keys: list[str]
+    target: Path
+    options: Options
+    overwrite: bool
+
+
+@dataclass
+class Written:
+    """What was written where."""
+
+    path: Path
+    n_files: int
+    n_bytes: int
+    not_expressible: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def bind(source: Checkpoint, layout: LayoutLike | None) -> BoundLayout:
+    """The layout laid over the source; none: everything whole on one rank."""
+    return source.bind(ModelLayout.replicated() if layout is None else layout)
+
+
+class _Progress:
+    """Progress over several files as one."""
+
+    def __init__(self, call: _core.Progress | None, total_bytes: int) -> None:
+        self.call = call
+        self.total_bytes = total_bytes
+        self.before = 0
+
+    def of_file(self, n_bytes: int) -> Callable[[int, int], object] | None:
+        """The callback for the next file."""
+        start, call = self.before, self.call
+        self.before += n_bytes
+        return None if call is None else lambda done, _: call(start + done, self.total_bytes)
+
+
+def write_files(job: Job, folder: Path, files: list[File]) -> int:
+    """Stream the files; the bytes that were written."""
+    options = job.options
+    # Plans are cheap and hold what they open: they are made one by one, and once more to know the total.
+    sizes = [sum(array[3] for array in job.source.plan(file.request, dtype=options.dtype).arrays) for file in files]
+    progress = _Progress(options.progress, sum(sizes))
+    total = 0
+    for file, n_bytes in zip(files, sizes, strict=True):
+        plan = job.source.plan(file.request, dtype=options.dtype)
+        total += plan.write(
+            str(folder / file.name),
+            metadata=options.metadata,
+            windows=options.windows,
+            threads=options.threads,
+            durable=options.durable,
+            mode=options.file_mode,
+            progress=progress.of_file(n_bytes),
+        )
+    return total
+
+
+# -- Hugging Face and plain files
+
+
+def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
+    """Write whole tensors in files of a largest size, and the index of more than one."""
+    _check_folder_free(job)
+    request = _whole(job.source, job.keys)
+    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.source.plan(request, dtype=job.options.dtype).arrays]
+    shards = huggingface.plan_shards(sizes, max_shard_bytes)
+    files = [
+        File(huggingface.file_name(number, len(shards)), _whole(job.source, keys))
+        for number, keys in enumerate(shards, 1)
+    ]
+    with _folder(job) as folder:
+        n_bytes = write_files(job, folder, files)
+        if len(files) > 1:
+            weight_map = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
+            total = sum(size for _, size in sizes)
+            text = huggingface.index_text(weight_map, total, _core.__version__)
+            write_file_atomically(
+                folder / huggingface.INDEX_FILE, text, job.options.file_mode, durable=job.options.durable
+            )
+    return Written(job.target, len(files), n_bytes)
+
+
+def _whole(source: Checkpoint, keys: list[str]) -> _core.Request:
+    request = _core.Request()
+    for key in keys:
+        shape = source.shape(key)
+        request.add_region(key, key, (0,) * len(shape), shape)
+    return request
+
+
+def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
+    """Write one file, or one a rank with tiles.json to tell what they hold."""
+    if job.target.suffix == ".safetensors":
+        _check_file_free(job)
+        job.target.parent.mkdir(parents=True, exist_ok=True)
+        n_bytes = write_files(job, job.target.parent, [File(job.target.name, _whole(job.source, job.keys))])
+        return Written(job.target, 1, n_bytes)
+    _check_folder_free(job)
+    bound = bind(job.source, layout)
+    cutting = Cutting(job, bound)
+    files = []
+    for rank in bound.ranks:
+        names = bound.local_names(rank, job.keys)
+        if names:
+            files.append(cutting.file(f"rank_{rank}.safetensors", rank, names, described=set(job.keys)))
+    with _folder(job) as folder:
+        n_bytes = write_files(job, folder, files)
+        cutting.write_tiles(folder, layout)
+    return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
+
+
+class Cutting:
+    """Files of cut arrays, and the description of those that only tiles.json can describe."""
+
+    def __init__(self, job: Job, bound: BoundLayout) -> None:
+        self.job = job
+        self.bound = bound
+        # Casts and keys are checked for everything before anything is written.
+        plan = job.source.plan(_whole(job.source, job.keys), dtype=job.options.dtype)
+        self.dtypes = {name: dtype for name, dtype, _, _ in plan.arrays}
+        self.builder = tiles.Builder()
+
+    def file(self, name: str, rank: int, arrays: Collection[str], described: Collection[str]) -> File:
+        """A file of a rank's arrays; arrays that hold a part of a key in `described` are told to tiles.json."""
+        members = {join.name: join.keys for join in self.bound.joins}
+        # Wide elements first, as safetensors orders them: every tensor then begins on a multiple of its element.
+        order = sorted(arrays, key=lambda array: (-dtypes.bits(self.dtypes[members.get(array, (array,))[0]]), array))
+        for array in order:
+            keys = [key for key in members.get(array, (array,)) if key in described]
+            if keys:
+                self._describe(name, rank, array, keys)
+        return File(name, self.bound.request_of(rank, order))
+
+    def _describe(self, file: str, rank: int, array: str, keys: list[str]) -> None:
+        last = self.bound.request_of(rank, [array]).last()
+        assert last is not None
+        shape, tiles_of_all = last
+        by_key: dict[str, list[_core.Tile]] = {key: [] for key in keys}
+        for key, tile in tiles_of_all:
+            by_key[key].append(tile)
+        for key, own in by_key.items():
+            # Flattened blocks that share an uncut block are cut at different places of it.
+            overlapping = bool(self.bound.specs[key].flat)
+            stored = tiles.StoredArray(file, array, shape, tuple(own))
+            self.builder.add(key, self.dtypes[key], self.job.source.shape(key), stored, overlapping=overlapping)
+
+    def write_tiles(self, folder: Path, layout: LayoutLike | None) -> None:
+        """Write tiles.json, if anything was told to it."""
+        if len(self.builder):
+            mapping = None if layout is None else as_layout(layout).to_mapping()
+            options = self.job.options
+            tiles.write(
+                folder / tiles.TILES_FILE, self.builder.build(mapping), options.file_mode, durable=options.durable
+            )
+
+
+# -- the destination
+
+
+def _folder(job: Job) -> AbstractContextManager[Path]:
+    return published_folder(
+        job.target,
+        job.target.parent,
+        replace=job.overwrite,
+        durable=job.options.durable,
+        mode=job.options.folder_mode,
+        keep=lambda entry: not _is_ours(entry),
+    )
+
+
+def _is_ours(entry: Path) -> bool:
+    """Whether a file was written by an earlier conversion: it names its writer."""
+    if entry.is_symlink() or not entry.is_file():
+        return False
+    if entry.name == tiles.TILES_FILE:
+        return True
+    if entry.name == huggingface.INDEX_FILE:
+        return huggingface.index_writer(entry) is not None
+    if entry.suffix != ".safetensors":
+        return False
+    try:
+        index = _core.Index()
+        return WRITER_KEY in (index.file_metadata(index.add_file(str(entry), follow_links=False)) or {})
+    except ReshardError:
+        return False
+
+
+def _check_folder_free(job: Job) -> None:
+    target = job.target
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise DestinationExistsError(f"{target} is a file; the destination is to be a folder", path=str(target))
+    entries = list(target.iterdir())
+    if not entries:
+        return
+    if not job.overwrite:
+        raise DestinationExistsError(
+            f"{target} holds {len(entries)} entries, such as {entries[0].name}",
+            path=str(target),
+            hint="choose another destination, or give `overwrite` to replace the files of an earlier conversion",
+        )
+    foreign = [
+        e for e in entries if not _is_ours(e) and (e.suffix == ".safetensors" or e.name == huggingface.INDEX_FILE)
+    ]
+    if foreign:
+        raise DestinationExistsError(
+            f"{foreign[0]} was not written by an earlier conversion and would be mixed up with what is written now",
+            path=str(foreign[0]),
+            hint="move it away, or choose another destination",
+        )
+
+
+def _check_file_free(job: Job) -> None:
+    target = job.target
+    if not (target.exists() or target.is_symlink()):
+        return
+    if not job.overwrite:
+        raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite` to replace it")
+    if not _is_ours(target):
+        raise DestinationExistsError(
+            f"{target} was not written by an earlier conversion", path=str(target), hint="choose another destination"
+        )
