@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 RANK = 1  # neither the first nor the last: its slices begin and end inside the tensors
 Method = Literal["map", "read"]
 _WARM_UP = ["model.layers.0.self_attn.k_proj.weight"]
-_BAND_BYTES = 2 << 20
 
 
 def load_rank(path: Path, method: Method) -> float:
@@ -125,7 +124,7 @@ def copy_plain(path: Path, n_bytes: int, into: Literal["fresh", "warm"]) -> floa
         _copy_in_threads(memory, source)
         del source
     seconds = time.perf_counter() - started
-    assert np.array_equal(np.frombuffer(memory, np.uint8), np.fromfile(path, np.uint8, n_bytes))
+    assert np.array_equal(memory, np.fromfile(path, np.uint8, n_bytes))
     return seconds
 
 
@@ -133,23 +132,24 @@ def copy_memory(path: Path, n_bytes: int) -> float:
     """Memory to memory, both touched before, by as many threads as processors: what the machine can do at all."""
     content = np.fromfile(path, np.uint8, n_bytes)
     source, memory = fresh.anonymous(n_bytes, touch=True), fresh.anonymous(n_bytes, touch=True)
-    np.frombuffer(source, np.uint8)[...] = content
+    source[...] = content
     started = time.perf_counter()
-    _copy_in_threads(memory, np.frombuffer(source, np.uint8))
+    _copy_in_threads(memory, source)
     seconds = time.perf_counter() - started
-    assert np.array_equal(np.frombuffer(memory, np.uint8), content)
+    assert np.array_equal(memory, content)
     return seconds
 
 
-def _copy_in_threads(memory: mmap.mmap, source: np.ndarray) -> None:
+def _copy_in_threads(memory: np.ndarray, source: np.ndarray) -> None:
     memcpy = ctypes.CDLL(None).memcpy  # a plain foreign call: it lets go of the interpreter's lock
     memcpy.argtypes, memcpy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p
-    to, start = np.frombuffer(memory, np.uint8).ctypes.data, source.ctypes.data
+    to, start = memory.ctypes.data, source.ctypes.data
     bands = itertools.count()
 
     def copy_bands() -> None:
-        while (at := next(bands) * _BAND_BYTES) < len(memory):
-            memcpy(to + at, start + at, min(_BAND_BYTES, len(memory) - at))
+        # A band is one huge page: two threads that met in one would both make it.
+        while (at := next(bands) * fresh.HUGE_PAGE_BYTES) < len(memory):
+            memcpy(to + at, start + at, min(fresh.HUGE_PAGE_BYTES, len(memory) - at))
 
     threads = [threading.Thread(target=copy_bands) for _ in os.sched_getaffinity(0)]
     for thread in threads:

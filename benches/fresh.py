@@ -11,10 +11,13 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+HUGE_PAGE_BYTES = 2 << 20
 Result = TypeVar("Result")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -41,13 +44,15 @@ def prepare(sources: list[Path], n_bytes: int) -> None:
             mapped.madvise(mmap.MADV_HUGEPAGE)
             mapped.madvise(_MADV_POPULATE_READ)
     if n_bytes:
-        anonymous(n_bytes, touch=True).close()
+        anonymous(n_bytes, touch=True)
 
 
-def anonymous(n_bytes: int, *, touch: bool) -> mmap.mmap:
-    """New private memory on huge pages, resident if it is to be touched."""
-    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def anonymous(n_bytes: int, *, touch: bool) -> np.ndarray:
+    """New private memory that begins on a huge page, resident if it is to be touched."""
+    memory = mmap.mmap(-1, n_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     if touch:
         memory.madvise(_MADV_POPULATE_WRITE)
-    return memory
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    return whole[start : start + n_bytes]
