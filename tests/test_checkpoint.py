@@ -715,7 +715,10 @@ def interrupt(code: str, *arguments: object) -> float:
     assert process.poll() is None
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode in (-signal.SIGINT, 130), errors.decode()
     assert b"KeyboardInterrupt" in errors
     return time.monotonic() - started
