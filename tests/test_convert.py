@@ -1,0 +1,596 @@
+"""`reshard.convert`: every destination and option against numpy, the original's reader and stock safetensors.
+
+What a conversion does to the disk when it is refused, fails, is interrupted or killed is in `test_convert_failures`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from tests import original_reader
+from tests.oracle import local_arrays, mesh_ranks
+
+import reshard
+from reshard.errors import ArgumentError, LayoutError, ReshardError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SAMPLES = Path(__file__).parent / "data" / "mindspore"
+
+Arrays = dict[str, np.ndarray]
+
+BF16 = ml_dtypes.bfloat16
+
+
+def noise(dtype: Any, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Any bits: NaNs of every payload, infinities, -0.0."""
+    n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(np.random.default_rng(seed).bytes(n_bytes), dtype).reshape(shape).copy()
+
+
+MODEL: Arrays = {
+    "embed.weight": noise(BF16, (24, 8), 1),
+    **{f"layers.{i}.qkv.weight": noise(BF16, (16, 8), 10 + i) for i in range(4)},
+    **{f"layers.{i}.out.weight": noise(BF16, (8, 12), 20 + i) for i in range(4)},
+    **{f"layers.{i}.experts.weight": noise(np.float32, (4, 4, 6), 30 + i) for i in range(4)},
+    **{f"layers.{i}.norm.weight": noise(np.float32, (8,), 40 + i) for i in range(4)},
+    "head.weight": noise(np.float16, (24, 8), 2),
+    "scale": noise(np.float32, (), 3),
+    "ids": noise(np.int64, (6,), 4),
+    "none": noise(np.float32, (0, 4), 5),
+}
+OPTIMIZER: Arrays = {
+    f"{slot}.{key}": noise(np.float32, array.shape, 100 + i)
+    for i, (slot, key, array) in enumerate((s, k, a) for s in ("exp_avg", "exp_avg_sq") for k, a in MODEL.items())
+    if array.dtype == BF16
+} | {"step": np.array([7], np.int32)}
+BOTH = MODEL | OPTIMIZER
+
+TP = [
+    {"match": ["embed.*", "head.*", "*.qkv.*"], "cut": ["tp"]},
+    {"match": "*.out.*", "cut": [None, "tp"]},
+    {"match": "*.experts.*", "cut": [None, None, "tp"]},
+]
+REST = {"match": "*"}
+PIPELINE = [
+    {"match": "layers.{i}.*", "axis": "pp"},
+    {"match": "embed.*", "axis": "pp", "at": 0},
+    {"match": "head.*", "axis": "pp", "at": -1},
+]
+Layout = dict[str, Any]
+EXPRESSIBLE: dict[str, Layout] = {
+    "one": {"mesh": {"tp": 1}, "rules": [REST]},
+    "replicated": {"mesh": {"dp": 3}, "rules": [REST]},
+    "tp2": {"mesh": {"tp": 2}, "rules": [*TP, REST]},
+    "tp4": {"mesh": {"tp": 4}, "rules": [{"match": "*.experts.*", "cut": ["tp"]}, *TP, REST]},
+    "dp2 tp2": {"mesh": {"dp": 2, "tp": 2}, "rules": [*TP, REST]},
+    "tp2 dp2": {"mesh": {"tp": 2, "dp": 2}, "rules": [*TP, REST]},
+    "pp2 tp2": {"mesh": {"pp": 2, "tp": 2}, "rules": [*TP, REST], "place": PIPELINE},
+    "pp4": {"mesh": {"pp": 4}, "rules": [REST], "place": PIPELINE},
+    "pp2 dp2 tp2": {"mesh": {"pp": 2, "dp": 2, "tp": 2}, "rules": [*TP, REST], "place": PIPELINE},
+    "pp uneven": {
+        "mesh": {"pp": 2, "tp": 2},
+        "rules": [*TP, REST],
+        "place": [{"match": "layers.{i}.*", "axis": "pp", "sizes": [3, 1]}],
+    },
+    "two axes on a dim": {
+        "mesh": {"dp": 2, "tp": 2},
+        "rules": [{"match": "embed.*", "cut": [["dp", "tp"]]}, {"match": "head.*", "cut": [["tp", "dp"]]}, *TP, REST],
+    },
+    "two dims": {"mesh": {"dp": 2, "tp": 2}, "rules": [{"match": "*.weight", "cut": ["tp"]}, REST]},
+    "an axis of one": {"mesh": {"dp": 1, "tp": 2, "cp": 1}, "rules": [*TP, REST]},
+    "zero": {"mesh": {"dp": 2, "tp": 2}, "rules": [*TP, REST], "optimizer": {"add": {0: ["dp"]}}},
+    "zero with stages": {
+        "mesh": {"pp": 2, "dp": 2, "tp": 2},
+        "rules": [*TP, REST],
+        "place": PIPELINE,
+        "optimizer": {"add": {0: ["dp"]}},
+    },
+}
+# Each with the keys that metadata.json cannot express.
+INEXPRESSIBLE: dict[str, tuple[Layout, str]] = {
+    "ceil": (
+        {"mesh": {"tp": 5}, "rules": [{"match": ["embed.*", "ids"], "cut": ["tp"], "uneven": "ceil"}, REST]},
+        "embed.weight ids exp_avg.embed.weight exp_avg_sq.embed.weight",
+    ),
+    "sizes": (
+        {"mesh": {"tp": 3}, "rules": [{"match": "head.weight", "cut": ["tp"], "sizes": {0: [20, 0, 4]}}, REST]},
+        "head.weight",
+    ),
+    "blocks": (
+        {
+            "mesh": {"tp": 4},
+            "rules": [
+                {"match": "layers.0.qkv.*", "cut": ["tp"], "blocks": {0: [8, {"size": 4, "cut": None}, 4]}},
+                REST,
+            ],
+        },
+        "layers.0.qkv.weight exp_avg.layers.0.qkv.weight exp_avg_sq.layers.0.qkv.weight",
+    ),
+    "flat": (
+        {"mesh": {"dp": 5}, "rules": [{"match": ["head.weight", "ids"], "flat": ["dp"]}, REST]},
+        "head.weight ids",
+    ),
+    "flat after a cut": (
+        {"mesh": {"tp": 2, "dp": 3}, "rules": [{"match": "head.weight", "cut": ["tp"], "flat": ["dp"]}, *TP, REST]},
+        "head.weight",
+    ),
+    "flat optimizer": (
+        {"mesh": {"dp": 3}, "rules": [REST], "optimizer": {"flat": ["dp"]}},
+        " ".join(key for key in OPTIMIZER if key != "step"),
+    ),
+    "stored": (
+        {"mesh": {"tp": 2}, "rules": [{"match": "head.weight", "cut": ["tp"], "stored": [1, 0]}, REST]},
+        "head.weight",
+    ),
+    "joined": (
+        {
+            "mesh": {"dp": 4},
+            "rules": [{"match": "*.norm.weight", "flat": {"axes": ["dp"], "join": "norms", "align": 3}}, REST],
+        },
+        " ".join(f"layers.{i}.norm.weight" for i in range(4)),
+    ),
+    "joined in stages": (
+        {
+            "mesh": {"pp": 2, "dp": 2},
+            "rules": [{"match": ["*.norm.weight"], "flat": {"axes": ["dp"], "join": "norms"}}, REST],
+            "place": PIPELINE,
+        },
+        " ".join(f"layers.{i}.norm.weight" for i in range(4)),
+    ),
+    "ranks in another order": ({"mesh": {"tp": 2}, "ranks": [1, 0], "rules": [*TP, REST]}, " ".join(BOTH)),
+    "ranks with gaps": ({"mesh": {"tp": 2}, "ranks": [4, 9], "rules": [*TP, REST]}, " ".join(BOTH)),
+}
+LAYOUTS = EXPRESSIBLE | {name: layout for name, (layout, _) in INEXPRESSIBLE.items()}
+
+
+@pytest.fixture(scope="module")
+def huggingface(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, written by stock safetensors."""
+    folder = tmp_path_factory.mktemp("hf")
+    save_file(MODEL, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model and optimizer as one device leaves them: no metadata.json."""
+    folder = tmp_path_factory.mktemp("single") / "iteration_0000042"
+    folder.mkdir()
+    save_file(MODEL, folder / "model-0000000-0000001.safetensors")
+    save_file(OPTIMIZER, folder / "opt-0000000-0000001.safetensors")
+    (folder / "common.json").write_text(
+        json.dumps({"epoch_num": 1, "step_num": 42, "global_step": 42, "loss_scale": 0.5, "ckpt_status": None})
+    )
+    return folder
+
+
+def assert_same(found: Arrays, expected: Arrays) -> None:
+    assert set(found) == set(expected)
+    for key, array in expected.items():
+        assert found[key].dtype == array.dtype, key
+        assert found[key].shape == array.shape, key
+        assert found[key].tobytes() == array.tobytes(), key
+
+
+def assert_opens_as(path: Path, expected: Arrays, optimizer: Arrays | None = None) -> None:
+    with reshard.open(path) as opened:
+        assert_same(opened.load(), expected)
+        if optimizer is not None:
+            assert set(opened.keys("optimizer")) == set(optimizer)
+
+
+@pytest.fixture(autouse=True)
+def no_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+# -- Checkpoint 2.0
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("name", EXPRESSIBLE)
+def test_the_original_reads_what_we_write(single: Path, tmp_path: Path, name: str, dedup: bool) -> None:  # noqa: FBT001
+    layout = EXPRESSIBLE[name]
+    report = reshard.convert(single, tmp_path / "root", layout=layout, dedup=dedup, durable=False)
+    folder = tmp_path / "root" / "iteration_00000042"
+    assert (report.path, report.to, report.not_expressible) == (str(folder), "checkpoint2", {})
+    assert (report.n_tensors, report.n_files) == (len(BOTH), len(list(folder.glob("*.safetensors"))))
+    assert report.n_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert not (folder / "tiles.json").exists()
+    for release in ("1.9.0", "head"):
+        assert_same(original_reader.read_tree(tmp_path / "root", release), BOTH)  # type: ignore[arg-type]
+    original_reader.audit(folder, dedup=dedup)
+    assert_opens_as(tmp_path / "root", BOTH, OPTIMIZER)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_without_dedup_each_ranks_files_are_what_it_holds(single: Path, tmp_path: Path, name: str) -> None:
+    layout = LAYOUTS[name]
+    reshard.convert(single, tmp_path / "root", layout=layout, dedup=False, durable=False)
+    folder, n_ranks = tmp_path / "root" / "iteration_00000042", max(mesh_ranks(layout)) + 1
+    for rank in mesh_ranks(layout):
+        found: Arrays = {}
+        for part in ("model", "opt"):
+            path = folder / f"{part}-{rank:07d}-{n_ranks:07d}.safetensors"
+            found |= load_file(path) if path.exists() else {}
+        assert_same(found, local_arrays(layout, BOTH, rank, list(OPTIMIZER)))
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("name", INEXPRESSIBLE)
+def test_what_metadata_json_cannot_say_is_in_tiles_json(
+    single: Path,
+    tmp_path: Path,
+    name: str,
+    dedup: bool,  # noqa: FBT001
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layout, keys = INEXPRESSIBLE[name]
+    with caplog.at_level(logging.WARNING, "reshard"):
+        report = reshard.convert(single, tmp_path / "root", layout=layout, dedup=dedup, durable=False)
+    told = [message for message in caplog.messages if "metadata.json cannot express" in message]
+    assert len(told) == 1
+    assert told[0] in report.warnings
+    assert set(report.not_expressible) == set(keys.split())
+    assert_opens_as(tmp_path / "root", BOTH, OPTIMIZER)
+    with reshard.open(tmp_path / "root") as opened:
+        assert set(opened.tiled_keys()) == set(keys.split())
+    rest = {key: array for key, array in BOTH.items() if key not in keys.split()}
+    assert_same(original_reader.read_tree(tmp_path / "root"), rest)
+    # Once more from there, into plain tensors.
+    reshard.convert(tmp_path / "root", tmp_path / "hf", part="all", durable=False)
+    assert_opens_as(tmp_path / "hf", BOTH)
+
+
+def test_what_metadata_json_cannot_say_can_be_refused(single: Path, tmp_path: Path) -> None:
+    for layout, _ in INEXPRESSIBLE.values():
+        with pytest.raises(UnsupportedError, match=r"metadata\.json cannot express") as caught:
+            reshard.convert(single, tmp_path / "root", layout=layout, strict_format=True)
+        assert caught.value.key in BOTH
+        assert not list(tmp_path.iterdir())
+    reshard.convert(single, tmp_path / "root", layout=EXPRESSIBLE["tp2"], strict_format=True, durable=False)
+
+
+def test_types_that_mindspore_has_not_are_in_tiles_json(tmp_path: Path) -> None:
+    arrays = {"w": noise(ml_dtypes.float8_e4m3fn, (8, 4), 1), "v": noise(np.float32, (4,), 2)}
+    reshard.save_file(arrays, tmp_path / "in.safetensors")
+    report = reshard.convert(
+        tmp_path / "in.safetensors", tmp_path / "root", layout={"mesh": {"tp": 2}, "rules": [REST]}
+    )
+    assert set(report.not_expressible) == {"w"}
+    assert_opens_as(tmp_path / "root", arrays)
+
+
+@pytest.mark.parametrize(("tree", "iteration"), [("ckpt2", 10), ("ckpt2_dedup", 10), ("ckpt2_named", 7)])
+def test_samples_again(tree: str, iteration: int, tmp_path: Path) -> None:
+    """A tree of the original, cut anew, read by the original: counters and tensors are what they were."""
+    layout = {"mesh": {"dp": 2, "tp": 2}, "rules": [{"match": ["*.weight"], "cut": ["tp"]}, REST]}
+    source = SAMPLES / tree / "checkpoint"
+    reshard.convert(source, tmp_path / "root", layout=layout, prefix="again", durable=False)
+    expected = original_reader.read_shard_file(SAMPLES / tree / f"expected_{iteration:08d}.safetensors")
+    found = original_reader.read_tree(tmp_path / "root", "head")
+    step = found.pop("global_step", None)
+    assert step is None or step.tolist() == [iteration]
+    assert_same(found, expected)
+    assert original_reader.read_common(tmp_path / "root", "head") == original_reader.read_common(source, "head")
+    # As what the original wrote it says less than the original: the earlier release reads it while it can.
+    common = json.loads((tmp_path / "root" / f"iteration_{iteration:08d}" / "common.json").read_text())
+    assert ("ckpt_status" in common) == (tree != "ckpt2_named")
+
+
+def test_counters_that_are_null_are_left_out(single: Path, huggingface: Path, tmp_path: Path) -> None:
+    reshard.convert(single, tmp_path / "a", layout=EXPRESSIBLE["one"])
+    reshard.convert(huggingface, tmp_path / "b", to="checkpoint2")
+    of_190 = ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size"]
+    for root, folder in ((tmp_path / "a", "iteration_00000042"), (tmp_path / "b", "iteration_00000000")):
+        assert list(json.loads((root / folder / "common.json").read_text())) == of_190
+        original_reader.read_common(root, "1.9.0")
+    assert original_reader.read_common(tmp_path / "a").loss_scale == 0.5
+    assert original_reader.read_tree(tmp_path / "b").keys() == MODEL.keys()
+
+
+def test_there_is_never_a_null_layout(huggingface: Path, tmp_path: Path) -> None:
+    reshard.convert(huggingface, tmp_path / "root", to="checkpoint2", durable=False)
+    metadata = json.loads((tmp_path / "root/iteration_00000000/metadata.json").read_text())
+    for key, said in metadata["state_dict_metadata"].items():
+        assert said["layout"]["tensor_map"] == [-1] * MODEL[key].ndim
+        assert said["layout"]["device_matrix"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "folder", "name"),
+    [
+        ({}, "iteration_00000042", "model-0000000-0000001.safetensors"),
+        ({"iteration": 0}, "iteration_00000000", "model-0000000-0000001.safetensors"),
+        ({"iteration": 123456789}, "iteration_123456789", "model-0000000-0000001.safetensors"),
+        ({"prefix": "my-run"}, "iteration_00000042", "my-run-model-0000000-0000001.safetensors"),
+        ({"prefix": "x", "iteration": 7}, "iteration_00000007", "x-opt-0000000-0000001.safetensors"),
+    ],
+)
+def test_iteration_and_prefix(single: Path, tmp_path: Path, options: Any, folder: str, name: str) -> None:
+    reshard.convert(single, tmp_path / "root", to="checkpoint2", **options)
+    assert sorted(entry.name for entry in (tmp_path / "root").iterdir()) == [
+        folder,
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert (tmp_path / "root" / folder / name).is_file()
+    tracker = (tmp_path / "root/latest_checkpointed_iteration.txt").read_bytes()
+    assert tracker == str(int(folder.removeprefix("iteration_"))).encode()
+    assert_same(original_reader.read_tree(tmp_path / "root"), BOTH)
+
+
+def test_parts(single: Path, tmp_path: Path) -> None:
+    for part, expected in {"model": MODEL, "optimizer": OPTIMIZER, "all": BOTH}.items():
+        for to in ("checkpoint2", "huggingface", "safetensors"):
+            target = tmp_path / f"{part}-{to}"
+            reshard.convert(single, target, to=to, part=part, durable=False)  # type: ignore[arg-type]
+            assert_opens_as(target, expected)
+    reshard.convert(single, tmp_path / "default", durable=False)
+    assert_opens_as(tmp_path / "default", MODEL)
+
+
+def test_a_part_of_a_layout_with_stages_counts_layers_over_everything(single: Path, tmp_path: Path) -> None:
+    layout = EXPRESSIBLE["zero with stages"]
+    reshard.convert(single, tmp_path / "root", layout=layout, part="optimizer", durable=False)
+    assert_same(original_reader.read_tree(tmp_path / "root"), OPTIMIZER)
+
+
+# -- Hugging Face and plain files
+
+
+def test_a_hugging_face_folder_of_one_file(single: Path, tmp_path: Path) -> None:
+    report = reshard.convert(single, tmp_path / "out")
+    assert (report.to, report.n_files, report.path) == ("huggingface", 1, str(tmp_path / "out"))
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), MODEL)
+    with safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+@pytest.mark.parametrize(("size", "limit"), [("1MiB", 1 << 20), (1000, 1000), ("0.5KiB", 512), ("1KB", 1000), (1, 1)])
+def test_a_hugging_face_folder_of_a_file_size(single: Path, tmp_path: Path, size: Any, limit: int) -> None:
+    report = reshard.convert(single, tmp_path / "out", max_shard_size=size, durable=False)
+    paths = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(paths) == report.n_files
+    assert (len(paths) == 1) == (limit > sum(array.nbytes for array in MODEL.values()))
+    found: Arrays = {}
+    where: dict[str, str] = {}
+    for number, path in enumerate(paths, 1):
+        arrays = load_file(path)
+        assert not set(arrays) & set(found)
+        # Only a tensor that is larger by itself makes a file larger, and then it is alone.
+        assert sum(array.nbytes for array in arrays.values()) <= limit or len(arrays) == 1
+        found |= arrays
+        where |= dict.fromkeys(arrays, path.name)
+        assert path.name == (
+            f"model-{number:05d}-of-{len(paths):05d}.safetensors" if len(paths) > 1 else "model.safetensors"
+        )
+    assert_same(found, MODEL)
+    path = tmp_path / "out" / "model.safetensors.index.json"
+    assert path.exists() == (len(paths) > 1)
+    if path.exists():
+        index = json.loads(path.read_text())
+        assert index["weight_map"] == where
+        assert index["metadata"]["total_size"] == sum(array.nbytes for array in MODEL.values())
+    assert_opens_as(tmp_path / "out", MODEL)
+
+
+def test_one_file(single: Path, tmp_path: Path) -> None:
+    report = reshard.convert(single, tmp_path / "new/folder/out.safetensors", to="safetensors")
+    assert (report.n_files, report.n_tensors) == (1, len(BOTH))
+    assert [entry.name for entry in (tmp_path / "new/folder").iterdir()] == ["out.safetensors"]
+    assert_same(load_file(tmp_path / "new/folder/out.safetensors"), BOTH)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_file_a_rank(single: Path, tmp_path: Path, name: str) -> None:
+    layout = LAYOUTS[name]
+    report = reshard.convert(single, tmp_path / "out", to="safetensors", layout=layout, durable=False)
+    assert report.not_expressible == {}
+    names = {"tiles.json"}
+    for rank in mesh_ranks(layout):
+        expected = local_arrays(layout, BOTH, rank, list(OPTIMIZER))
+        assert_same(load_file(tmp_path / "out" / f"rank_{rank}.safetensors"), expected)
+        names.add(f"rank_{rank}.safetensors")
+    assert {entry.name for entry in (tmp_path / "out").iterdir()} == names
+    assert_opens_as(tmp_path / "out", BOTH)
+
+
+# -- there and back
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_there_and_back_is_the_identity(huggingface: Path, tmp_path: Path, name: str) -> None:
+    """Through the layout, through another one, and back: NaN payloads and -0.0 too."""
+    other = {"mesh": {"dp": 2, "tp": 3}, "rules": [{"match": "*", "cut": ["tp"], "uneven": "ceil", "flat": ["dp"]}]}
+    reshard.convert(huggingface, tmp_path / "a", layout=LAYOUTS[name], durable=False)
+    reshard.convert(tmp_path / "a", tmp_path / "b", layout=other, to="safetensors", durable=False)
+    reshard.convert(tmp_path / "b", tmp_path / "c", layout=LAYOUTS[name], dedup=False, durable=False)
+    reshard.convert(tmp_path / "c", tmp_path / "hf", durable=False)
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors"), MODEL)
+    for rank in mesh_ranks(LAYOUTS[name]):
+        with reshard.open(tmp_path / "b") as opened:
+            assert_same(opened.load(LAYOUTS[name], rank), local_arrays(LAYOUTS[name], MODEL, rank))
+
+
+# -- options
+
+
+@pytest.mark.parametrize("layout", [None, EXPRESSIBLE["zero"], INEXPRESSIBLE["joined"][0]])
+def test_a_cast(single: Path, tmp_path: Path, layout: Layout | None) -> None:
+    reshard.convert(single, tmp_path / "out", dtype="bfloat16", part="all", layout=layout, durable=False)
+    with reshard.open(tmp_path / "out") as opened:
+        found = opened.load()
+    assert set(found) == set(BOTH)
+    for key, array in BOTH.items():
+        if array.dtype.kind == "i":
+            assert_same({key: found[key]}, {key: array})
+            continue
+        assert found[key].dtype == BF16
+        with np.errstate(all="ignore"):
+            expected = array.astype(BF16)
+        # The payload of a NaN that is cast is nobody's promise.
+        assert np.array_equal(found[key].astype(np.float32), expected.astype(np.float32), equal_nan=True), key
+        if array.dtype == BF16:
+            assert_same({key: found[key]}, {key: array})
+
+
+@pytest.mark.parametrize("memory", ["8MiB", 8 << 20, "1GiB"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_and_threads_make_no_difference(single: Path, tmp_path: Path, memory: Any, threads: int) -> None:
+    reshard.convert(single, tmp_path / "out", memory=memory, threads=threads, durable=False)
+    assert_opens_as(tmp_path / "out", MODEL)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": "lots"},
+        {"memory": 1},
+        {"memory": "1KiB"},
+        {"memory": 0},
+        {"memory": -1},
+        {"memory": "0MiB"},
+        {"memory": True},
+        {"memory": 1.5},
+        {"memory": None},
+        {"max_shard_size": "lots"},
+        {"max_shard_size": 0},
+        {"max_shard_size": None},
+        {"to": "gguf"},
+        {"part": "weights"},
+        {"threads": 0},
+        {"threads": 10**6},
+        {"iteration": 3},
+        {"prefix": "x"},
+        {"modes": "original"},
+        {"modes": "0777", "to": "checkpoint2"},
+        {"iteration": -1, "to": "checkpoint2"},
+        {"iteration": True, "to": "checkpoint2"},
+        {"iteration": "3", "to": "checkpoint2"},
+        {"iteration": 10**18, "to": "checkpoint2"},
+        {"prefix": "", "to": "checkpoint2"},
+        {"prefix": "a/b", "to": "checkpoint2"},
+        {"prefix": "..", "to": "checkpoint2"},
+        {"prefix": ".hidden", "to": "checkpoint2"},
+        {"prefix": "a\nb", "to": "checkpoint2"},
+        {"prefix": "x" * 200, "to": "checkpoint2"},
+        {"layout": EXPRESSIBLE["tp2"], "to": "huggingface"},
+    ],
+    ids=repr,
+)
+def test_options_that_cannot_be_meant(single: Path, tmp_path: Path, options: Any) -> None:
+    with pytest.raises(ArgumentError):
+        reshard.convert(single, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"dtype": "int8"}, UnsupportedError),
+        ({"dtype": "nonsense"}, ReshardError),
+        ({"layout": "no such.yaml"}, ReshardError),
+        ({"layout": {"mesh": {"tp": 7}, "rules": [*TP, REST]}}, LayoutError),
+        ({"layout": {"mesh": {"tp": 2}, "rules": TP}}, LayoutError),
+        ({"layout": {"mesh": {"tp": 2}, "rules": [*TP, REST], "place": [{"match": "*", "axis": "x"}]}}, LayoutError),
+    ],
+)
+def test_what_does_not_fit_the_source(single: Path, tmp_path: Path, options: Any, error: type[ReshardError]) -> None:
+    with pytest.raises(error):
+        reshard.convert(single, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_file_for_several_ranks(single: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="one file"):
+        reshard.convert(single, tmp_path / "o.safetensors", to="safetensors", layout=EXPRESSIBLE["tp2"])
+
+
+def test_a_part_of_which_there_is_nothing(huggingface: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="nothing to write"):
+        reshard.convert(huggingface, tmp_path / "out", part="optimizer")
+
+
+@pytest.mark.parametrize("to", ["huggingface", "checkpoint2", "safetensors"])
+def test_progress_goes_once_from_nothing_to_the_total(single: Path, tmp_path: Path, to: Any) -> None:
+    calls: list[tuple[int, int]] = []
+    layout = None if to == "huggingface" else EXPRESSIBLE["pp2 tp2"]
+    reshard.convert(
+        single,
+        tmp_path / "out",
+        to=to,
+        layout=layout,
+        max_shard_size=1000,
+        part="all",
+        durable=False,
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    (total,) = {total for _, total in calls}
+    done = [done for done, _ in calls]
+    assert (done[0], done[-1]) == (0, total)
+    assert done == sorted(done)
+    n_bytes = sum(array.nbytes for array in BOTH.values())
+    assert total == n_bytes if to == "huggingface" else total >= n_bytes
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_permissions(single: Path, tmp_path: Path, mask: int) -> None:
+    os.umask(mask)
+    reshard.convert(single, tmp_path / "c2", to="checkpoint2", layout=INEXPRESSIBLE["flat"][0])
+    reshard.convert(single, tmp_path / "hf", max_shard_size=1000)
+    reshard.convert(single, tmp_path / "st", to="safetensors", layout=EXPRESSIBLE["tp2"])
+    reshard.convert(single, tmp_path / "one.safetensors", to="safetensors")
+    for name, folder_mode, file_mode in (("c2", 0o750, 0o640), ("hf", 0o777, 0o666), ("st", 0o777, 0o666)):
+        for path in (tmp_path / name, *(tmp_path / name).rglob("*")):
+            expected = (folder_mode if path.is_dir() else file_mode) & ~mask
+            assert oct(stat.S_IMODE(path.stat().st_mode)) == oct(expected), path
+    assert stat.S_IMODE((tmp_path / "one.safetensors").stat().st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_permissions_of_the_original(tmp_path: Path, mask: int) -> None:
+    os.umask(mask)
+    said = json.loads((SAMPLES / "ckpt2" / "modes_as_written.json").read_text())
+    reshard.convert(SAMPLES / "ckpt2" / "checkpoint", tmp_path / "root", to="checkpoint2", modes="original")
+    modes = {Path(name).name: mode for name, mode in said.items()}
+    for path in (tmp_path / "root").rglob("*"):
+        if path.suffix == ".safetensors":
+            expected = 0o400
+        elif path.is_dir():
+            expected = 0o750
+        else:
+            expected = 0o640
+            assert path.name in modes
+        assert oct(stat.S_IMODE(path.stat().st_mode)) == oct(expected), path
+    assert stat.S_IMODE((tmp_path / "root").stat().st_mode) == 0o750
+
+
+def test_files_name_their_writer(single: Path, tmp_path: Path) -> None:
+    reshard.convert(single, tmp_path / "c2", to="checkpoint2")
+    reshard.convert(single, tmp_path / "hf")
+    for path, name in ((tmp_path / "c2", "ms"), (tmp_path / "hf", "pt")):
+        for file in path.rglob("*.safetensors"):
+            with safe_open(file, "numpy") as opened:
+                assert opened.metadata() == {"format": name, "reshard": reshard.__version__}
+
+
+def test_data_begins_on_a_boundary_of_64_bytes(single: Path, tmp_path: Path) -> None:
+    reshard.convert(single, tmp_path / "root", layout=EXPRESSIBLE["pp2 dp2 tp2"], durable=False)
+    for path in (tmp_path / "root").rglob("*.safetensors"):
+        n_header = int.from_bytes(path.read_bytes()[:8], "little")
+        assert (8 + n_header) % 64 == 0
