@@ -87,6 +87,7 @@ def to_checkpoint2(
         warnings += _move_tracker(job.target, iteration, options)
         if original_modes:
             job.target.chmod(0o750)
+            (job.target / checkpoint2.TRACKER_FILE).chmod(0o640)
     except BaseException:
         with contextlib.suppress(OSError):
             staging.rmdir()
