@@ -212,7 +212,7 @@ def test_the_original_reads_what_we_write(single: Path, tmp_path: Path, name: st
     assert report.n_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert not (folder / "tiles.json").exists()
     for release in ("1.9.0", "head"):
-        assert_same(original_reader.read_tree(tmp_path / "root", release), BOTH)  # type: ignore[arg-type]
+        assert_same(original_reader.read_tree(tmp_path / "root", release), BOTH)
     original_reader.audit(folder, dedup=dedup)
     assert_opens_as(tmp_path / "root", BOTH, OPTIMIZER)
 
