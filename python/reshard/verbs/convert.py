@@ -120,6 +120,10 @@ def convert(
     chosen = _target(to, layout)
     _check_options(chosen, target, layout, {"iteration": iteration, "prefix": prefix, "modes": modes})
     _check_apart(source, target)
+    is_one_file = chosen == "safetensors" and target.suffix == ".safetensors"
+    if target.name in ("", "..") or (target.is_symlink() and not is_one_file):
+        # What is published by a rename needs a name of its own, on the disk where it will lie.
+        target = target.resolve()
     options = Options(
         metadata={"format": "ms" if chosen == "checkpoint2" else "pt", WRITER_KEY: _core.__version__},
         dtype=None if dtype is None else dtypes.parse_dtype(dtype),

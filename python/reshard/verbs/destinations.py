@@ -5,6 +5,7 @@ A `Job` is the source and where it goes; its files are planned first, then strea
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,10 @@ from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import huggingface, tiles
 from reshard.formats.files import write_file_atomically
 from reshard.layout import BoundLayout, ModelLayout, as_layout
-from reshard.write.commit import published_folder
+from reshard.write.commit import made_folder, published_file, published_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from reshard.checkpoint import Checkpoint, LayoutLike
@@ -160,8 +160,12 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
     """Write one file, or one a rank with tiles.json to tell what they hold."""
     if job.target.suffix == ".safetensors":
         _check_file_free(job)
-        job.target.parent.mkdir(parents=True, exist_ok=True)
-        n_bytes = write_files(job, job.target.parent, [File(job.target.name, _whole(job.source, job.keys))])
+        durable, parent = job.options.durable, job.target.parent
+        with (
+            made_folder(parent, mode=job.options.folder_mode, durable=durable),
+            published_file(job.target, replace=job.overwrite, durable=durable) as path,
+        ):
+            n_bytes = write_files(job, parent, [File(path.name, _whole(job.source, job.keys))])
         return Written(job.target, 1, n_bytes)
     _check_folder_free(job)
     bound = bind(job.source, layout)
@@ -200,12 +204,16 @@ class Cutting:
         return File(name, self.bound.request_of(rank, order))
 
     def _describe(self, file: str, rank: int, array: str, keys: list[str]) -> None:
-        last = self.bound.request_of(rank, [array]).last()
-        assert last is not None
-        shape, tiles_of_all = last
         by_key: dict[str, list[_core.Tile]] = {key: [] for key in keys}
-        for key, tile in tiles_of_all:
-            by_key[key].append(tile)
+        if array in by_key:
+            layout = self.bound.layouts[array]
+            shape, by_key[array] = layout.local_shape(rank), layout.tiles(rank)
+        else:
+            last = self.bound.request_of(rank, [array]).last()
+            assert last is not None
+            shape, tiles_of_all = last
+            for key, tile in tiles_of_all:
+                by_key[key].append(tile)
         for key, own in by_key.items():
             # Flattened blocks that share an uncut block are cut at different places of it.
             overlapping = bool(self.bound.specs[key].flat)
@@ -225,15 +233,21 @@ class Cutting:
 # -- the destination
 
 
-def _folder(job: Job) -> AbstractContextManager[Path]:
-    return published_folder(
-        job.target,
-        job.target.parent,
-        replace=job.overwrite,
-        durable=job.options.durable,
-        mode=job.options.folder_mode,
-        keep=lambda entry: not _is_ours(entry),
-    )
+@contextlib.contextmanager
+def _folder(job: Job) -> Iterator[Path]:
+    options, parent = job.options, job.target.parent
+    with (
+        made_folder(parent, mode=options.folder_mode, durable=options.durable),
+        published_folder(
+            job.target,
+            parent,
+            replace=job.overwrite,
+            durable=options.durable,
+            mode=options.folder_mode,
+            keep=lambda entry: not _is_ours(entry),
+        ) as folder,
+    ):
+        yield folder
 
 
 def _is_ours(entry: Path) -> bool:
@@ -241,7 +255,10 @@ def _is_ours(entry: Path) -> bool:
     if entry.is_symlink() or not entry.is_file():
         return False
     if entry.name == tiles.TILES_FILE:
-        return True
+        with contextlib.suppress(ReshardError):
+            tiles.read(entry)
+            return True
+        return False
     if entry.name == huggingface.INDEX_FILE:
         return huggingface.index_writer(entry) is not None
     if entry.suffix != ".safetensors":
@@ -268,9 +285,8 @@ def _check_folder_free(job: Job) -> None:
             path=str(target),
             hint="choose another destination, or give `overwrite` to replace the files of an earlier conversion",
         )
-    foreign = [
-        e for e in entries if not _is_ours(e) and (e.suffix == ".safetensors" or e.name == huggingface.INDEX_FILE)
-    ]
+    names = (huggingface.INDEX_FILE, tiles.TILES_FILE)
+    foreign = [e for e in entries if (e.suffix == ".safetensors" or e.name in names) and not _is_ours(e)]
     if foreign:
         raise DestinationExistsError(
             f"{foreign[0]} was not written by an earlier conversion and would be mixed up with what is written now",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import shutil
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import DestinationExistsError, UnsupportedError
@@ -13,10 +15,10 @@ from reshard.formats.checkpoint2_metadata import expressible, write_metadata
 from reshard.formats.checkpoint2_shards import Shard, TensorRecord, World, assign, shards_of
 from reshard.formats.files import show, write_file_atomically
 from reshard.verbs.destinations import Cutting, Written, bind, write_files
-from reshard.write.commit import published_folder
+from reshard.write.commit import made_folder, published_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from reshard.checkpoint import LayoutLike
@@ -64,12 +66,11 @@ def to_checkpoint2(
     plan = assign(shards, world, dedup=dedup)
     files = [cutting.file(file.name(prefix), file.rank, file.keys, described=reasons) for file in plan.files]
     options = job.options
-    created = not job.target.exists()
-    job.target.mkdir(mode=options.folder_mode, parents=True, exist_ok=True)
-    staging = job.target / ".staging"
-    try:
+    target, staging = job.target / folder_name, job.target / ".staging"
+    was_there = os.path.lexists(target)
+    with made_folder(job.target, mode=options.folder_mode, durable=options.durable), _made_staging(staging, options):
         with published_folder(
-            job.target / folder_name, staging, replace=job.overwrite, durable=options.durable, mode=options.folder_mode
+            target, staging, replace=job.overwrite, durable=options.durable, mode=options.folder_mode
         ) as folder:
             n_bytes = write_files(job, folder, files)
             described = [record for record in records if record.key not in reasons]
@@ -82,20 +83,27 @@ def to_checkpoint2(
             cutting.write_tiles(folder, layout)
             if original_modes:
                 _set_original_modes(folder)
-        with contextlib.suppress(OSError):
-            staging.rmdir()
-        warnings += _move_tracker(job.target, iteration, options)
-        if original_modes:
-            job.target.chmod(0o750)
-            (job.target / checkpoint2.TRACKER_FILE).chmod(0o640)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            staging.rmdir()
-        if created:
-            with contextlib.suppress(OSError):
-                job.target.rmdir()
-        raise
+        try:
+            warnings += _move_tracker(job.target, iteration, options)
+            if original_modes:
+                job.target.chmod(0o750)
+                (job.target / checkpoint2.TRACKER_FILE).chmod(0o640)
+        except BaseException:
+            if not was_there:  # an iteration that was replaced cannot be brought back
+                shutil.rmtree(target, ignore_errors=True)
+            raise
     return Written(job.target / folder_name, len(files), n_bytes, reasons, warnings)
+
+
+@contextlib.contextmanager
+def _made_staging(staging: Path, options: Options) -> Iterator[None]:
+    with made_folder(staging, mode=options.folder_mode, durable=False):
+        try:
+            yield
+        finally:
+            # It stays where another conversion writes into it, or where one was killed.
+            with contextlib.suppress(OSError):
+                staging.rmdir()
 
 
 def _records(job: Job, bound: BoundLayout, dtype_of: Mapping[str, str]) -> list[TensorRecord]:
