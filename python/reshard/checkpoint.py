@@ -262,7 +262,11 @@ def _add_tiles(index: _core.Index, folder: Path, described: tiles.TilesFile, met
             if entry.file not in files:
                 files[entry.file] = index.add_file(str(folder / entry.file), follow_links=False, method=method)
             stored.append((files[entry.file], entry.name, entry.shape, entry.tiles))
-        index.add_tiles(key, tensor.dtype, tensor.shape, stored, overlapping=tensor.overlapping)
+        try:
+            index.add_tiles(key, tensor.dtype, tensor.shape, stored, overlapping=tensor.overlapping)
+        except ReshardError as error:
+            error.message = f"{folder / tiles.TILES_FILE}: `{key}`: {error.message}"
+            raise
 
 
 def _add_unlisted(index: _core.Index, folder: Path) -> None:

@@ -17,7 +17,9 @@ impl ShardFile {
     /// Opens a file and checks its header.
     pub fn open(path: &Path, follow_links: bool, method: Method) -> Result<Self> {
         let source = Source::open(path, follow_links, method)?;
-        let header = source.with_file(|file| Header::read(file, path, source.n_bytes()))?;
+        let header = source
+            .with_file(|file| Header::read(file, path, source.n_bytes()))
+            .map_err(|error| error.within(path.display()))?;
         Ok(Self { source, header })
     }
 

@@ -10,12 +10,12 @@ use reshard_core::copy::Control;
 use reshard_core::dtype::Dtype;
 use reshard_core::metadata::{CellTable, Metadata, decode};
 use reshard_core::region::Region;
-use reshard_core::source::Method;
+use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind};
 use std::collections::{BTreeMap, HashMap};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
@@ -41,6 +41,23 @@ fn parse_method(method: &str) -> reshard_core::Result<Method> {
     }
 }
 
+/// Larger than any `metadata.json` that the tree it tells of could be worked with.
+const MAX_METADATA_BYTES: u64 = 4 << 30;
+
+/// The text of a regular file of bounded size.
+fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
+    let source = Source::open(path, false, Method::Read)?;
+    let n_bytes = source.n_bytes();
+    let mut text = Vec::new();
+    if n_bytes > MAX_METADATA_BYTES || text.try_reserve_exact(n_bytes as usize).is_err() {
+        let message = format!("it has {n_bytes} bytes; at most {MAX_METADATA_BYTES} are read");
+        return Err(Error::damaged(message));
+    }
+    text.resize(n_bytes as usize, 0);
+    source.read_at(0, &mut text)?;
+    Ok(text)
+}
+
 #[pymethods]
 impl Index {
     #[new]
@@ -56,18 +73,14 @@ impl Index {
     fn from_metadata(py: Python<'_>, path: PathBuf, method: &str) -> PyResult<Self> {
         let method = raise(py, parse_method(method))?;
         let decoded = py.detach(|| {
-            let text =
-                std::fs::read(&path).map_err(|error| Error::io("cannot read", &path, &error))?;
-            let metadata = decode(&text)?;
+            let text = read_whole(&path)?;
+            let metadata = decode(&text).map_err(|error| error.within(path.display()))?;
             drop(text);
             let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
             let index = reshard_core::index::Index::from_metadata(&metadata, &folder, method)?;
             Ok((metadata, index))
         });
-        let (mut metadata, index) = raise(
-            py,
-            decoded.map_err(|error: Error| error.path(&path).within(path.display())),
-        )?;
+        let (mut metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
         for tensor in &mut metadata.tensors {
             // The index has its own copy of the table; only layouts and dtypes are asked for later.
             tensor.cells = CellTable::default();
@@ -265,7 +278,7 @@ impl Index {
     }
 
     #[pyo3(signature = (*, threads=None))]
-    fn check(&self, py: Python<'_>, threads: Option<usize>) -> PyResult<Vec<(u32, String)>> {
+    fn check(&self, py: Python<'_>, threads: Option<i64>) -> PyResult<Vec<(u32, String)>> {
         let control = Control::default();
         run(py, threads, 0, None, &control, || self.index.check())
     }

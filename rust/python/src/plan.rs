@@ -80,7 +80,7 @@ impl Plan {
     fn load<'py>(
         &self,
         py: Python<'py>,
-        threads: Option<usize>,
+        threads: Option<i64>,
         progress: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Vec<(Bound<'py, Buffer>, u64)>> {
         // Which memory an array lies in and where.
@@ -142,7 +142,7 @@ impl Plan {
         &self,
         py: Python<'_>,
         out: Vec<Bound<'_, PyAny>>,
-        threads: Option<usize>,
+        threads: Option<i64>,
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
         let borrowed = out
@@ -200,7 +200,7 @@ impl Plan {
         path: PathBuf,
         metadata: Option<BTreeMap<String, String>>,
         windows: Option<&Windows>,
-        threads: Option<usize>,
+        threads: Option<i64>,
         durable: bool,
         direct: bool,
         mode: u32,
@@ -251,7 +251,7 @@ fn write_plan(
     plan: &CorePlan<'_>,
     options: &writer::Options,
     windows: &mut writer::Windows,
-    threads: Option<usize>,
+    threads: Option<i64>,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<u64> {
     let control = Control::default();
@@ -271,7 +271,7 @@ pub(crate) fn write_arrays(
     tensors: Vec<(String, String, Vec<u64>, Bound<'_, PyAny>)>,
     metadata: Option<BTreeMap<String, String>>,
     memory_bytes: u64,
-    threads: Option<usize>,
+    threads: Option<i64>,
     durable: bool,
     direct: bool,
     mode: u32,

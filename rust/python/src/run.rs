@@ -11,6 +11,7 @@ use std::time::Duration;
 
 /// Work smaller than this is over before anyone could press a key.
 const QUIET_BYTES: u64 = 8 << 20;
+const MAX_THREADS: usize = 1024;
 const TICK: Duration = Duration::from_millis(50);
 
 pub(crate) fn default_threads() -> usize {
@@ -20,7 +21,7 @@ pub(crate) fn default_threads() -> usize {
 /// Runs `work` on `threads` threads. Calls `progress(done, total)` and heeds signals meanwhile.
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
-    threads: Option<usize>,
+    threads: Option<i64>,
     total_bytes: u64,
     progress: Option<&Bound<'_, PyAny>>,
     control: &Control,
@@ -77,14 +78,17 @@ pub(crate) fn run<T: Send>(
 ///
 /// The lock is only taken with the interpreter attached, and a fork happens with it attached to the forking thread: no
 /// child finds the lock taken.
-fn pool(py: Python<'_>, threads: Option<usize>) -> PyResult<Arc<rayon::ThreadPool>> {
+fn pool(py: Python<'_>, threads: Option<i64>) -> PyResult<Arc<rayon::ThreadPool>> {
     type Pools = Mutex<HashMap<(u32, usize), Arc<rayon::ThreadPool>>>;
     static POOLS: OnceLock<Pools> = OnceLock::new();
-    let n_threads = threads.unwrap_or_else(default_threads);
-    if !(1..=1024).contains(&n_threads) {
-        let message = format!("`threads` is {n_threads}; 1 to 1024 are accepted");
+    let asked = threads.map_or_else(|| Ok(default_threads().min(MAX_THREADS)), usize::try_from);
+    let Some(n_threads) = asked.ok().filter(|n| (1..=MAX_THREADS).contains(n)) else {
+        let message = format!(
+            "`threads` is {}; 1 to {MAX_THREADS} are accepted",
+            threads.unwrap_or_default()
+        );
         return raise(py, Err(Error::new(Kind::Argument, message)));
-    }
+    };
     let mut pools = POOLS
         .get_or_init(Pools::default)
         .lock()
