@@ -20,6 +20,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Result};
 use crate::memory::{Stores, copy_run, finish_stores};
 use crate::plan::{Array, Dim, Piece, Plan, PlanSource, dst_span, src_span};
+use crate::shard_file::ShardFile;
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -91,6 +92,13 @@ pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Cont
         let mut start = 0;
         while !rest.is_empty() {
             let whole_units = |bytes: u64| bytes / array.unit_bytes() * array.unit_bytes();
+            if rest.len() as u64 >= BAND_BYTES {
+                // Two threads that touch one fresh huge page wait for each other: bands of large arrays end where pages end.
+                room = BAND_BYTES - rest.as_ptr() as u64 % BAND_BYTES;
+                if !bands.last().is_some_and(Vec::is_empty) {
+                    bands.push(Vec::new());
+                }
+            }
             let take = whole_units(room)
                 .max(array.unit_bytes())
                 .min(rest.len() as u64);
@@ -281,10 +289,13 @@ impl BoxCopy<'_> {
         let (useful, span) = (n * self.unit_bytes, src_span(dims) * self.unit_bytes);
         let run = source_run(dims) * self.unit_bytes;
         let gapped = span > useful + useful / 20;
+        let start = self.piece.src_start_bytes + src * self.unit_bytes;
+        let resident = |file: &ShardFile| !is_part && file.source().is_resident(start, span);
         let split = match self.source {
             PlanSource::Memory(_) => false,
             PlanSource::File(_, file) if file.source().is_mapped() => {
-                gapped && run >= LONG_RUN_BYTES
+                // Where nothing has to be read for it, one range is cheaper than many.
+                gapped && run >= LONG_RUN_BYTES && !resident(file)
             }
             PlanSource::File(..) => {
                 let direct = self.is_direct(dims, run);
@@ -307,7 +318,6 @@ impl BoxCopy<'_> {
             }
             return Ok(());
         }
-        let start = self.piece.src_start_bytes + src * self.unit_bytes;
         let at = (dst * self.unit_bytes) as usize;
         match self.source {
             PlanSource::Memory(bytes) => {
@@ -315,9 +325,15 @@ impl BoxCopy<'_> {
                 copy_box(from, &mut self.to[at..], dims, self.unit_bytes, self.stores);
             }
             PlanSource::File(_, file) => {
+                // Gaps that were in memory already were mapped, not fetched.
+                let fetched = if gapped && run >= LONG_RUN_BYTES {
+                    useful
+                } else {
+                    span
+                };
                 self.control
                     .fetched_bytes
-                    .fetch_add(span, Ordering::Relaxed);
+                    .fetch_add(fetched, Ordering::Relaxed);
                 let scattered = is_part
                     && span < SCATTERED_RUN_BYTES
                     && file.source().is_kept()

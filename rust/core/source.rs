@@ -45,6 +45,8 @@ pub struct Source {
     identity: (u64, u64),
     n_bytes: u64,
     map: Option<Mmap>,
+    /// Whether the system tells this process which pages of the file are in memory.
+    tells_residency: bool,
 }
 
 /// A descriptor that is kept, counted.
@@ -87,6 +89,7 @@ impl Source {
         } else {
             None
         };
+        let tells_residency = map.is_some() && tells_residency(&file, path);
         let path = path.to_owned();
         Ok(Self {
             path,
@@ -95,6 +98,7 @@ impl Source {
             identity,
             n_bytes,
             map,
+            tells_residency,
         })
     }
 
@@ -150,6 +154,30 @@ impl Source {
             self.explain_populate(&error, start + len)?;
         }
         Ok(Some(&map[range]))
+    }
+
+    /// Whether a range of the map is in the page cache, so that bringing it in reads nothing; false if that is not known.
+    #[cfg(target_os = "linux")]
+    pub fn is_resident(&self, start: u64, len: u64) -> bool {
+        let (Some(map), true, Ok(range)) =
+            (&self.map, self.tells_residency, self.range(start, len))
+        else {
+            return false;
+        };
+        let page = rustix::param::page_size();
+        let first = range.start / page * page;
+        let mut pages = vec![0_u8; (range.end - first).div_ceil(page)];
+        let at = map[first..range.end].as_ptr().cast_mut().cast();
+        // SAFETY: the range lies in a live map and begins on a page, since the map does; the call only writes one byte a
+        // page of it to `pages`, which has that many.
+        let status = unsafe { libc::mincore(at, range.end - first, pages.as_mut_ptr().cast()) };
+        status == 0 && pages.iter().all(|page| page & 1 == 1)
+    }
+
+    /// Whether a range of the map is in the page cache: not known here.
+    #[cfg(not(target_os = "linux"))]
+    pub fn is_resident(&self, _start: u64, _len: u64) -> bool {
+        false
     }
 
     /// A kernel before 5.14 does not know the advice: there the size of the file is asked instead.
@@ -253,6 +281,15 @@ fn shared_map(file: &File, path: &Path) -> Result<Mmap> {
     #[cfg(target_os = "linux")]
     let _ = map.advise(memmap2::Advice::HugePage);
     Ok(map)
+}
+
+/// Whether mincore(2) speaks of the page cache: of files that the caller may neither write nor own it says that all of
+/// them is in memory.
+fn tells_residency(file: &File, path: &Path) -> bool {
+    let is_own = file
+        .metadata()
+        .is_ok_and(|status| status.uid() == rustix::process::geteuid().as_raw());
+    is_own || rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok()
 }
 
 /// Size of a file now; 0 if it cannot be told.
