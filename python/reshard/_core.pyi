@@ -19,11 +19,16 @@ __all__ = [
     "Mesh",
     "Plan",
     "Request",
+    "Snapshot",
+    "SnapshotPool",
     "Windows",
+    "Written",
     "__version__",
+    "crc32c",
     "default_threads",
     "dtype_bits",
     "rename",
+    "scrub",
     "write_arrays",
 ]
 
@@ -133,14 +138,28 @@ class Index:
 
     def __new__(cls) -> Index: ...
     @staticmethod
-    def from_metadata(path: str, *, method: ReadMethod = "auto") -> Index:
-        """Decode a `metadata.json`; the shard files lie beside it and are not opened yet."""
+    def from_metadata(path: str, *, data: bytes | None = None, method: ReadMethod = "auto") -> Index:
+        """Decode a `metadata.json`; the shard files lie beside it and are not opened yet.
+
+        `data` is the content of the file where the caller has read and checked it already.
+        """
 
     # -- files
     @property
     def n_files(self) -> int: ...
     def add_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
         """A shard file; opened when it is first needed, and then kept open."""
+
+    def set_sums(self, file: int, n_bytes: int, header_bytes: int, header_sum: int, sums: bytes) -> None:
+        """What a file must be, told before it is opened: opening checks size and header, plans check what they touch.
+
+        Args:
+            file: its number.
+            n_bytes: its size.
+            header_bytes: bytes before the data: the length field and the header.
+            header_sum: crc32c of these bytes.
+            sums: crc32c of each 256 KiB chunk of the file, the last may be shorter; 4 bytes each, little-endian.
+        """
 
     def file_path(self, file: int) -> str: ...
     def file_bytes(self, file: int) -> int: ...
@@ -198,8 +217,12 @@ class Index:
     def check(self, *, threads: int | None = None) -> list[tuple[int, str]]:
         """Open every file and check it against what is expected of it; `(file, name)` of tensors nobody asked for."""
 
-    def plan(self, request: Request, *, dtype: str | None = None) -> Plan:
-        """The checked copies from stored tiles to wanted arrays. `dtype`: cast the floating-point tensors to it."""
+    def plan(self, request: Request, *, dtype: str | None = None, verify: bool = True) -> Plan:
+        """The checked copies from stored tiles to wanted arrays. `dtype`: cast the floating-point tensors to it.
+
+        With `verify`, carrying out the plan reads every chunk that it touches whole and checks it against its sum,
+        where `set_sums` told sums; a chunk that differs is a DamagedFileError with path, key and byte range.
+        """
 
     def close(self) -> None:
         """Let go of the files; views stay valid, everything else that reads becomes an error."""
@@ -251,8 +274,82 @@ class Plan:
         direct: bool = True,
         mode: int = 0o640,
         progress: Progress | None = None,
-    ) -> int:
-        """Stream the arrays into one shard file under their names; its size in bytes. See `write_arrays`."""
+    ) -> Written:
+        """Stream the arrays into one shard file under their names. See `write_arrays`."""
+
+@final
+class Written:
+    """A file that was written, and what it must be when it is read: what `Index.set_sums` takes."""
+
+    @property
+    def n_bytes(self) -> int: ...
+    @property
+    def header_bytes(self) -> int: ...
+    @property
+    def header_sum(self) -> int: ...
+    @property
+    def sums(self) -> bytes: ...
+    @property
+    def tensor_sums(self) -> list[tuple[str, int]]:
+        """`(name, crc32c of its bytes)`, for comparing replicas."""
+
+@final
+class SnapshotPool:
+    """Huge-page memory that snapshots take and give back; at most `max_free_bytes` is kept when it is not in use."""
+
+    def __new__(cls, max_free_bytes: int | None = None) -> SnapshotPool: ...
+    @property
+    def free_bytes(self) -> int: ...
+    def take(
+        self,
+        tensors: Sequence[tuple[str, str, Sequence[int], object]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        threads: int | None = None,
+    ) -> Snapshot:
+        """Copy `(name, dtype, shape, buffer)` in parallel: the image of one shard file, header included.
+
+        Changing a buffer afterwards changes nothing here. The memory is not inherited by a forked child.
+        """
+
+@final
+class Snapshot:
+    """The image of a shard file in memory of a pool, which it returns to when dropped or closed."""
+
+    @property
+    def n_bytes(self) -> int: ...
+    def write(
+        self,
+        path: str,
+        *,
+        threads: int | None = None,
+        durable: bool = True,
+        direct: bool = True,
+        mode: int = 0o640,
+        progress: Progress | None = None,
+    ) -> Written:
+        """Write the image as `write_arrays` would have; the interpreter is free meanwhile. An error after a fork."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+def crc32c(data: object, before: int = 0) -> int:
+    """crc32c of a contiguous buffer, going on from `before`."""
+
+def scrub(
+    path: str,
+    n_bytes: int,
+    sums: bytes,
+    *,
+    direct: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[tuple[int, int]]:
+    """Read a whole file and compare every chunk with its sum: the byte ranges that differ, neighbours joined.
+
+    With `direct` the page cache is passed by, where the file system allows it, so that what is proven is the disk's
+    content. A file of another size is a DamagedFileError; links are not followed. Sums as told at `Index.set_sums`.
+    """
 
 def write_arrays(
     path: str,
@@ -265,8 +362,8 @@ def write_arrays(
     direct: bool = True,
     mode: int = 0o640,
     progress: Progress | None = None,
-) -> int:
-    """Write `(name, dtype, shape, buffer)` into one shard file; its size in bytes.
+) -> Written:
+    """Write `(name, dtype, shape, buffer)` into one shard file.
 
     The buffers may be strided. The file appears whole under its name (a temporary beside it, renamed), replaces a
     file that was there, and with `durable` it and its folder are synced before this returns.
