@@ -9,28 +9,30 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard import _core, dtypes
+from reshard import _core
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import huggingface, tiles
 from reshard.formats.files import write_file_atomically
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.write.commit import made_folder, published_file, published_folder
+from reshard.write.iteration import RankFile, WholeTensor, describe_cut, file_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from reshard.checkpoint import Checkpoint, LayoutLike
 
 __all__ = [
     "WRITER_KEY",
-    "Cutting",
     "Job",
     "Options",
     "Written",
+    "as_file",
     "bind",
     "to_huggingface",
     "to_safetensors",
+    "whole_tensors",
     "write_files",
 ]
 
@@ -169,65 +171,38 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
         return Written(job.target, 1, n_bytes)
     _check_folder_free(job)
     bound = bind(job.source, layout)
-    cutting = Cutting(job, bound)
+    tensors = whole_tensors(job)
+    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
+    dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
+    builder = tiles.Builder()
     files = []
     for rank in bound.ranks:
         names = bound.local_names(rank, job.keys)
         if names:
-            files.append(cutting.file(f"rank_{rank}.safetensors", rank, names, described=set(job.keys)))
+            file = RankFile(f"rank_{rank}.safetensors", rank, file_order(names, dtype_of))
+            describe_cut(builder, bound, tensors, file, tensors)
+            files.append(as_file(bound, file))
     with _folder(job) as folder:
         n_bytes = write_files(job, folder, files)
-        cutting.write_tiles(folder, layout)
+        if len(builder):
+            content = builder.build(None if layout is None else as_layout(layout).to_mapping())
+            tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
     return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
 
 
-class Cutting:
-    """Files of cut arrays, and the description of those that only tiles.json can describe."""
+def whole_tensors(job: Job) -> dict[str, WholeTensor]:
+    """What is known of the tensors that are written, after a cast. Casts and keys are checked here, for all of them."""
+    plan = job.source.plan(_whole(job.source, job.keys), dtype=job.options.dtype)
+    optimizer = set(job.source.keys("optimizer"))
+    return {
+        key: WholeTensor(dtype, job.source.shape(key), "optimizer" if key in optimizer else "model")
+        for key, dtype, _, _ in plan.arrays
+    }
 
-    def __init__(self, job: Job, bound: BoundLayout) -> None:
-        self.job = job
-        self.bound = bound
-        # Casts and keys are checked for everything before anything is written.
-        plan = job.source.plan(_whole(job.source, job.keys), dtype=job.options.dtype)
-        self.dtypes = {name: dtype for name, dtype, _, _ in plan.arrays}
-        self.builder = tiles.Builder()
 
-    def file(self, name: str, rank: int, arrays: Collection[str], described: Collection[str]) -> File:
-        """A file of a rank's arrays; arrays that hold a part of a key in `described` are told to tiles.json."""
-        members = {join.name: join.keys for join in self.bound.joins}
-        # Wide elements first, as safetensors orders them: every tensor then begins on a multiple of its element.
-        order = sorted(arrays, key=lambda array: (-dtypes.bits(self.dtypes[members.get(array, (array,))[0]]), array))
-        for array in order:
-            keys = [key for key in members.get(array, (array,)) if key in described]
-            if keys:
-                self._describe(name, rank, array, keys)
-        return File(name, self.bound.request_of(rank, order))
-
-    def _describe(self, file: str, rank: int, array: str, keys: list[str]) -> None:
-        by_key: dict[str, list[_core.Tile]] = {key: [] for key in keys}
-        if array in by_key:
-            layout = self.bound.layouts[array]
-            shape, by_key[array] = layout.local_shape(rank), layout.tiles(rank)
-        else:
-            last = self.bound.request_of(rank, [array]).last()
-            assert last is not None
-            shape, tiles_of_all = last
-            for key, tile in tiles_of_all:
-                by_key[key].append(tile)
-        for key, own in by_key.items():
-            # Flattened blocks that share an uncut block are cut at different places of it.
-            overlapping = bool(self.bound.specs[key].flat)
-            stored = tiles.StoredArray(file, array, shape, tuple(own))
-            self.builder.add(key, self.dtypes[key], self.job.source.shape(key), stored, overlapping=overlapping)
-
-    def write_tiles(self, folder: Path, layout: LayoutLike | None) -> None:
-        """Write tiles.json, if anything was told to it."""
-        if len(self.builder):
-            mapping = None if layout is None else as_layout(layout).to_mapping()
-            options = self.job.options
-            tiles.write(
-                folder / tiles.TILES_FILE, self.builder.build(mapping), options.file_mode, durable=options.durable
-            )
+def as_file(bound: BoundLayout, file: RankFile) -> File:
+    """A planned file as what the core is asked for."""
+    return File(file.name, bound.request_of(file.rank, file.arrays))
 
 
 # -- the destination
