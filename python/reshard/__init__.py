@@ -18,25 +18,30 @@ from reshard._core import __version__
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
-    from reshard.checkpoint import Checkpoint, Shard, TensorInfo, open  # noqa: A004
+    from reshard.checkpoint import Checkpoint, StoredShard, TensorInfo, open  # noqa: A004
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
     from reshard.verbs.convert import ConvertReport, convert
+    from reshard.write.save import PendingSave, SaveReport, Shard, save
 
 __all__ = [
     "Checkpoint",
     "CommonInfo",
     "ConvertReport",
     "ModelLayout",
+    "PendingSave",
     "ReshardError",
+    "SaveReport",
     "Shard",
+    "StoredShard",
     "TensorInfo",
     "__version__",
     "convert",
     "load_file",
     "open",
     "safe_open",
+    "save",
     "save_file",
 ]
 
@@ -45,12 +50,16 @@ _HOMES = {
     "CommonInfo": "reshard.formats.checkpoint2",
     "ConvertReport": "reshard.verbs.convert",
     "ModelLayout": "reshard.layout",
-    "Shard": "reshard.checkpoint",
+    "PendingSave": "reshard.write.save",
+    "SaveReport": "reshard.write.save",
+    "Shard": "reshard.write.save",
+    "StoredShard": "reshard.checkpoint",
     "TensorInfo": "reshard.checkpoint",
     "convert": "reshard.verbs.convert",
     "load_file": "reshard.interop",
     "open": "reshard.checkpoint",
     "safe_open": "reshard.interop",
+    "save": "reshard.write.save",
     "save_file": "reshard.interop",
 }
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint2 import CommonInfo
 
-__all__ = ["Checkpoint", "FileInfo", "Part", "Shard", "TensorInfo", "iterations", "open"]
+__all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "iterations", "open"]
 
 _log = logging.getLogger("reshard")
 
@@ -49,7 +49,7 @@ LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Shard:
+class StoredShard:
     """A stored region of a tensor.
 
     Attributes:
@@ -91,7 +91,7 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     n_bytes: int
-    shards: tuple[Shard, ...]
+    shards: tuple[StoredShard, ...]
     part: Literal["model", "optimizer"]
 
 
@@ -379,7 +379,7 @@ class Checkpoint:
         """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is none of the name."""
         dtype, shape = self._index.info(key)
         shards = tuple(
-            Shard(offset, extent, tuple(Path(self._index.file_path(file)).name for file in files))
+            StoredShard(offset, extent, tuple(Path(self._index.file_path(file)).name for file in files))
             for offset, extent, files in self._index.shards(key)
         )
         return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self._part(key))

@@ -166,6 +166,7 @@ def bind(
 
 
 def core_layout(mesh: _core.Mesh, spec: Spec) -> _core.Layout:
+    """A spec as the core has it. Raises LayoutError, which does not know the key."""
     return _core.Layout(
         mesh,
         spec.shape,

@@ -172,7 +172,9 @@ class _Inverter:
                     made = core_layout(self.mesh, specs[key])
                     of_ranks = self.local_shapes[key]
                     if any(not made.holds(rank) or made.local_shape(rank) != of_ranks[rank] for rank in of_ranks):
-                        shapes[key] = self._same(key, f"of shape {shapes[key]}, as its parameter, cut as the layout says")
+                        shapes[key] = self._same(
+                            key, f"of shape {shapes[key]}, as its parameter, cut as the layout says"
+                        )
         return shapes
 
     def _own(self, key: str) -> Shape:
@@ -221,7 +223,7 @@ class _Inverter:
             return sum(block.size for block in blocks)
         extents = {extent for extent, _ in parts.values()}
         if rule.uneven != "ceil" and len(extents) > 1:
-            (a, rank_a), (b, rank_b) = sorted(set(parts.values()))[0], sorted(set(parts.values()))[-1]
+            (a, rank_a), (b, rank_b) = min(parts.values()), max(parts.values())
             raise LayoutError(
                 f"dim {dim} of {show(key)} has {a} elements on rank {rank_a} and {b} on rank {rank_b}, and its rule "
                 "cuts it evenly",

@@ -15,10 +15,10 @@ from reshard.formats import huggingface, tiles
 from reshard.formats.files import write_file_atomically
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.write.commit import made_folder, published_file, published_folder
-from reshard.write.iteration import RankFile, WholeTensor, describe_cut, file_order
+from reshard.write.iteration import JointProgress, RankFile, WholeTensor, describe_cut, file_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from reshard.checkpoint import Checkpoint, LayoutLike
@@ -89,27 +89,12 @@ def bind(source: Checkpoint, layout: LayoutLike | None) -> BoundLayout:
     return source.bind(ModelLayout.replicated() if layout is None else layout)
 
 
-class _Progress:
-    """Progress over several files as one."""
-
-    def __init__(self, call: _core.Progress | None, total_bytes: int) -> None:
-        self.call = call
-        self.total_bytes = total_bytes
-        self.before = 0
-
-    def of_file(self, n_bytes: int) -> Callable[[int, int], object] | None:
-        """The callback for the next file."""
-        start, call = self.before, self.call
-        self.before += n_bytes
-        return None if call is None else lambda done, _: call(start + done, self.total_bytes)
-
-
 def write_files(job: Job, folder: Path, files: list[File]) -> int:
     """Stream the files; the bytes that were written."""
     options = job.options
     # Plans are cheap and hold what they open: they are made one by one, and once more to know the total.
     sizes = [sum(array[3] for array in job.source.plan(file.request, dtype=options.dtype).arrays) for file in files]
-    progress = _Progress(options.progress, sum(sizes))
+    progress = JointProgress(options.progress, sum(sizes))
     total = 0
     for file, n_bytes in zip(files, sizes, strict=True):
         plan = job.source.plan(file.request, dtype=options.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats.files import show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from reshard.formats.checkpoint2 import Part
 
@@ -95,10 +96,8 @@ class LocalArray:
         return _core.crc32c(np.ascontiguousarray(self.array).reshape(-1).view(np.uint8))
 
 
-def local_arrays(
-    model: Mapping[str, object] | None, optimizer: Mapping[str, object] | None
-) -> tuple[dict[str, LocalArray], dict[str, LocalArray]]:
-    """What this rank gave, by name: the model's arrays and the optimizer's.
+def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, object] | None) -> dict[str, LocalArray]:
+    """What this rank gave, by name: the model's arrays, then the optimizer's.
 
     Raises:
         ArgumentError: a name that cannot stand in a file or stands in both, or a value that is no array.
@@ -106,25 +105,24 @@ def local_arrays(
         MismatchError: a shard that leaves its tensor.
 
     Example:
-        >>> arrays, _ = local_arrays({"w": np.zeros((2, 3), np.float32)}, None)
+        >>> arrays = local_arrays({"w": np.zeros((2, 3), np.float32)}, None)
         >>> arrays["w"].dtype, arrays["w"].n_bytes
         ('F32', 24)
     """
-    made: list[dict[str, LocalArray]] = []
-    for part, given in (("model", model), ("optimizer", optimizer)):
-        if given is None:
-            given = {}  # noqa: PLW2901
-        if not hasattr(given, "items"):
+    made: dict[str, LocalArray] = {}
+    parts: tuple[tuple[Part, object], ...] = (("model", model), ("optimizer", optimizer))
+    for part, given in parts:
+        if not isinstance(given, Mapping | None):
             raise ArgumentError(f"`{part}` is a {type(given).__name__}, expected a mapping of names to arrays")
-        made.append({name: _local_array(name, value, part) for name, value in given.items()})  # type: ignore[arg-type]
-    for name in made[1]:
-        if name in made[0]:
-            raise ArgumentError(
-                f"{show(name)} names a tensor of the model and one of the optimizer",
-                key=name,
-                hint="rename one of them: a reader could not tell which is meant",
-            )
-    return made[0], made[1]
+        for name, value in (given or {}).items():
+            if name in made:
+                raise ArgumentError(
+                    f"{show(name)} names a tensor of the model and one of the optimizer",
+                    key=name,
+                    hint="rename one of them: a reader could not tell which is meant",
+                )
+            made[name] = _local_array(name, value, part)
+    return made
 
 
 def as_array(value: object) -> tuple[np.ndarray, str]:

@@ -41,10 +41,13 @@ class PendingSave(Generic[T]):
         (5, True)
     """
 
-    def __init__(self, iteration: int, work: Callable[[_core.Progress], T], exit_seconds: float) -> None:
+    def __init__(
+        self, iteration: int, work: Callable[..., T], progress: _core.Progress | None, exit_seconds: float
+    ) -> None:
         self.iteration = iteration
         self._pid = os.getpid()
         self._work = work
+        self._tell = progress
         self._exit_seconds = exit_seconds
         self._progress = (0, 0)
         self._result: T | None = None
@@ -100,7 +103,7 @@ class PendingSave(Generic[T]):
 
     def _run(self) -> None:
         try:
-            self._result = self._work(self._advance)
+            self._result = self._work(progress=self._advance)
         except BaseException as error:  # noqa: BLE001  whatever it is, it is told where somebody waits for it
             self._error = error
         finally:
@@ -108,6 +111,8 @@ class PendingSave(Generic[T]):
 
     def _advance(self, done_bytes: int, total_bytes: int) -> None:
         self._progress = (done_bytes, total_bytes)
+        if self._tell is not None:
+            self._tell(done_bytes, total_bytes)
 
     def _is_done(self) -> bool:
         return not self._thread.is_alive()
@@ -126,16 +131,19 @@ _pending: PendingSave[object] | None = None
 _pool: _core.SnapshotPool | None = None
 
 
-def start(iteration: int, work: Callable[[_core.Progress], T], *, exit_seconds: float) -> PendingSave[T]:
-    """Run `work(progress)` in the background. `finish_previous` must have come before.
+def start(
+    iteration: int, work: Callable[..., T], progress: _core.Progress | None, *, exit_seconds: float
+) -> PendingSave[T]:
+    """Run `work(progress=...)` in the background. `finish_previous` must have come before.
 
     Args:
         iteration: what is saved.
         work: the save; it is given what to call with `(done_bytes, total_bytes)`.
+        progress: called with the same besides, from the background.
         exit_seconds: how long the end of the interpreter waits for it.
     """
     global _pending  # noqa: PLW0603  one pending save a process is the point
-    pending = PendingSave(iteration, work, exit_seconds)
+    pending = PendingSave(iteration, work, progress, exit_seconds)
     with _lock:
         _pending = pending  # type: ignore[assignment]
     pending._thread.start()  # noqa: SLF001  both are this module's

@@ -265,7 +265,9 @@ def _with_members(
                 continue
             slot = min(slots, key=len)  # the longest name of a join
             of_parameters = join_members(layout, name[len(slot) :], told)
-            shapes |= {slot + key: told[key] for key in of_parameters if slot + key not in told and slot + key not in found}
+            shapes |= {
+                slot + key: told[key] for key in of_parameters if slot + key not in told and slot + key not in found
+            }
         else:
             continue
         members[name] = join_members(layout, name[len(slot) :], [key for key in shapes if key not in found], slot)
@@ -284,7 +286,7 @@ def _check_options(ranks: Sequence[RankFacts]) -> None:
             other = facts.options.get(name)
             if other != value:
                 raise ArgumentError(
-                    f"`{name}` is {value!r} on rank 0 and {other!r} on rank {rank}; ranks save together what they agree on"
+                    f"`{name}` is {value!r} on rank 0 and {other!r} on rank {rank}; all ranks save the same"
                 )
 
 
@@ -293,7 +295,8 @@ def _check_same(name: str, values: Mapping[int, str], text: str) -> None:
     for rank, other in others:
         if other != value:
             raise MismatchError(
-                f"{show(name)} is {text.format(value)} on rank {first} and {text.format(other)} on rank {rank}", key=name
+                f"{show(name)} is {text.format(value)} on rank {first} and {text.format(other)} on rank {rank}",
+                key=name,
             )
 
 

@@ -20,7 +20,7 @@ from reshard.formats.checkpoint2_shards import FilePlan, Shard, TensorRecord, Wo
 from reshard.formats.files import show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
     from typing import Any
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Box",
     "IterationPlan",
+    "JointProgress",
     "RankFile",
     "WholeTensor",
     "describe_cut",
@@ -284,6 +285,21 @@ def describe_cut(
             overlapping = bool(bound.specs[key].flat)
             stored = tiles.StoredArray(file.name, array, shape, tuple(own))
             builder.add(key, tensors[key].dtype, tensors[key].shape, stored, overlapping=overlapping)
+
+
+class JointProgress:
+    """Progress over several files as one."""
+
+    def __init__(self, call: _core.Progress | None, total_bytes: int) -> None:
+        self._call = call
+        self._total_bytes = total_bytes
+        self._before = 0
+
+    def of_file(self, n_bytes: int) -> Callable[[int, int], object] | None:
+        """The callback for the next file."""
+        start, call = self._before, self._call
+        self._before += n_bytes
+        return None if call is None else lambda done, _: call(start + done, self._total_bytes)
 
 
 # -- helpers
