@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from reshard.verbs.destinations import Job, Options
 
 __all__ = ["to_checkpoint2"]
+
+_log = logging.getLogger("reshard")
 
 
 def to_checkpoint2(
@@ -54,6 +57,8 @@ def to_checkpoint2(
         mapping=None if layout is None else as_layout(layout).to_mapping(),
     )
     files = [as_file(bound, file) for file in plan.files]
+    for warning in plan.warnings[len(bound.warnings) :]:  # those of the layout are in the log already
+        _log.warning("%s", warning)
     warnings = list(plan.warnings)
     options = job.options
     target, staging = job.target / folder_name, job.target / ".staging"

@@ -7,7 +7,6 @@ that ranks hold. Where the arrays' bytes come from, and how folders are publishe
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,8 +41,6 @@ __all__ = [
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape of what a rank holds of a tensor, in elements."""
-
-_log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
@@ -347,7 +344,7 @@ def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> li
 
 
 def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ...]:
-    """The one warning for tensors that the original will not see, or the error."""
+    """The one warning for tensors that the original will not see, or the error. Who carries out the plan logs it."""
     if not reasons:
         return ()
     key, reason = next(iter(reasons.items()))
@@ -358,7 +355,6 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
     )
     if strict:
         raise UnsupportedError(text, key=key, hint="choose another layout for them, or leave out `strict_format`")
-    _log.warning("%s", text)
     return (text,)
 
 

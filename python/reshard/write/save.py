@@ -26,7 +26,7 @@ from reshard.formats import checkpoint2, mounts, state
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.formats.files import show
 from reshard.group import resolve, session
-from reshard.layout import LayoutLike, as_layout
+from reshard.layout import as_layout
 from reshard.write import background, retention
 from reshard.write.arrays import LocalArray, Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.layout import ModelLayout
+    from reshard.layout.model import LayoutLike
 
 __all__ = ["PendingSave", "SaveReport", "Shard", "save"]
 
@@ -223,7 +224,7 @@ def save(  # noqa: PLR0917
         if format != "checkpoint2":
             raise ArgumentError(f'`format` is {format!r}; "checkpoint2" is accepted')
         checkpoint2.iteration_folder_name(iteration)
-        retention.check_rules(keep, keep_every, keep_best)
+        _check_retention(keep, keep_every, keep_best)
         own_layout = None if layout is None else as_layout(layout)
         arrays = local_arrays(model, optimizer)
         facts = facts_of(
@@ -283,6 +284,19 @@ def _agreed(terms: Terms, layout: ModelLayout | None) -> dict[str, object]:
         "durable": terms.durable,
         "layout": None if layout is None else hashlib.blake2b(str(layout).encode()).hexdigest()[:16],
     }
+
+
+def _check_retention(keep: int | None, keep_every: int | None, keep_best: tuple[str, int] | None) -> None:
+    """Refuse what would be a mere warning once the iteration is saved."""
+    if keep is None:
+        if keep_every is not None or keep_best is not None:
+            raise ArgumentError("`keep_every` and `keep_best` say what is kept besides the newest: give `keep`, too")
+        return
+    retention.plan([], tracker=None, keep=keep, keep_every=keep_every)
+    if keep_best is not None:
+        is_pair = isinstance(keep_best, tuple | list) and len(keep_best) == 2
+        if not is_pair or not isinstance(keep_best[0], str) or type(keep_best[1]) is not int or keep_best[1] < 1:
+            raise ArgumentError(f"`keep_best` is {keep_best!r}, expected the name of a metric and a number from 1 on")
 
 
 def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: int) -> CommonInfo:

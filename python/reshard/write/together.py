@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
+import functools
 import logging
 import os
 import socket
@@ -389,11 +390,25 @@ def _aftermath(terms: Terms, report: SaveReport) -> SaveReport:
         save_log.append(terms.root, record)
     except (ReshardError, OSError) as error:
         warnings.append(f"the save is not in the log: {error}")
+    for warning in (*report.warnings, *warnings):
+        _log_once(warning)
     if terms.keep is not None:
         try:
-            retention.apply(terms.root, keep=terms.keep, keep_every=terms.keep_every, keep_best=terms.keep_best)
+            removed = retention.apply(
+                terms.root,
+                keep=terms.keep,
+                keep_every=terms.keep_every,
+                keep_best=terms.keep_best,
+                durable=terms.durable,
+            )
+            warnings += removed.warnings
         except (ReshardError, OSError) as error:
             warnings.append(f"older iterations are not removed: {error}")
-    for warning in warnings:
-        _log.warning("%s: %s", terms.root, warning)
+            _log.warning("%s: %s", terms.root, error)
     return replace(report, warnings=(*report.warnings, *warnings))
+
+
+@functools.lru_cache(maxsize=1024)
+def _log_once(warning: str) -> None:
+    """What is said of a layout or a disk at every save needs to be read once; every report has it."""
+    _log.warning("save: %s", warning)
