@@ -96,7 +96,7 @@ SQUARE = np.arange(12, dtype=np.float32).reshape(3, 4)
         (torch.arange(12.0).reshape(3, 4).T, SQUARE.T),
         (torch.arange(12, dtype=torch.bfloat16, requires_grad=False), np.arange(12).astype(ml_dtypes.bfloat16)),
         (torch.nn.Parameter(torch.ones(2)), np.ones(2, np.float32)),
-        (torch.ones(2, dtype=torch.complex64).conj(), np.ones(2, np.complex64)),
+        (torch.full((2,), 1j, dtype=torch.complex64).conj(), np.full(2, -1j, np.complex64)),
         (torch.tensor(5), np.array(5)),
         (_Dlpack(SQUARE), SQUARE),
         (array.array("i", [1, 2, 3]), np.array([1, 2, 3], np.int32)),
@@ -382,7 +382,7 @@ def test_no_room_leaves_the_old_checkpoint_and_no_debris(small_disk: Path, monke
     report = reshard.save(small_disk, 1, model)
     assert not report.durable
     before = {path: path.stat().st_ino for path in small_disk.rglob("*") if path.is_file()}
-    with pytest.raises(StorageError, match="space"):  # seen before a byte is written
+    with pytest.raises(StorageError, match="bytes free"):  # seen before a byte is written
         reshard.save(small_disk, 2, big)
     monkeypatch.setattr("reshard.write.save.planned_bytes", lambda plan, facts: 0)
     with pytest.raises(StorageError) as error:  # and met while writing
@@ -413,7 +413,7 @@ def told_shapes(mapping: dict[str, Any], checkpoint: Checkpoint) -> dict[str, tu
 def test_what_ranks_save_under_any_layout_is_the_checkpoint() -> None:
     seen: Counter[str] = Counter()
 
-    @cases(60)
+    @cases(120)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         checkpoint: Checkpoint = data.draw(checkpoints())
@@ -465,7 +465,7 @@ def test_what_ranks_save_under_any_layout_is_the_checkpoint() -> None:
             original_reader.audit(Path(reports[0].path), dedup=dedup)
 
     check()
-    assert set(seen) == KINDS - {"ranks"}
+    assert set(seen) >= KINDS - {"ranks"}
 
 
 def test_boxes_without_a_layout() -> None:
