@@ -96,7 +96,7 @@ SQUARE = np.arange(12, dtype=np.float32).reshape(3, 4)
         (torch.arange(12.0).reshape(3, 4).T, SQUARE.T),
         (torch.arange(12, dtype=torch.bfloat16, requires_grad=False), np.arange(12).astype(ml_dtypes.bfloat16)),
         (torch.nn.Parameter(torch.ones(2)), np.ones(2, np.float32)),
-        (torch.full((2,), 1j, dtype=torch.complex64).conj(), np.full(2, -1j, np.complex64)),
+        (torch.full((2,), 1j, dtype=torch.complex64).conj(), np.full(2, complex(0, -1), np.complex64)),
         (torch.tensor(5), np.array(5)),
         (_Dlpack(SQUARE), SQUARE),
         (array.array("i", [1, 2, 3]), np.array([1, 2, 3], np.int32)),
