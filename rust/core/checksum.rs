@@ -4,13 +4,17 @@
 //! error of up to 3 bits in a chunk; it does not withstand someone who wants to deceive.
 
 use crate::error::{Error, Kind, Result};
+use crc_fast::{CrcAlgorithm, Digest};
 
 /// Bytes of a chunk; the last of a file may be shorter.
 pub const CHUNK_BYTES: usize = 256 << 10;
 
 /// crc32c of the next bytes, going on from what came before (0 at the start).
 pub fn crc32c(before: u32, bytes: &[u8]) -> u32 {
-    crc32c::crc32c_append(before, bytes)
+    // The crate's state is the sum before its last step, which inverts it.
+    let mut digest = Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, u64::from(!before));
+    digest.update(bytes);
+    digest.finalize() as u32
 }
 
 /// What a shard file must be.
