@@ -30,6 +30,7 @@ __all__ = [
     "Written",
     "as_file",
     "bind",
+    "file_sizes",
     "to_huggingface",
     "to_safetensors",
     "whole_tensors",
@@ -89,16 +90,18 @@ def bind(source: Checkpoint, layout: LayoutLike | None) -> BoundLayout:
     return source.bind(ModelLayout.replicated() if layout is None else layout)
 
 
-def write_files(job: Job, folder: Path, files: list[File]) -> int:
-    """Stream the files; the bytes that were written."""
+def file_sizes(job: Job, files: list[File]) -> list[int]:
+    """Bytes of the arrays of each file."""
+    # Plans are cheap and hold what they open: they are made one by one, and once more to be carried out.
+    return [sum(array[3] for array in job.source.plan(file.request, dtype=job.options.dtype).arrays) for file in files]
+
+
+def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
+    """Stream the files; what was written, by name."""
     options = job.options
-    # Plans are cheap and hold what they open: they are made one by one, and once more to know the total.
-    sizes = [sum(array[3] for array in job.source.plan(file.request, dtype=options.dtype).arrays) for file in files]
     progress = JointProgress(options.progress, sum(sizes))
-    total = 0
-    for file, n_bytes in zip(files, sizes, strict=True):
-        plan = job.source.plan(file.request, dtype=options.dtype)
-        total += plan.write(
+    return {
+        file.name: job.source.plan(file.request, dtype=options.dtype).write(
             str(folder / file.name),
             metadata=options.metadata,
             windows=options.windows,
@@ -106,8 +109,14 @@ def write_files(job: Job, folder: Path, files: list[File]) -> int:
             durable=options.durable,
             mode=options.file_mode,
             progress=progress.of_file(n_bytes),
-        ).n_bytes
-    return total
+        )
+        for file, n_bytes in zip(files, sizes, strict=True)
+    }
+
+
+def _write(job: Job, folder: Path, files: list[File]) -> int:
+    """Stream the files; their bytes."""
+    return sum(written.n_bytes for written in write_files(job, folder, files, file_sizes(job, files)).values())
 
 
 # -- Hugging Face and plain files
@@ -124,7 +133,7 @@ def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
         for number, keys in enumerate(shards, 1)
     ]
     with _folder(job) as folder:
-        n_bytes = write_files(job, folder, files)
+        n_bytes = _write(job, folder, files)
         if len(files) > 1:
             weight_map = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
             total = sum(size for _, size in sizes)
@@ -152,7 +161,7 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
             made_folder(parent, mode=job.options.folder_mode, durable=durable),
             published_file(job.target, replace=job.overwrite, durable=durable) as path,
         ):
-            n_bytes = write_files(job, parent, [File(path.name, _whole(job.source, job.keys))])
+            n_bytes = _write(job, parent, [File(path.name, _whole(job.source, job.keys))])
         return Written(job.target, 1, n_bytes)
     _check_folder_free(job)
     bound = bind(job.source, layout)
@@ -168,7 +177,7 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
             describe_cut(builder, bound, tensors, file, tensors)
             files.append(as_file(bound, file))
     with _folder(job) as folder:
-        n_bytes = write_files(job, folder, files)
+        n_bytes = _write(job, folder, files)
         if len(builder):
             content = builder.build(None if layout is None else as_layout(layout).to_mapping())
             tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)

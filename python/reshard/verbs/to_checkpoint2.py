@@ -5,26 +5,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.errors import DestinationExistsError
-from reshard.formats import checkpoint2
+from reshard.errors import DestinationExistsError, ReshardError
+from reshard.formats import checkpoint2, manifest
 from reshard.formats.checkpoint2_common import CommonInfo
-from reshard.formats.files import write_file_atomically
 from reshard.layout import as_layout
-from reshard.verbs.destinations import Written, as_file, bind, whole_tensors, write_files
-from reshard.write.commit import made_folder, published_folder
+from reshard.verbs.destinations import Written, as_file, bind, file_sizes, whole_tensors, write_files
+from reshard.write import protocol, steps
+from reshard.write.claims import LOCK_FILE, WRITERS_FOLDER
+from reshard.write.commit import made_folder
 from reshard.write.iteration import plan_layout, write_descriptions
+from reshard.write.trash import TRASH_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from reshard.checkpoint import LayoutLike
-    from reshard.verbs.destinations import Job, Options
+    from reshard.verbs.destinations import Job
 
 __all__ = ["to_checkpoint2"]
+
+# What writers leave in a root to keep apart: it is nobody's checkpoint.
+_BOOKKEEPING = {protocol.STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
 
 _log = logging.getLogger("reshard")
 
@@ -61,39 +66,81 @@ def to_checkpoint2(
         _log.warning("%s", warning)
     warnings = list(plan.warnings)
     options = job.options
-    target, staging = job.target / folder_name, job.target / ".staging"
-    was_there = os.path.lexists(target)
-    with made_folder(job.target, mode=options.folder_mode, durable=options.durable), _made_staging(staging, options):
-        with published_folder(
-            target, staging, replace=job.overwrite, durable=options.durable, mode=options.folder_mode
-        ) as folder:
-            n_bytes = write_files(job, folder, files)
-            write_descriptions(plan, folder, mode=options.file_mode, durable=options.durable)
-            common = (job.source.common or CommonInfo()).to_json()
-            write_file_atomically(folder / checkpoint2.COMMON_FILE, common, options.file_mode, durable=options.durable)
-            if original_modes:
-                _set_original_modes(folder)
+    sizes = file_sizes(job, files)
+    is_new, was_there = not job.target.exists(), os.path.lexists(job.target / folder_name)
+    with (
+        made_folder(job.target, mode=options.folder_mode, durable=options.durable),
+        _claimed(job.target, is_new=is_new),
+    ):
+        attempt = protocol.begin(
+            job.target,
+            iteration,
+            planned_bytes=sum(sizes),
+            durable=options.durable,
+            overwrite=job.overwrite,
+            rollback=True,
+            folder_mode=options.folder_mode,
+        )
         try:
-            warnings += _move_tracker(job.target, iteration, options)
+            written = write_files(job, attempt.staging, files, sizes)
+            write_descriptions(plan, attempt.staging, mode=options.file_mode, durable=options.durable)
+            common = job.source.common or CommonInfo()
+            common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=options.durable)
+            rank_of = {file.name: file.rank for file in plan.files}
+            sealed = protocol.seal(
+                attempt,
+                {name: (one, rank_of[name]) for name, one in written.items()},
+                world_size=len(bound.ranks),
+                ckpt_status=common.ckpt_status,
+                file_mode=options.file_mode,
+            )
             if original_modes:
-                job.target.chmod(0o750)
-                (job.target / checkpoint2.TRACKER_FILE).chmod(0o640)
+                _set_original_modes(attempt.staging)
+            if attempt.previous_tracker is not None and attempt.previous_tracker > iteration:
+                # No run went back: a newer iteration that the tracker names is left there, as if it had just come.
+                attempt = replace(attempt, previous_tracker=None)
+            warnings += protocol.publish(attempt, sealed)
         except BaseException:
-            if not was_there:  # an iteration that was replaced cannot be brought back
-                shutil.rmtree(target, ignore_errors=True)
+            protocol.abandon(attempt)
+            if not was_there:
+                _take_back(attempt)
             raise
+        if original_modes:
+            job.target.chmod(0o750)
+            (job.target / checkpoint2.TRACKER_FILE).chmod(0o640)
+    n_bytes = sum(one.n_bytes for one in written.values())
     return Written(job.target / folder_name, len(files), n_bytes, dict(plan.not_expressible), warnings)
 
 
 @contextlib.contextmanager
-def _made_staging(staging: Path, options: Options) -> Iterator[None]:
-    with made_folder(staging, mode=options.folder_mode, durable=False):
-        try:
-            yield
-        finally:
-            # It stays where another conversion writes into it, or where one was killed.
+def _claimed(root: Path, *, is_new: bool) -> Iterator[None]:
+    """The claim of a conversion ends with it; if it fails, nothing of it stays in a root that it has made."""
+    try:
+        yield
+    except BaseException:
+        protocol.release(root)
+        if is_new:
             with contextlib.suppress(OSError):
-                staging.rmdir()
+                _remove_bookkeeping(root)
+        raise
+    protocol.release(root)
+
+
+def _remove_bookkeeping(root: Path) -> None:
+    writers = root / WRITERS_FOLDER
+    claims = list(writers.iterdir())
+    if len(claims) <= 1:  # ours: nobody else has come
+        for claim in claims:
+            claim.unlink()
+        writers.rmdir()
+        (root / LOCK_FILE).unlink(missing_ok=True)
+
+
+def _take_back(attempt: protocol.Attempt) -> None:
+    """Remove an iteration that was published, and that the tracker could not be made to name."""
+    with contextlib.suppress(ReshardError, OSError):
+        if manifest.read(attempt.folder).attempt == attempt.id:
+            steps.remove_folder(attempt.folder, durable=False)
 
 
 def _set_original_modes(folder: Path) -> None:
@@ -102,21 +149,13 @@ def _set_original_modes(folder: Path) -> None:
     folder.chmod(0o750)
 
 
-def _move_tracker(root: Path, iteration: int, options: Options) -> list[str]:
-    current, _ = checkpoint2.read_tracker(root)
-    if current is not None and current > iteration and (root / checkpoint2.iteration_folder_name(current)).is_dir():
-        return [f"the tracker still names iteration {current}, which is newer than {iteration}"]
-    checkpoint2.write_tracker(root, iteration, options.file_mode, durable=options.durable)
-    return []
-
-
 def _check_root_free(job: Job, folder_name: str) -> None:
     target = job.target
     if not target.exists():
         return
     if not target.is_dir():
         raise DestinationExistsError(f"{target} is a file; a checkpoint root is a folder", path=str(target))
-    entries = [entry.name for entry in target.iterdir() if entry.name != ".staging"]
+    entries = [entry.name for entry in target.iterdir() if entry.name not in _BOOKKEEPING]
     if entries and not job.overwrite:
         raise DestinationExistsError(
             f"{target} holds {len(entries)} entries, such as {entries[0]}",
