@@ -20,6 +20,7 @@ from reshard.errors import ReshardError
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, StoredShard, TensorInfo, open  # noqa: A004
     from reshard.formats.checkpoint2 import CommonInfo
+    from reshard.formats.state import per_rank
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
     from reshard.verbs.convert import ConvertReport, convert
@@ -40,6 +41,7 @@ __all__ = [
     "convert",
     "load_file",
     "open",
+    "per_rank",
     "safe_open",
     "save",
     "save_file",
@@ -58,6 +60,7 @@ _HOMES = {
     "convert": "reshard.verbs.convert",
     "load_file": "reshard.interop",
     "open": "reshard.checkpoint",
+    "per_rank": "reshard.formats.state",
     "safe_open": "reshard.interop",
     "save": "reshard.write.save",
     "save_file": "reshard.interop",
