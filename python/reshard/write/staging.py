@@ -199,7 +199,7 @@ def make_in_place(folder: Path, owner: str, mode: int, *, durable: bool) -> None
 
 
 def unfinished(folder: Path) -> str | None:
-    """Who writes in an unfinished folder, `<epoch>.<attempt>`; empty: nobody any more; None: it is not marked so."""
+    """Who writes in an unfinished folder: `<epoch>.<attempt>`, or that it is being removed; None: it is finished."""
     try:
         return read_small_file(folder / UNFINISHED_FILE, 128).decode("ascii", "replace")
     except FileNotFoundError:

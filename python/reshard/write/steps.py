@@ -212,7 +212,8 @@ def remove_folder(path: Path, *, durable: bool = True, keep: Collection[str] = (
             if durable:
                 os.fsync(folder)
         _step(f"remove {path.name}")
-        for name in os.listdir(folder):  # noqa: PTH208  of a handle
+        # Hidden names last: one of them may say that the folder is not to be counted on.
+        for name in sorted(os.listdir(folder), key=lambda name: name.startswith(".")):  # noqa: PTH208  of a handle
             if name not in keep:
                 _remove(name, folder)
         if not keep:
