@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ from reshard.formats import manifest as manifests
 from reshard.formats.files import show
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE
 from reshard.write import claims, staging, steps, trash
-from reshard.write.trash import REMOVED, TRASH_FOLDER, UNFINISHED_FILE
+from reshard.write.steps import UNFINISHED_FILE
+from reshard.write.trash import REMOVED, TRASH_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -315,11 +317,9 @@ def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
     name = metric.removeprefix("-")
     values: dict[int, float] = {}
     for record in save_log.read(root):
-        value = (record.get("metrics") or {}).get(name)
-        iteration = record.get("iteration")
-        # Of several saves of one iteration the last one counts.
-        if isinstance(iteration, int) and isinstance(value, int | float) and not isinstance(value, bool):
-            values[iteration] = -value if metric != name else value
+        value = record.metrics.get(name, math.nan)
+        if math.isfinite(value):
+            values[record.iteration] = -value if metric != name else value
     if complete and not values.keys() & complete:
         # Without the log the best cannot be told from the rest: then all are kept.
         raise DamagedFileError(

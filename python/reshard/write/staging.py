@@ -23,7 +23,8 @@ from reshard.formats import checkpoint2
 from reshard.formats.files import read_small_file
 from reshard.formats.manifest import PINNED_FILE, TRACKED_FILE
 from reshard.write import steps
-from reshard.write.trash import TRASH_FOLDER, UNFINISHED_FILE
+from reshard.write.steps import UNFINISHED_FILE
+from reshard.write.trash import TRASH_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
