@@ -236,7 +236,7 @@ def test_common(common: Any, expected: dict[str, object], tmp_path: Path) -> Non
 
 
 def test_what_is_no_field_of_common_belongs_into_extra(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="learning_rate.*") as error:
+    with pytest.raises(ArgumentError, match="learning_rate") as error:
         reshard.save(tmp_path, 5, {"w": SQUARE}, common={"learning_rate": 0.1})
     assert error.value.hint is not None
     assert "extra=" in error.value.hint
@@ -325,8 +325,9 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     ],
 )
 def test_calls_that_cannot_be_meant(options: dict[str, Any], error: type[ReshardError], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"iteration": 1, "model": {"w": SQUARE}} | options
     with pytest.raises(error):
-        reshard.save(tmp_path / "root", **{"iteration": 1, "model": {"w": SQUARE}} | options)
+        reshard.save(tmp_path / "root", **given)
     assert not (tmp_path / "root").exists()
 
 
@@ -501,7 +502,7 @@ def test_boxes_without_a_layout() -> None:
                 expected = {"cut": tensor, "whole": tensor, "step": np.array(9), "mine": tensor}
                 assert as_bytes(opened.load()) == as_bytes(dict(sorted(expected.items()))) or as_bytes(
                     opened.load()
-                ) == {key: as_bytes(expected)[key] for key in opened.keys()}
+                ) == {key: as_bytes(expected)[key] for key in opened}
                 assert set(opened.keys()) == set(expected)
                 assert set(opened.tiled_keys()) == ({"cut", "mine"} if world_size > 1 else set())
             read = original_reader.read_tree(Path(name))
@@ -520,13 +521,13 @@ def shards(*boxes: tuple[int, int], n: int = 4) -> list[dict[str, object]]:
         (shards((0, 2), (3, 4)), {}, CoverageError, "w"),
         (shards((0, 3), (2, 4)), {}, ReshardError, "w"),
         ([{"w": np.zeros(2)}] * 2, {}, ArgumentError, "plain array"),
-        ([{"b": ZEROS}, {"b": np.zeros(2, np.float32)}], {"layout": TP2}, MismatchError, "F64 on rank 0 and F32 on rank 1"),
+        ([{"b": ZEROS}, {"b": np.zeros(2, np.float32)}], {"layout": TP2}, MismatchError, "F64 on rank 0 and F32"),
         ([{"b": np.zeros((2, 3))}, {"b": np.zeros((2, 4))}], {"layout": TP2}, LayoutError, "on rank 0 and 4 on rank 1"),
         ([{"a.w": ZEROS, "b": ZEROS}, {"a.w": ZEROS}], {"layout": TP2}, MismatchError, "rank 1 gave no `b`"),
         ([{"a.w": np.zeros(2)}] * 2, {"layout": TP2, "shapes": {"q": (2,)}}, ArgumentError, "q"),
         ([{"a.w": np.zeros(2)}] * 2, {"layout": TP2, "shapes": {"a.w": (5,)}}, LayoutError, "a.w"),
         ([{"a.w": np.zeros(2)}] * 3, {"layout": TP2}, LayoutError, "one of 2 ranks"),
-        ([{"b": ZEROS}, {"b": ZEROS + 1}], {"layout": TP2, "check_replicas": True}, MismatchError, "ranks 0 hold differ from"),
+        ([{"b": ZEROS}, {"b": ZEROS + 1}], {"layout": TP2, "check_replicas": True}, MismatchError, "differ from those of"),
         ([{"a.w": reshard.Shard(np.zeros(2), (4,), (0,))}] * 2, {"layout": TP2}, ArgumentError, "says where it lies"),
     ],
 )  # fmt: skip
