@@ -148,7 +148,7 @@ def start(
     with _lock:
         _pending = pending  # type: ignore[assignment]
         if not _is_registered:
-            # Not when this is imported: what a save needs to its end is registered then, and what comes last runs first.
+            # Not at import: what a save needs to its end is registered then, and what is registered last runs first.
             atexit.register(_finish_at_exit)
             _is_registered = True
     pending._thread.start()  # noqa: SLF001  both are this module's
