@@ -23,17 +23,21 @@ if TYPE_CHECKING:
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
     from reshard.verbs.convert import ConvertReport, convert
+    from reshard.verbs.diff import DiffReport, TensorDifference, diff
 
 __all__ = [
     "Checkpoint",
     "CommonInfo",
     "ConvertReport",
+    "DiffReport",
     "ModelLayout",
     "ReshardError",
     "Shard",
+    "TensorDifference",
     "TensorInfo",
     "__version__",
     "convert",
+    "diff",
     "load_file",
     "open",
     "safe_open",
@@ -44,10 +48,13 @@ _HOMES = {
     "Checkpoint": "reshard.checkpoint",
     "CommonInfo": "reshard.formats.checkpoint2",
     "ConvertReport": "reshard.verbs.convert",
+    "DiffReport": "reshard.verbs.diff",
     "ModelLayout": "reshard.layout",
     "Shard": "reshard.checkpoint",
+    "TensorDifference": "reshard.verbs.diff",
     "TensorInfo": "reshard.checkpoint",
     "convert": "reshard.verbs.convert",
+    "diff": "reshard.verbs.diff",
     "load_file": "reshard.interop",
     "open": "reshard.checkpoint",
     "safe_open": "reshard.interop",
