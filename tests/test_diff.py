@@ -185,7 +185,7 @@ def test_a_small_budget_finds_the_same(memory: Any, tmp_path: Path) -> None:
     a: dict[str, np.ndarray] = {
         "w": rng.random((7, 5, 3)),
         "v": rng.random(1000).astype(np.float32),
-        "u": np.float64(1.0).reshape(()),
+        "u": np.array(1.0),
     }
     b = {key: array.copy() for key, array in a.items()}
     b["w"][::2, 1] += 1

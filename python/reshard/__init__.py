@@ -18,10 +18,11 @@ from reshard._core import __version__
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
-    from reshard.checkpoint import Checkpoint, Shard, TensorInfo, open  # noqa: A004
+    from reshard.checkpoint import Checkpoint, Shard, TensorInfo
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
+    from reshard.opening import open  # noqa: A004
     from reshard.verbs.convert import ConvertReport, convert
     from reshard.verbs.diff import DiffReport, TensorDifference, diff
 
@@ -56,7 +57,7 @@ _HOMES = {
     "convert": "reshard.verbs.convert",
     "diff": "reshard.verbs.diff",
     "load_file": "reshard.interop",
-    "open": "reshard.checkpoint",
+    "open": "reshard.opening",
     "safe_open": "reshard.interop",
     "save_file": "reshard.interop",
 }

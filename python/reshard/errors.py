@@ -14,6 +14,7 @@ __all__ = [
     "CoverageError",
     "DamagedFileError",
     "DestinationExistsError",
+    "EmptyRootError",
     "KeyNotFoundError",
     "LayoutError",
     "MismatchError",
@@ -71,6 +72,10 @@ class ArgumentError(ReshardError, ValueError):
 
 class CheckpointNotFoundError(ReshardError, FileNotFoundError):
     """There is no checkpoint, or not the file that should be there."""
+
+
+class EmptyRootError(CheckpointNotFoundError):
+    """There is nothing at all where checkpoints would be: a run that resumes from here starts fresh."""
 
 
 class DamagedFileError(ReshardError, ValueError):

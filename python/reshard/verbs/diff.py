@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from reshard import _core, checkpoint, dtypes
+from reshard import _core, dtypes, opening
 from reshard.formats.files import parse_size
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def diff(
         (1, [('w', 1, 0.5)])
     """
     half_bytes = max(parse_size(memory) // 2, 1)
-    with checkpoint.open(a) as left, checkpoint.open(b) as right:
+    with opening.open(a) as left, opening.open(b) as right:
         keys, other = left.keys(part), set(right.keys(part))
         pairs = [_Pair(key, left, right) for key in keys if key in other]
         n_bytes = sum(sum(pair.n_bytes) for pair in pairs if pair.is_comparable)
