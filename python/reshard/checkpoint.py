@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, MismatchError, ReshardError
+from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError
 from reshard.formats import checkpoint2, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.files import show
-from reshard.indexing import Box, normalize_index
+from reshard.formats.scrub import scrub_file
+from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,12 +36,11 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.manifest import Manifest
 
-__all__ = ["Checkpoint", "Damage", "FileInfo", "Part", "Shard", "TensorInfo", "Verify", "scrub_file"]
+__all__ = ["Checkpoint", "FileInfo", "Part", "Shard", "TensorInfo", "Verify"]
 
 Format = Literal["safetensors", "huggingface", "checkpoint2"]
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
-_MAX_NAMED = 3  # tensors that a message lists before it only counts
 LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -275,11 +276,11 @@ class Checkpoint:
         plan = self.plan(request, verify=verify)
         if out is not None:
             # The result's shape, of an array without memory: `out` is checked before the first byte is read.
-            _check_out(key, out, dtype, np.broadcast_to(0, box.shape)[box.post].shape)
-            if _keeps_order(box):
-                _fill(plan, [out])
+            check_out(key, out, dtype, np.broadcast_to(0, box.shape)[box.post].shape)
+            if keeps_order(box):
+                fill(plan, [out])
                 return out
-        array = _array(*plan.load()[0], dtype, box.shape)
+        array = as_array(*plan.load()[0], dtype, box.shape)
         if not dtypes.is_packed(dtype):
             array = array[box.post]
         if out is None:
@@ -338,10 +339,10 @@ class Checkpoint:
         plan = self.plan(request, dtype, verify=verify)
         arrays = plan.arrays
         if out is not None:
-            _check_outs(out, names, arrays)
+            check_outs(out, names, arrays)
             if not copy:
                 raise ArgumentError("`out` and `copy=False` exclude each other: a view cannot lie in a given array")
-            _fill(plan, [out[name] for name in names], threads, progress)
+            fill(plan, [out[name] for name in names], threads, progress)
             return {name: out[name] for name in names}
         views: list[tuple[_core.Buffer, int] | None] = [None] * len(arrays) if copy else plan.views()
         copied = [i for i, view in enumerate(views) if view is None]
@@ -349,7 +350,7 @@ class Checkpoint:
             for i, place in zip(copied, plan.only(copied).load(threads=threads, progress=progress), strict=True):
                 views[i] = place
         return {
-            name: _array(*view, stored, shape)
+            name: as_array(*view, stored, shape)
             for (name, stored, shape, _), view in zip(arrays, views, strict=True)
             if view is not None
         }
@@ -459,144 +460,8 @@ class Checkpoint:
         return [key for key in wanted if key in chosen]
 
 
-@dataclass(frozen=True)
-class Damage:
-    """Bytes of a shard file that are not what its manifest says.
-
-    Attributes:
-        file: its name.
-        begin: first byte that was compared and differs in its 256 KiB, counted from the start of the file.
-        end: the byte after the last.
-        tensors: names of the stored tensors that have bytes in there; none where the header itself is damaged.
-    """
-
-    file: str
-    begin: int
-    end: int
-    tensors: tuple[str, ...]
-
-    def __str__(self) -> str:
-        some = ", ".join(map(show, self.tensors[:_MAX_NAMED]))
-        more = f" and {len(self.tensors) - _MAX_NAMED} more" if len(self.tensors) > _MAX_NAMED else ""
-        return f"bytes {self.begin} to {self.end} were altered: {some + more if some else 'the header'}"
-
-
-def scrub_file(
-    folder: Path,
-    manifest: Manifest,
-    name: str,
-    sums: bytes,
-    *,
-    direct: bool = True,
-    threads: int | None = None,
-    progress: _core.Progress | None = None,
-) -> list[Damage]:
-    """Compare every byte of a shard file with its sums.
-
-    Args:
-        folder: where it lies.
-        manifest: of the folder.
-        name: the file.
-        sums: its sums, as `formats.manifest.read_sums` gives them.
-        direct: read past the page cache, where the file system allows it: what the disk holds is proven.
-        threads: threads that read.
-        progress: called as `progress(done_bytes, total_bytes)`.
-
-    Returns:
-        What differs; nothing if the file is whole.
-
-    Raises:
-        DamagedFileError: it is of another size, or no regular file.
-        StorageError: it cannot be read.
-
-    Example:
-        >>> sums = manifests.read_sums(folder, manifest)  # doctest: +SKIP
-        >>> scrub_file(folder, manifest, "model-0000000-0000001.safetensors", sums[name])  # doctest: +SKIP
-        []
-    """
-    path, entry = str(folder / name), manifest.shards[name]
-    ranges = _core.scrub(path, entry.n_bytes, sums, direct=direct, threads=threads, progress=progress)
-    if not ranges:
-        return []
-    try:
-        # With the header's sum told, a damaged header is not asked what lies where.
-        index = _core.Index()
-        file = index.add_file(path, follow_links=False)
-        index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
-        tensors = index.file_tensors(file)
-    except ReshardError:
-        tensors = []
-    return [
-        Damage(
-            name,
-            begin,
-            end,
-            tuple(
-                key
-                for key, _, _, first, last in tensors
-                if entry.header_bytes + first < end and begin < entry.header_bytes + last
-            ),
-        )
-        for begin, end in ranges
-    ]
-
-
 def _n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     n = dtypes.bits(dtype)
     for extent in shape:
         n *= extent
     return n // 8
-
-
-def _array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
-
-
-def _keeps_order(box: Box) -> bool:
-    """Whether the result has every element of the box, one after the other as in the box."""
-    return all(item in (None, 0, ...) or item == slice(None) for item in box.post)
-
-
-def _fill(
-    plan: _core.Plan,
-    out: list[np.ndarray],
-    threads: int | None = None,
-    progress: _core.Progress | None = None,
-) -> None:
-    try:
-        # As bytes: numpy refuses to export the types of ml_dtypes under their own format.
-        plan.fill([_bytes(array) for array in out], threads=threads, progress=progress)
-    except ReshardError as error:
-        error.message += " (the arrays given in `out` are undefined now)"
-        raise
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)
-
-
-def _check_out(key: str, out: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
-    expected, expected_shape = dtypes.numpy_dtype(dtype), dtypes.array_shape(dtype, shape)
-    if not isinstance(out, np.ndarray):
-        raise ArgumentError(f"`out` for `{key}` is a {type(out).__name__}; a numpy array is needed", key=key)
-    if out.dtype != expected or out.shape != expected_shape:
-        raise MismatchError(
-            f"`out` for `{key}` is {out.dtype} of shape {out.shape}; {expected} of shape {expected_shape} is needed",
-            key=key,
-        )
-    if not out.flags.c_contiguous or not out.flags.writeable:
-        raise ArgumentError(f"`out` for `{key}` must be writable and C-contiguous", key=key)
-
-
-def _check_outs(
-    out: Mapping[str, np.ndarray], names: list[str], arrays: list[tuple[str, str, tuple[int, ...], int]]
-) -> None:
-    missing, extra = [name for name in names if name not in out], sorted(set(out) - set(names))
-    if missing or extra:
-        what = f"lacks {missing[:3]}" if missing else f"has {extra[:3]}, which are not loaded"
-        raise ArgumentError(
-            f"`out` {what}; it must hold exactly the {len(names)} arrays that are loaded",
-            hint="choose tensors with `keys=` and `part=`",
-        )
-    for name, dtype, shape, _ in arrays:
-        _check_out(name, out[name], dtype, shape)
