@@ -274,9 +274,8 @@ OTHERS: dict[str, Callable[[Path], object]] = {
     "a tail of zeros": lambda folder: (folder / FILES["model", 0]).write_bytes(
         (folder / FILES["model", 0]).read_bytes()[:-8] + bytes(8)
     ),
-    "a link in place of a file": lambda folder: (
-        (folder / FILES["model", 0]).rename(folder / "kept"),
-        (folder / FILES["model", 0]).symlink_to("kept"),
+    "a link in place of a file": lambda folder: instead(
+        folder / FILES["model", 1], lambda path: path.symlink_to(folder / FILES["model", 0])
     ),
     "a pipe in place of a file": lambda folder: instead(folder / "common.json", os.mkfifo),
     "a pipe in place of the manifest": lambda folder: instead(folder / "manifest.json", os.mkfifo),
@@ -370,6 +369,15 @@ def test_an_empty_root_is_an_error_of_its_own(make: str, tmp_path: Path) -> None
         (root / ".lock").touch()
     with pytest.raises(EmptyRootError):
         reshard.open(root)
+
+
+@pytest.mark.parametrize("name", ["iteration_00000007", "model.safetensors"])
+def test_what_could_be_no_root_is_not_empty_but_missing(name: str, tmp_path: Path) -> None:
+    for make in (lambda: None, (tmp_path / name).mkdir):
+        make()
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            reshard.open(tmp_path / name)
+        assert not isinstance(caught.value, EmptyRootError)
 
 
 @pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "saves.jsonl", "model.bin", "iteration_1/"])

@@ -13,6 +13,7 @@ from reshard.cli.convert import convert
 from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.inspect import inspect
+from reshard.cli.verify import verify
 
 __all__ = ["main"]
 
@@ -35,6 +36,7 @@ def main() -> None:
 
 
 main.add_command(inspect)
+main.add_command(verify)
 main.add_command(convert)
 main.add_command(diff)
 main.add_command(demo)
