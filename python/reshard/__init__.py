@@ -18,22 +18,27 @@ from reshard._core import __version__
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
-    from reshard.checkpoint import Checkpoint, Shard, TensorInfo, open  # noqa: A004
+    from reshard.checkpoint import Checkpoint, Shard, TensorInfo
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
+    from reshard.opening import open  # noqa: A004
     from reshard.verbs.convert import ConvertReport, convert
+    from reshard.verbs.diff import DiffReport, TensorDifference, diff
 
 __all__ = [
     "Checkpoint",
     "CommonInfo",
     "ConvertReport",
+    "DiffReport",
     "ModelLayout",
     "ReshardError",
     "Shard",
+    "TensorDifference",
     "TensorInfo",
     "__version__",
     "convert",
+    "diff",
     "load_file",
     "open",
     "safe_open",
@@ -44,12 +49,15 @@ _HOMES = {
     "Checkpoint": "reshard.checkpoint",
     "CommonInfo": "reshard.formats.checkpoint2",
     "ConvertReport": "reshard.verbs.convert",
+    "DiffReport": "reshard.verbs.diff",
     "ModelLayout": "reshard.layout",
     "Shard": "reshard.checkpoint",
+    "TensorDifference": "reshard.verbs.diff",
     "TensorInfo": "reshard.checkpoint",
     "convert": "reshard.verbs.convert",
+    "diff": "reshard.verbs.diff",
     "load_file": "reshard.interop",
-    "open": "reshard.checkpoint",
+    "open": "reshard.opening",
     "safe_open": "reshard.interop",
     "save_file": "reshard.interop",
 }

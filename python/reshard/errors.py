@@ -15,6 +15,7 @@ __all__ = [
     "CoverageError",
     "DamagedFileError",
     "DestinationExistsError",
+    "EmptyRootError",
     "KeyNotFoundError",
     "LayoutError",
     "MismatchError",
@@ -76,6 +77,10 @@ class CheckpointNotFoundError(ReshardError, FileNotFoundError):
 
 class ConfigError(ReshardError, ValueError):
     """A training configuration holds a word that is not known, of the wrong type, or against another one."""
+
+
+class EmptyRootError(CheckpointNotFoundError):
+    """There is nothing at all where checkpoints would be: a run that resumes from here starts fresh."""
 
 
 class DamagedFileError(ReshardError, ValueError):

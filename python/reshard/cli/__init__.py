@@ -1,4 +1,4 @@
-"""The command line: `reshard inspect`, `reshard convert`, `reshard demo`, one file each, over the public API only.
+"""The command line: one file a command, over the public API only.
 
 What people read goes to stdout; progress, warnings and errors go to stderr. Exit codes: 0 done, 1 refused or damaged,
 2 usage, 130 interrupted. `output` holds what the commands share. Nothing here knows a format.
@@ -11,6 +11,7 @@ import click
 from reshard._core import __version__
 from reshard.cli.convert import convert
 from reshard.cli.demo import demo
+from reshard.cli.diff import diff
 from reshard.cli.inspect import inspect
 
 __all__ = ["main"]
@@ -26,6 +27,7 @@ def main() -> None:
       reshard inspect output/checkpoint
       reshard convert output/checkpoint hf/
       reshard convert hf/ tp4/ --layout tp4.yaml
+      reshard diff output/checkpoint hf/ --part model
       reshard demo
 
     Exit codes: 0 done, 1 refused or damaged, 2 usage, 130 interrupted.
@@ -34,4 +36,5 @@ def main() -> None:
 
 main.add_command(inspect)
 main.add_command(convert)
+main.add_command(diff)
 main.add_command(demo)
