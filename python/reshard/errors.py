@@ -11,6 +11,7 @@ from typing import Any
 __all__ = [
     "ArgumentError",
     "CheckpointNotFoundError",
+    "ConfigError",
     "CoverageError",
     "DamagedFileError",
     "DestinationExistsError",
@@ -73,6 +74,10 @@ class ArgumentError(ReshardError, ValueError):
 
 class CheckpointNotFoundError(ReshardError, FileNotFoundError):
     """There is no checkpoint, or not the file that should be there."""
+
+
+class ConfigError(ReshardError, ValueError):
+    """A training configuration holds a word that is not known, of the wrong type, or against another one."""
 
 
 class EmptyRootError(CheckpointNotFoundError):
