@@ -405,20 +405,28 @@ class Checkpoint:
         if verify not in ("full", "touched", "structure"):
             raise ArgumentError(f'`verify` is {verify!r}; "full", "touched" or "structure" are accepted')
         if verify == "full":
-            self._scrub()
+            self.scrub()
         return self._index.plan(
             request,
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),
             verify=verify != "structure",
         )
 
-    def _scrub(self, share: tuple[int, int] = (0, 1), threads: int | None = None) -> None:
-        """Compare all bytes of the shard files with their sums, or the `i`-th of `n` equal shares of the files.
+    def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
+        """Compare all bytes of the shard files with their sums; without a manifest there is nothing to compare.
 
-        Through the page cache: what is read here is going to be loaded. A whole scrub that went well is remembered.
+        Through the page cache: what is read here is going to be loaded. A scrub of everything is done only once.
+
+        Args:
+            share: `(i, n)`: only the i-th of n equal shares of the files, i from 0.
+            threads: threads that read.
 
         Raises:
             DamagedFileError: bytes differ; the message names file, tensors and range.
+            StorageError: a file cannot be read.
+
+        Example:
+            >>> checkpoint.scrub()  # doctest: +SKIP
         """
         if self.manifest is None or self._is_scrubbed:
             return
@@ -426,16 +434,19 @@ class Checkpoint:
         # The largest file first, to whoever has least: every rank comes to the same division.
         loads = [(0, rank) for rank in range(count)]
         own = []
-        for name, entry in sorted(self.manifest.shards.items(), key=lambda one: (-one[1].n_bytes, one[0])):
+        is_folder = self.path.is_dir()
+        folder = self.path if is_folder else self.path.parent
+        names = [name for name in self.manifest.shards if is_folder or name == self.path.name]
+        for name in sorted(names, key=lambda name: (-self.manifest.shards[name].n_bytes, name)):
             n_bytes, rank = loads[0]
-            heapq.heapreplace(loads, (n_bytes + entry.n_bytes, rank))
+            heapq.heapreplace(loads, (n_bytes + self.manifest.shards[name].n_bytes, rank))
             if rank == number:
                 own.append(name)
-        sums = manifests.read_sums(self.path, self.manifest, own)
+        sums = manifests.read_sums(folder, self.manifest, own)
         for name in own:
-            damaged = scrub_file(self.path, self.manifest, name, sums[name], direct=False, threads=threads)
+            damaged = scrub_file(folder, self.manifest, name, sums[name], direct=False, threads=threads)
             if damaged:
-                raise DamagedFileError(f"{show(str(self.path / name))}: {damaged[0]}", path=str(self.path / name))
+                raise DamagedFileError(f"{show(str(folder / name))}: {damaged[0]}", path=str(folder / name))
         self._is_scrubbed = count == 1
 
     def bind(self, layout: LayoutLike) -> BoundLayout:

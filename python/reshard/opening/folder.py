@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reshard import _core
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import checkpoint2, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.files import read_small_file, show
@@ -72,7 +72,8 @@ def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> Checkpo
     """Open what another rank has opened and checked: shard files are opened when they are used, and not before.
 
     Raises:
-        DamagedFileError: the folder is another one now, or looks like another one from here.
+        MismatchError: the folder is another one now, or looks like another one from here.
+        DamagedFileError: a file is not what the manifest or the description says.
         CheckpointNotFoundError: it is not there, or cannot be seen yet.
 
     Example:
@@ -119,7 +120,7 @@ def open_folder(
         described = _read_description(folder, manifest)
         digest = described.digest if manifest is None else manifest.digest
         if known is not None and known.digest != digest:
-            raise DamagedFileError(
+            raise MismatchError(
                 f"{show(str(folder))} has the digest {digest} here, and {known.digest} on the rank that chose it",
                 path=str(folder),
             )
