@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reshard.opening import open  # noqa: A004
     from reshard.verbs.convert import ConvertReport, convert
     from reshard.verbs.diff import DiffReport, TensorDifference, diff
+    from reshard.verbs.verify import VerifyReport, verify
 
 __all__ = [
     "Checkpoint",
@@ -36,6 +37,7 @@ __all__ = [
     "Shard",
     "TensorDifference",
     "TensorInfo",
+    "VerifyReport",
     "__version__",
     "convert",
     "diff",
@@ -43,6 +45,7 @@ __all__ = [
     "open",
     "safe_open",
     "save_file",
+    "verify",
 ]
 
 _HOMES = {
@@ -54,12 +57,14 @@ _HOMES = {
     "Shard": "reshard.checkpoint",
     "TensorDifference": "reshard.verbs.diff",
     "TensorInfo": "reshard.checkpoint",
+    "VerifyReport": "reshard.verbs.verify",
     "convert": "reshard.verbs.convert",
     "diff": "reshard.verbs.diff",
     "load_file": "reshard.interop",
     "open": "reshard.opening",
     "safe_open": "reshard.interop",
     "save_file": "reshard.interop",
+    "verify": "reshard.verbs.verify",
 }
 
 

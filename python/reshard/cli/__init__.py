@@ -14,6 +14,7 @@ from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
+from reshard.cli.verify import verify
 
 __all__ = ["main"]
 
@@ -37,6 +38,7 @@ def main() -> None:
 
 
 main.add_command(inspect)
+main.add_command(verify)
 main.add_command(convert)
 main.add_command(diff)
 main.add_command(explain)

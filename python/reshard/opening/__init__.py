@@ -12,7 +12,7 @@ from pathlib import Path
 
 from reshard import _core
 from reshard.checkpoint import Checkpoint
-from reshard.errors import EmptyRootError, StorageError
+from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
 from reshard.formats import checkpoint2, huggingface
 from reshard.formats.files import show
 from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, set_sums, unfinished
@@ -46,7 +46,8 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
         The opened checkpoint. Close it, or use it as a context manager; arrays that it gave out stay valid.
 
     Raises:
-        EmptyRootError: there is nothing at `path`, or an empty folder: a run that starts there starts fresh.
+        EmptyRootError: there is nothing at `path`, or an empty folder, and it could become a checkpoint root: a run
+            that starts there starts fresh.
         CheckpointNotFoundError: there is nothing that is a checkpoint.
         DamagedFileError: what is there violates its format, is not what its manifest says, or is a save that did not
             end; of a root: every iteration is, each with its reason.
@@ -64,15 +65,17 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
         exists = target.exists()
     except OSError as error:  # a name that is too long, a folder that may not be searched
         raise StorageError(f"looking for {target}: {error.strerror}", path=str(target), errno=error.errno) from None
+    could_be_root = target.suffix != ".safetensors" and checkpoint2.parse_iteration_folder(target.name) is None
     if not exists:
-        raise EmptyRootError(f"there is nothing at {show(str(target))}", path=str(target))
+        kind = EmptyRootError if could_be_root else CheckpointNotFoundError
+        raise kind(f"there is nothing at {show(str(target))}", path=str(target))
     if not target.is_dir():
         return _open_file(target, method)
     if huggingface.detect(target):
         return _open_huggingface(target, method)
     if checkpoint2.is_root(target):
         return best_of(target, method=method)
-    if _is_empty(target):
+    if could_be_root and _is_empty(target):
         raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
     return open_folder(target, method)
 

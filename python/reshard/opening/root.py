@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import DamagedFileError, ReshardError, StorageError
+from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.formats import checkpoint2, huggingface
 from reshard.formats import manifest as manifests
 from reshard.formats.files import show
@@ -112,6 +112,7 @@ def best_of(
 
     Raises:
         DamagedFileError: no candidate is complete; the message names each and its fault.
+        UnsupportedError: a later release wrote the candidate whose turn it is.
         StorageError: the root cannot be listed, or this process may not read or has no memory or handles left.
 
     Example:
@@ -149,7 +150,12 @@ def best_of(
 
 
 def is_damage(error: ReshardError) -> bool:
-    """Whether an error says that a checkpoint is no good, and not that this process could not look at it."""
+    """Whether an error says that a checkpoint is no good, and not that this process could not look at it.
+
+    What a later release wrote is good: a run must not fall back behind it because it was started with an older one.
+    """
+    if isinstance(error, UnsupportedError):
+        return False
     return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
 
 
