@@ -570,6 +570,7 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
     assert run("demo", "--size", 1, "--keep", tmp_path / "demo").exit_code == 0
     shutil.copytree(tmp_path / "demo" / "tp2_pp2", folder / "output" / "checkpoint")
     shutil.copy(tmp_path / "demo" / "tp4.yaml", folder)
+    shutil.copy(SAMPLES / "train.yaml", folder)
     if re.search("(convert|diff .*) hf/|diff hf/", example):
         shutil.copytree(tmp_path / "demo" / "hf", folder / "hf")
     if example == "reshard demo":
@@ -581,7 +582,7 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
 
 
 def test_every_command_has_help_with_examples() -> None:
-    assert sorted(main.commands) == ["convert", "demo", "diff", "inspect", "verify"]
+    assert sorted(main.commands) == ["convert", "demo", "diff", "explain", "inspect", "verify"]
     for name in ("", *main.commands):
         text = run(*([name] if name else []), "--help").stdout
         assert "Examples:" in text

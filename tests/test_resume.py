@@ -469,7 +469,7 @@ def test_never_from_nothing_because_of_damage() -> None:
 
 
 ERRORS: list[tuple[Config, Facts, type[ReshardError], str]] = [
-    (Config("x", resume=True), Facts("x", "other"), CheckpointNotFoundError, "holds files and no checkpoint"),
+    (Config("x", resume=True), Facts("x", "other"), CheckpointNotFoundError, "is there and holds no checkpoint"),
     (Config("x", resume=True), Facts("x", "huggingface", (CandidateFacts("x"),)), UnsupportedError, "weights alone"),
     (Config("x", resume=True, resume_file="a.ckpt"), Facts("x", "root"), UnsupportedError, "Checkpoint 1.0"),
     (Config("x/iteration_7", resume=True), Facts("x", "root", (candidate(5, refusal="iteration 7 was asked for"),)),

@@ -12,6 +12,7 @@ from reshard._core import __version__
 from reshard.cli.convert import convert
 from reshard.cli.demo import demo
 from reshard.cli.diff import diff
+from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
 from reshard.cli.verify import verify
 
@@ -29,6 +30,7 @@ def main() -> None:
       reshard convert output/checkpoint hf/
       reshard convert hf/ tp4/ --layout tp4.yaml
       reshard diff output/checkpoint hf/ --part model
+      reshard explain output/checkpoint --global-batch-size 512
       reshard demo
 
     Exit codes: 0 done, 1 refused or damaged, 2 usage, 130 interrupted.
@@ -39,4 +41,5 @@ main.add_command(inspect)
 main.add_command(verify)
 main.add_command(convert)
 main.add_command(diff)
+main.add_command(explain)
 main.add_command(demo)

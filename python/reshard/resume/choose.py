@@ -26,10 +26,11 @@ def weigh(config: Config, facts: Facts) -> tuple[Verdict, ...]:
     """
     verdicts: list[Verdict] = []
     for candidate in facts.candidates:
-        against = candidate.refusal or candidate.fault or _misfit(config, facts, candidate)
-        is_first = against is None and not any(verdict.taken for verdict in verdicts)
-        reason = candidate.why if is_first else against or "not needed: a better one is taken"
-        verdicts.append(Verdict(candidate.path, candidate.iteration, is_first, reason))
+        against = candidate.refusal or candidate.fault
+        if against is None and any(verdict.taken for verdict in verdicts):
+            against = "not needed: a better one is taken"  # and nobody need have looked into it
+        against = against or _misfit(config, facts, candidate)
+        verdicts.append(Verdict(candidate.path, candidate.iteration, against is None, against or candidate.why))
     return tuple(verdicts)
 
 
@@ -56,7 +57,7 @@ def none_to_take(config: Config, facts: Facts, verdicts: tuple[Verdict, ...]) ->
     """The error that lists every candidate; its class says whether something is damaged, unfit or just not there."""
     if not verdicts:
         return CheckpointNotFoundError(
-            f"{facts.path} holds files and no checkpoint",
+            f"{facts.path} is there and holds no checkpoint",
             path=facts.path,
             hint="load_checkpoint names the folder that holds the iteration_<number> folders, or one of these",
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CandidateFacts", "Facts", "Kind", "Restored", "ResumeDecision", "RunFacts", "Verdict"]
 
-Kind: TypeAlias = Literal["absent", "empty", "root", "iteration", "huggingface", "other"]
+Kind: TypeAlias = Literal["absent", "empty", "root", "single", "huggingface", "other"]
 Restored: TypeAlias = Literal["weights", "optimizer", "counters", "loss scale", "data position"]
 
 
@@ -72,8 +72,8 @@ class Facts:
 
     Attributes:
         path: what is to be loaded, as it was found.
-        kind: what is there. "empty" holds nothing but what an interrupted first save leaves; "other" holds something
-            that is no checkpoint.
+        kind: what is there. "single" is one checkpoint, given by itself; "empty" holds nothing but what an interrupted
+            first save leaves; "other" holds something that is no checkpoint.
         candidates: best first, then those that are refused whatever they hold.
         run: the run that is about to start.
         warnings: what is wrong with the root itself.
@@ -116,7 +116,8 @@ class ResumeDecision:
         initial_step: steps that count as done; the next one is this plus 1, and the next iteration counts on from it.
         global_step: steps that the optimizer has made.
         initial_epoch: epochs that the training loop counts as done: sinks in sink mode, else passes over the data.
-        next_sink: the first line of a log in sink mode, a view of the current dataset; None: its size is not known.
+        next_sink: the last step of the next sink, the first that a log in sink mode shows, as a view of the current
+            dataset; None: the sizes are not known.
         next_step: the next step as a view of the current dataset; None: its size is not known.
         consumed_samples: samples that training has seen; None: not known.
         data_skip_steps: steps of data to skip before the first; 0: the data is read from its beginning.

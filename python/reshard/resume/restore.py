@@ -80,6 +80,8 @@ def resumed(
     steps, is_eager = saved
     if is_eager and steps != common.step_num:
         reasons.append(f"global_step {steps} counts; step_num {common.step_num} is the length of the whole run")
+    if common.step_num is None and common.global_step is None:
+        reasons.append(f"common.json says no step: the folder's number, {steps}, counts")
     batches = _Batches.of(config, run, common, compatible=compatible)
     scaling = batches.scale(steps)
     initial = steps if scaling is None else scaling.steps
@@ -201,9 +203,9 @@ def _initial_epoch(config: Config, run: RunFacts, common: CommonInfo, initial: i
 
 
 def _next_sink(config: Config, run: RunFacts, initial: int) -> View | None:
-    if not config.sink_mode or run.steps_per_epoch is None:
+    if not config.sink_mode or config.sink_size is None or run.steps_per_epoch is None:
         return None
-    return view_of(initial + (config.sink_size or run.steps_per_epoch), run.steps_per_epoch)
+    return view_of(initial + config.sink_size, run.steps_per_epoch)
 
 
 def _next_step(run: RunFacts, initial: int) -> View | None:
