@@ -436,10 +436,10 @@ class Checkpoint:
         own = []
         is_folder = self.path.is_dir()
         folder = self.path if is_folder else self.path.parent
-        names = [name for name in self.manifest.shards if is_folder or name == self.path.name]
-        for name in sorted(names, key=lambda name: (-self.manifest.shards[name].n_bytes, name)):
+        entries = [one for one in self.manifest.shards.items() if is_folder or one[0] == self.path.name]
+        for name, entry in sorted(entries, key=lambda one: (-one[1].n_bytes, one[0])):
             n_bytes, rank = loads[0]
-            heapq.heapreplace(loads, (n_bytes + self.manifest.shards[name].n_bytes, rank))
+            heapq.heapreplace(loads, (n_bytes + entry.n_bytes, rank))
             if rank == number:
                 own.append(name)
         sums = manifests.read_sums(folder, self.manifest, own)

@@ -67,14 +67,15 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
         raise StorageError(f"looking for {target}: {error.strerror}", path=str(target), errno=error.errno) from None
     could_be_root = target.suffix != ".safetensors" and checkpoint2.parse_iteration_folder(target.name) is None
     if not exists:
-        kind = EmptyRootError if could_be_root else CheckpointNotFoundError
+        # A link that leads nowhere was meant to lead somewhere: a disk that is not mounted is no fresh start.
+        kind = EmptyRootError if could_be_root and not target.is_symlink() else CheckpointNotFoundError
         raise kind(f"there is nothing at {show(str(target))}", path=str(target))
     if not target.is_dir():
         return _open_file(target, method)
     if huggingface.detect(target):
         return _open_huggingface(target, method)
     if checkpoint2.is_root(target):
-        return best_of(target, method=method)
+        return best_of(target, method)
     if could_be_root and _is_empty(target):
         raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
     return open_folder(target, method)

@@ -20,30 +20,26 @@ from reshard.resume import resolve
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
     from reshard import _core
     from reshard.checkpoint import Checkpoint
 
-__all__ = ["best_of", "is_damage", "iterations", "order_of", "reason_of"]
+__all__ = ["MAX_LOOKS", "best_of", "is_damage", "iterations", "order_of", "reason_of"]
 
 _log = logging.getLogger("reshard")
 
-_MAX_LOOKS = 5  # at a root that changes while it is looked at
+MAX_LOOKS = 5  # at a root that changes while it is looked at
 # Not the checkpoint's fault: another one would fare no better, and what is newest must not be lost to them.
 _NOT_DAMAGE = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EINTR, errno.ETIMEDOUT}
 )
 
 
-def order_of(
-    root: str | os.PathLike[str], *, policy: resolve.Policy = "tracker", exact: int | None = None
-) -> resolve.Order:
+def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> resolve.Order:
     """In which order the iterations of a root are tried, and which never are; no shard file is opened.
 
     Args:
         root: the root of a Checkpoint 2.0 tree.
-        policy: as in `reshard.resume.resolve.order`.
         exact: only this iteration.
 
     Raises:
@@ -57,7 +53,7 @@ def order_of(
     folder = Path(root)
     tracker, fault = checkpoint2.read_tracker(folder)
     folders = [_folder_facts(folder, iteration, name) for iteration, name in checkpoint2.list_iterations(folder)]
-    return resolve.order(tuple(folders), tracker, fault, policy=policy, exact=exact)
+    return resolve.order(tuple(folders), tracker, fault, exact=exact)
 
 
 def iterations(path: str | os.PathLike[str]) -> resolve.Order | None:
@@ -93,22 +89,12 @@ def _folder_facts(root: Path, iteration: int, name: str) -> resolve.Folder:
     )
 
 
-def best_of(
-    root: Path,
-    *,
-    method: _core.ReadMethod = "auto",
-    policy: resolve.Policy = "tracker",
-    exact: int | None = None,
-    passed_over: Mapping[str, str] | None = None,
-) -> Checkpoint:
+def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
     """Open the first candidate of a root that is complete.
 
     Args:
         root: the root of a Checkpoint 2.0 tree.
-        method: as in `open`.
-        policy: as in `reshard.resume.resolve.order`.
-        exact: only this iteration.
-        passed_over: folders that have proven damaged already, with the reason.
+        method: as in `reshard.open`.
 
     Raises:
         DamagedFileError: no candidate is complete; the message names each and its fault.
@@ -120,15 +106,12 @@ def best_of(
         400
     """
     before: resolve.Order | None = None
-    for _ in range(_MAX_LOOKS):
-        order = order_of(root, policy=policy, exact=exact)
+    for _ in range(MAX_LOOKS):
+        order = order_of(root)
         if order == before:
             break
         before, faults = order, {}
         for one in order.candidates:
-            if passed_over and one.name in passed_over:
-                faults[one.name] = passed_over[one.name]
-                continue
             try:
                 checkpoint = open_folder(root / one.name, method, one.iteration)
             except ReshardError as error:

@@ -170,7 +170,7 @@ def load(
                 threads=threads,
                 progress=progress,
             )
-            return Loaded(checkpoint.iteration, state, checkpoint.common, checkpoint.extra(own or 0), decision)
+            return Loaded(checkpoint.iteration, state, checkpoint.common, checkpoint.extra(rank=own or 0), decision)
 
     faults: dict[str, str] = {}
     while True:
@@ -228,7 +228,9 @@ class _Terms:
     timeout: float
 
 
-def _choose(channel: Group, terms: _Terms, faults: Mapping[str, str]) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
+def _choose(
+    channel: Group, terms: _Terms, faults: Mapping[str, str]
+) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
     """The same decision on all ranks, and how this one opens what it names.
 
     Args:
