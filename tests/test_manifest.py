@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from reshard import _core
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -294,7 +293,6 @@ def test_sizes(folder: Path) -> None:
         manifests.check_sizes(folder / "absent", manifest)
 
 
-@pytest.mark.skipif(not hasattr(_core, "crc32c"), reason="an older core")
 def test_headers(folder: Path) -> None:
     manifest = make(folder)
     manifests.check_headers(folder, manifest)

@@ -18,7 +18,7 @@ from reshard._core import __version__
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
-    from reshard.checkpoint import Checkpoint, Shard, TensorInfo
+    from reshard.checkpoint import Checkpoint, StoredShard, TensorInfo
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from reshard.verbs.convert import ConvertReport, convert
     from reshard.verbs.diff import DiffReport, TensorDifference, diff
     from reshard.verbs.verify import VerifyReport, verify
+    from reshard.write.save import PendingSave, SaveReport, Shard, save
 
 __all__ = [
     "Checkpoint",
@@ -33,8 +34,11 @@ __all__ = [
     "ConvertReport",
     "DiffReport",
     "ModelLayout",
+    "PendingSave",
     "ReshardError",
+    "SaveReport",
     "Shard",
+    "StoredShard",
     "TensorDifference",
     "TensorInfo",
     "VerifyReport",
@@ -44,6 +48,7 @@ __all__ = [
     "load_file",
     "open",
     "safe_open",
+    "save",
     "save_file",
     "verify",
 ]
@@ -54,7 +59,10 @@ _HOMES = {
     "ConvertReport": "reshard.verbs.convert",
     "DiffReport": "reshard.verbs.diff",
     "ModelLayout": "reshard.layout",
-    "Shard": "reshard.checkpoint",
+    "PendingSave": "reshard.write.save",
+    "SaveReport": "reshard.write.save",
+    "Shard": "reshard.write.save",
+    "StoredShard": "reshard.checkpoint",
     "TensorDifference": "reshard.verbs.diff",
     "TensorInfo": "reshard.checkpoint",
     "VerifyReport": "reshard.verbs.verify",
@@ -63,6 +71,7 @@ _HOMES = {
     "load_file": "reshard.interop",
     "open": "reshard.opening",
     "safe_open": "reshard.interop",
+    "save": "reshard.write.save",
     "save_file": "reshard.interop",
     "verify": "reshard.verbs.verify",
 }

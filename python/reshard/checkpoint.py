@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.manifest import Manifest
 
-__all__ = ["Checkpoint", "FileInfo", "Part", "Shard", "TensorInfo", "Verify"]
+__all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
 Format = Literal["safetensors", "huggingface", "checkpoint2"]
 Part = Literal["all", "model", "optimizer"]
@@ -45,7 +45,7 @@ LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Shard:
+class StoredShard:
     """A stored region of a tensor.
 
     Attributes:
@@ -87,7 +87,7 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     n_bytes: int
-    shards: tuple[Shard, ...]
+    shards: tuple[StoredShard, ...]
     part: Literal["model", "optimizer"]
 
 
@@ -191,7 +191,7 @@ class Checkpoint:
         """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is none of the name."""
         dtype, shape = self._index.info(key)
         shards = tuple(
-            Shard(offset, extent, tuple(Path(self._index.file_path(file)).name for file in files))
+            StoredShard(offset, extent, tuple(Path(self._index.file_path(file)).name for file in files))
             for offset, extent, files in self._index.shards(key)
         )
         return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self._part(key))

@@ -11,6 +11,7 @@ from typing import Any
 __all__ = [
     "ArgumentError",
     "CheckpointNotFoundError",
+    "ClaimedError",
     "ConfigError",
     "CoverageError",
     "DamagedFileError",
@@ -126,6 +127,10 @@ class StorageError(ReshardError, OSError):
     ) -> None:
         super().__init__(message, path=path, key=key, hint=hint)
         self.errno = errno
+
+
+class ClaimedError(ReshardError, PermissionError):
+    """Another process writes into this checkpoint root, or has taken it over from this one."""
 
 
 class DestinationExistsError(ReshardError, FileExistsError):

@@ -20,26 +20,25 @@ are empty markers that appear after publication, which is why no manifest lists 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
-import stat
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from reshard import _core
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.formats.checkpoint2 import parse_iteration_folder
 from reshard.formats.files import component_fault, read_small_file, show, write_file_atomically
+from reshard.formats.opened_folder import OpenedFolder
 from reshard.formats.strict_json import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Mapping
 
 __all__ = [
     "CHECKSUMS_FILE",
@@ -53,6 +52,7 @@ __all__ = [
     "check_headers",
     "check_sizes",
     "digest_of",
+    "plain_entry",
     "read",
     "read_lock",
     "read_plain",
@@ -71,7 +71,6 @@ _MAX_BYTES = 256 << 20
 _MAX_FILES = 1_000_000
 _MAX_SUMS_BYTES = 4 << 30  # sums of 256 TiB; a file with a hole in it can claim any size
 _MAX_WRITER = 256
-_PIECE_BYTES = 4 << 20
 _LOCK_SECONDS = 5.0  # who deletes holds the lock for one rename
 _DIGEST = re.compile("[0-9a-f]{32}")
 _SAVED_AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?(?:Z|\+00:00)")
@@ -382,7 +381,7 @@ def check_sizes(folder: str | os.PathLike[str], manifest: Manifest) -> None:
         CheckpointNotFoundError: there is no such folder.
         StorageError: the system failed.
     """
-    with _Folder(folder) as opened:
+    with OpenedFolder(folder) as opened:
         for name, n_bytes in manifest.sizes:
             opened.check(name, n_bytes)
 
@@ -400,7 +399,7 @@ def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Col
         CheckpointNotFoundError: there is no such folder.
         StorageError: the system failed.
     """
-    with _Folder(folder) as opened:
+    with OpenedFolder(folder) as opened:
         for name, entry in manifest.shards.items():
             if names is None or name in names:
                 total = 0
@@ -445,7 +444,7 @@ def read_sums(
         raise UnsupportedError(f"the sums of {len(wanted)} shard files are more than {_MAX_SUMS_BYTES} bytes")
     if not wanted:
         return {}
-    with _Folder(folder) as opened:
+    with OpenedFolder(folder) as opened:
         data = memoryview(b"".join(opened.pieces(CHECKSUMS_FILE, manifest.files[CHECKSUMS_FILE].n_bytes, ranges)))
         path = opened.path(CHECKSUMS_FILE)
     sums, place = {}, 0
@@ -472,7 +471,7 @@ def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, ma
         StorageError: the system failed.
     """
     entry = manifest.files.get(name)
-    with _Folder(folder) as opened:
+    with OpenedFolder(folder) as opened:
         path = opened.path(name)
         if entry is None:
             raise CheckpointNotFoundError(f"the manifest of {show(str(folder))} lists no file {show(name)}", path=path)
@@ -480,12 +479,27 @@ def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, ma
             raise DamagedFileError(
                 f"{show(path)} has {entry.n_bytes} bytes; such a file has at most {max_bytes}", path=path
             )
-        data = b"".join(opened.pieces(name, entry.n_bytes, [(0, entry.n_bytes)]))
+        data = b"".join(opened.pieces(name, entry.n_bytes))
     if digest_of(data) != entry.digest:
         raise DamagedFileError(
             f"{show(path)} was altered: its digest is {digest_of(data)}, expected {entry.digest}", path=path
         )
     return data
+
+
+def plain_entry(folder: str | os.PathLike[str], name: str) -> PlainEntry:
+    """What a file is now, read piece by piece: for a manifest to be, or for comparing with one.
+
+    Raises:
+        DamagedFileError: it is missing or not regular.
+        StorageError: the system failed.
+    """
+    found, n_bytes = hashlib.blake2b(digest_size=16), 0
+    with OpenedFolder(folder) as opened:
+        for piece in opened.pieces(name):
+            found.update(piece)
+            n_bytes += len(piece)
+    return PlainEntry(n_bytes, found.hexdigest())
 
 
 def read_lock(folder: str | os.PathLike[str]) -> int:
@@ -502,7 +516,7 @@ def read_lock(folder: str | os.PathLike[str]) -> int:
         DamagedFileError: the manifest is a link or no regular file.
         StorageError: the system failed.
     """
-    with _Folder(folder) as opened:
+    with OpenedFolder(folder) as opened:
         path = opened.path(MANIFEST_FILE)
         handle = opened.open(MANIFEST_FILE, CheckpointNotFoundError)
     try:
@@ -543,91 +557,3 @@ def _is_at(handle: int, path: str) -> bool:
 
 def _removed(path: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"{show(path)} was removed while it was opened", path=path, hint="open again")
-
-
-class _Folder:
-    """A folder by handle: what is checked, opened and read are entries of one and the same folder."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._name = os.fspath(folder)
-        try:
-            self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointNotFoundError(f"there is no folder {show(self._name)}", path=self._name) from None
-        except OSError as error:
-            raise _failed("opening", self._name, error) from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
-
-    def path(self, name: str) -> str:
-        return str(Path(self._name) / name)
-
-    def check(self, name: str, n_bytes: int) -> None:
-        try:
-            found = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
-        except FileNotFoundError:
-            raise self._missing(name, DamagedFileError) from None
-        except OSError as error:
-            raise _failed("looking at", self.path(name), error) from None
-        self._check_found(name, found, n_bytes)
-
-    def pieces(self, name: str, n_bytes: int, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
-        """The bytes of ranges `(begin, end)` of a file that must have `n_bytes`, through one open."""
-        handle = self.open(name, DamagedFileError)
-        try:
-            self._check_found(name, os.fstat(handle), n_bytes)
-            for begin, end in ranges:
-                place = begin
-                while place < end:
-                    piece = os.pread(handle, min(_PIECE_BYTES, end - place), place)
-                    if not piece:
-                        raise DamagedFileError(
-                            f"{show(self.path(name))} was cut while it was read: {place} bytes, expected {n_bytes}",
-                            path=self.path(name),
-                        )
-                    place += len(piece)
-                    yield piece
-        except OSError as error:
-            raise _failed("reading", self.path(name), error) from None
-        finally:
-            os.close(handle)
-
-    def open(self, name: str, missing: type[CheckpointNotFoundError | DamagedFileError]) -> int:
-        """A handle of a regular file. Without O_NONBLOCK the open of a pipe waits for a writer for ever."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
-        try:
-            handle = os.open(name, flags, dir_fd=self._handle)
-        except FileNotFoundError:
-            raise self._missing(name, missing) from None
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise self._not_regular(name) from None
-            raise _failed("opening", self.path(name), error) from None
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise self._not_regular(name)
-        return handle
-
-    def _check_found(self, name: str, found: os.stat_result, n_bytes: int) -> None:
-        if not stat.S_ISREG(found.st_mode):
-            raise self._not_regular(name)
-        if found.st_size != n_bytes:
-            raise DamagedFileError(
-                f"{show(self.path(name))} has {found.st_size} bytes, expected {n_bytes}", path=self.path(name)
-            )
-
-    def _missing(
-        self, name: str, kind: type[CheckpointNotFoundError | DamagedFileError]
-    ) -> CheckpointNotFoundError | DamagedFileError:
-        return kind(f"there is no file {show(self.path(name))}", path=self.path(name))
-
-    def _not_regular(self, name: str) -> DamagedFileError:
-        return DamagedFileError(f"{show(self.path(name))} is not a regular file", path=self.path(name))
-
-
-def _failed(doing: str, path: str, error: OSError) -> StorageError:
-    return StorageError(f"{doing} {show(path)}: {error.strerror}", path=path, errno=error.errno)
