@@ -20,6 +20,7 @@ from reshard.errors import ReshardError
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, StoredShard, TensorInfo
     from reshard.formats.checkpoint2 import CommonInfo
+    from reshard.formats.state import per_rank
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
     from reshard.opening import open  # noqa: A004
@@ -47,6 +48,7 @@ __all__ = [
     "diff",
     "load_file",
     "open",
+    "per_rank",
     "safe_open",
     "save",
     "save_file",
@@ -70,6 +72,7 @@ _HOMES = {
     "diff": "reshard.verbs.diff",
     "load_file": "reshard.interop",
     "open": "reshard.opening",
+    "per_rank": "reshard.formats.state",
     "safe_open": "reshard.interop",
     "save": "reshard.write.save",
     "save_file": "reshard.interop",

@@ -44,7 +44,8 @@ from reshard.formats.manifest import CHECKSUMS_FILE, MANIFEST_FILE, PINNED_FILE,
 from reshard.write import claims, staging, steps, trash
 from reshard.write.recovery import recover, recover_locked
 from reshard.write.staging import STAGING_FOLDER, StagedName
-from reshard.write.trash import TRASH_FOLDER, UNFINISHED_FILE
+from reshard.write.steps import UNFINISHED_FILE
+from reshard.write.trash import TRASH_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
