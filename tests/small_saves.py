@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import hashlib
 import json
@@ -22,6 +21,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
+from reshard.errors import StorageError
 from reshard.write import protocol, steps
 
 if TYPE_CHECKING:
@@ -85,11 +85,16 @@ def write_files(folder: Path, iteration: int, version: int) -> dict[str, tuple[T
 
 def _write(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
-    os.write(handle, content)
-    os.fsync(handle)
-    os.close(handle)
-    temporary.replace(path)
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+        try:
+            os.write(handle, content)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        temporary.replace(path)
+    except OSError as error:
+        raise StorageError("writing", path=str(path), errno=error.errno) from error
 
 
 def save(root: Path, iteration: int, version: int = 0, *, passed_over: tuple[int, ...] = (), **how: Any) -> list[str]:
@@ -329,6 +334,3 @@ def fail_with(number: int) -> Callable[[], None]:
         raise OSError(number, os.strerror(number))
 
     return fail
-
-
-ERRORS = (errno.EIO, errno.ENOSPC)
