@@ -20,6 +20,8 @@ from reshard.opening.root import is_damage, order_of, reason_of
 from reshard.resume import CandidateFacts, Facts, RunFacts, weigh
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reshard.checkpoint import Checkpoint
     from reshard.config import Config
     from reshard.resume import Candidate, Order
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["gather"]
 
 
-def gather(config: Config, run: RunFacts | None = None) -> Facts:
+def gather(config: Config, run: RunFacts | None = None, *, passed_over: Mapping[str, str] | None = None) -> Facts:
     """Look at what a configuration wants to load.
 
     A path that ends in `iteration_<number>` and is not there itself is looked for by its number, whatever the digits
@@ -36,6 +38,7 @@ def gather(config: Config, run: RunFacts | None = None) -> Facts:
     Args:
         config: what is to be loaded, and what is asked of it.
         run: the run that is about to start.
+        passed_over: folders of the root that have proven damaged already, while they were loaded, with the reason.
 
     Raises:
         StorageError: something cannot be looked at; that is nobody's fault, and no reason to pass a checkpoint over.
@@ -52,14 +55,14 @@ def gather(config: Config, run: RunFacts | None = None) -> Facts:
         return facts
     root, iteration = split_iteration(config.load_path)
     if not path.exists() and iteration is not None and Path(root).is_dir() and checkpoint2.is_root(root):
-        return _of_root(config, replace(facts, path=root), order_of(root, exact=iteration))
+        return _of_root(config, replace(facts, path=root), order_of(root, exact=iteration), passed_over or {})
     if not path.exists():
         # A link that leads nowhere was meant to lead somewhere: a disk that is not mounted is no reason to start fresh.
         return replace(facts, kind="other") if path.is_symlink() else facts
     if path.is_dir() and huggingface.detect(path):
         return replace(facts, kind="huggingface", candidates=(_opened(path, None),))
     if path.is_dir() and checkpoint2.is_root(path):
-        return _of_root(config, facts, order_of(path))
+        return _of_root(config, facts, order_of(path), passed_over or {})
     try:
         open_path(path).close()
     except EmptyRootError:
@@ -71,10 +74,13 @@ def gather(config: Config, run: RunFacts | None = None) -> Facts:
     return replace(facts, kind="single", candidates=(_opened(path, iteration),))
 
 
-def _of_root(config: Config, facts: Facts, order: Order) -> Facts:
+def _of_root(config: Config, facts: Facts, order: Order, passed_over: Mapping[str, str]) -> Facts:
     facts = replace(facts, kind="root", warnings=order.warnings)
     found: list[CandidateFacts] = []
     for n, one in enumerate(order.candidates):
+        if one.name in passed_over:
+            found.append(replace(_unopened(facts, one), fault=passed_over[one.name]))
+            continue
         found.append(_opened(Path(facts.path) / one.name, one.iteration, one.reason))
         if any(verdict.taken for verdict in weigh(config, replace(facts, candidates=tuple(found)))):
             found += [_unopened(facts, older) for older in order.candidates[n + 1 :]]
