@@ -48,6 +48,21 @@ impl Memory {
         })
     }
 
+    /// Keeps the memory out of children that are forked from now on: their parent goes on using it.
+    pub fn not_for_children(&self) {
+        #[cfg(target_os = "linux")]
+        if let Some(map) = &self.map {
+            let _ = map.advise(memmap2::Advice::DontFork);
+        }
+    }
+
+    /// The bytes, to read.
+    pub fn as_slice(&self) -> &[u8] {
+        self.map
+            .as_ref()
+            .map_or(&[], |map| &map[self.start..self.start + self.len])
+    }
+
     /// The bytes.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         self.map

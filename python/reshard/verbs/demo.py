@@ -208,7 +208,8 @@ def _make(folder: Path, shapes: dict[str, Shape]) -> DemoStep:
         # Any bits will do, and all kinds of NaN among them must come through.
         bits = {key: np.frombuffer(generator.bytes(2 * math.prod(shapes[key])), np.uint16) for key in keys}
         arrays = [(key, "BF16", shapes[key], bits[key].reshape(shapes[key])) for key in keys]
-        n_bytes += _core.write_arrays(str(folder / name), arrays, metadata={"format": "pt"}, durable=False, mode=0o666)
+        path = str(folder / name)
+        n_bytes += _core.write_arrays(path, arrays, metadata={"format": "pt"}, durable=False, mode=0o666).n_bytes
         weight_map |= dict.fromkeys(keys, name)
     total = sum(2 * math.prod(shape) for shape in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

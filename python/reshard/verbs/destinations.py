@@ -119,7 +119,7 @@ def write_files(job: Job, folder: Path, files: list[File]) -> int:
             durable=options.durable,
             mode=options.file_mode,
             progress=progress.of_file(n_bytes),
-        )
+        ).n_bytes
     return total
 
 
