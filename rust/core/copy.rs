@@ -337,7 +337,7 @@ impl BoxCopy<'_> {
         let is_one_part = start / part == (start + span - 1) / part;
         if let (false, Some((widest, dim))) = (is_one_part, widest) {
             let run = source_run(dims) * unit;
-            if !file.source().is_mapped() && self.is_direct(dims, run) {
+            if !file.source().is_mapped() && is_one_run(dims, run / self.unit_bytes) {
                 return self.proven_run(file, sums, start, (dst * unit) as usize, span);
             }
             let mut inner = dims.to_vec();
@@ -389,6 +389,12 @@ impl BoxCopy<'_> {
             ..
         } = self.run;
         let range = (start, span);
+        if is_one_run(dims, source_run(dims)) {
+            let to = (&mut to[..span as usize], stores);
+            if checks.copy_run(self.piece.source, file, sums, start, to, control)? {
+                return Ok(());
+            }
+        }
         if let Some(from) = checks.mapped(self.piece.source, file, sums, range, control)? {
             copy_box(from, to, dims, self.unit_bytes, stores);
             return Ok(());
@@ -457,7 +463,7 @@ impl BoxCopy<'_> {
                 gapped && run >= LONG_RUN_BYTES && !resident(file)
             }
             PlanSource::File(..) => {
-                let direct = self.is_direct(dims, run);
+                let direct = is_one_run(dims, run / self.unit_bytes);
                 gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
                     || !direct && span > SCRATCH_BYTES
             }
@@ -500,7 +506,7 @@ impl BoxCopy<'_> {
                 let scattered = is_part
                     && span < SCATTERED_RUN_BYTES
                     && file.source().is_kept()
-                    && self.is_direct(dims, run);
+                    && is_one_run(dims, run / self.unit_bytes);
                 if scattered {
                     // One call a run, as bringing it in would be, and the copy with it.
                     file.source()
@@ -513,7 +519,7 @@ impl BoxCopy<'_> {
                         self.unit_bytes,
                         self.run.stores,
                     );
-                } else if self.is_direct(dims, run) {
+                } else if is_one_run(dims, run / self.unit_bytes) {
                     file.source()
                         .read_at(start, &mut self.to[at..at + useful as usize])?;
                 } else {
@@ -531,14 +537,14 @@ impl BoxCopy<'_> {
         }
         Ok(())
     }
+}
 
-    /// Whether the box is one run on both sides, so that it can be read where it belongs.
-    fn is_direct(&self, dims: &[Dim], run: u64) -> bool {
-        match dims {
-            [] => true,
-            [dim] => dim.dst == 1 && run == dim.len * self.unit_bytes,
-            _ => false,
-        }
+/// Whether a box is one run on both sides, so that it can be read where it belongs; `run` units are one in the source.
+fn is_one_run(dims: &[Dim], run: u64) -> bool {
+    match dims {
+        [] => true,
+        [dim] => dim.dst == 1 && run == dim.len,
+        _ => false,
     }
 }
 
