@@ -18,7 +18,6 @@ import cases
 import fresh
 import model
 import reshard
-import reshard.checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +58,7 @@ def own_bytes(path: Path, cut: Cut) -> int:
 
 def save(member: Member, path: Path, root: Path) -> tuple[float, float]:
     """The model saved by some processes, each its rows: durable, with sums, published."""
-    with reshard.checkpoint.open(path) as checkpoint:
+    with reshard.open(path) as checkpoint:
         own = checkpoint.load(layout("rows", member.n), member.rank)
     with _group(member, root.with_suffix(".store")):
         member.meet()
@@ -104,7 +103,7 @@ def write_raw(member: Member, path: Path, target: Path, how: Literal["direct", "
 
 def stall(path: Path, root: Path) -> float:
     """How long a save in the background keeps its caller, once an earlier one has left its memory behind."""
-    with reshard.checkpoint.open(path) as checkpoint:
+    with reshard.open(path) as checkpoint:
         state = checkpoint.load()
     reshard.save(root, 1, state, blocking=False).result()
     started = time.perf_counter()
@@ -146,7 +145,7 @@ def _group(member: Member, store: Path) -> Any:
 
 def publish(path: Path, root: Path) -> None:
     """The model as one iteration with a manifest, its shard file in the page cache in large folios."""
-    with reshard.checkpoint.open(path) as checkpoint:
+    with reshard.open(path) as checkpoint:
         reshard.save(root, 1, checkpoint.load())
     for file in cases.shard_files(root):
         copy = file.with_suffix(".copy")
@@ -162,16 +161,16 @@ def load(path: Path, root: Path, cut: Cut, verify: Verify, into: Literal["fresh"
     files = cases.shard_files(root)
     given = None
     if into == "given":
-        with reshard.checkpoint.open(root) as checkpoint:
+        with reshard.open(root) as checkpoint:
             given = checkpoint.load(layout(cut, N_PARTS), PART)
         for array in given.values():
             array.view(np.uint16)[...] = 1
     else:
-        with reshard.checkpoint.open(root) as checkpoint:  # starts the threads
+        with reshard.open(root) as checkpoint:  # starts the threads
             checkpoint.load(keys=["model.layers.0.self_attn.k_proj.weight"])
     fresh.prepare(files, 0 if given else 2 * own_bytes(path, cut))
     started = time.perf_counter()
-    with reshard.checkpoint.open(root) as checkpoint:
+    with reshard.open(root) as checkpoint:
         found = checkpoint.load(layout(cut, N_PARTS), PART, verify=verify, out=given)
     seconds = time.perf_counter() - started
     expected = model.read(path)
