@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reshard.opening import open  # noqa: A004
     from reshard.verbs.convert import ConvertReport, convert
     from reshard.verbs.diff import DiffReport, TensorDifference, diff
+    from reshard.verbs.load import Loaded, PendingLoad, load, load_async
     from reshard.verbs.verify import VerifyReport, verify
     from reshard.write.save import PendingSave, SaveReport, Shard, save
 
@@ -33,7 +34,9 @@ __all__ = [
     "CommonInfo",
     "ConvertReport",
     "DiffReport",
+    "Loaded",
     "ModelLayout",
+    "PendingLoad",
     "PendingSave",
     "ReshardError",
     "SaveReport",
@@ -45,6 +48,8 @@ __all__ = [
     "__version__",
     "convert",
     "diff",
+    "load",
+    "load_async",
     "load_file",
     "open",
     "safe_open",
@@ -58,7 +63,9 @@ _HOMES = {
     "CommonInfo": "reshard.formats.checkpoint2",
     "ConvertReport": "reshard.verbs.convert",
     "DiffReport": "reshard.verbs.diff",
+    "Loaded": "reshard.verbs.load",
     "ModelLayout": "reshard.layout",
+    "PendingLoad": "reshard.verbs.load",
     "PendingSave": "reshard.write.save",
     "SaveReport": "reshard.write.save",
     "Shard": "reshard.write.save",
@@ -68,6 +75,8 @@ _HOMES = {
     "VerifyReport": "reshard.verbs.verify",
     "convert": "reshard.verbs.convert",
     "diff": "reshard.verbs.diff",
+    "load": "reshard.verbs.load",
+    "load_async": "reshard.verbs.load",
     "load_file": "reshard.interop",
     "open": "reshard.opening",
     "safe_open": "reshard.interop",
