@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests import sealed
+from tests.sealed import FILES
 
 from reshard.config import Config
 from reshard.errors import ReshardError, StorageError
@@ -202,6 +204,14 @@ def test_older_candidates_are_not_opened_once_one_is_taken(work: Path, monkeypat
     assert facts.candidates[0].world_size == 8
 
 
+def test_what_proved_damaged_while_it_was_loaded_is_passed_over(work: Path) -> None:
+    config = Config(str(work / "root"), resume=True)
+    facts = gather(config, passed_over={"iteration_00000010": "chunk 3 of model-0 is not what was saved"})
+    decision = decide(config, facts)
+    assert decision.iteration == 5
+    assert decision.verdicts[0].reason == "chunk 3 of model-0 is not what was saved"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_what_may_not_be_read_is_no_damage(work: Path) -> None:
     (work / NEWEST / "metadata.json").chmod(0)
@@ -306,3 +316,56 @@ def test_compatible_counters(work: Path) -> None:
 def test_the_run_is_part_of_the_facts(work: Path) -> None:
     run = RunFacts(global_batch_size=64)
     assert gather(Config(str(work / "root")), run).run is run
+
+
+# -- roots with manifests: the trail of what became of each save
+
+
+def trail(root: Path) -> tuple[dict[str, Any], list[tuple[int, bool, str]]]:
+    """The decision as JSON, and of each candidate its number, whether it is taken, and why."""
+    told = json.loads(explain(root, "--json")[1])
+    return told, [(one["iteration"], one["taken"], one["reason"]) for one in told["verdicts"]]
+
+
+def test_a_save_that_a_crash_kept_from_the_tracker_is_taken(tmp_path: Path) -> None:
+    sealed.make(tmp_path, 100)
+    sealed.make(tmp_path, 200, previous_tracker=100, tracked=False)
+    told, verdicts = trail(tmp_path)
+    assert told["is_verified"]
+    assert told["warnings"] == []
+    assert [one[:2] for one in verdicts] == [(200, True), (100, False)]
+    assert "which a crash kept from moving" in verdicts[0][2]
+
+
+def test_who_moves_the_tracker_back_is_obeyed(tmp_path: Path) -> None:
+    sealed.make(tmp_path, 100)
+    sealed.make(tmp_path, 200, previous_tracker=100)
+    (tmp_path / TRACKER).write_text("100")
+    _, verdicts = trail(tmp_path)
+    assert [one[:2] for one in verdicts] == [(100, True), (200, False)]
+    assert "left behind on purpose" in verdicts[1][2]
+
+
+def test_what_a_run_passed_over_is_no_candidate_again(tmp_path: Path) -> None:
+    sealed.make(tmp_path, 100)
+    sealed.make(tmp_path, 200, previous_tracker=100)
+    sealed.make(tmp_path, 150, previous_tracker=200, epoch=2, passed_over=(200,), tracked=False)
+    _, verdicts = trail(tmp_path)
+    assert [one[:2] for one in verdicts] == [(150, True), (100, False), (200, False)]
+    assert verdicts[2][2] == "passed over by the run that saved iteration 150"
+
+
+def test_a_torn_file_is_found_by_its_size(tmp_path: Path) -> None:
+    sealed.make(tmp_path, 100)
+    torn = sealed.make(tmp_path, 200, previous_tracker=100) / FILES["model", 1]
+    os.truncate(torn, torn.stat().st_size - 1)
+    _, verdicts = trail(tmp_path)
+    assert [one[:2] for one in verdicts] == [(200, False), (100, True)]
+    assert torn.name in verdicts[0][2]
+
+
+def test_a_save_without_its_manifest_did_not_end(tmp_path: Path) -> None:
+    sealed.make(tmp_path, 100)
+    (sealed.make(tmp_path, 200, previous_tracker=100) / "manifest.json").unlink()
+    _, verdicts = trail(tmp_path)
+    assert [one[:2] for one in verdicts] == [(200, False), (100, True)]

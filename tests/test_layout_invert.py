@@ -96,7 +96,11 @@ def test_local_shapes_that_are_not_the_layouts(shapes: Shapes, words: str) -> No
 
 
 def test_state_of_another_shape_is_whole() -> None:
-    shapes = {"w": dict.fromkeys(range(4), (2, 3)), "m.w": dict.fromkeys(range(4), (2, 3)), "s.w": {0: (), 1: ()}}
+    shapes: Shapes = {
+        "w": dict.fromkeys(range(4), (2, 3)),
+        "m.w": dict.fromkeys(range(4), (2, 3)),
+        "s.w": {0: (), 1: ()},
+    }
     shapes["r.w"] = dict.fromkeys(range(4), (5,))
     found = global_shapes(ModelLayout.from_mapping(TP2), shapes, {}, ("m.w", "s.w", "r.w"))
     assert found == {"w": (4, 3), "m.w": (4, 3), "s.w": (), "r.w": (5,)}

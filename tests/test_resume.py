@@ -72,6 +72,9 @@ ORDERS: list[tuple[str, list[Folder], int | None, dict[str, Any], list[int]]] = 
     ("passed over, tracker lost", [S100, saved(150, 300, 2, over=[300, 200]), S200, S300], None, {}, [150, 100]),
     ("passed over, then saved again by the new run",
         [S100, saved(150, 300, 2, over=[300, 200]), saved(200, 150, 2), S300], 200, {}, [200, 150, 100]),
+    ("passed over, saved again by the new run, which went on",
+        [S100, saved(150, 300, 2, over=[300, 200]), saved(200, 150, 2), saved(250, 200, 2), S300], 250, {},
+        [250, 200, 150, 100]),
     ("passed over, then asked for by hand", [S100, saved(150, 300, 2, over=[300, 200]), S200, S300], 300, {},
         [300, 150, 100]),
     ("passed over by an older run: no word on a newer one",
@@ -245,6 +248,7 @@ def test_numbers_that_cannot_be_scaled(numbers: tuple[int, int, int]) -> None:
         (10000, 10000, 640000, 10000, 10000),  # eager, at the end
         (400, 398, None, 400, 400),  # graph mode: two steps overflowed and were skipped by the optimizer
         (400, 398, None, None, 398),
+        (400, 398, 25472, 400, 398),
         (400, 500, None, 400, 400),
         (None, 400, None, 400, 400),
         (400, None, None, 400, 400),

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tests import original_reader
-from tests.oracle import local_arrays, mesh_ranks, n_parts, parameter_of, rule_of
+from tests.oracle import local_arrays, mesh_ranks, parameter_of, rule_of
 from tests.strategies import KINDS, Array, Checkpoint, cases, checkpoints, kinds, layouts
 from tests.threads import in_threads
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KNOWN = {str(np.dtype(dtype)) for dtype in original_reader.DTYPES.values()}
+ZEROS = np.zeros(2)
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}, {"match": "*"}]}
 
 
@@ -101,7 +102,7 @@ SQUARE = np.arange(12, dtype=np.float32).reshape(3, 4)
         (_Dlpack(SQUARE), SQUARE),
         (array.array("i", [1, 2, 3]), np.array([1, 2, 3], np.int32)),
         (b"abc", np.frombuffer(b"abc", np.uint8)),
-        (memoryview(SQUARE), SQUARE),
+        (SQUARE.data, SQUARE),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -235,7 +236,7 @@ def test_common(common: Any, expected: dict[str, object], tmp_path: Path) -> Non
 
 
 def test_what_is_no_field_of_common_belongs_into_extra(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="learning_rate.*") as error:
+    with pytest.raises(ArgumentError, match="learning_rate") as error:
         reshard.save(tmp_path, 5, {"w": SQUARE}, common={"learning_rate": 0.1})
     assert error.value.hint is not None
     assert "extra=" in error.value.hint
@@ -280,9 +281,10 @@ def test_old_iterations_go_and_the_log_stays(tmp_path: Path) -> None:
         "iteration_00000050",
     }
     records = save_log.read(tmp_path)
-    assert [record["iteration"] for record in records] == [10, 20, 30, 40, 50]
-    assert records[1]["metrics"] == {"loss": 0.05}
-    assert records[1]["n_files"] == 1
+    assert [record.iteration for record in records] == [10, 20, 30, 40, 50]
+    assert records[1].metrics == {"loss": 0.05}
+    assert records[1].attempt == manifest.read(tmp_path / "iteration_00000020").attempt
+    assert records[1].n_bytes == manifest.read(tmp_path / "iteration_00000020").n_bytes
 
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 1, "keep_every": -1}, {"keep": 1, "keep_best": "loss"}])
@@ -319,11 +321,13 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
         ({"layout": TP2}, LayoutError),
         ({"common": [1]}, ArgumentError),
         ({"extra": [1]}, ArgumentError),
+        ({"metrics": {"loss": "low"}}, ArgumentError),
     ],
 )
 def test_calls_that_cannot_be_meant(options: dict[str, Any], error: type[ReshardError], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"iteration": 1, "model": {"w": SQUARE}} | options
     with pytest.raises(error):
-        reshard.save(tmp_path / "root", **{"iteration": 1, "model": {"w": SQUARE}} | options)
+        reshard.save(tmp_path / "root", **given)
     assert not (tmp_path / "root").exists()
 
 
@@ -410,6 +414,11 @@ def told_shapes(mapping: dict[str, Any], checkpoint: Checkpoint) -> dict[str, tu
     return told
 
 
+def is_without_gaps(mapping: dict[str, Any]) -> bool:
+    ranks = mesh_ranks(mapping)
+    return sorted(ranks) == list(range(len(ranks)))
+
+
 def test_what_ranks_save_under_any_layout_is_the_checkpoint() -> None:
     seen: Counter[str] = Counter()
 
@@ -417,13 +426,7 @@ def test_what_ranks_save_under_any_layout_is_the_checkpoint() -> None:
     @given(st.data())
     def check(data: st.DataObject) -> None:
         checkpoint: Checkpoint = data.draw(checkpoints())
-        mapping = data.draw(
-            layouts(checkpoint, max_ranks=8).filter(
-                lambda mapping: (
-                    sorted(mesh_ranks(mapping)) == list(range(n_parts(list(mapping["mesh"]), mapping["mesh"])))
-                )
-            )
-        )
+        mapping = data.draw(layouts(checkpoint, max_ranks=8).filter(is_without_gaps))
         dedup = data.draw(st.booleans())
         as_shards = data.draw(st.booleans())
         seen.update(kinds(mapping))
@@ -499,7 +502,7 @@ def test_boxes_without_a_layout() -> None:
                 expected = {"cut": tensor, "whole": tensor, "step": np.array(9), "mine": tensor}
                 assert as_bytes(opened.load()) == as_bytes(dict(sorted(expected.items()))) or as_bytes(
                     opened.load()
-                ) == {key: as_bytes(expected)[key] for key in opened.keys()}
+                ) == {key: as_bytes(expected)[key] for key in opened}
                 assert set(opened.keys()) == set(expected)
                 assert set(opened.tiled_keys()) == ({"cut", "mine"} if world_size > 1 else set())
             read = original_reader.read_tree(Path(name))
@@ -518,13 +521,13 @@ def shards(*boxes: tuple[int, int], n: int = 4) -> list[dict[str, object]]:
         (shards((0, 2), (3, 4)), {}, CoverageError, "w"),
         (shards((0, 3), (2, 4)), {}, ReshardError, "w"),
         ([{"w": np.zeros(2)}] * 2, {}, ArgumentError, "plain array"),
-        ([{"w": np.zeros(2)}, {"w": np.zeros(2, np.float32)}], {"layout": TP2}, MismatchError, "F64 on rank 0 and F32 on"),
-        ([{"a.w": np.zeros((2, 3))}, {"a.w": np.zeros((2, 4))}], {"layout": TP2}, LayoutError, "rank 0 and 4 on rank 1"),
-        ([{"a.w": np.zeros(2), "b": np.zeros(1)}, {"a.w": np.zeros(2)}], {"layout": TP2}, MismatchError, "rank 1 gave no `b`"),
+        ([{"b": ZEROS}, {"b": np.zeros(2, np.float32)}], {"layout": TP2}, MismatchError, "F64 on rank 0 and F32"),
+        ([{"b": np.zeros((2, 3))}, {"b": np.zeros((2, 4))}], {"layout": TP2}, LayoutError, "on rank 0 and 4 on rank 1"),
+        ([{"a.w": ZEROS, "b": ZEROS}, {"a.w": ZEROS}], {"layout": TP2}, MismatchError, "rank 1 gave no `b`"),
         ([{"a.w": np.zeros(2)}] * 2, {"layout": TP2, "shapes": {"q": (2,)}}, ArgumentError, "q"),
         ([{"a.w": np.zeros(2)}] * 2, {"layout": TP2, "shapes": {"a.w": (5,)}}, LayoutError, "a.w"),
         ([{"a.w": np.zeros(2)}] * 3, {"layout": TP2}, LayoutError, "one of 2 ranks"),
-        ([{"b": np.zeros(2)}, {"b": np.ones(2)}], {"layout": TP2, "check_replicas": True}, MismatchError, "copies that ranks 0 hold differ from those of ranks 1"),
+        ([{"b": ZEROS}, {"b": ZEROS + 1}], {"layout": TP2, "check_replicas": True}, MismatchError, "differ from those of"),
         ([{"a.w": reshard.Shard(np.zeros(2), (4,), (0,))}] * 2, {"layout": TP2}, ArgumentError, "says where it lies"),
     ],
 )  # fmt: skip

@@ -20,6 +20,7 @@ from reshard.errors import ReshardError
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, StoredShard, TensorInfo
     from reshard.formats.checkpoint2 import CommonInfo
+    from reshard.formats.state import per_rank
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
     from reshard.opening import open  # noqa: A004
@@ -52,6 +53,7 @@ __all__ = [
     "load_async",
     "load_file",
     "open",
+    "per_rank",
     "safe_open",
     "save",
     "save_file",
@@ -79,6 +81,7 @@ _HOMES = {
     "load_async": "reshard.verbs.load",
     "load_file": "reshard.interop",
     "open": "reshard.opening",
+    "per_rank": "reshard.formats.state",
     "safe_open": "reshard.interop",
     "save": "reshard.write.save",
     "save_file": "reshard.interop",

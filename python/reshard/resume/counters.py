@@ -8,6 +8,7 @@ on the same step as the original; nothing else is good in them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -239,8 +240,9 @@ class BatchSchedule:
 
     def _steps_to_end(self, level: int, consumed: int, size: int, *, compatible: bool) -> int:
         """Steps of a level's size until the samples seen reach its end; none if they are beyond it."""
+        # They are beyond it by less than one step of a lower level, so nothing here is negative.
         if compatible:
             left = (level + 1) * (self.ramp_samples / self.n_levels) - consumed
-            return max(0, int(np.ceil(left / size)))
+            return math.ceil(left / size)
         beyond = consumed * self.n_levels - (level + 1) * self.ramp_samples
-        return max(0, -(beyond // (size * self.n_levels)))
+        return -(beyond // (size * self.n_levels))

@@ -15,6 +15,7 @@ from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, UnsupportedError
 from reshard.resume.choose import name_of, none_to_take, weigh
 from reshard.resume.restore import fresh, loading, resumed
+from reshard.words import show
 
 if TYPE_CHECKING:
     from reshard.config import Config
@@ -57,7 +58,7 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
     """
     if config.resume_file is not None:
         raise UnsupportedError(
-            f"resume_training names the file {config.resume_file}, a matter of Checkpoint 1.0, which is not read",
+            f"resume_training names the file {show(config.resume_file)}, a matter of Checkpoint 1.0, which is not read",
             hint="say `resume_training: true`; an older iteration is chosen by load_checkpoint: .../iteration_<number>",
         )
     warnings = list(facts.warnings)

@@ -17,6 +17,7 @@ from reshard.write import protocol, steps
 from reshard.write.claims import LOCK_FILE, WRITERS_FOLDER
 from reshard.write.commit import made_folder
 from reshard.write.iteration import plan_layout, write_descriptions
+from reshard.write.staging import STAGING_FOLDER
 from reshard.write.trash import TRASH_FOLDER
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["to_checkpoint2"]
 
 # What writers leave in a root to keep apart: it is nobody's checkpoint.
-_BOOKKEEPING = {protocol.STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
+_BOOKKEEPING = {STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
 
 _log = logging.getLogger("reshard")
 

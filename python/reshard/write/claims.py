@@ -364,6 +364,8 @@ def _is_dead(owner: dict[str, object] | None, is_real_lock: bool) -> bool | None
         return None
     if type(pid) is not int or not 0 < pid < 1 << 31 or not me["boot_id"] or not me["pid_namespace"]:
         return None
+    if pid == me["pid"]:
+        return True  # ours, and not held: its making failed, or an earlier process had our number
     started = _started(pid)
     if started is None:
         try:

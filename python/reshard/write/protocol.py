@@ -44,7 +44,8 @@ from reshard.formats.manifest import CHECKSUMS_FILE, MANIFEST_FILE, PINNED_FILE,
 from reshard.write import claims, staging, steps, trash
 from reshard.write.recovery import recover, recover_locked
 from reshard.write.staging import STAGING_FOLDER, StagedName
-from reshard.write.trash import TRASH_FOLDER, UNFINISHED_FILE
+from reshard.write.steps import UNFINISHED_FILE
+from reshard.write.trash import TRASH_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Attempt", "Told", "abandon", "begin", "publish", "recover", "release", "seal"]
 
-_SPARE = 1.05  # of the planned bytes: names, blocks and what others write meanwhile
+_SPARE = 20  # one part in 20 more than planned: names, blocks and what others write meanwhile
 _log = logging.getLogger("reshard")
 
 
@@ -348,7 +349,7 @@ def _check_one_device(root: Path) -> None:
 
 
 def _check_space(root: Path, planned_bytes: int, *, durable: bool) -> None:
-    needed = int(planned_bytes * _SPARE)
+    needed = planned_bytes + -(-planned_bytes // _SPARE)
     free = _free_bytes(root)
     if free is not None and free < needed and steps.names(root / TRASH_FOLDER):
         # Recovery has put back what was to be put back: the rest was given up when something newer was published, or

@@ -18,7 +18,8 @@ from reshard.formats import manifest as manifests
 from reshard.formats.manifest import MANIFEST_FILE, TRACKED_FILE
 from reshard.write import claims, staging, steps, trash
 from reshard.write.staging import PROBE_PREFIX, STAGING_FOLDER, StagedName
-from reshard.write.trash import TRASH_FOLDER, UNFINISHED_FILE
+from reshard.write.steps import UNFINISHED_FILE
+from reshard.write.trash import TRASH_FOLDER
 
 if TYPE_CHECKING:
     from reshard.formats.manifest import Manifest

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,9 @@ from reshard.formats import checkpoint2, save_log
 from reshard.formats import manifest as manifests
 from reshard.formats.files import show
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE
-from reshard.write import claims, steps, trash
-from reshard.write.trash import TRASH_FOLDER, UNFINISHED_FILE
+from reshard.write import claims, staging, steps, trash
+from reshard.write.steps import UNFINISHED_FILE
+from reshard.write.trash import REMOVED, TRASH_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -48,6 +50,7 @@ class Facts:
         is_verified: whether a manifest proves that.
         is_pinned: whether somebody pinned it.
         is_passed_over: whether a later save recorded that it was refused at a roll-back.
+        is_debris: whether it is what is left of one that was being removed, in place.
     """
 
     iteration: int
@@ -56,6 +59,7 @@ class Facts:
     is_verified: bool = False
     is_pinned: bool = False
     is_passed_over: bool = False
+    is_debris: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ def plan(
     kept: dict[int, str] = {}
     for one in ordered:
         reason = None
+        if one.is_debris:
+            continue
         if one.fault is not None:
             reason = f"not complete: {one.fault}"
         elif one.iteration == tracker:
@@ -248,9 +254,7 @@ def _folder(root: str | os.PathLike[str], iteration: int) -> Path:
 
 def _look(root: Path, judge: Callable[[Path], str | None]) -> tuple[list[Facts], int | None]:
     candidates = checkpoint2.resolve_candidates(root)
-    found: dict[int, tuple[str, Manifest | None, str | None]] = {}
-    for iteration, name in candidates.folders:
-        found[iteration] = (name, *_judge(root / name, judge))
+    found = {iteration: (name, *_judge(root / name, judge)) for iteration, name in candidates.folders}
     # Refused by a save of a later claim: what has been saved again since is not meant.
     epochs: dict[int, int] = {}
     for _, manifest, _ in found.values():
@@ -264,6 +268,7 @@ def _look(root: Path, judge: Callable[[Path], str | None]) -> tuple[list[Facts],
             fault=fault,
             is_verified=manifest is not None and fault is None,
             is_pinned=os.path.lexists(root / name / PINNED_FILE),
+            is_debris=fault is not None and staging.unfinished(root / name) == REMOVED,
             is_passed_over=epochs.get(iteration, -1) > (manifest.epoch if manifest else -1),
         )
         for iteration, (name, manifest, fault) in sorted(found.items())
@@ -273,11 +278,12 @@ def _look(root: Path, judge: Callable[[Path], str | None]) -> tuple[list[Facts],
 
 def _judge(folder: Path, judge: Callable[[Path], str | None]) -> tuple[Manifest | None, str | None]:
     """The manifest, and why the iteration is not complete."""
-    if os.path.lexists(folder / UNFINISHED_FILE):
-        return None, "it is being written or removed"
+    if staging.unfinished(folder) not in (None, REMOVED):
+        return None, "it is being written"
     try:
         if not os.path.lexists(folder / MANIFEST_FILE):
-            return None, judge(folder)
+            is_ours = os.path.lexists(folder / UNFINISHED_FILE)
+            return None, "it was being removed" if is_ours else judge(folder)
         manifest = manifests.read(folder)
         manifests.check_sizes(folder, manifest)
     except ReshardError as error:
@@ -311,11 +317,9 @@ def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
     name = metric.removeprefix("-")
     values: dict[int, float] = {}
     for record in save_log.read(root):
-        value = (record.get("metrics") or {}).get(name)
-        iteration = record.get("iteration")
-        # Of several saves of one iteration the last one counts.
-        if isinstance(iteration, int) and isinstance(value, int | float) and not isinstance(value, bool):
-            values[iteration] = -value if metric != name else value
+        value = record.metrics.get(name, math.nan)
+        if math.isfinite(value):
+            values[record.iteration] = -value if metric != name else value
     if complete and not values.keys() & complete:
         # Without the log the best cannot be told from the rest: then all are kept.
         raise DamagedFileError(

@@ -25,13 +25,14 @@ from reshard.errors import ArgumentError
 from reshard.formats import checkpoint2, mounts, state
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.formats.files import show
+from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
 from reshard.write import background, retention
 from reshard.write.arrays import LocalArray, Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
 from reshard.write.facts import RankFacts, facts_of, plan_iteration, planned_bytes
-from reshard.write.together import Planned, SaveReport, ShardFile, Share, Terms, attempt, carry_out, meet
+from reshard.write.together import Planned, SaveReport, ShardFile, Share, Terms, carry_out, meet, outcome_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PendingSave", "SaveReport", "Shard", "save"]
 
+_EPOCH = "1970-01-01T00:00:00+00:00"
 _METADATA = {"format": "ms", "reshard": _core.__version__}
 _COMMON_KEYS = tuple(name for name in CommonInfo.__dataclass_fields__ if name != "unknown")
 
@@ -202,6 +204,7 @@ def save(  # noqa: PLR0917
     """
     started = time.monotonic()
     members = resolve(group, rank)
+    channel = session(members, f"save {iteration}"[:200])
     terms = Terms(
         root=Path(root),
         iteration=iteration,
@@ -214,10 +217,8 @@ def save(  # noqa: PLR0917
         keep=keep,
         keep_every=keep_every,
         keep_best=keep_best,
-        metrics=dict(metrics or {}),
     )
     agreed = {"prefix": prefix, "dedup": dedup, "blocking": blocking, "strict_format": strict_format}
-    channel = session(members, f"save {iteration}"[:200])
 
     def prepare() -> _Own:
         background.finish_previous(timeout)
@@ -235,11 +236,14 @@ def save(  # noqa: PLR0917
             has_layout=own_layout is not None,
             sums=check_replicas,
         )
+        counters = _common_info(common, iteration)
+        # Made now, so that a metric that is no number is refused before anything is written.
+        record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
         state_files = _extra(extra, members.rank, copy=not blocking)
-        return _Own(arrays, facts, own_layout, _common_info(common, iteration), state_files)
+        return _Own(arrays, facts, own_layout, counters, record, state_files)
 
     # What fails on this rank alone must reach the others as a value: they are waiting.
-    own = attempt(prepare)
+    own = outcome_of(prepare)
     planned: Planned | None = None
 
     def decide(told: list[Any]) -> list[tuple[int, str, tuple[str, ...]]]:
@@ -256,10 +260,10 @@ def save(  # noqa: PLR0917
     arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in files if of == members.rank}
     if blocking:
         ready = [_shard_file(name, arrays, threads) for name, arrays in arrays_of.items()]
-        share = Share(ready, own.extra, own.common)
+        share = Share(ready, own.extra, own.common, own.record)
         return carry_out(terms, channel, share, planned, started=started, progress=progress)
-    snapshots = attempt(lambda: [_snapshot(name, arrays, threads) for name, arrays in arrays_of.items()])
-    share = Share(snapshots, own.extra, own.common)
+    snapshots = outcome_of(lambda: [_snapshot(name, arrays, threads) for name, arrays in arrays_of.items()])
+    share = Share(snapshots, own.extra, own.common, own.record)
     stall_seconds = time.monotonic() - started
     work = functools.partial(carry_out, terms, channel, share, planned, started=started, stall_seconds=stall_seconds)
     return background.start(iteration, work, progress, exit_seconds=timeout)
@@ -273,6 +277,7 @@ class _Own:
     facts: RankFacts
     layout: ModelLayout | None
     common: CommonInfo
+    record: SaveRecord
     extra: tuple[str, dict[str, np.ndarray]] | None
 
 

@@ -23,7 +23,8 @@ from reshard.formats import checkpoint2
 from reshard.formats.files import read_small_file
 from reshard.formats.manifest import PINNED_FILE, TRACKED_FILE
 from reshard.write import steps
-from reshard.write.trash import TRASH_FOLDER, UNFINISHED_FILE
+from reshard.write.steps import UNFINISHED_FILE
+from reshard.write.trash import TRASH_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -199,7 +200,7 @@ def make_in_place(folder: Path, owner: str, mode: int, *, durable: bool) -> None
 
 
 def unfinished(folder: Path) -> str | None:
-    """Who writes in an unfinished folder, `<epoch>.<attempt>`; empty: nobody any more; None: it is not marked so."""
+    """Who writes in an unfinished folder: `<epoch>.<attempt>`, or that it is being removed; None: it is finished."""
     try:
         return read_small_file(folder / UNFINISHED_FILE, 128).decode("ascii", "replace")
     except FileNotFoundError:

@@ -2,7 +2,7 @@
 
 A sequence of them is safe if it may end after any one of them. So that tests can end it there, every step announces
 itself to `_step` first, which does nothing otherwise. Nothing here knows what a checkpoint is, but for one thing: where
-a folder is removed, the file that makes it count goes first.
+a folder is removed, the file that makes it count goes first, and the mark that it does not count goes last.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_FOLDER_RENAME",
+    "UNFINISHED_FILE",
     "announce",
     "exchange",
     "failing",
@@ -36,6 +37,8 @@ __all__ = [
     "rename",
     "sync",
 ]
+
+UNFINISHED_FILE = ".unfinished"
 
 # What file systems answer that cannot rename folders, or not between folders.
 NO_FOLDER_RENAME = frozenset((errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM))
@@ -212,7 +215,7 @@ def remove_folder(path: Path, *, durable: bool = True, keep: Collection[str] = (
             if durable:
                 os.fsync(folder)
         _step(f"remove {path.name}")
-        for name in os.listdir(folder):  # noqa: PTH208  of a handle
+        for name in sorted(os.listdir(folder), key=UNFINISHED_FILE.__eq__):  # noqa: PTH208  of a handle
             if name not in keep:
                 _remove(name, folder)
         if not keep:

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.formats.checkpoint2_common import CommonInfo
+    from reshard.formats.save_log import SaveRecord
     from reshard.group import Group
     from reshard.write.iteration import IterationPlan
 
-__all__ = ["Planned", "SaveReport", "ShardFile", "Share", "Terms", "attempt", "carry_out", "meet"]
+__all__ = ["Planned", "SaveReport", "ShardFile", "Share", "Terms", "carry_out", "meet", "outcome_of"]
 
 _log = logging.getLogger("reshard")
 
@@ -89,7 +90,6 @@ class Terms:
     keep: int | None
     keep_every: int | None
     keep_best: tuple[str, int] | None
-    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,13 @@ class Share:
         files: its shard files, or the exception in which making them ended.
         extra: text and arrays of its state files; None: it has none.
         common: the counters; rank 0's are written.
+        record: the line of the log, but for what is known at the end; rank 0's is written.
     """
 
     files: list[ShardFile] | BaseException
     extra: tuple[str, dict[str, np.ndarray]] | None
     common: CommonInfo
+    record: SaveRecord
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,11 @@ class _WrittenFile:
     sums: bytes = field(repr=False)
 
 
-def attempt(work: Callable[[], T]) -> T | BaseException:
+def outcome_of(work: Callable[[], T]) -> T | BaseException:
     """What the work gives, or the exception in which it ended.
 
     Example:
-        >>> attempt(lambda: 1 // 0)
+        >>> outcome_of(lambda: 1 // 0)
         ZeroDivisionError('integer division or modulo by zero')
     """
     try:
@@ -171,7 +173,7 @@ def meet(channel: Group, own: object, decide: Callable[[list[Any]], R] | None, t
         outcome: Any = own if failed else None
         if brought is not None and decide is not None and not any("failed" in one for one in brought):
             values = [one["value"] for one in brought]
-            outcome = attempt(lambda: decide(values))
+            outcome = outcome_of(lambda: decide(values))
         result: R = agree(channel, outcome, timeout)[0]
     except Exception:
         if isinstance(own, BaseException) and not isinstance(own, Exception):
@@ -207,9 +209,9 @@ def carry_out(
     """
     coordinator = None if planned is None else _Coordinator(terms, share.common, planned, channel.world_size)
     try:
-        begun = None if coordinator is None else attempt(coordinator.begin)
+        begun = None if coordinator is None else outcome_of(coordinator.begin)
         staging = Path(agree(channel, begun, terms.timeout)[0])
-        written = attempt(lambda: _write_own(staging, channel.rank, terms, share, progress))
+        written = outcome_of(lambda: _write_own(staging, channel.rank, terms, share, progress))
         summary = meet(channel, written, None if coordinator is None else coordinator.publish, terms.timeout)
     except GroupError as error:
         if coordinator is None or coordinator.summary is None:
@@ -232,7 +234,9 @@ def carry_out(
         digest=summary["digest"],
         warnings=tuple(summary["warnings"]),
     )
-    return report if coordinator is None else _aftermath(terms, report)
+    if coordinator is None or coordinator.attempt is None:
+        return report
+    return _aftermath(terms, coordinator.attempt, share.record, report)
 
 
 # -- every rank
@@ -373,21 +377,20 @@ class _Coordinator:
             protocol.abandon(self.attempt)
 
 
-def _aftermath(terms: Terms, report: SaveReport) -> SaveReport:
+def _aftermath(terms: Terms, attempt: protocol.Attempt, record: SaveRecord, report: SaveReport) -> SaveReport:
     """The log and retention. The save has succeeded: what fails here is a warning."""
-    warnings = []
-    record = {
-        "iteration": report.iteration,
-        "saved_at": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "n_bytes": report.n_bytes,
-        "n_files": report.n_files,
-        "seconds": round(report.seconds, 3),
-        "stall_seconds": round(report.stall_seconds, 3),
-        "digest": report.digest,
-        "metrics": terms.metrics,
-    }
+    warnings: list[str] = []
     try:
-        save_log.append(terms.root, record)
+        line = replace(
+            record,
+            saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            wall_s=round(report.seconds, 3),
+            stall_s=round(report.stall_seconds, 3),
+            n_bytes=report.n_bytes,
+            epoch=attempt.epoch,
+            attempt=attempt.id,
+        )
+        save_log.append(terms.root, line, durable=terms.durable)
     except (ReshardError, OSError) as error:
         warnings.append(f"the save is not in the log: {error}")
     for warning in (*report.warnings, *warnings):

@@ -18,15 +18,16 @@ from reshard.errors import StorageError
 from reshard.formats.files import show
 from reshard.formats.manifest import MANIFEST_FILE
 from reshard.write import steps
+from reshard.write.steps import UNFINISHED_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["TRASH_FOLDER", "UNFINISHED_FILE", "discard", "empty", "reader_held_off", "remove"]
+__all__ = ["REMOVED", "TRASH_FOLDER", "discard", "empty", "reader_held_off", "remove"]
 
 TRASH_FOLDER = ".trash"
-UNFINISHED_FILE = ".unfinished"
+REMOVED = "removed"  # in the mark of an unfinished folder, where others have the name of who writes
 
 _ENTRY = re.compile(r"[0-9]{1,18}\.[0-9a-f]{32}")
 
@@ -72,7 +73,7 @@ def remove(root: Path, folder: Path, iteration: int, *, durable: bool) -> None:
         if error.errno not in steps.NO_FOLDER_RENAME or not folder.is_dir():
             raise
         with contextlib.suppress(FileExistsError):
-            steps.make_file(folder / UNFINISHED_FILE, durable=durable)
+            steps.make_file(folder / UNFINISHED_FILE, REMOVED.encode(), durable=durable)
         steps.remove_folder(folder, durable=durable)
 
 
