@@ -143,9 +143,10 @@ def test_an_iteration_by_its_number(root: Path) -> None:
     assert reshard.load(root).iteration == 10
     assert taken.recall(root) is None
     damage(root, FILES["opt", 0], 5)
-    for path, options in ((root, {"iteration": 5}), (root / "iteration_00000005", {})):
-        with pytest.raises(DamagedFileError, match=FILES["opt", 0]):
-            reshard.load(path, **options)
+    with pytest.raises(DamagedFileError, match=FILES["opt", 0]):
+        reshard.load(root, iteration=5)
+    with pytest.raises(DamagedFileError, match=FILES["opt", 0]):
+        reshard.load(folder)
     with pytest.raises(ReshardError):
         reshard.load(root, iteration=7)
     with pytest.raises(ArgumentError):
@@ -153,15 +154,16 @@ def test_an_iteration_by_its_number(root: Path) -> None:
 
 
 def test_what_is_wrong_with_the_call_is_not_rolled_back_from(root: Path) -> None:
-    for error, options in (
+    wrong: list[tuple[type[ReshardError], dict[str, Any]]] = [
         (LayoutError, {"layout": {"mesh": {"tp": 3}, "rules": [{"match": "*", "cut": ["tp"]}]}, "rank": 0}),
         (ArgumentError, {"layout": TP2}),
         (KeyNotFoundError, {"keys": ["x"]}),
         (MismatchError, {"keys": ["w"], "out": {"w": np.zeros(3, np.float32)}}),
         (ArgumentError, {"verify": "sometimes"}),
-    ):
+    ]
+    for error, options in wrong:
         with pytest.raises(error):
-            reshard.load(root, **options)  # type: ignore[arg-type]
+            reshard.load(root, **options)
     with pytest.raises(ArgumentError, match="root"):
         reshard.load()
 
