@@ -497,7 +497,9 @@ def test_other_ranks_open_the_very_same_and_only_what_they_use(root: Path) -> No
 
     for sample in (root, Path(__file__).parent / "data" / "mindspore" / "ckpt2" / "checkpoint"):
         with reshard.open(sample) as opened:
-            value = json.loads(json.dumps(chosen(opened).to_value()))
+            known = chosen(opened)
+            assert known is not None
+            value = json.loads(json.dumps(known.to_value()))
             with open_chosen(Chosen.from_value(value)) as same:
                 assert (same.keys(), same.iteration, same.verified) == (
                     opened.keys(),
@@ -509,6 +511,7 @@ def test_other_ranks_open_the_very_same_and_only_what_they_use(root: Path) -> No
                 assert same.keys("optimizer") == opened.keys("optimizer")
     with reshard.open(root) as opened:
         known = chosen(opened)
+        assert known is not None
     (root / "iteration_00000010" / FILES["model", 1]).unlink()
     with open_chosen(known) as same:
         assert same.load(TP2, rank=0, keys=["w"])["w"].tobytes() == sealed.arrays_of(10)["w"][:2].tobytes()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from reshard.opening import open  # noqa: A004
     from reshard.verbs.convert import ConvertReport, convert
     from reshard.verbs.diff import DiffReport, TensorDifference, diff
+    from reshard.verbs.load import Loaded, PendingLoad, load, load_async
     from reshard.verbs.verify import VerifyReport, verify
     from reshard.write.save import PendingSave, SaveReport, Shard, save
 
@@ -34,7 +35,9 @@ __all__ = [
     "CommonInfo",
     "ConvertReport",
     "DiffReport",
+    "Loaded",
     "ModelLayout",
+    "PendingLoad",
     "PendingSave",
     "ReshardError",
     "SaveReport",
@@ -46,6 +49,8 @@ __all__ = [
     "__version__",
     "convert",
     "diff",
+    "load",
+    "load_async",
     "load_file",
     "open",
     "per_rank",
@@ -60,7 +65,9 @@ _HOMES = {
     "CommonInfo": "reshard.formats.checkpoint2",
     "ConvertReport": "reshard.verbs.convert",
     "DiffReport": "reshard.verbs.diff",
+    "Loaded": "reshard.verbs.load",
     "ModelLayout": "reshard.layout",
+    "PendingLoad": "reshard.verbs.load",
     "PendingSave": "reshard.write.save",
     "SaveReport": "reshard.write.save",
     "Shard": "reshard.write.save",
@@ -70,6 +77,8 @@ _HOMES = {
     "VerifyReport": "reshard.verbs.verify",
     "convert": "reshard.verbs.convert",
     "diff": "reshard.verbs.diff",
+    "load": "reshard.verbs.load",
+    "load_async": "reshard.verbs.load",
     "load_file": "reshard.interop",
     "open": "reshard.opening",
     "per_rank": "reshard.formats.state",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import re
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError
-from reshard.formats import checkpoint2, tiles
+from reshard.formats import checkpoint2, state, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.files import show
 from reshard.formats.scrub import scrub_file
@@ -41,6 +42,7 @@ __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verif
 Format = Literal["safetensors", "huggingface", "checkpoint2"]
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
+_STATE_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
 LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -448,6 +450,55 @@ class Checkpoint:
             if damaged:
                 raise DamagedFileError(f"{show(str(folder / name))}: {damaged[0]}", path=str(folder / name))
         self._is_scrubbed = count == 1
+
+    def extra(self, rank: int = 0) -> dict[str, Any]:
+        """The state that was saved beside the tensors, by name; decoded anew at each call.
+
+        Args:
+            rank: of what every rank kept for itself, this rank's part is taken. A rank that saved none, since there
+                were fewer then, gets nothing under those names.
+
+        Returns:
+            Rank 0's state, with this rank's own in place of rank 0's own; empty if there is none.
+
+        Raises:
+            DamagedFileError: a file is not what the manifest says, or not of the form.
+            UnsupportedError: a later release wrote it.
+
+        Example:
+            >>> checkpoint.extra(rank=3)["rng"]  # doctest: +SKIP
+        """
+        if self.manifest is None or not self.path.is_dir():
+            return {}
+        shared, own = self._state(0), self._state(rank) if rank else {}
+        if rank and not own:
+            # What rank 0 kept for itself is told from the rest by what another rank kept.
+            matches = map(_STATE_FILE.fullmatch, self.manifest.files)
+            others = [number for match in matches if match is not None and (number := int(match[1]))]
+            private = self._state(min(others)) if others else {}
+            shared = {name: value for name, value in shared.items() if name not in private}
+        return shared | own
+
+    def _state(self, rank: int) -> dict[str, Any]:
+        """What one rank saved."""
+        manifest, name, arrays_name = self.manifest, state.file_name(rank), state.arrays_file_name(rank)
+        if manifest is None or name not in manifest.files:
+            return {}
+        text = manifests.read_plain(self.path, manifest, name, state.MAX_BYTES)
+        arrays: dict[str, np.ndarray] = {}
+        if arrays_name in manifest.shards:
+            entry = manifest.shards[arrays_name]
+            sums = manifests.read_sums(self.path, manifest, [arrays_name])[arrays_name]
+            index = _core.Index()
+            file = index.add_file(str(self.path / arrays_name), follow_links=False)
+            index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
+            for key, *_ in index.file_tensors(file):
+                index.add_whole(key, file)
+            arrays = Checkpoint("safetensors", self.path / arrays_name, index, manifest).load()
+        value = state.load(text, arrays, str(self.path / name))
+        if not isinstance(value, dict):
+            raise DamagedFileError(f"{show(str(self.path / name))} holds no state by name", path=str(self.path / name))
+        return value
 
     def bind(self, layout: LayoutLike) -> BoundLayout:
         """Lay a layout over the tensors of this checkpoint: every key's rule applied, everything checked.

@@ -82,11 +82,10 @@ def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> Checkpo
     return open_folder(Path(chosen.folder), method, chosen.iteration, chosen)
 
 
-def chosen(checkpoint: Checkpoint) -> Chosen:
-    """What tells other ranks to open this very checkpoint, an iteration folder."""
+def chosen(checkpoint: Checkpoint) -> Chosen | None:
+    """What tells other ranks to open this very checkpoint; None if it is no iteration folder."""
     found = checkpoint._chosen  # noqa: SLF001  set here, below
-    assert isinstance(found, Chosen)
-    return found
+    return found if isinstance(found, Chosen) else None
 
 
 def open_folder(

@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from reshard import opening
 from reshard.config import Config, as_config, split_iteration
@@ -52,6 +52,7 @@ _SIGHT_SECONDS = 30.0  # for which a file system may show another rank something
 _FIRST_SLEEP_S, _LAST_SLEEP_S = 0.01, 1.0
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -142,17 +143,18 @@ def load(
         >>> got.iteration, got.state["w"].shape, got.decision.fresh
         (100, (2, 3), False)
     """
-    asked = _asked(root, config, iteration)
     members = resolve(group)
-    if rank is not None and members.world_size > 1:
-        members = resolve(group, rank)
+    channel = session(members, "load")
     # In a world of one a layout of several ranks is somebody else's: which of them is meant has to be said.
     own = members.rank if rank is None and members.world_size > 1 else rank
-    channel = session(members, "load")
-    known = run or RunFacts()
-    if known.world_size is None:
-        known = replace(known, world_size=members.world_size)
-    terms = _Terms(asked, known, compatible, allow_fresh, method, timeout)
+
+    def prepare() -> _Terms:
+        if members.world_size > 1:
+            resolve(group, rank)
+        known = run or RunFacts()
+        if known.world_size is None:
+            known = replace(known, world_size=members.world_size)
+        return _Terms(_asked(root, config, iteration), known, compatible, allow_fresh, method)
 
     def load_from(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
         with checkpoint:
@@ -161,7 +163,7 @@ def load(
             state = checkpoint.load(
                 layout,
                 None if layout is None else own,
-                part=part or ("all" if asked.resume else "model"),
+                part=part or ("model" if decision.restored == ("weights",) else "all"),
                 keys=keys,
                 out=out,
                 dtype=dtype,
@@ -172,30 +174,24 @@ def load(
             )
             return Loaded(checkpoint.iteration, state, checkpoint.common, checkpoint.extra(rank=own or 0), decision)
 
-    faults: dict[str, str] = {}
+    terms, faults = _attempt(prepare), dict[str, str]()
     while True:
-        decision, opened = _choose(channel, terms, faults)
+        decision, open_it = _choose(channel, terms, faults, timeout)
         if decision.path is None:
             return Loaded(None, {}, None, {}, decision)
-        loaded: Loaded | None = None
-        # Whatever happens on this rank must reach the others as a value: they are waiting.
-        outcome: str | BaseException | None = None
-        try:
-            loaded = load_from(opened(), decision)
-        except ReshardError as error:
-            outcome = _damage_of(error) or error
-        except BaseException as error:  # noqa: BLE001
-            outcome = error
-        told = agree(channel, outcome, timeout)
+        loaded = _attempt(lambda: load_from(open_it(), decision))  # noqa: B023  done before the next round
+        damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
+        told = _agree(channel, damage or (loaded if isinstance(loaded, BaseException) else None), timeout)
         found = [(number, reason) for number, reason in enumerate(told) if reason is not None]
         if not found:
-            assert loaded is not None
+            assert isinstance(loaded, Loaded)
             _note(Path(decision.path))
             return loaded
         del loaded  # its memory is needed for the next
         number, reason = found[0]
-        faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"
-        _log.warning("%s passed over: %s", decision.path, faults[decision.path])
+        name = Path(decision.path).name
+        faults[name] = reason if members.world_size == 1 else f"rank {number}: {reason}"
+        _log.warning("%s passed over: %s", decision.path, faults[name])
 
 
 def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:
@@ -213,54 +209,71 @@ def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, itera
     return replace(asked, load_path=str(Path(folder) / checkpoint2.iteration_folder_name(iteration)))
 
 
-# -- choosing: rank 0 looks, all know
+# -- together
+
+
+def _attempt(work: Callable[[], T]) -> T | BaseException:
+    """What the work gives, or the exception in which it ended: the other ranks are waiting to be told."""
+    try:
+        return work()
+    except BaseException as error:  # noqa: BLE001  raised on all ranks
+        return error
+
+
+def _agree(channel: Group, outcome: object, timeout: float) -> list[Any]:
+    """`group.agree`, in which an interrupt of this process stays one."""
+    try:
+        return agree(channel, outcome, timeout)
+    except Exception:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+            raise outcome from None
+        raise
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """What rank 0 chooses by."""
+    """What is chosen by."""
 
     config: Config
     run: RunFacts
     compatible: bool
     allow_fresh: bool
     method: _core.ReadMethod
-    timeout: float
 
 
 def _choose(
-    channel: Group, terms: _Terms, faults: Mapping[str, str]
+    channel: Group, terms: _Terms | BaseException, faults: Mapping[str, str], timeout: float
 ) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
     """The same decision on all ranks, and how this one opens what it names.
 
     Args:
         channel: all its ranks call this.
-        terms: what is asked for.
+        terms: what is asked for, or why this rank cannot say.
         faults: folders that have proven damaged while they were loaded, with the reason.
+        timeout: seconds that a rank waits for the others.
     """
     opened: dict[str, Checkpoint] = {}
 
-    def look() -> list[Any]:
-        facts = gather(terms.config, terms.run, method=terms.method, faults=faults, opened=opened)
-        decision = _decide(terms, facts)
-        checkpoint = None if decision.path is None else opened[decision.path]
-        chosen = None if checkpoint is None else opening.chosen(checkpoint)
+    def look(terms: _Terms) -> list[Any]:
+        facts = gather(terms.config, terms.run, method=terms.method, passed_over=faults, opened=opened)
+        path = _decide(terms, facts).path
+        chosen = None if path is None else opening.chosen(opened[path])
         return [asdict(facts), None if chosen is None else chosen.to_value()]
 
-    outcome: list[Any] | BaseException | None = None
-    if channel.rank == 0:
-        try:
-            outcome = look()
-        except BaseException as error:  # noqa: BLE001  told to the others, and raised there and here
-            outcome = error
-    value, chosen = agree(channel, outcome, terms.timeout)[0]
+    outcome: object = terms if isinstance(terms, BaseException) else None
+    if channel.rank == 0 and not isinstance(terms, BaseException):
+        outcome = _attempt(lambda: look(terms))
+    value, chosen = _agree(channel, outcome, timeout)[0]
+    assert isinstance(terms, _Terms)
     decision = _decide(terms, _facts(value))
-    path = decision.path
-    if path is not None and path in opened:
+    path = str(decision.path)
+    if path in opened:
         return decision, lambda: opened[path]
     if chosen is None:
-        return decision, lambda: opening.open(str(path), method=terms.method)
-    return decision, lambda: _open_same(opening.Chosen.from_value(chosen), terms)
+        return decision, lambda: opening.open(path, method=terms.method)
+    return decision, lambda: _open_same(
+        opening.Chosen.from_value(chosen), terms.method, min(_SIGHT_SECONDS, timeout / 2)
+    )
 
 
 def _decide(terms: _Terms, facts: Facts) -> ResumeDecision:
@@ -279,12 +292,12 @@ def _facts(value: dict[str, Any]) -> Facts:
     return Facts(**{**value, "candidates": tuple(candidates), "run": run, "warnings": warnings})
 
 
-def _open_same(chosen: opening.Chosen, terms: _Terms) -> Checkpoint:
+def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: float) -> Checkpoint:
     """Open what rank 0 has chosen, once this host sees the same: a network file system may show it later."""
-    deadline, sleep_s = time.monotonic() + min(_SIGHT_SECONDS, terms.timeout / 2), _FIRST_SLEEP_S
+    deadline, sleep_s = time.monotonic() + patience_s, _FIRST_SLEEP_S
     while True:
         try:
-            return opening.open_chosen(chosen, method=terms.method)
+            return opening.open_chosen(chosen, method=method)
         except (CheckpointNotFoundError, MismatchError) as error:
             if time.monotonic() > deadline:
                 raise MismatchError(
