@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, ove
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.checkpoint import Checkpoint
-from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.indexing import TensorIndexError, normalize_index
+from reshard.opening import open as open_checkpoint
 from reshard.write.arrays import as_array
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     import torch
+
+    from reshard.checkpoint import Checkpoint
 
 __all__ = ["SafeOpen", "SafeSlice", "load_file", "safe_open", "save_file"]
 

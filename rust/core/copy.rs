@@ -19,7 +19,7 @@
 use crate::checksum::{CHUNK_BYTES, Sums};
 use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Result};
-use crate::memory::{Stores, copy_run, finish_stores};
+use crate::memory::{Stores, copy_run, finish_stores, prefetch};
 use crate::plan::{Array, Dim, Piece, Plan, PlanSource, dst_span, src_span};
 use crate::shard_file::ShardFile;
 use crate::verify::{Checks, prove, read_chunks};
@@ -33,6 +33,8 @@ const BAND_BYTES: u64 = 2 << 20;
 const LONG_RUN_BYTES: u64 = 4096;
 /// Runs with gaps between them are read, not mapped, up to this size.
 const SCATTERED_RUN_BYTES: u64 = 256 << 10;
+/// How far ahead of a copy of short runs its source is brought near, in bytes of runs.
+const PREFETCH_BYTES: usize = 8192;
 /// The most that a positioned read fetches into scratch memory at once.
 const SCRATCH_BYTES: u64 = 1 << 20;
 
@@ -564,7 +566,23 @@ fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64, stores: S
     };
     let run_bytes = (run * unit_bytes) as usize;
     if run > 1 || outer.is_empty() {
+        // Runs that lie apart are brought near in time; shorter ones share pages, of longer ones the beginning is little.
+        let step = outer
+            .last()
+            .map_or(0, |dim| (dim.src * unit_bytes) as usize);
+        let apart = step > run_bytes && (256..=PREFETCH_BYTES).contains(&run_bytes);
+        let ahead = if apart {
+            PREFETCH_BYTES / run_bytes * step
+        } else {
+            0
+        };
         for_each_row(outer, unit_bytes, &mut |src, dst| {
+            let later = src + ahead;
+            if ahead > 0
+                && let Some(later) = from.get(later..later + run_bytes)
+            {
+                prefetch(later);
+            }
             copy_run(
                 &mut to[dst..dst + run_bytes],
                 &from[src..src + run_bytes],

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ArgumentError, KeyNotFoundError, LayoutError
-from reshard.layout.patterns import nearest, show
 from reshard.layout.resolve import Join, Spec, resolve
+from reshard.words import nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
