@@ -32,7 +32,7 @@ from reshard.formats.checkpoint2 import CommonInfo
 from reshard.group import agree, resolve, session
 from reshard.opening.facts import gather
 from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, decide
-from reshard.write import taken
+from reshard.write import protocol, taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -320,9 +320,11 @@ def _note(path: Path) -> None:
     number = checkpoint2.parse_iteration_folder(path.name)
     if number is None or not checkpoint2.is_root(path.parent):
         return
-    newer = tuple(iteration for iteration, _ in checkpoint2.list_iterations(path.parent) if iteration > number)
+    newer = opening.newer_than(path.parent, number)
     if newer:
         taken.note(path.parent, number, newer)
+        # What is saved from here on is another line of saves, told from what was passed over by its epoch.
+        protocol.release(path.parent)
     else:
         taken.forget(path.parent)
 
