@@ -206,7 +206,7 @@ def test_older_candidates_are_not_opened_once_one_is_taken(work: Path, monkeypat
 
 def test_what_proved_damaged_while_it_was_loaded_is_passed_over(work: Path) -> None:
     config = Config(str(work / "root"), resume=True)
-    facts = gather(config, passed_over={"iteration_00000010": "chunk 3 of model-0 is not what was saved"})
+    facts = gather(config, faults={str(work / NEWEST): "chunk 3 of model-0 is not what was saved"})
     decision = decide(config, facts)
     assert decision.iteration == 5
     assert decision.verdicts[0].reason == "chunk 3 of model-0 is not what was saved"

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import select
 import shutil
 import stat
 import threading
@@ -121,7 +122,7 @@ def test_everything_is_synced_before_it_is_named(root: Path, monkeypatch: pytest
     attempt = protocol.begin(root, 200)
     told = write_files(attempt.staging, 200, 0)
     events: list[str] = []
-    real = {"fsync": os.fsync, "replace": os.replace, "rename": _core.rename}
+    real: dict[str, Any] = {"fsync": os.fsync, "replace": os.replace, "rename": _core.rename}
 
     def fsync(handle: int) -> None:
         name = Path(f"/proc/self/fd/{handle}").readlink().name
@@ -404,7 +405,7 @@ def test_nothing_is_synced_again_after_a_sync_that_failed(root: Path) -> None:
                 failed.append(inode)
                 raise OSError(errno.EIO, "Input/output error")
 
-        os.fsync = fsync
+        os.fsync = fsync  # type: ignore[assignment]
         try:
             try:
                 protocol.publish(attempt, protocol.seal(attempt, told, world_size=2))
@@ -521,10 +522,8 @@ def test_of_many_processes_one_wins(tmp_path: Path) -> None:
         children = [fork(partial(claim_and_wait, root, go_out, stay_out)) for _ in range(5)]
         os.write(go, b"x" * 5)
         # All have the same handle: the winner is still there while the others are refused.
-        losers = []
+        losers: list[str] = []
         while len(losers) < 4:
-            import select
-
             ready, _, _ = select.select([child.handle for child in children], [], [], 20)
             assert ready, "somebody hangs"
             for child in [child for child in children if child.handle in ready]:
@@ -789,10 +788,11 @@ def test_a_save_publishes_only_what_is_below_it(iteration: int, *, is_published:
 def test_a_roll_back_publishes_nothing_else(root: Path) -> None:
     in_child(partial(save, root, 100))
     in_child(partial(save, root, 300))
-    crash(root, "rename 320", 320)
-    in_child(partial(save, root, 200, 1, rollback=True))
-    assert all_held(root) == {(100, 0), (200, 1), (300, 0)}
-    assert found(root) == (200, 1)
+    for iteration in (200, 350):
+        crash(root, "rename 320", 320)
+        in_child(partial(save, root, iteration, 1, rollback=True))
+        assert found(root) == (iteration, 1)
+    assert all_held(root) == {(100, 0), (200, 1), (300, 0), (350, 1)}
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "common", "sums", "manifest", "missing", "another attempt"])
@@ -846,6 +846,27 @@ def test_a_tracker_that_was_set_back_by_hand_is_obeyed(root: Path) -> None:
     assert tracker(root) == 200
 
 
+def test_the_old_one_is_not_given_up_for_a_new_one_whose_name_may_not_last(root: Path) -> None:
+    save(root, 100)
+
+    def fail_to_sync(name: str) -> None:
+        if name == "sync root":
+            fail_with(errno.EIO)()
+
+    attempt = protocol.begin(root, 100)
+    manifest = protocol.seal(attempt, write_files(attempt.staging, 100, 1), world_size=2)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError):
+        patch.setattr(steps, "fsync_folder", lambda folder: fail_to_sync(f"sync {folder.name}"))
+        protocol.publish(attempt, manifest)
+    protocol.abandon(attempt)
+    assert held(attempt.folder) == (100, 1)
+    assert held(attempt.staging) == (100, 0)
+    protocol.release()
+    save(root, 200)
+    assert all_held(root) == {(100, 1), (200, 0)}
+    assert not debris(root)
+
+
 def test_what_made_room_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_probe", lambda _: Abilities(renames_folders=True, exchanges=False))
     in_child(partial(save, root, 100))
@@ -853,6 +874,7 @@ def test_what_made_room_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch)
     assert all_held(root) == set()
     assert recovered(root) == ["iteration 100 was being replaced, and is put back"]
     assert all_held(root) == {(100, 0)}
+    assert not staging.put_back(root, root / ".staging" / f"100.9.{'0' * 32}", durable=True)
     # What retention left in the trash is not meant.
     (root / "iteration_00000100").rename(root / ".trash" / f"100.{'0' * 32}")
     assert recovered(root) == []

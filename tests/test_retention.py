@@ -354,11 +354,11 @@ def test_what_is_being_read_is_passed_over(root: Path) -> None:
     child = fork(read)
     os.read(ready, 1)
     done = retention.apply(root, keep=1)
+    os.write(go, b"x")
+    assert child.result() == [True]
     assert done.iterations == (200,)
     assert done.kept[100] == "it is being read"
     assert done.warnings == ("iteration 100 is being read: it is removed another time",)
-    os.write(go, b"x")
-    assert child.result() == [True]
     assert retention.apply(root, keep=1).iterations == (100,)
     for handle in (reading, go, ready, tell):
         os.close(handle)

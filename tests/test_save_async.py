@@ -184,13 +184,15 @@ def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_end_of_the_interpreter_waits(tmp_path: Path) -> None:
     code = """
-    import sys, threading, numpy as np, reshard
+    import sys, threading, time, numpy as np, reshard
+    save = reshard.save
     from reshard.write import protocol
     main_is_over = threading.Event()
     threading._register_atexit(main_is_over.set)
     real = protocol.seal
     def seal(*args, **options):
         assert main_is_over.wait(30)
+        time.sleep(0.2)  # whatever else the end of the interpreter ends too early has ended then
         return real(*args, **options)
     protocol.seal = seal
     reshard.save(sys.argv[1], 3, {"w": np.ones(1 << 20)}, blocking=False)

@@ -387,7 +387,7 @@ def check_sizes(folder: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Collection[str] | None = None) -> None:
-    """Check the headers of shard files against their sums; with `check_sizes` before, the structure is proven.
+    """Check sizes and headers of shard files: their structure is proven then, their data is not.
 
     Args:
         folder: where they lie.

@@ -161,7 +161,7 @@ def as_array(value: object) -> tuple[np.ndarray, str]:
             array = None
     if array is None:
         raise ArgumentError(
-            f"expected an array, a tensor, or something with DLPack or the buffer protocol, found {_kind(value)}",
+            f"expected an array, a tensor, or what has DLPack or the buffer protocol, found {type(value).__name__}",
             hint="numbers are saved as arrays (`np.int64(7)`); other state belongs into `extra`",
         )
     if array.dtype.byteorder == ">":
@@ -237,7 +237,3 @@ def _check_name(name: object) -> None:
         )
     if any(c < " " or "\x7f" <= c < "\xa0" for c in name):
         raise ArgumentError(f"{show(name)} has a control character in it", key=name)
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

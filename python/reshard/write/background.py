@@ -129,6 +129,7 @@ class PendingSave(Generic[T]):
 _lock = threading.Lock()
 _pending: PendingSave[object] | None = None
 _pool: _core.SnapshotPool | None = None
+_is_registered = False
 
 
 def start(
@@ -142,10 +143,14 @@ def start(
         progress: called with the same besides, from the background.
         exit_seconds: how long the end of the interpreter waits for it.
     """
-    global _pending  # noqa: PLW0603  one pending save a process is the point
+    global _pending, _is_registered  # noqa: PLW0603  one pending save a process is the point
     pending = PendingSave(iteration, work, progress, exit_seconds)
     with _lock:
         _pending = pending  # type: ignore[assignment]
+        if not _is_registered:
+            # Not at import: what a save needs to its end is registered then, and what is registered last runs first.
+            atexit.register(_finish_at_exit)
+            _is_registered = True
     pending._thread.start()  # noqa: SLF001  both are this module's
     return pending
 
@@ -188,7 +193,6 @@ def snapshot_pool() -> _core.SnapshotPool:
         return _pool
 
 
-@atexit.register
 def _finish_at_exit() -> None:
     """The last chance: wait for the pending save, and tell of an error that nobody has seen."""
     with _lock:

@@ -355,12 +355,13 @@ class _Coordinator:
             ckpt_status=self.common.ckpt_status,
             file_mode=_FILE_MODE,
         )
-        warnings = [*plan.warnings, *protocol.publish(self.attempt, manifest)]
-        if self.resumed is not None:
-            taken.forget(terms.root)
+        warnings = list(plan.warnings)
         volatile = mounts.volatile(terms.root) if terms.durable else None
         if volatile is not None:
             warnings.append(f"{terms.root} lies on {volatile}, which forgets everything when the power is lost")
+        warnings += protocol.publish(self.attempt, manifest)
+        if self.resumed is not None:
+            taken.forget(terms.root)
         self.summary = {
             "path": str(terms.root / checkpoint2.iteration_folder_name(terms.iteration)),
             "n_bytes": manifest.n_bytes,
