@@ -153,9 +153,9 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
 def is_damage(error: ReshardError) -> bool:
     """Whether an error says that a checkpoint is no good, and not that this process could not look at it.
 
-    What a later release wrote is good: a run must not fall back behind it because it was started with an older one.
+    A valid manifest of a later version is good: a run must not fall back behind it because an older release reads it.
     """
-    if isinstance(error, UnsupportedError):
+    if isinstance(error, UnsupportedError) and Path(str(error.path)).name == manifests.MANIFEST_FILE:
         return False
     return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
 

@@ -189,9 +189,8 @@ def load(
             return loaded
         del loaded  # its memory is needed for the next
         number, reason = found[0]
-        name = Path(decision.path).name
-        faults[name] = reason if members.world_size == 1 else f"rank {number}: {reason}"
-        _log.warning("%s passed over: %s", decision.path, faults[name])
+        faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"
+        _log.warning("%s passed over: %s", decision.path, faults[decision.path])
 
 
 def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:
@@ -255,7 +254,7 @@ def _choose(
     opened: dict[str, Checkpoint] = {}
 
     def look(terms: _Terms) -> list[Any]:
-        facts = gather(terms.config, terms.run, method=terms.method, passed_over=faults, opened=opened)
+        facts = gather(terms.config, terms.run, method=terms.method, faults=faults, opened=opened)
         path = _decide(terms, facts).path
         chosen = None if path is None else opening.chosen(opened[path])
         return [asdict(facts), None if chosen is None else chosen.to_value()]
