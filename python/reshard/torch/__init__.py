@@ -1,5 +1,6 @@
 """What torch users get on top of `reshard`: this package imports torch, and `import reshard` does not import it."""
 
+from reshard.torch.sampler import ElasticSampler
 from reshard.torch.tensors import as_tensor, from_tensor
 
-__all__ = ["as_tensor", "from_tensor"]
+__all__ = ["ElasticSampler", "as_tensor", "from_tensor"]
