@@ -12,7 +12,6 @@ data and talks to no other rank.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Generic, Self, TypeVar
@@ -21,13 +20,13 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from reshard.errors import ArgumentError, MismatchError
+from reshard.torch.checks import MAX_SEED, count, shown
 from reshard.torch.permutation import MAX_LEN, Permutation
 
 __all__ = ["ElasticBatches", "ElasticSampler"]
 
 _KIND = "reshard.ElasticSampler/1"  # of the state and of the order that it stands in: another order is another number
 _BLOCK = 1 << 14  # indices that are computed at a time, give or take a step
-_MAX_COUNT = 1 << 62
 
 Item = TypeVar("Item", int, list[int])
 
@@ -59,7 +58,7 @@ class ElasticSampler(Sampler[int]):
 
     Args:
         dataset_len: samples in the dataset, 1 to 2^62.
-        seed: of the order, 0 or more.
+        seed: of the order, 0 to 2^63 - 1.
         shuffle: whether each epoch has a random order, or all have that of the dataset.
         global_batch_size: samples a step over all ranks; a multiple of `world_size`.
         rank: which part of each batch: the rank along the axes that divide the data, not those of a model.
@@ -91,10 +90,10 @@ class ElasticSampler(Sampler[int]):
         *,
         drop_last: bool = True,
     ) -> None:
-        self.dataset_len = _count("dataset_len", dataset_len, 1, MAX_LEN)
-        self.world_size = _count("world_size", world_size, 1)
-        self.rank = _count("rank", rank, 0, world_size - 1)
-        self.global_batch_size = _count("global_batch_size", global_batch_size, 1)
+        self.dataset_len = count("dataset_len", dataset_len, 1, MAX_LEN)
+        self.world_size = count("world_size", world_size, 1)
+        self.rank = count("rank", rank, 0, world_size - 1)
+        self.global_batch_size = count("global_batch_size", global_batch_size, 1)
         self.drop_last = drop_last
         if global_batch_size % world_size:
             raise ArgumentError(
@@ -111,7 +110,7 @@ class ElasticSampler(Sampler[int]):
             epoch=0,
             consumed=0,
             total=0,
-            seed=_count("seed", seed, 0, None),
+            seed=count("seed", seed, 0, MAX_SEED),
             shuffle=bool(shuffle),
             dataset_len=self.dataset_len,
             epoch_len=self.dataset_len,
@@ -188,7 +187,7 @@ class ElasticSampler(Sampler[int]):
             >>> sampler.epoch, sampler.consumed, sampler.total
             (1, 4, 12)
         """
-        self._state = self._after(self._state, _count("n_steps", n_steps, 0))
+        self._state = self._after(self._state, count("n_steps", n_steps, 0))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a later epoch; nothing, if it is the one in progress: `DistributedSampler`'s habit.
@@ -203,7 +202,7 @@ class ElasticSampler(Sampler[int]):
             >>> sampler.consumed
             4
         """
-        if _count("epoch", epoch, 0) < self.epoch:
+        if count("epoch", epoch, 0) < self.epoch:
             raise ArgumentError(
                 f"epoch {epoch} is over: the sampler is in epoch {self.epoch}",
                 hint="begin the loop at the epoch of the sampler: `range(sampler.epoch, n_epochs)`",
@@ -272,7 +271,7 @@ class ElasticSampler(Sampler[int]):
             state_now = replace(begun, consumed=0)
             told.append("ignore_data_skip: the data is read from its beginning")
         elif data_skip_steps is not None:
-            epochs, steps = divmod(_count("data_skip_steps", data_skip_steps, 0), self.steps_per_epoch)
+            epochs, steps = divmod(count("data_skip_steps", data_skip_steps, 0), self.steps_per_epoch)
             state_now = replace(begun, epoch=first_epoch + epochs, consumed=steps * self.global_batch_size)
             told.append(f"data_skip_steps: {data_skip_steps} steps of data are skipped, as given")
         elif not is_new:
@@ -322,7 +321,7 @@ class ElasticBatches(Sampler[list[int]]):
     """The indices of an `ElasticSampler` as lists, and its position; made by `ElasticSampler.batches`."""
 
     def __init__(self, sampler: ElasticSampler, batch_size: int) -> None:
-        if sampler.local_batch_size % _count("batch_size", batch_size, 1):
+        if sampler.local_batch_size % count("batch_size", batch_size, 1):
             raise ArgumentError(
                 f"lists of {batch_size} indices do not divide the {sampler.local_batch_size} that a rank has in a step"
             )
@@ -387,9 +386,9 @@ class _Ahead(Iterator[Item], Generic[Item]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, and take the sampler along."""
         if not isinstance(state, Mapping) or set(state) != {"sampler", "within", "local_batch_size"}:
-            raise ArgumentError(f"this is no state of a loop over an ElasticSampler: {_shown(state)}")
-        local = _count("local_batch_size", state["local_batch_size"], 1)
-        within = _count("within", state["within"], 0, local - 1)
+            raise ArgumentError(f"this is no state of a loop over an ElasticSampler: {shown(state)}")
+        local = count("local_batch_size", state["local_batch_size"], 1)
+        within = count("within", state["within"], 0, local - 1)
         if within and (local != self._sampler.local_batch_size or within % self._size):
             raise MismatchError(
                 f"the state was taken after {within} of the {local} samples that a rank has in a step, "
@@ -442,40 +441,22 @@ class _State:
         names = {field.name for field in fields(cls)}
         if not isinstance(state, Mapping) or set(state) != names or state["kind"] != _KIND:
             raise ArgumentError(
-                f"this is no state of an ElasticSampler: {_shown(state)}",
+                f"this is no state of an ElasticSampler: {shown(state)}",
                 hint=f'expected the entries {", ".join(sorted(names))}, and "{_KIND}" as kind',
             )
         if not isinstance(state["shuffle"], bool):
-            raise ArgumentError(f"state of a sampler: shuffle is {_shown(state['shuffle'])}, expected a boolean")
-        dataset_len = _count("dataset_len", state["dataset_len"], 1, MAX_LEN)
-        epoch_len = _count("epoch_len", state["epoch_len"], 1, dataset_len)
-        epoch = _count("epoch", state["epoch"], 0)
+            raise ArgumentError(f"state of a sampler: shuffle is {shown(state['shuffle'])}, expected a boolean")
+        dataset_len = count("dataset_len", state["dataset_len"], 1, MAX_LEN)
+        epoch_len = count("epoch_len", state["epoch_len"], 1, dataset_len)
+        epoch = count("epoch", state["epoch"], 0)
         return cls(
             kind=_KIND,
             epoch=epoch,
-            consumed=_count("consumed", state["consumed"], 0, epoch_len - 1),
-            total=_count("total", state["total"], 0),
-            seed=_count("seed", state["seed"], 0, None),
+            consumed=count("consumed", state["consumed"], 0, epoch_len - 1),
+            total=count("total", state["total"], 0),
+            seed=count("seed", state["seed"], 0, MAX_SEED),
             shuffle=state["shuffle"],
             dataset_len=dataset_len,
             epoch_len=epoch_len,
-            first_epoch=_count("first_epoch", state["first_epoch"], 0, epoch),
+            first_epoch=count("first_epoch", state["first_epoch"], 0, epoch),
         )
-
-
-def _count(name: str, value: object, least: int, most: int | None = _MAX_COUNT) -> int:
-    """The value, if it is an integer (numpy's too) within bounds."""
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if number < least or (most is not None and number > most):
-        bounds = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ArgumentError(f"{name} is {_shown(value)}, expected an integer, {bounds}")
-    return number
-
-
-def _shown(value: object) -> str:
-    """What may come from a file, safe to print: escaped and cut."""
-    text = ascii(value)
-    return text if len(text) <= 200 else text[:197] + "..."
