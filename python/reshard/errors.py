@@ -14,6 +14,7 @@ __all__ = [
     "CoverageError",
     "DamagedFileError",
     "DestinationExistsError",
+    "GroupError",
     "KeyNotFoundError",
     "LayoutError",
     "MismatchError",
@@ -119,3 +120,23 @@ class StorageError(ReshardError, OSError):
 
 class DestinationExistsError(ReshardError, FileExistsError):
     """The destination holds something that would have to be replaced."""
+
+
+class GroupError(ReshardError, TimeoutError):
+    """Ranks that work together lost each other: one did not answer in time, or the way to it is gone.
+
+    Attributes:
+        ranks: the ranks that did not answer, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        key: str | None = None,
+        hint: str | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message, path=path, key=key, hint=hint)
+        self.ranks = ranks
