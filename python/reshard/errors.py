@@ -11,9 +11,12 @@ from typing import Any
 __all__ = [
     "ArgumentError",
     "CheckpointNotFoundError",
+    "ClaimedError",
+    "ConfigError",
     "CoverageError",
     "DamagedFileError",
     "DestinationExistsError",
+    "EmptyRootError",
     "GroupError",
     "KeyNotFoundError",
     "LayoutError",
@@ -74,6 +77,14 @@ class CheckpointNotFoundError(ReshardError, FileNotFoundError):
     """There is no checkpoint, or not the file that should be there."""
 
 
+class ConfigError(ReshardError, ValueError):
+    """A training configuration holds a word that is not known, of the wrong type, or against another one."""
+
+
+class EmptyRootError(CheckpointNotFoundError):
+    """There is nothing at all where checkpoints would be: a run that resumes from here starts fresh."""
+
+
 class DamagedFileError(ReshardError, ValueError):
     """A file on disk violates its format: torn, altered, hostile, or not what its neighbours say of it."""
 
@@ -116,6 +127,10 @@ class StorageError(ReshardError, OSError):
     ) -> None:
         super().__init__(message, path=path, key=key, hint=hint)
         self.errno = errno
+
+
+class ClaimedError(ReshardError, PermissionError):
+    """Another process writes into this checkpoint root, or has taken it over from this one."""
 
 
 class DestinationExistsError(ReshardError, FileExistsError):

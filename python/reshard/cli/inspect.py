@@ -207,9 +207,21 @@ def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everythi
     lines = []
     for one in listed:
         state = {True: "complete", False: "damaged", None: "not checked"}[one.complete]
-        marks = [mark for mark, is_so in (("taken", one.taken), ("tracker", one.tracker)) if is_so]
+        if one.complete and not one.verified:
+            state = "complete, unverified"
+        marks = [
+            mark
+            for mark, is_so in (
+                ("taken", one.taken),
+                ("tracker", one.tracker),
+                ("never tracked", one.verified and not one.tracked),
+                ("pinned", one.pinned),
+            )
+            if is_so
+        ]
         told = f"{state} ({', '.join(marks)})" if marks else state
-        lines.append((shown(one.folder), told if one.reason is None else f"{told}: {shown(one.reason)}"))
+        reason = one.reason or one.refused
+        lines.append((shown(one.folder), told if reason is None else f"{told}: {shown(reason)}"))
     if len(listed) < len(iterations):
         lines.append(("...", f"and {len(iterations) - len(listed)} older; --all lists and checks them"))
     if facts.tracker_reason is not None:

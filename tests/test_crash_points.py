@@ -1,0 +1,247 @@
+"""A process is killed before every single change that it makes to the file system: in a save, in the replacement of an
+iteration, in recovery and in retention. What was acknowledged is found, what is found is whole, the next save works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests import small_saves
+from tests.small_saves import all_held, debris, folders, found, found_by_the_original, in_child, killed_at, save
+
+from reshard import _core
+from reshard.write import claims, protocol, retention, staging
+from reshard.write.staging import Abilities
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+OLD = {(100, 0), (200, 0)}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A root with two iterations, whose writer is dead."""
+    root = tmp_path / "base"
+
+    def act() -> None:
+        for iteration, version in sorted(OLD):
+            save(root, iteration, version, durable=False)
+
+    in_child(act)
+    return root
+
+
+def copies(base: Path) -> Iterator[tuple[int, Path]]:
+    """Fresh copies of a root, one a crash."""
+    for number in range(1000):
+        root = base.with_name(f"root{number}")
+        shutil.copytree(base, root, symlinks=True)
+        yield number, root
+        shutil.rmtree(root)
+
+
+def with_abilities(monkeypatch: pytest.MonkeyPatch, abilities: Abilities | None) -> None:
+    if abilities is not None:
+        monkeypatch.setattr(staging, "_probe", lambda _: abilities)
+
+
+def check_next_save(root: Path, iteration: int, version: int) -> None:
+    in_child(lambda: save(root, iteration, version, durable=False))
+    assert found(root) == (iteration, version)
+    assert found_by_the_original(root) == (iteration, version)
+    assert not debris(root)
+
+
+ALL = Abilities(renames_folders=True, exchanges=True)
+NO_EXCHANGE = Abilities(renames_folders=True, exchanges=False)
+IN_PLACE = Abilities(renames_folders=False, exchanges=False)
+
+
+def signature(root: Path) -> frozenset[str]:
+    """What lies where, without the random parts of names: crashes that leave the same need not be recovered twice."""
+    return frozenset(
+        re.sub("[0-9a-f]{16,}", "*", f"{path.relative_to(root)} {path.is_dir() or path.stat().st_size}")
+        for path in root.rglob("*")
+    )
+
+
+@pytest.mark.parametrize(
+    ("abilities", "following"),
+    [(None, 300), (None, 350), (IN_PLACE, 300)],
+    ids=["then the same again", "then a later one", "in place"],
+)
+def test_killed_in_a_save(
+    abilities: Abilities | None, following: int, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_abilities(monkeypatch, abilities)
+    outcomes, seen = [], set()
+    for number, root in copies(base):
+        was_killed = killed_at(number, partial(save, root, 300, 1))
+        if was_killed and signature(root) in seen:
+            continue
+        seen.add(signature(root))
+        state = found(root)
+        assert state in ({(200, 0), (300, 1)} if was_killed else {(300, 1)})
+        assert found_by_the_original(root) in {(200, 0), state}
+        assert all_held(root) >= OLD
+        outcomes.append(state)
+        in_child(partial(protocol.recover, root))
+        assert all_held(root) >= OLD | {state}
+        assert found(root) in {state, (300, 1)}
+        assert found_by_the_original(root) == found(root)
+        check_next_save(root, following, 2)
+        assert all_held(root) >= OLD
+        if not was_killed:
+            break
+    assert len(outcomes) > 15
+    assert outcomes == sorted(outcomes), "once it is published it stays so"
+
+
+@pytest.mark.parametrize("abilities", [ALL, NO_EXCHANGE, IN_PLACE], ids=["exchange", "by way of the trash", "in place"])
+def test_killed_while_an_iteration_is_replaced(
+    abilities: Abilities, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_abilities(monkeypatch, abilities)
+    seen = set()
+    for number, root in copies(base):
+        was_killed = killed_at(number, partial(save, root, 200, 1))
+        if was_killed and signature(root) in seen:
+            continue
+        seen.add(signature(root))
+        old_or_new = {(200, 0), (200, 1)} if was_killed else {(200, 1)}
+        if abilities == ALL:
+            assert found(root) in old_or_new
+            assert found_by_the_original(root) in old_or_new
+        assert found(root) in {(100, 0)} | old_or_new
+        in_child(partial(protocol.recover, root))
+        assert (100, 0) in all_held(root)
+        if abilities == IN_PLACE:
+            assert found(root) in {(100, 0)} | old_or_new
+        else:
+            assert found(root) in old_or_new
+            assert found_by_the_original(root) == found(root)
+        check_next_save(root, 200 if len(seen) % 2 else 250, 2)
+        if not was_killed:
+            break
+    assert len(seen) > 15
+
+
+@pytest.mark.parametrize(
+    ("abilities", "iteration"),
+    [(ALL, 200), (NO_EXCHANGE, 200), (ALL, 300), (IN_PLACE, 300)],
+    ids=["replaced by exchange", "replaced by way of the trash", "new", "new, in place"],
+)
+def test_killed_in_the_recovery_of_a_killed_save(
+    abilities: Abilities, iteration: int, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_abilities(monkeypatch, abilities)
+    seen = set()
+    for number, crashed in copies(base):
+        was_killed = killed_at(number, partial(save, crashed, iteration, 1), small_saves.stopped_at_step)
+        if not was_killed:
+            break
+        if signature(crashed) in seen:
+            continue
+        seen.add(signature(crashed))
+        root = crashed.with_name("recovered")
+        shutil.copytree(crashed, root)
+        in_child(partial(protocol.recover, root))
+        expected, whole = found(root), all_held(root)
+        shutil.rmtree(root)
+        for again in range(100):
+            shutil.copytree(crashed, root)
+            was_killed = killed_at(again, partial(protocol.recover, root), changes_of_recovery)
+            in_child(partial(protocol.recover, root))
+            assert (found(root), all_held(root)) == (expected, whole)
+            shutil.rmtree(root)
+            if not was_killed:
+                break
+        check_next_save(crashed, 350, 2)
+    assert len(seen) > 5
+
+
+@contextlib.contextmanager
+def changes_of_recovery(number: int, act: Callable[[], None]) -> Iterator[None]:
+    """Counts from where the root is claimed: killed before, recovery has done nothing yet."""
+    with contextlib.ExitStack() as stack:
+        hold = claims.hold
+
+        def hold_first(*args: Any, **how: Any) -> Any:
+            claim = hold(*args, **how)
+            stack.enter_context(small_saves.stopped_at(number, act))
+            return claim
+
+        claims.hold = hold_first
+        yield
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["rename", "in place"])
+def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill() -> None:
+        for iteration in (300, 400, 500):
+            save(base, iteration, durable=False)
+
+    in_child(fill)
+    if is_in_place:
+        refuse_folder_renames(monkeypatch)
+        with_abilities(monkeypatch, IN_PLACE)
+    for number, root in copies(base):
+        was_killed = killed_at(number, partial(retention.apply, root, keep=2))
+        assert found(root) == (500, 0)
+        assert found_by_the_original(root) == (500, 0)
+        whole = sorted(all_held(root))
+        assert whole[-2:] == [(400, 0), (500, 0)]
+        for iteration, folder in folders(root).items():
+            # What is not whole is not left looking as if it were of the original.
+            assert (iteration, 0) in whole or (folder / ".unfinished").exists()
+        in_child(partial(protocol.recover, root))
+        assert not in_child(partial(warnings_of_retention, root))
+        assert all_held(root) == {(400, 0), (500, 0)}
+        check_next_save(root, 600, 0)
+        if not was_killed:
+            break
+    assert number > 10
+
+
+def warnings_of_retention(root: Path) -> list[str]:
+    return list(retention.apply(root, keep=2).warnings)
+
+
+def refuse_folder_renames(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., None] = _core.rename
+
+    def rename(source: str, target: str, *, exchange: bool) -> None:
+        if Path(source).is_dir():
+            raise OSError(22, "Invalid argument")
+        real(source, target, exchange=exchange)
+
+    monkeypatch.setattr(_core, "rename", rename)
+
+
+def test_the_harness_notices_what_it_is_for(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracker before the folder, the mistake of the original: some crash must be found to be one too many."""
+    real = staging.move_tracker
+
+    def put_in_place(attempt: Any, claim: Any) -> None:
+        real(attempt.root, attempt.iteration, durable=False)
+        placed(attempt, claim)
+
+    placed = protocol._put_in_place
+    monkeypatch.setattr(protocol, "_put_in_place", put_in_place)
+    n_caught = 0
+    for number, root in copies(base):
+        was_killed = killed_at(number, partial(save, root, 300, 1), small_saves.stopped_at_step)
+        try:
+            found_by_the_original(root)
+        except AssertionError:
+            n_caught += 1
+        if not was_killed:
+            break
+    assert n_caught
