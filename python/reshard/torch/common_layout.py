@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from reshard.errors import LayoutError, MismatchError
-from reshard.formats.files import show
 from reshard.group import agree, session
 from reshard.layout.file import LayoutFile
 from reshard.layout.patterns import Pattern, glob_of
 from reshard.layout.resolve import resolve
 from reshard.torch.placements import Partition, Row, digits_of, part_of
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from reshard.errors import UnsupportedError
-from reshard.formats.files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
