@@ -215,7 +215,7 @@ class Loader:
         if spelling in _ML_DTYPES:
             return _ML_DTYPES[spelling]
         try:
-            dtype = np.dtype(spelling) if _NUMPY_DTYPE.fullmatch(spelling) else None
+            dtype: np.dtype[Any] | None = np.dtype(spelling) if _NUMPY_DTYPE.fullmatch(spelling) else None
         except TypeError:
             dtype = None
         # numpy has spellings beside the one that it prints, and a dtype of the safetensors format has its name there.
