@@ -101,6 +101,7 @@ def convert(
 
     Raises:
         DestinationExistsError: `dst` holds something, and `overwrite` was not given or does not cover it.
+        ClaimedError: another process writes into the checkpoint root `dst`.
         ArgumentError: options that contradict each other, or `dst` inside `src` or the reverse.
         LayoutError, CoverageError, MismatchError, UnsupportedError: the source or the layout does not allow it.
         DamagedFileError, StorageError: reading or writing failed. In every case the destination is as it was.
