@@ -335,6 +335,18 @@ def test_a_number_of_best_ones_that_is_none(root: Path) -> None:
         retention.apply(root, keep=1, keep_best=("loss", 0))
 
 
+def test_the_manifest_goes_first_and_for_good(root: Path) -> None:
+    fill(root, 100, 200)
+    with stopped_at(1000, lambda: None) as seen:
+        retention.apply(root, keep=1)
+    kinds = [line.split(" ")[0] for line in seen]
+    first = kinds.index("unlink")
+    assert kinds.index("rename") < first
+    assert seen[first] == "unlink manifest.json"
+    assert kinds[first + 1] == "fsync"
+    assert kinds[first + 2] == "unlink"
+
+
 # -- others at the same time
 
 
