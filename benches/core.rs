@@ -65,7 +65,7 @@ fn copy(criterion: &mut Criterion) {
                 "w",
                 Region::new(offset.to_vec(), shape.to_vec()).unwrap(),
             );
-            let plan = index.plan(&request, None).unwrap();
+            let plan = index.plan(&request, None, true).unwrap();
             group.bench_function(BenchmarkId::new(name, format!("{method:?}")), |bencher| {
                 bencher.iter(|| {
                     fill(&plan, vec![&mut to], Stores::Streaming, &Control::default()).unwrap();

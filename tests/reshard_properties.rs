@@ -133,7 +133,7 @@ proptest! {
                     let plan = Plan::of_memory(vec![tensor]).unwrap();
                     let mut windows = Windows::new(writer::MIN_MEMORY_BYTES).unwrap();
                     let written = writer::write(&path, &plan, &options(), &mut windows, &Control::default()).unwrap();
-                    prop_assert_eq!(written.n_bytes, std::fs::metadata(&path).unwrap().len());
+                    prop_assert_eq!(written.n_bytes(), std::fs::metadata(&path).unwrap().len());
                 }
                 files.push(index.add_file(path, false, method));
             }
@@ -143,7 +143,7 @@ proptest! {
                 let expected = local_array(&to, position, &whole, size);
                 let mut request = Request::default();
                 request.add("w", "w", &to, position).unwrap();
-                let plan = index.plan(&request, None).unwrap();
+                let plan = index.plan(&request, None, true).unwrap();
                 // Whatever was there before, padding included, is overwritten.
                 let mut found = vec![0xA5; expected.len()];
                 let control = Control::default();

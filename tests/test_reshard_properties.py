@@ -3,6 +3,7 @@
 Source files are written by stock safetensors from what the oracle cuts; nothing of ours has touched them.
 """
 
+import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -30,13 +31,14 @@ from tests.strategies import (
     some_ranks,
 )
 
-from reshard._core import Index, Plan, Request
+from reshard._core import Index, Plan, Request, crc32c
 from reshard.layout import ModelLayout
 
 Method = Literal["auto", "map", "read"]
 METHODS: tuple[Method, ...] = ("map", "read", "auto")
 HOW = ("layout", "elements", "runs")
 GUARD = 0x5A
+CHUNK_BYTES = 256 << 10
 
 
 def bind(checkpoint: Checkpoint, mapping: Mapping[str, Any]) -> Any:
@@ -51,15 +53,32 @@ def save_locals(folder: Path, arrays: Mapping[int, Mapping[str, Array]]) -> dict
     return paths
 
 
+def tell_sums(index: Index, file: int, content: bytes) -> None:
+    """Say what a file must be."""
+    header_bytes = 8 + int.from_bytes(content[:8], "little")
+    chunks = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
+    sums = b"".join(crc32c(chunk).to_bytes(4, "little") for chunk in chunks)
+    index.set_sums(file, len(content), header_bytes, crc32c(content[:header_bytes]), sums)
+
+
 def index_of(
-    checkpoint: Checkpoint, mapping: Mapping[str, Any], paths: Mapping[int, Path], *, how: str, method: Method = "auto"
+    checkpoint: Checkpoint,
+    mapping: Mapping[str, Any],
+    paths: Mapping[int, Path],
+    *,
+    how: str,
+    method: Method = "auto",
+    proven: bool = False,
 ) -> Index:
     """An index of files that hold the oracle's local arrays.
 
     `how`: keys are added by their layout, or as explicit tiles, single elements or runs. Joined ones are always tiles.
+    `proven`: sums are told, so that every chunk is checked on the way.
     """
     index = Index()
     files = {rank: index.add_file(str(paths[rank]), method=method) for rank in mesh_ranks(mapping)}
+    for rank, file in files.items() if proven else ():
+        tell_sums(index, file, paths[rank].read_bytes())
     bound = bind(checkpoint, mapping)
     tiles: dict[int, Any] = {}
     for key, shape in checkpoint.shapes.items():
@@ -151,7 +170,14 @@ def test_any_layout_to_any_layout() -> None:
                 rank: local_arrays(source, checkpoint.tensors, rank, checkpoint.optimizer_keys)
                 for rank in mesh_ranks(source)
             }
-            index = index_of(checkpoint, source, save_locals(Path(folder), stored), how=how, method=method)
+            index = index_of(
+                checkpoint,
+                source,
+                save_locals(Path(folder), stored),
+                how=how,
+                method=method,
+                proven=data.draw(st.booleans()),
+            )
             index.prove()
             assert index.keys() == list(checkpoint.tensors)
             assert {key: index.info(key) for key in index.keys()} == {  # noqa: SIM118
@@ -199,7 +225,7 @@ def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
         for rank, path in paths.items():
             plan = index.plan(bound.request(rank))
             if ours:
-                assert plan.write(str(path), durable=False) == path.stat().st_size
+                assert plan.write(str(path), durable=False).n_bytes == path.stat().st_size
             else:
                 kind = {name: (DTYPES[dtype], shape) for name, dtype, shape, _ in plan.arrays}
                 arrays = {n: np.frombuffer(b, kind[n][0]).reshape(kind[n][1]) for n, b in loaded(plan).items()}
@@ -226,8 +252,8 @@ def test_map_and_read_and_any_number_of_threads_are_equal(data: st.DataObject) -
         paths = save_locals(Path(folder), stored)
         (rank,) = data.draw(some_ranks(destination, 1))
         expected = local_arrays(destination, checkpoint.tensors, rank, checkpoint.optimizer_keys)
-        for method in METHODS:
-            index = index_of(checkpoint, source, paths, how="layout", method=method)
+        for method, proven in itertools.product(METHODS, (False, True)):
+            index = index_of(checkpoint, source, paths, how="layout", method=method, proven=proven)
             plan = index.plan(bind(checkpoint, destination).request(rank))
             for threads in (1, 3):
                 assert differing(loaded(plan, threads), expected) == []
@@ -251,7 +277,8 @@ def test_large_tensors(data: st.DataObject) -> None:
             for rank in mesh_ranks(source)
         }
         method = data.draw(st.sampled_from(METHODS))
-        index = index_of(checkpoint, source, save_locals(Path(folder), stored), how="layout", method=method)
+        paths = save_locals(Path(folder), stored)
+        index = index_of(checkpoint, source, paths, how="layout", method=method, proven=data.draw(st.booleans()))
         for rank in data.draw(some_ranks(destination, 1)):
             check_rank(checkpoint, index, destination, rank, data.draw(st.integers(0, 9)))
         index.close()

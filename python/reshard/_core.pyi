@@ -289,9 +289,6 @@ class Written:
     def header_sum(self) -> int: ...
     @property
     def sums(self) -> bytes: ...
-    @property
-    def tensor_sums(self) -> list[tuple[str, int]]:
-        """`(name, crc32c of its bytes)`, for comparing replicas."""
 
 @final
 class SnapshotPool:

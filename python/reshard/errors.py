@@ -12,9 +12,11 @@ __all__ = [
     "ArgumentError",
     "CheckpointNotFoundError",
     "ClaimedError",
+    "ConfigError",
     "CoverageError",
     "DamagedFileError",
     "DestinationExistsError",
+    "EmptyRootError",
     "GroupError",
     "KeyNotFoundError",
     "LayoutError",
@@ -73,6 +75,14 @@ class ArgumentError(ReshardError, ValueError):
 
 class CheckpointNotFoundError(ReshardError, FileNotFoundError):
     """There is no checkpoint, or not the file that should be there."""
+
+
+class ConfigError(ReshardError, ValueError):
+    """A training configuration holds a word that is not known, of the wrong type, or against another one."""
+
+
+class EmptyRootError(CheckpointNotFoundError):
+    """There is nothing at all where checkpoints would be: a run that resumes from here starts fresh."""
 
 
 class DamagedFileError(ReshardError, ValueError):

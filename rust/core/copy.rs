@@ -16,13 +16,16 @@
 //!     zero the padding; cast if asked
 //! ```
 
+use crate::checksum::{CHUNK_BYTES, Sums};
 use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Result};
-use crate::memory::{Stores, copy_run, finish_stores};
+use crate::memory::{Stores, copy_run, finish_stores, prefetch};
 use crate::plan::{Array, Dim, Piece, Plan, PlanSource, dst_span, src_span};
 use crate::shard_file::ShardFile;
+use crate::verify::{Checks, prove, read_chunks};
 use half::{bf16, f16};
 use rayon::prelude::*;
+use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const BAND_BYTES: u64 = 2 << 20;
@@ -30,8 +33,15 @@ const BAND_BYTES: u64 = 2 << 20;
 const LONG_RUN_BYTES: u64 = 4096;
 /// Runs with gaps between them are read, not mapped, up to this size.
 const SCATTERED_RUN_BYTES: u64 = 256 << 10;
+/// How far ahead of a copy of short runs its source is brought near, in bytes of runs.
+const PREFETCH_BYTES: usize = 8192;
 /// The most that a positioned read fetches into scratch memory at once.
 const SCRATCH_BYTES: u64 = 1 << 20;
+
+thread_local! {
+    /// Where chunks are read that cannot be read to where they belong.
+    static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
 
 /// What a running copy shows and obeys.
 #[derive(Debug, Default)]
@@ -55,6 +65,10 @@ impl Control {
     /// Bytes that were fetched of the sources.
     pub fn fetched_bytes(&self) -> u64 {
         self.fetched_bytes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn fetched(&self, n_bytes: u64) {
+        self.fetched_bytes.fetch_add(n_bytes, Ordering::Relaxed);
     }
 
     pub(crate) fn advance(&self, n_bytes: u64) {
@@ -116,11 +130,17 @@ pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Cont
             }
         }
     }
+    let run = Run {
+        plan,
+        checks: &Checks::new(plan),
+        stores,
+        control,
+    };
     bands.into_par_iter().try_for_each(|band| {
         control.check()?;
         for Band { array, start, to } in band {
             let n_bytes = to.len() as u64;
-            fill_units(plan, array, start, to, stores, control)?;
+            fill_units(run, array, start, to)?;
             control.advance(n_bytes);
         }
         finish_stores(stores);
@@ -135,18 +155,25 @@ struct Band<'a> {
     to: &'a mut [u8],
 }
 
+/// What holds for all bands of one execution of a plan.
+#[derive(Clone, Copy)]
+pub(crate) struct Run<'a> {
+    pub(crate) plan: &'a Plan<'a>,
+    pub(crate) checks: &'a Checks,
+    pub(crate) stores: Stores,
+    pub(crate) control: &'a Control,
+}
+
 /// Fills a byte range of an array that may begin and end inside an element.
-pub(crate) fn fill_bytes(
-    plan: &Plan<'_>,
-    array: &Array,
-    start: u64,
-    to: &mut [u8],
-    control: &Control,
-) -> Result<()> {
+pub(crate) fn fill_bytes(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result<()> {
     let unit = array.unit_bytes();
     let edge = |at: u64, to: &mut [u8]| -> Result<()> {
         let mut element = vec![0; unit as usize];
-        fill_units(plan, array, at / unit, &mut element, Stores::Plain, control)?;
+        let run = Run {
+            stores: Stores::Plain,
+            ..run
+        };
+        fill_units(run, array, at / unit, &mut element)?;
         let from = (at % unit) as usize;
         to.copy_from_slice(&element[from..from + to.len()]);
         Ok(())
@@ -165,36 +192,26 @@ pub(crate) fn fill_bytes(
     if middle.is_empty() {
         return Ok(());
     }
-    fill_units(plan, array, at / unit, middle, Stores::Plain, control)
+    fill_units(run, array, at / unit, middle)
 }
 
 /// Fills whole units of an array from unit `start` on.
-fn fill_units(
-    plan: &Plan<'_>,
-    array: &Array,
-    start: u64,
-    to: &mut [u8],
-    stores: Stores,
-    control: &Control,
-) -> Result<()> {
+fn fill_units(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result<()> {
     if array.stored == array.dtype {
-        return fill_stored(plan, array, start, to, stores, control);
+        return fill_stored(run, array, start, to);
     }
     let n = to.len() as u64 / array.unit_bytes();
     let mut scratch = vec![0; (n * array.stored.unit().1) as usize];
-    fill_stored(plan, array, start, &mut scratch, Stores::Plain, control)?;
+    let plain = Run {
+        stores: Stores::Plain,
+        ..run
+    };
+    fill_stored(plain, array, start, &mut scratch)?;
     cast(array.stored, &scratch, array.dtype, to);
     Ok(())
 }
 
-fn fill_stored(
-    plan: &Plan<'_>,
-    array: &Array,
-    start: u64,
-    to: &mut [u8],
-    stores: Stores,
-    control: &Control,
-) -> Result<()> {
+fn fill_stored(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result<()> {
     let unit_bytes = array.stored.unit().1;
     let end = start + to.len() as u64 / unit_bytes;
     for &(from, until) in &array.padding {
@@ -206,19 +223,18 @@ fn fill_stored(
     }
     for piece in array.pieces_over(start, end) {
         let mut copy = BoxCopy {
-            source: plan.source(piece),
+            run,
+            source: run.plan.source(piece),
             piece,
             unit_bytes,
             to,
-            stores,
-            control,
         };
         restrict(
             &piece.dims,
             0,
             piece.dst,
             (start, end),
-            &mut |dims, src, dst| copy.dense_parts(dims, src, dst - start, false),
+            &mut |dims, src, dst| copy.copy(dims, src, dst - start),
         )
         .map_err(|error| error.key(&array.name))?;
     }
@@ -274,15 +290,164 @@ fn restrict(
 }
 
 struct BoxCopy<'a> {
+    run: Run<'a>,
     source: &'a PlanSource<'a>,
     piece: &'a Piece,
     unit_bytes: u64,
     to: &'a mut [u8],
-    stores: Stores,
-    control: &'a Control,
 }
 
 impl BoxCopy<'_> {
+    /// Copies a box at unit `src` of the piece to unit `dst` of the slice.
+    fn copy(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
+        if let PlanSource::File(_, file) = self.source
+            && let Some(sums) = self.run.checks.sums(self.piece.source, file)
+        {
+            return self.proven_parts(file, sums, dims, src, dst);
+        }
+        self.dense_parts(dims, src, dst, false)
+    }
+
+    /// Copies a box out of chunks that are proven first, in parts no larger than a chunk, which then lies in the cache.
+    fn proven_parts(
+        &mut self,
+        file: &ShardFile,
+        sums: &Sums,
+        dims: &[Dim],
+        src: u64,
+        dst: u64,
+    ) -> Result<()> {
+        let unit = self.unit_bytes;
+        let (start, span) = (
+            self.piece.src_start_bytes + src * unit,
+            src_span(dims) * unit,
+        );
+        let widest = dims
+            .iter()
+            .enumerate()
+            .filter(|(_, dim)| dim.len > 1)
+            .max_by_key(|(_, dim)| dim.src);
+        // Each positioned read is a call: there more than a chunk is taken at once, unless the gaps would be read too.
+        let part = match widest {
+            Some((_, dim)) if !file.source().is_mapped() && dim.src * unit < CHUNK_BYTES as u64 => {
+                SCRATCH_BYTES
+            }
+            _ => CHUNK_BYTES as u64,
+        };
+        let is_one_part = start / part == (start + span - 1) / part;
+        if let (false, Some((widest, dim))) = (is_one_part, widest) {
+            let run = source_run(dims) * unit;
+            if !file.source().is_mapped() && is_one_run(dims, run / self.unit_bytes) {
+                return self.proven_run(file, sums, start, (dst * unit) as usize, span);
+            }
+            let mut inner = dims.to_vec();
+            inner.remove(widest);
+            let (stride, row_span) = (dim.src * unit, src_span(&inner) * unit);
+            let mut k = 0;
+            while k < dim.len {
+                let row = start + k * stride;
+                // As many rows as end where this part does; one at least, which is then cut itself.
+                let room = (row / part + 1) * part - row;
+                let n = if row_span > room {
+                    1
+                } else {
+                    ((room - row_span) / stride + 1).min(dim.len - k)
+                };
+                let (at, to) = (src + k * dim.src, dst + k * dim.dst);
+                if n == 1 {
+                    self.proven_parts(file, sums, &inner, at, to)?;
+                } else {
+                    let mut rows = dims.to_vec();
+                    rows[widest].len = n;
+                    self.proven_part(file, sums, &rows, at, to)?;
+                }
+                k += n;
+            }
+            return Ok(());
+        }
+        self.proven_part(file, sums, dims, src, dst)
+    }
+
+    /// A box that lies in one part.
+    fn proven_part(
+        &mut self,
+        file: &ShardFile,
+        sums: &Sums,
+        dims: &[Dim],
+        src: u64,
+        dst: u64,
+    ) -> Result<()> {
+        let (start, span) = (
+            self.piece.src_start_bytes + src * self.unit_bytes,
+            src_span(dims) * self.unit_bytes,
+        );
+        let to = &mut self.to[(dst * self.unit_bytes) as usize..];
+        let Run {
+            checks,
+            stores,
+            control,
+            ..
+        } = self.run;
+        let range = (start, span);
+        if is_one_run(dims, source_run(dims)) {
+            let to = (&mut to[..span as usize], stores);
+            if checks.copy_run(self.piece.source, file, sums, start, to, control)? {
+                return Ok(());
+            }
+        }
+        if let Some(from) = checks.mapped(self.piece.source, file, sums, range, control)? {
+            copy_box(from, to, dims, self.unit_bytes, stores);
+            return Ok(());
+        }
+        SCRATCH.with_borrow_mut(|scratch| {
+            let at = read_chunks(file, sums, range, scratch, control)?;
+            copy_box(&scratch[at..], to, dims, self.unit_bytes, stores);
+            Ok(())
+        })
+    }
+
+    /// One long run, read: whole chunks to where they belong, and the two ends by way of scratch memory.
+    fn proven_run(
+        &mut self,
+        file: &ShardFile,
+        sums: &Sums,
+        start: u64,
+        at: usize,
+        n_bytes: u64,
+    ) -> Result<()> {
+        let chunk = CHUNK_BYTES as u64;
+        let end = start + n_bytes;
+        let first = start.next_multiple_of(chunk).min(end);
+        // The last chunk of the file is shorter, and whole all the same.
+        let last = if end == sums.n_bytes() {
+            end
+        } else {
+            (end / chunk * chunk).max(first)
+        };
+        let Run {
+            stores, control, ..
+        } = self.run;
+        let to = &mut self.to[at..at + n_bytes as usize];
+        let (head, rest) = to.split_at_mut((first - start) as usize);
+        let (middle, tail) = rest.split_at_mut((last - first) as usize);
+        if !middle.is_empty() {
+            file.source().read_at(first, middle)?;
+            control.fetched(middle.len() as u64);
+            prove(file, sums, (first / chunk) as usize, middle)?;
+        }
+        for (from, to) in [(start, head), (last, tail)] {
+            if !to.is_empty() {
+                SCRATCH.with_borrow_mut(|scratch| {
+                    let range = (from, to.len() as u64);
+                    let at = read_chunks(file, sums, range, scratch, control)?;
+                    copy_run(to, &scratch[at..at + to.len()], stores);
+                    Ok(())
+                })?;
+            }
+        }
+        Ok(())
+    }
+
     /// Copies a box at unit `src` of the piece to unit `dst` of the slice, fetching dense parts of the source as one.
     fn dense_parts(&mut self, dims: &[Dim], src: u64, dst: u64, is_part: bool) -> Result<()> {
         let n: u64 = dims.iter().map(|dim| dim.len).product();
@@ -298,7 +463,7 @@ impl BoxCopy<'_> {
                 gapped && run >= LONG_RUN_BYTES && !resident(file)
             }
             PlanSource::File(..) => {
-                let direct = self.is_direct(dims, run);
+                let direct = is_one_run(dims, run / self.unit_bytes);
                 gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
                     || !direct && span > SCRATCH_BYTES
             }
@@ -322,7 +487,13 @@ impl BoxCopy<'_> {
         match self.source {
             PlanSource::Memory(bytes) => {
                 let from = &bytes[start as usize..(start + span) as usize];
-                copy_box(from, &mut self.to[at..], dims, self.unit_bytes, self.stores);
+                copy_box(
+                    from,
+                    &mut self.to[at..],
+                    dims,
+                    self.unit_bytes,
+                    self.run.stores,
+                );
             }
             PlanSource::File(_, file) => {
                 // Gaps that were in memory already were mapped, not fetched.
@@ -331,20 +502,24 @@ impl BoxCopy<'_> {
                 } else {
                     span
                 };
-                self.control
-                    .fetched_bytes
-                    .fetch_add(fetched, Ordering::Relaxed);
+                self.run.control.fetched(fetched);
                 let scattered = is_part
                     && span < SCATTERED_RUN_BYTES
                     && file.source().is_kept()
-                    && self.is_direct(dims, run);
+                    && is_one_run(dims, run / self.unit_bytes);
                 if scattered {
                     // One call a run, as bringing it in would be, and the copy with it.
                     file.source()
                         .read_at(start, &mut self.to[at..at + useful as usize])?;
                 } else if let Some(from) = file.source().bytes(start, span)? {
-                    copy_box(from, &mut self.to[at..], dims, self.unit_bytes, self.stores);
-                } else if self.is_direct(dims, run) {
+                    copy_box(
+                        from,
+                        &mut self.to[at..],
+                        dims,
+                        self.unit_bytes,
+                        self.run.stores,
+                    );
+                } else if is_one_run(dims, run / self.unit_bytes) {
                     file.source()
                         .read_at(start, &mut self.to[at..at + useful as usize])?;
                 } else {
@@ -355,21 +530,21 @@ impl BoxCopy<'_> {
                         &mut self.to[at..],
                         dims,
                         self.unit_bytes,
-                        self.stores,
+                        self.run.stores,
                     );
                 }
             }
         }
         Ok(())
     }
+}
 
-    /// Whether the box is one run on both sides, so that it can be read where it belongs.
-    fn is_direct(&self, dims: &[Dim], run: u64) -> bool {
-        match dims {
-            [] => true,
-            [dim] => dim.dst == 1 && run == dim.len * self.unit_bytes,
-            _ => false,
-        }
+/// Whether a box is one run on both sides, so that it can be read where it belongs; `run` units are one in the source.
+fn is_one_run(dims: &[Dim], run: u64) -> bool {
+    match dims {
+        [] => true,
+        [dim] => dim.dst == 1 && run == dim.len,
+        _ => false,
     }
 }
 
@@ -391,7 +566,23 @@ fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64, stores: S
     };
     let run_bytes = (run * unit_bytes) as usize;
     if run > 1 || outer.is_empty() {
+        // Runs that lie apart are brought near in time; shorter ones share pages, of longer ones the beginning is little.
+        let step = outer
+            .last()
+            .map_or(0, |dim| (dim.src * unit_bytes) as usize);
+        let apart = step > run_bytes && (256..=PREFETCH_BYTES).contains(&run_bytes);
+        let ahead = if apart {
+            PREFETCH_BYTES / run_bytes * step
+        } else {
+            0
+        };
         for_each_row(outer, unit_bytes, &mut |src, dst| {
+            let later = src + ahead;
+            if ahead > 0
+                && let Some(later) = from.get(later..later + run_bytes)
+            {
+                prefetch(later);
+            }
             copy_run(
                 &mut to[dst..dst + run_bytes],
                 &from[src..src + run_bytes],

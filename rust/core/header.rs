@@ -18,6 +18,7 @@ mod tokens;
 pub use build::build;
 pub(crate) use tokens::NUMBER_END;
 
+use crate::checksum::crc32c;
 use crate::dtype::Dtype;
 use crate::error::{Error, Printable, Result};
 use std::fs::File;
@@ -69,6 +70,8 @@ pub struct Header {
     hasher: RandomState,
     /// Sorted by key.
     metadata: Option<Vec<Pair>>,
+    /// crc32c of everything before the data.
+    sum: u32,
 }
 
 /// One tensor of a header.
@@ -161,7 +164,15 @@ impl Header {
             read(LENGTH_BYTES + at as u64, &mut text[at..])?;
             piece_bytes *= 2;
         }
-        Self::parse(text, rest_bytes - header_bytes)
+        let sum = crc32c(crc32c(0, &length), &text);
+        let mut header = Self::parse(text, rest_bytes - header_bytes)?;
+        header.sum = sum;
+        Ok(header)
+    }
+
+    /// crc32c of everything before the data, as it was read; 0 of a header that was parsed alone.
+    pub fn sum(&self) -> u32 {
+        self.sum
     }
 
     /// Checks the text of a header that `data_bytes` bytes of data follow.
@@ -209,6 +220,7 @@ impl Header {
             by_hash: Vec::new(),
             hasher: RandomState::new(),
             metadata,
+            sum: 0,
         };
         if has_escapes {
             this.decode_in_place()?;

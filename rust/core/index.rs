@@ -6,6 +6,7 @@
 //! Files are opened when a plan first needs them, and a plan keeps the opened files that it uses: what was checked is
 //! what is read.
 
+use crate::checksum::Sums;
 use crate::copy::can_cast;
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
@@ -39,6 +40,7 @@ struct FileSlot {
     path: PathBuf,
     follow_links: bool,
     method: Method,
+    sums: Option<Arc<Sums>>,
     opened: Mutex<Option<Arc<ShardFile>>>,
 }
 
@@ -85,9 +87,29 @@ impl Index {
             path,
             follow_links,
             method,
+            sums: None,
             opened: Mutex::new(None),
         });
         self.files.len() as u32 - 1
+    }
+
+    /// What a file must be, told before it is opened.
+    ///
+    /// # Errors
+    /// There is no such file, or it is open already.
+    pub fn set_sums(&mut self, file: u32, sums: Sums) -> Result<()> {
+        let n_files = self.files.len();
+        let slot = self
+            .files
+            .get_mut(file as usize)
+            .ok_or_else(|| Error::new(Kind::Argument, format!("no file {file} of {n_files}")))?;
+        let opened = slot.opened.get_mut();
+        if opened.map_or(true, |opened| opened.is_some()) {
+            let message = format!("{} is open already", slot.path.display());
+            return Err(Error::new(Kind::Argument, message));
+        }
+        slot.sums = Some(Arc::new(sums));
+        Ok(())
     }
 
     /// `key` lies whole in a file under its own name.
@@ -244,7 +266,12 @@ impl Index {
         if let Some(opened) = &*opened {
             return Ok(Arc::clone(opened));
         }
-        let shard_file = Arc::new(ShardFile::open(&slot.path, slot.follow_links, slot.method)?);
+        let shard_file = Arc::new(ShardFile::open(
+            &slot.path,
+            slot.follow_links,
+            slot.method,
+            slot.sums.clone(),
+        )?);
         *opened = Some(Arc::clone(&shard_file));
         Ok(shard_file)
     }
@@ -454,8 +481,14 @@ impl Index {
         .path(path)
     }
 
-    /// The checked plan of a request. `cast`: floating-point tensors are cast to it, others stay as they are.
-    pub fn plan(&self, request: &Request, cast: Option<Dtype>) -> Result<Plan<'static>> {
+    /// The checked plan of a request. `cast`: floating-point tensors are cast to it, others stay as they are. `verify`:
+    /// carrying it out compares every chunk that it touches with its sum, where sums are known.
+    pub fn plan(
+        &self,
+        request: &Request,
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Result<Plan<'static>> {
         if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
             return Err(closed());
         }
@@ -464,7 +497,10 @@ impl Index {
             self.check_wanted(wanted)?;
         }
         let mut chosen_bytes = vec![0; self.files.len()];
-        let mut plan = Plan::default();
+        let mut plan = Plan {
+            verify,
+            ..Plan::default()
+        };
         let mut sources: HashMap<u32, u32> = HashMap::new();
         for wanted in &request.arrays {
             let (first_key, _) = &wanted.keys[0];

@@ -30,8 +30,10 @@ pub mod stored;
 pub mod copy;
 pub mod memory;
 
-// Writing one file durably.
+// Writing one file durably, and proving what is read.
 pub mod checksum;
+pub mod snapshot;
+pub mod verify;
 pub mod writer;
 
 pub use error::{Error, Kind, Result};

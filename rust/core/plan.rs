@@ -231,6 +231,8 @@ pub struct MemoryTensor<'a> {
 pub struct Plan<'a> {
     pub(crate) arrays: Vec<Array>,
     pub(crate) sources: Vec<PlanSource<'a>>,
+    /// Whether chunks are compared with their sums, where sums are known.
+    pub(crate) verify: bool,
 }
 
 impl<'a> Plan<'a> {
@@ -255,6 +257,7 @@ impl<'a> Plan<'a> {
         Ok(Self {
             arrays: arrays.iter().map(pick).collect::<Result<_>>()?,
             sources: self.sources.clone(),
+            verify: self.verify,
         })
     }
 

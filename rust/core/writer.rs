@@ -1,25 +1,26 @@
 //! Writing one shard file: streamed, within a memory budget, whole or not at all.
 //!
 //! The file is produced front to back in windows. While one window goes to disk, in 4 MiB pieces, four in flight, the
-//! next is filled by the copy engine, straight from the sources of a plan. Sums of the 256 KiB chunks are taken of a
-//! window before it is written, so they speak of what was meant, not of what the disk returned. The bytes go to a
+//! next is filled by the copy engine, straight from the sources of a plan. Sums of the 256 KiB chunks are taken of each
+//! piece before it is written, so they speak of what was meant, not of what the disk returned. The bytes go to a
 //! temporary sibling, which is synced and then renamed: under its name the file is whole.
 //!
 //! `O_DIRECT` is the fast way to durable bytes and leaves the page cache to others; where a file system refuses it, and
 //! for the tail that is no multiple of its block, writes are buffered.
 
-use crate::checksum::{CHUNK_BYTES, crc32c};
-use crate::copy::{Control, fill_bytes};
+use crate::checksum::{CHUNK_BYTES, Sums, crc32c};
+use crate::copy::{Control, Run, fill_bytes};
 use crate::error::{Error, Kind, Result};
 use crate::header;
-use crate::memory::Memory;
+use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
+use crate::verify::Checks;
 use rayon::prelude::*;
 use rustix::fs::{FallocateFlags, Mode, OFlags};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// Alignment that every disk accepts for direct writes.
 const DIRECT_BLOCK_BYTES: usize = 4096;
@@ -95,15 +96,6 @@ impl Windows {
     }
 }
 
-/// What was written.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Written {
-    /// Size of the file.
-    pub n_bytes: u64,
-    /// crc32c of each 256 KiB chunk.
-    pub sums: Vec<u32>,
-}
-
 /// Writes the arrays of a plan into one shard file, in their order and under their names.
 ///
 /// # Errors
@@ -114,50 +106,121 @@ pub fn write(
     options: &Options,
     windows: &mut Windows,
     control: &Control,
-) -> Result<Written> {
-    let align = if plan.n_bytes() >= PAGE_ALIGNED_FROM_BYTES {
-        DIRECT_BLOCK_BYTES as u64
-    } else {
-        64
-    };
-    let tensors: Vec<_> = plan
-        .arrays()
-        .iter()
-        .map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice()))
-        .collect();
-    let (header, starts) =
-        header::build(&tensors, &options.metadata, align).map_err(|error| error.path(path))?;
-    let n_bytes = header.len() as u64 + plan.n_bytes();
-    let content = Content {
-        plan,
-        header,
-        starts,
-    };
-    let temporary = Temporary::create(path, n_bytes, options)?;
-    let sums = stream(&temporary, &content, n_bytes, windows, control)?;
+) -> Result<Sums> {
+    let content = Content::new(plan, &options.metadata).map_err(|error| error.path(path))?;
+    let temporary = Temporary::create(path, content.n_bytes(), options)?;
+    let chunks = stream(&temporary, &content, windows, control)?;
     temporary.publish(path, options.durable)?;
-    Ok(Written { n_bytes, sums })
+    content.sums(chunks)
+}
+
+/// Writes the image of a file that lies in memory, from a page on. See [`write`].
+///
+/// # Errors
+/// As there.
+pub fn write_image(
+    path: &Path,
+    image: &[u8],
+    header_bytes: u64,
+    options: &Options,
+    control: &Control,
+) -> Result<Sums> {
+    let n_bytes = image.len() as u64;
+    let temporary = Temporary::create(path, n_bytes, options)?;
+    let chunks = zeroed_sums(n_bytes);
+    let pieces = Pieces {
+        file: &temporary,
+        window: image,
+        len: image.len(),
+        start: 0,
+        next: AtomicU64::new(0),
+        sums: &chunks,
+        control: Some(control),
+    };
+    pieces.write_while(|| Ok(()))?;
+    temporary.publish(path, options.durable)?;
+    let header = &image[..header_bytes as usize];
+    Sums::new(n_bytes, header_bytes, crc32c(0, header), finished(chunks))
+}
+
+fn zeroed_sums(n_bytes: u64) -> Vec<AtomicU32> {
+    let n_chunks = (n_bytes as usize).div_ceil(CHUNK_BYTES);
+    (0..n_chunks).map(|_| AtomicU32::new(0)).collect()
+}
+
+fn finished(sums: Vec<AtomicU32>) -> Vec<u32> {
+    sums.into_iter().map(AtomicU32::into_inner).collect()
 }
 
 /// The bytes of the file to be.
-struct Content<'a> {
+pub(crate) struct Content<'a> {
     plan: &'a Plan<'a>,
+    checks: Checks,
     header: Vec<u8>,
     /// First byte of each array, counted from the end of the header.
     starts: Vec<u64>,
 }
 
-impl Content<'_> {
-    /// Fills the bytes of the file from `start` on, on the current pool.
-    fn fill(&self, start: u64, to: &mut [u8], control: &Control) -> Result<()> {
-        let bands: Vec<_> = to.chunks_mut(BAND_BYTES).enumerate().collect();
-        bands.into_par_iter().try_for_each(|(i, band)| {
-            control.check()?;
-            self.fill_band(start + (i * BAND_BYTES) as u64, band, control)
+impl<'a> Content<'a> {
+    pub(crate) fn new(plan: &'a Plan<'a>, metadata: &[(String, String)]) -> Result<Self> {
+        let align = if plan.n_bytes() >= PAGE_ALIGNED_FROM_BYTES {
+            DIRECT_BLOCK_BYTES as u64
+        } else {
+            64
+        };
+        let tensors: Vec<_> = plan
+            .arrays()
+            .iter()
+            .map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice()))
+            .collect();
+        let (header, starts) = header::build(&tensors, metadata, align)?;
+        Ok(Self {
+            plan,
+            checks: Checks::new(plan),
+            header,
+            starts,
         })
     }
 
-    fn fill_band(&self, mut at: u64, mut to: &mut [u8], control: &Control) -> Result<()> {
+    pub(crate) fn header_bytes(&self) -> u64 {
+        self.header.len() as u64
+    }
+
+    pub(crate) fn n_bytes(&self) -> u64 {
+        self.header_bytes() + self.plan.n_bytes()
+    }
+
+    fn sums(&self, chunks: Vec<u32>) -> Result<Sums> {
+        let header_sum = crc32c(0, &self.header);
+        Sums::new(self.n_bytes(), self.header_bytes(), header_sum, chunks)
+    }
+}
+
+impl Content<'_> {
+    /// Fills the bytes of the file from `start` on, on the current pool.
+    pub(crate) fn fill(
+        &self,
+        start: u64,
+        to: &mut [u8],
+        stores: Stores,
+        control: &Control,
+    ) -> Result<()> {
+        let run = Run {
+            plan: self.plan,
+            checks: &self.checks,
+            stores,
+            control,
+        };
+        let bands: Vec<_> = to.chunks_mut(BAND_BYTES).enumerate().collect();
+        bands.into_par_iter().try_for_each(|(i, band)| {
+            control.check()?;
+            self.fill_band(run, start + (i * BAND_BYTES) as u64, band)?;
+            finish_stores(stores);
+            Ok(())
+        })
+    }
+
+    fn fill_band(&self, run: Run<'_>, mut at: u64, mut to: &mut [u8]) -> Result<()> {
         let data_start = self.header.len() as u64;
         if at < data_start {
             let n = to.len().min((data_start - at) as usize);
@@ -178,8 +241,8 @@ impl Content<'_> {
                 .min((array.n_bytes() - offset.min(array.n_bytes())) as usize);
             if n > 0 {
                 let (part, rest) = to.split_at_mut(n);
-                fill_bytes(self.plan, array, offset, part, control)?;
-                control.advance(n as u64);
+                fill_bytes(run, array, offset, part)?;
+                run.control.advance(n as u64);
                 (at, to) = (at + n as u64, rest);
             }
             i += 1;
@@ -191,74 +254,96 @@ impl Content<'_> {
 fn stream(
     temporary: &Temporary,
     content: &Content<'_>,
-    n_bytes: u64,
     windows: &mut Windows,
     control: &Control,
 ) -> Result<Vec<u32>> {
+    let n_bytes = content.n_bytes();
     let window_bytes = windows.window_bytes;
     let [mut current, mut other] = windows.for_file(n_bytes)?;
-    let mut sums = Vec::with_capacity((n_bytes as usize).div_ceil(CHUNK_BYTES));
+    let sums = zeroed_sums(n_bytes);
     let len_at = |start: u64| (n_bytes - start).min(window_bytes as u64) as usize;
-    content.fill(0, &mut current.as_mut_slice()[..len_at(0)], control)?;
+    let fill = |start: u64, memory: &mut Memory| {
+        let to = &mut memory.as_mut_slice()[..len_at(start)];
+        content.fill(start, to, Stores::Plain, control)
+    };
+    fill(0, current)?;
     let mut start = 0;
     while start < n_bytes {
         let len = len_at(start);
-        let window = &*current.as_mut_slice();
-        sums.par_extend(
-            window[..len]
-                .par_chunks(CHUNK_BYTES)
-                .map(|chunk| crc32c(0, chunk)),
-        );
         let next = start + len as u64;
-        let pieces = &Pieces {
+        let pieces = Pieces {
             file: temporary,
-            window,
+            window: &*current.as_mut_slice(),
             len,
             start,
             next: AtomicU64::new(0),
+            sums: &sums,
+            control: None,
         };
-        std::thread::scope(|scope| -> Result<()> {
-            let n_threads = len.div_ceil(PIECE_BYTES).min(PIECES_IN_FLIGHT);
-            let writers: Vec<_> = (0..n_threads)
-                .map(|_| scope.spawn(move || pieces.write_some()))
-                .collect();
-            let filled = if next < n_bytes {
-                content.fill(next, &mut other.as_mut_slice()[..len_at(next)], control)
-            } else {
-                Ok(())
-            };
-            for writer in writers {
-                writer.join().map_err(|_| {
-                    Error::new(Kind::Io, "a writer thread died").path(&temporary.path)
-                })??;
+        pieces.write_while(|| {
+            if next < n_bytes {
+                fill(next, other)?;
             }
-            filled
+            Ok(())
         })?;
         (current, other) = (other, current);
         start = next;
     }
-    Ok(sums)
+    Ok(finished(sums))
 }
 
-/// One window on its way to the file.
+/// One window on its way to the file; it begins on a chunk.
 struct Pieces<'a> {
     file: &'a Temporary,
     window: &'a [u8],
     len: usize,
     start: u64,
     next: AtomicU64,
+    sums: &'a [AtomicU32],
+    /// Told of every piece, where nobody else tells of the bytes.
+    control: Option<&'a Control>,
 }
 
 impl Pieces<'_> {
+    /// Writes the window while something else is done.
+    fn write_while(&self, meanwhile: impl FnOnce() -> Result<()>) -> Result<()> {
+        std::thread::scope(|scope| {
+            let n_threads = self.len.div_ceil(PIECE_BYTES).min(PIECES_IN_FLIGHT);
+            let writers: Vec<_> = (0..n_threads)
+                .map(|_| scope.spawn(|| self.write_some()))
+                .collect();
+            let done = meanwhile();
+            for writer in writers {
+                writer.join().map_err(|_| {
+                    Error::new(Kind::Io, "a writer thread died").path(&self.file.path)
+                })??;
+            }
+            done
+        })
+    }
+
     fn write_some(&self) -> Result<()> {
         loop {
             let from = self.next.fetch_add(PIECE_BYTES as u64, Ordering::Relaxed) as usize;
             if from >= self.len {
                 return Ok(());
             }
-            let to = (from + PIECE_BYTES).min(self.len);
-            self.file
-                .write_piece(self.start + from as u64, &self.window[from..to])?;
+            if let Some(control) = self.control {
+                control.check()?;
+            }
+            let piece = &self.window[from..(from + PIECE_BYTES).min(self.len)];
+            let at = self.start + from as u64;
+            // Of what is meant to be written, whatever the disk makes of it.
+            for (chunk, sum) in piece
+                .chunks(CHUNK_BYTES)
+                .zip(&self.sums[at as usize / CHUNK_BYTES..])
+            {
+                sum.store(crc32c(0, chunk), Ordering::Relaxed);
+            }
+            self.file.write_piece(at, piece)?;
+            if let Some(control) = self.control {
+                control.advance(piece.len() as u64);
+            }
         }
     }
 }

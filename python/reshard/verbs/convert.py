@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from reshard import _core, checkpoint, dtypes
+from reshard import _core, dtypes, opening
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats.files import parse_size
 from reshard.verbs.destinations import WRITER_KEY, Job, Options, to_huggingface, to_safetensors
@@ -101,6 +101,7 @@ def convert(
 
     Raises:
         DestinationExistsError: `dst` holds something, and `overwrite` was not given or does not cover it.
+        ClaimedError: another process writes into the checkpoint root `dst`.
         ArgumentError: options that contradict each other, or `dst` inside `src` or the reverse.
         LayoutError, CoverageError, MismatchError, UnsupportedError: the source or the layout does not allow it.
         DamagedFileError, StorageError: reading or writing failed. In every case the destination is as it was.
@@ -134,7 +135,7 @@ def convert(
         folder_mode=0o750 if chosen == "checkpoint2" else 0o777,
         progress=progress,
     )
-    with checkpoint.open(source) as opened:
+    with opening.open(source) as opened:
         keys = opened.keys(part or ("model" if chosen == "huggingface" else "all"))
         if not keys:
             raise ArgumentError(f"{source} holds no tensors of that part; there is nothing to write", path=str(source))

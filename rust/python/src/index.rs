@@ -6,6 +6,7 @@ use crate::plan::Plan;
 use crate::run::run;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use reshard_core::checksum::Sums;
 use reshard_core::copy::Control;
 use reshard_core::dtype::Dtype;
 use reshard_core::metadata::{CellTable, Metadata, decode};
@@ -14,6 +15,7 @@ use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -69,13 +71,18 @@ impl Index {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (path, *, method="auto"))]
-    fn from_metadata(py: Python<'_>, path: PathBuf, method: &str) -> PyResult<Self> {
+    #[pyo3(signature = (path, *, data=None, method="auto"))]
+    fn from_metadata(
+        py: Python<'_>,
+        path: PathBuf,
+        data: Option<&[u8]>,
+        method: &str,
+    ) -> PyResult<Self> {
         let method = raise(py, parse_method(method))?;
         let decoded = py.detach(|| {
-            let text = read_whole(&path)?;
-            let metadata = decode(&text).map_err(|error| error.within(path.display()))?;
-            drop(text);
+            let text =
+                data.map_or_else(|| read_whole(&path).map(Cow::Owned), |data| Ok(data.into()));
+            let metadata = decode(&text?).map_err(|error| error.within(path.display()))?;
             let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
             let index = reshard_core::index::Index::from_metadata(&metadata, &folder, method)?;
             Ok((metadata, index))
@@ -112,6 +119,22 @@ impl Index {
     ) -> PyResult<u32> {
         let method = raise(py, parse_method(method))?;
         Ok(self.index.add_file(path, follow_links, method))
+    }
+
+    fn set_sums(
+        &mut self,
+        py: Python<'_>,
+        file: u32,
+        n_bytes: u64,
+        header_bytes: u64,
+        header_sum: u32,
+        sums: &[u8],
+    ) -> PyResult<()> {
+        let sums = raise(
+            py,
+            Sums::from_bytes(n_bytes, header_bytes, header_sum, sums),
+        )?;
+        raise(py, self.index.set_sums(file, sums))
     }
 
     fn file_path(&self, py: Python<'_>, file: u32) -> PyResult<PathBuf> {
@@ -283,10 +306,16 @@ impl Index {
         run(py, threads, 0, None, &control, || self.index.check())
     }
 
-    #[pyo3(signature = (request, *, dtype=None))]
-    fn plan(&self, py: Python<'_>, request: &Request, dtype: Option<&str>) -> PyResult<Plan> {
+    #[pyo3(signature = (request, *, dtype=None, verify=true))]
+    fn plan(
+        &self,
+        py: Python<'_>,
+        request: &Request,
+        dtype: Option<&str>,
+        verify: bool,
+    ) -> PyResult<Plan> {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
-        let result = py.detach(|| self.index.plan(&request.0, dtype));
+        let result = py.detach(|| self.index.plan(&request.0, dtype, verify));
         raise(py, result).map(Plan)
     }
 

@@ -13,6 +13,8 @@ mod geometry;
 mod index;
 mod plan;
 mod run;
+mod verify;
+mod write;
 
 use pyo3::prelude::*;
 
@@ -25,7 +27,9 @@ mod _core {
         default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},
         index::Index,
-        plan::{Plan, Windows, rename, write_arrays},
+        plan::Plan,
+        verify::{crc32c, scrub},
+        write::{Snapshot, SnapshotPool, Windows, Written, rename, write_arrays},
     };
     use pyo3::prelude::*;
 

@@ -1,19 +1,19 @@
-//! Carrying out plans and writing files.
+//! Carrying out plans.
 
 use crate::buffer::{Borrowed, Buffer, disjoint};
 use crate::errors::raise;
 use crate::run::run;
+use crate::write::{Windows, Written, write_plan};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use reshard_core::copy::{Control, fill};
-use reshard_core::dtype::Dtype;
 use reshard_core::memory::{Memory, Stores};
-use reshard_core::plan::{MemoryTensor, Plan as CorePlan, PlanSource};
+use reshard_core::plan::{Plan as CorePlan, PlanSource};
+use reshard_core::verify::verify;
 use reshard_core::writer;
 use reshard_core::{Error, Kind};
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::path::PathBuf;
 
 /// Arrays from this size on get memory of their own, so that dropping one frees it.
 const OWN_MEMORY_BYTES: u64 = 2 << 20;
@@ -24,18 +24,6 @@ const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
 
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Plan(pub(crate) CorePlan<'static>);
-
-/// Memory through which files are written.
-#[pyclass(frozen, module = "reshard._core")]
-pub(crate) struct Windows(Mutex<writer::Windows>);
-
-#[pymethods]
-impl Windows {
-    #[new]
-    fn new(py: Python<'_>, memory_bytes: u64) -> PyResult<Self> {
-        raise(py, writer::Windows::new(memory_bytes)).map(|windows| Self(Mutex::new(windows)))
-    }
-}
 
 #[pymethods]
 impl Plan {
@@ -189,6 +177,13 @@ impl Plan {
                 .is_multiple_of(array.unit_bytes().next_power_of_two());
             views.push(is_aligned.then_some((buffer, start)));
         }
+        // What is handed out is proven first; what is copied will be when it is copied.
+        let viewed: Vec<_> = (0..views.len()).filter(|&i| views[i].is_some()).collect();
+        let n_bytes = viewed.iter().map(|&i| self.0.arrays()[i].n_bytes()).sum();
+        let control = Control::default();
+        run(py, None, n_bytes, None, &control, || {
+            verify(&self.0, &viewed, &control)
+        })?;
         Ok(views)
     }
 
@@ -205,10 +200,9 @@ impl Plan {
         direct: bool,
         mode: u32,
         progress: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<u64> {
-        let metadata = metadata.unwrap_or_default().into_iter().collect();
+    ) -> PyResult<Written> {
         let options = writer::Options {
-            metadata,
+            metadata: metadata.unwrap_or_default().into_iter().collect(),
             durable,
             direct,
             mode,
@@ -232,7 +226,7 @@ impl Plan {
                 "another thread writes through these windows",
             )
         };
-        let mut windows = raise(py, windows.0.try_lock().map_err(busy))?;
+        let mut windows = raise(py, windows.try_lock().map_err(busy))?;
         write_plan(
             py,
             &path,
@@ -243,89 +237,4 @@ impl Plan {
             progress,
         )
     }
-}
-
-fn write_plan(
-    py: Python<'_>,
-    path: &Path,
-    plan: &CorePlan<'_>,
-    options: &writer::Options,
-    windows: &mut writer::Windows,
-    threads: Option<i64>,
-    progress: Option<&Bound<'_, PyAny>>,
-) -> PyResult<u64> {
-    let control = Control::default();
-    // Whatever its size, a write waits for the disk: signals are heeded.
-    let written = run(py, threads, plan.n_bytes(), progress, &control, || {
-        writer::write(path, plan, options, windows, &control)
-    })?;
-    Ok(written.n_bytes)
-}
-
-#[pyfunction]
-#[pyo3(signature = (path, tensors, *, metadata=None, memory_bytes=268_435_456, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
-#[expect(clippy::too_many_arguments, reason = "the options of a file")]
-pub(crate) fn write_arrays(
-    py: Python<'_>,
-    path: PathBuf,
-    tensors: Vec<(String, String, Vec<u64>, Bound<'_, PyAny>)>,
-    metadata: Option<BTreeMap<String, String>>,
-    memory_bytes: u64,
-    threads: Option<i64>,
-    durable: bool,
-    direct: bool,
-    mode: u32,
-    progress: Option<&Bound<'_, PyAny>>,
-) -> PyResult<u64> {
-    let mut borrowed = Vec::with_capacity(tensors.len());
-    for (name, dtype, shape, object) in &tensors {
-        let dtype = raise(py, Dtype::parse(dtype))?;
-        let buffer = Borrowed::readable(object)?;
-        let (per_unit, unit_bytes) = dtype.unit();
-        let n_bytes = dtype.n_bytes(shape).unwrap_or(u64::MAX);
-        let agrees = if per_unit == 1 && !buffer.strides_bytes().is_empty() {
-            buffer.shape() == *shape && buffer.range().1 as u64 == n_bytes && unit_bytes > 0
-        } else {
-            buffer.range().1 as u64 == n_bytes
-        };
-        if !agrees {
-            let message = format!(
-                "`{name}` is told to be {dtype} of shape {shape:?}; its buffer has {} bytes of shape {:?}",
-                buffer.range().1,
-                buffer.shape()
-            );
-            return raise(py, Err(Error::new(Kind::Mismatch, message).key(name)));
-        }
-        borrowed.push((name.clone(), dtype, shape.clone(), buffer));
-    }
-    let sources = borrowed
-        .iter()
-        .map(|(name, dtype, shape, buffer)| MemoryTensor {
-            name: name.clone(),
-            dtype: *dtype,
-            shape: shape.clone(),
-            bytes: buffer.bytes(),
-            strides_bytes: buffer.strides_bytes(),
-        });
-    let plan = raise(py, CorePlan::of_memory(sources.collect()))?;
-    let metadata = metadata.unwrap_or_default().into_iter().collect();
-    let options = writer::Options {
-        metadata,
-        durable,
-        direct,
-        mode,
-    };
-    let mut windows = raise(py, writer::Windows::new(memory_bytes))?;
-    write_plan(py, &path, &plan, &options, &mut windows, threads, progress)
-}
-
-#[pyfunction]
-#[pyo3(signature = (source, target, *, exchange))]
-pub(crate) fn rename(
-    py: Python<'_>,
-    source: PathBuf,
-    target: PathBuf,
-    exchange: bool,
-) -> PyResult<()> {
-    Ok(py.detach(|| writer::rename(&source, &target, exchange))?)
 }

@@ -1,0 +1,209 @@
+//! Snapshots: the images of shard files in memory, taken while the caller waits and written while it goes on.
+//!
+//! An image is the whole file, header included, so that it goes to disk straight from where it lies. Its memory comes
+//! from a pool: touching fresh pages costs more than the copy, and a trainer saves the same state again and again.
+
+use crate::checksum::Sums;
+use crate::copy::Control;
+use crate::error::{Error, Kind, Result};
+use crate::memory::{Memory, Stores};
+use crate::plan::Plan;
+use crate::writer::{Content, Options, write_image};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Sizes are rounded up to this, so that a state that grows a little finds its memory again.
+const ROUND_BYTES: u64 = 4 << 20;
+
+/// Memory that snapshots take and give back.
+#[derive(Debug)]
+pub struct Pool {
+    max_free_bytes: u64,
+    free: Mutex<Vec<Memory>>,
+    /// The process that may use it: children do not inherit the memory.
+    pid: u32,
+}
+
+impl Pool {
+    /// A pool that keeps at most so many bytes that nobody uses.
+    pub fn new(max_free_bytes: u64) -> Self {
+        Self {
+            max_free_bytes,
+            free: Mutex::new(Vec::new()),
+            pid: std::process::id(),
+        }
+    }
+
+    /// Bytes that are kept and not in use.
+    pub fn free_bytes(&self) -> u64 {
+        if self.pid != std::process::id() {
+            return 0;
+        }
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.iter().map(|memory| memory.len() as u64).sum()
+    }
+
+    /// The smallest free memory that is large enough and not twice as large, and whether its pages were touched before.
+    fn take(&self, n_bytes: u64) -> Result<(Memory, Stores)> {
+        let size = n_bytes.next_multiple_of(ROUND_BYTES) as usize;
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = free
+            .iter()
+            .enumerate()
+            .filter(|(_, memory)| (size..=2 * size).contains(&memory.len()))
+            .min_by_key(|(_, memory)| memory.len())
+            .map(|(i, _)| i);
+        if let Some(i) = fits {
+            return Ok((free.swap_remove(i), Stores::Streaming));
+        }
+        drop(free);
+        let memory = Memory::new(size)?;
+        memory.not_for_children();
+        Ok((memory, Stores::Plain))
+    }
+
+    fn give_back(&self, memory: Memory) {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(memory);
+        // The oldest go first: sizes that are no longer asked for.
+        while free.iter().map(|memory| memory.len() as u64).sum::<u64>() > self.max_free_bytes {
+            free.remove(0);
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // A child does not have this memory: what lies at its address may be something else.
+            let free = self.free.get_mut().unwrap_or_else(PoisonError::into_inner);
+            free.drain(..).for_each(std::mem::forget);
+        }
+    }
+}
+
+/// The image of one shard file.
+#[derive(Debug)]
+pub struct Snapshot {
+    memory: Option<Memory>,
+    n_bytes: u64,
+    header_bytes: u64,
+    pool: Arc<Pool>,
+}
+
+impl Snapshot {
+    /// Copies the arrays of a plan on the current rayon pool.
+    ///
+    /// # Errors
+    /// The header cannot be built, memory is short, the pool belongs to a parent process, or the run was cancelled.
+    pub fn take(
+        pool: &Arc<Pool>,
+        plan: &Plan<'_>,
+        metadata: &[(String, String)],
+        control: &Control,
+    ) -> Result<Self> {
+        check_process(pool)?;
+        let content = Content::new(plan, metadata)?;
+        let (mut memory, stores) = pool.take(content.n_bytes())?;
+        let image = &mut memory.as_mut_slice()[..content.n_bytes() as usize];
+        let filled = content.fill(0, image, stores, control);
+        let this = Self {
+            memory: Some(memory),
+            n_bytes: content.n_bytes(),
+            header_bytes: content.header_bytes(),
+            pool: Arc::clone(pool),
+        };
+        filled.map(|()| this)
+    }
+
+    /// Size of the file to be.
+    pub fn n_bytes(&self) -> u64 {
+        self.n_bytes
+    }
+
+    /// Writes the image; see [`crate::writer::write`]. Of the options the metadata plays no part: it lies in the image.
+    ///
+    /// # Errors
+    /// As there, or this is a child of the process that took it.
+    pub fn write(&self, path: &Path, options: &Options, control: &Control) -> Result<Sums> {
+        check_process(&self.pool)?;
+        let memory = self.memory.as_ref().expect("taken out by drop alone");
+        let image = &memory.as_slice()[..self.n_bytes as usize];
+        write_image(path, image, self.header_bytes, options, control)
+    }
+}
+
+impl Drop for Snapshot {
+    fn drop(&mut self) {
+        let Some(memory) = self.memory.take() else {
+            return;
+        };
+        if self.pool.pid == std::process::id() {
+            self.pool.give_back(memory);
+        } else {
+            std::mem::forget(memory);
+        }
+    }
+}
+
+fn check_process(pool: &Pool) -> Result<()> {
+    if pool.pid == std::process::id() {
+        return Ok(());
+    }
+    let message = format!(
+        "this snapshot belongs to process {}, and this is a child of it",
+        pool.pid
+    );
+    Err(Error::new(Kind::Argument, message).hint("save in the process that began the save"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::Dtype;
+    use crate::plan::MemoryTensor;
+
+    #[test]
+    fn a_snapshot_is_what_a_write_would_be_and_its_memory_is_used_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let pool = Arc::new(Pool::new(64 << 20));
+        let options = Options {
+            metadata: vec![("format".into(), "pt".into())],
+            durable: false,
+            direct: true,
+            mode: 0o600,
+        };
+        for n in [3_u64, 2_500_000, 2_000_000] {
+            let bytes: Vec<u8> = (0..n * 4).map(|i| (i % 251) as u8).collect();
+            let tensors = vec![MemoryTensor {
+                name: "w".into(),
+                dtype: Dtype::F32,
+                shape: vec![n],
+                bytes: &bytes,
+                strides_bytes: vec![4],
+            }];
+            let plan = Plan::of_memory(tensors).unwrap();
+            let control = Control::default();
+            let snapshot = Snapshot::take(&pool, &plan, &options.metadata, &control).unwrap();
+            let taken = snapshot
+                .write(&folder.path().join("a"), &options, &control)
+                .unwrap();
+            drop(snapshot);
+            let mut windows = crate::writer::Windows::new(16 << 20).unwrap();
+            let path = folder.path().join("b");
+            let written = crate::writer::write(&path, &plan, &options, &mut windows, &control);
+            assert_eq!(taken, written.unwrap());
+            let image = std::fs::read(folder.path().join("a")).unwrap();
+            assert_eq!(image, std::fs::read(path).unwrap());
+            assert!(
+                taken.n_chunks() > 0
+                    && (0..taken.n_chunks()).all(|i| {
+                        let (at, len) = taken.chunk(i);
+                        taken.matches(i, &image[at as usize..at as usize + len])
+                    })
+            );
+        }
+        // 4 MiB for the small one, 12 for the large one, which serves the last one too.
+        assert_eq!(pool.free_bytes(), 16 << 20);
+    }
+}

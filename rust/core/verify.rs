@@ -1,0 +1,301 @@
+//! Proof of what is read: every chunk that a plan touches against its sum, and whole files past the page cache.
+//!
+//! Out of a map a chunk is proven once in the run of a plan, by the first band that touches it, just before it is copied:
+//! so it is read from memory once and copied out of the cache. What is fetched by positioned reads is proven where it
+//! was read to, every time: other bytes might come the next time.
+
+use crate::checksum::{CHUNK_BYTES, Sums, crc32c};
+use crate::copy::Control;
+use crate::error::{Error, Printable, Result};
+use crate::memory::{Memory, Stores, copy_run};
+use crate::plan::{Plan, PlanSource};
+use crate::shard_file::ShardFile;
+use crate::source::{Method, Source};
+use rayon::prelude::*;
+use rustix::fs::{Mode, OFlags};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes that a scrub reads at once.
+const PIECE_BYTES: usize = 4 << 20;
+/// Bytes of a run that are summed and then copied: well inside the first cache.
+const BLOCK_BYTES: usize = 8 << 10;
+const DIRECT_BLOCK_BYTES: usize = 4096;
+
+/// Which chunks of a plan's sources have been proven in this run of it.
+#[derive(Debug)]
+pub(crate) struct Checks {
+    /// One bit a chunk, one entry a source; none where nothing is known to compare with.
+    claims: Vec<Option<Box<[AtomicU64]>>>,
+}
+
+impl Checks {
+    pub(crate) fn new(plan: &Plan<'_>) -> Self {
+        let claims = plan.sources.iter().map(|source| match source {
+            PlanSource::File(_, file) if plan.verify => file.sums().map(|sums| {
+                (0..sums.n_chunks().div_ceil(64))
+                    .map(|_| AtomicU64::new(0))
+                    .collect()
+            }),
+            _ => None,
+        });
+        Self {
+            claims: claims.collect(),
+        }
+    }
+
+    /// The sums to compare a source with, if it is to be proven.
+    pub(crate) fn sums<'a>(&self, source: u32, file: &'a ShardFile) -> Option<&'a Sums> {
+        self.claims[source as usize].as_ref()?;
+        file.sums().map(AsRef::as_ref)
+    }
+
+    /// Whether the caller is the first to ask for a chunk, and so the one to prove it.
+    fn claim(&self, source: u32, chunk: usize) -> bool {
+        let bit = 1 << (chunk % 64);
+        self.claims[source as usize]
+            .as_ref()
+            .is_some_and(|bits| bits[chunk / 64].fetch_or(bit, Ordering::Relaxed) & bit == 0)
+    }
+
+    /// Proves a chunk of a mapped file while a run inside it is copied, a cache line's neighbourhood after the other: the
+    /// copy finds every block where the sum has just been. False if another thread proves the chunk, or there is no map.
+    pub(crate) fn copy_run(
+        &self,
+        source: u32,
+        file: &ShardFile,
+        sums: &Sums,
+        start: u64,
+        (to, stores): (&mut [u8], Stores),
+        control: &Control,
+    ) -> Result<bool> {
+        let chunks = sums.chunks_over(start, to.len() as u64);
+        if chunks.len() != 1 || !self.claim(source, chunks.start) {
+            return Ok(false);
+        }
+        let (at, n) = sums.chunk(chunks.start);
+        let Some(bytes) = file.source().bytes(at, n as u64)? else {
+            return Ok(false);
+        };
+        control.fetched(n as u64);
+        let (before, rest) = bytes.split_at((start - at) as usize);
+        let (run, after) = rest.split_at(to.len());
+        let mut sum = crc32c(0, before);
+        for (from, to) in run.chunks(BLOCK_BYTES).zip(to.chunks_mut(BLOCK_BYTES)) {
+            sum = crc32c(sum, from);
+            copy_run(to, from, stores);
+        }
+        if !sums.is(chunks.start, crc32c(sum, after)) {
+            return Err(differs(file.source(), at, n));
+        }
+        Ok(true)
+    }
+
+    /// A range of a mapped file whose chunks are proven, here or by another thread of the run.
+    ///
+    /// If that other thread finds damage the whole run fails, whatever was copied meanwhile.
+    pub(crate) fn mapped<'a>(
+        &self,
+        source: u32,
+        file: &'a ShardFile,
+        sums: &Sums,
+        (start, len): (u64, u64),
+        control: &Control,
+    ) -> Result<Option<&'a [u8]>> {
+        for chunk in sums.chunks_over(start, len) {
+            if !self.claim(source, chunk) {
+                continue;
+            }
+            let (at, n) = sums.chunk(chunk);
+            let Some(bytes) = file.source().bytes(at, n as u64)? else {
+                return Ok(None);
+            };
+            control.fetched(n as u64);
+            if !sums.matches(chunk, bytes) {
+                return Err(differs(file.source(), at, n));
+            }
+            if at <= start && start + len <= at + n as u64 {
+                // It was brought in just now, and once is enough.
+                let from = (start - at) as usize;
+                return Ok(Some(&bytes[from..from + len as usize]));
+            }
+        }
+        file.source().bytes(start, len)
+    }
+}
+
+/// Reads the chunks that hold a range into scratch memory and proves them there; where in it the range begins.
+pub(crate) fn read_chunks(
+    file: &ShardFile,
+    sums: &Sums,
+    (start, len): (u64, u64),
+    scratch: &mut Vec<u8>,
+    control: &Control,
+) -> Result<usize> {
+    let chunks = sums.chunks_over(start, len);
+    let (first, _) = sums.chunk(chunks.start);
+    let (last, last_len) = sums.chunk(chunks.end - 1);
+    scratch.resize((last - first) as usize + last_len, 0);
+    file.source().read_at(first, scratch)?;
+    control.fetched(scratch.len() as u64);
+    prove(file, sums, chunks.start, scratch)?;
+    Ok((start - first) as usize)
+}
+
+/// Proves whole chunks, from chunk `first` on, in memory.
+pub(crate) fn prove(file: &ShardFile, sums: &Sums, first: usize, bytes: &[u8]) -> Result<()> {
+    for (i, chunk) in bytes.chunks(CHUNK_BYTES).enumerate() {
+        if !sums.matches(first + i, chunk) {
+            let (at, n) = sums.chunk(first + i);
+            return Err(differs(file.source(), at, n));
+        }
+    }
+    Ok(())
+}
+
+/// Proves every chunk that holds a byte of these contiguous arrays, without copying anything.
+///
+/// # Errors
+/// A chunk differs from its sum, or cannot be read.
+pub fn verify(plan: &Plan<'_>, arrays: &[usize], control: &Control) -> Result<()> {
+    let checks = Checks::new(plan);
+    let mut chunks = Vec::new();
+    for array in arrays.iter().map(|&i| &plan.arrays()[i]) {
+        let Some(piece) = array.contiguous() else {
+            continue;
+        };
+        if let PlanSource::File(_, file) = plan.source(piece)
+            && let Some(sums) = checks.sums(piece.source, file)
+        {
+            let range = sums.chunks_over(piece.src_start_bytes, array.n_bytes());
+            chunks.extend(range.map(|chunk| (piece.source, file, sums, chunk, array)));
+        }
+    }
+    chunks
+        .into_par_iter()
+        .try_for_each(|(source, file, sums, chunk, array)| {
+            control.check()?;
+            let (at, n) = sums.chunk(chunk);
+            let proven = if file.source().is_mapped() {
+                checks
+                    .mapped(source, file, sums, (at, n as u64), control)
+                    .map(|_| ())
+            } else {
+                let mut scratch = Vec::new();
+                read_chunks(file, sums, (at, n as u64), &mut scratch, control).map(|_| ())
+            };
+            proven.map_err(|error| error.key(&array.name))
+        })
+}
+
+fn differs(source: &Source, at: u64, n: usize) -> Error {
+    let path = source.path();
+    let message = format!(
+        "{}: bytes {at} to {} are not what was written",
+        Printable(&path.to_string_lossy()),
+        at + n as u64
+    );
+    Error::damaged(message).path(path).hint(
+        "`reshard verify` lists all damage; `reshard explain` tells which older iteration is whole",
+    )
+}
+
+/// Reads a whole file and compares it with its sums: the ranges that differ, neighbours joined.
+///
+/// With `direct` the page cache is passed by, where the file system allows it, so that what is proven is what the disk
+/// returns.
+///
+/// # Errors
+/// The file has another size, is no regular file, or cannot be read.
+pub fn scrub(path: &Path, sums: &Sums, direct: bool, control: &Control) -> Result<Vec<(u64, u64)>> {
+    let source = Source::open(path, false, Method::Read)?;
+    if source.n_bytes() != sums.n_bytes() {
+        let message = format!(
+            "{} has {} bytes, {} were written",
+            Printable(&path.to_string_lossy()),
+            source.n_bytes(),
+            sums.n_bytes()
+        );
+        return Err(Error::damaged(message).path(path));
+    }
+    let past_cache = if direct { open_direct(path) } else { None };
+    if direct && past_cache.is_none() {
+        // Pages that were written back are dropped, others are the only copy there is.
+        source.with_file(|file| {
+            let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
+            Ok(())
+        })?;
+    }
+    let buffers: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
+    let n_pieces = sums.n_bytes().div_ceil(PIECE_BYTES as u64);
+    let damaged: Vec<Vec<usize>> = (0..n_pieces)
+        .into_par_iter()
+        .map(|piece| {
+            control.check()?;
+            let start = piece * PIECE_BYTES as u64;
+            let len = (sums.n_bytes() - start).min(PIECE_BYTES as u64) as usize;
+            let kept = buffers.lock().map_or(None, |mut kept| kept.pop());
+            let mut memory = match kept {
+                Some(memory) => memory,
+                None => Memory::new(PIECE_BYTES)?,
+            };
+            let buffer = memory.as_mut_slice();
+            let is_read = past_cache
+                .as_ref()
+                .is_some_and(|file| read_direct(file, start, &mut buffer[..], len));
+            if !is_read {
+                source.read_at(start, &mut buffer[..len])?;
+            }
+            let first = start as usize / CHUNK_BYTES;
+            let bad = buffer[..len]
+                .chunks(CHUNK_BYTES)
+                .enumerate()
+                .filter(|(i, chunk)| !sums.matches(first + i, chunk))
+                .map(|(i, _)| first + i)
+                .collect();
+            control.advance(len as u64);
+            if let Ok(mut kept) = buffers.lock() {
+                kept.push(memory);
+            }
+            Ok(bad)
+        })
+        .collect::<Result<_>>()?;
+    let mut ranges: Vec<(u64, u64)> = Vec::new();
+    for (start, len) in damaged.into_iter().flatten().map(|chunk| sums.chunk(chunk)) {
+        let end = start + len as u64;
+        match ranges.last_mut() {
+            Some(last) if last.1 == start => last.1 = end,
+            _ => ranges.push((start, end)),
+        }
+    }
+    Ok(ranges)
+}
+
+fn open_direct(path: &Path) -> Option<File> {
+    let flags =
+        OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    rustix::fs::open(path, flags, Mode::empty())
+        .ok()
+        .map(File::from)
+}
+
+/// Reads `len` bytes into a buffer that has room for whole blocks; false if that cannot be done directly.
+fn read_direct(file: &File, start: u64, buffer: &mut [u8], len: usize) -> bool {
+    let room = len.next_multiple_of(DIRECT_BLOCK_BYTES).min(buffer.len());
+    let mut done = 0;
+    while done < len {
+        match file.read_at(&mut buffer[done..room], start + done as u64) {
+            Ok(n) if n > 0 => done += n,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            _ => return false,
+        }
+        // A short read that ends inside a block can only be followed by the end of the file.
+        if done < len && !done.is_multiple_of(DIRECT_BLOCK_BYTES) {
+            return false;
+        }
+    }
+    true
+}

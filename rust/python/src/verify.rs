@@ -1,0 +1,41 @@
+//! Sums of bytes and of files.
+
+use crate::buffer::Borrowed;
+use crate::errors::raise;
+use crate::run::run;
+use pyo3::prelude::*;
+use reshard_core::checksum::Sums;
+use reshard_core::copy::Control;
+use reshard_core::verify;
+use reshard_core::{Error, Kind};
+use std::path::PathBuf;
+
+#[pyfunction]
+#[pyo3(signature = (data, before=0))]
+pub(crate) fn crc32c(py: Python<'_>, data: &Bound<'_, PyAny>, before: u32) -> PyResult<u32> {
+    let data = Borrowed::readable(data)?;
+    if data.bytes().len() != data.range().1 {
+        let error = Error::new(Kind::Argument, "the sum of an array that is not contiguous");
+        return raise(py, Err(error.hint("give a contiguous copy of it")));
+    }
+    Ok(py.detach(|| reshard_core::checksum::crc32c(before, data.bytes())))
+}
+
+#[pyfunction]
+#[pyo3(signature = (path, n_bytes, sums, *, direct=true, threads=None, progress=None))]
+pub(crate) fn scrub(
+    py: Python<'_>,
+    path: PathBuf,
+    n_bytes: u64,
+    sums: &[u8],
+    direct: bool,
+    threads: Option<i64>,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Vec<(u64, u64)>> {
+    // The header is part of the first chunks.
+    let sums = raise(py, Sums::from_bytes(n_bytes, 0, 0, sums))?;
+    let control = Control::default();
+    run(py, threads, n_bytes, progress, &control, || {
+        verify::scrub(&path, &sums, direct, &control)
+    })
+}

@@ -1,0 +1,257 @@
+//! Writing files: from plans, from arrays, from snapshots of arrays.
+
+use crate::buffer::Borrowed;
+use crate::errors::raise;
+use crate::run::run;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use reshard_core::checksum::Sums;
+use reshard_core::copy::Control;
+use reshard_core::dtype::Dtype;
+use reshard_core::plan::{MemoryTensor, Plan as CorePlan};
+use reshard_core::{Error, Kind};
+use reshard_core::{snapshot, writer};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, TryLockResult};
+
+type Tensors<'py> = Vec<(String, String, Vec<u64>, Bound<'py, PyAny>)>;
+
+/// A file that was written, and what it must be when it is read.
+#[pyclass(frozen, module = "reshard._core")]
+pub(crate) struct Written(Sums);
+
+#[pymethods]
+impl Written {
+    #[getter]
+    fn n_bytes(&self) -> u64 {
+        self.0.n_bytes()
+    }
+
+    #[getter]
+    fn header_bytes(&self) -> u64 {
+        self.0.header_bytes()
+    }
+
+    #[getter]
+    fn header_sum(&self) -> u32 {
+        self.0.header_sum()
+    }
+
+    #[getter]
+    fn sums<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.to_bytes())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<reshard._core.Written {} bytes>", self.0.n_bytes())
+    }
+}
+
+/// Memory through which files are written.
+#[pyclass(frozen, module = "reshard._core")]
+pub(crate) struct Windows(Mutex<writer::Windows>);
+
+impl Windows {
+    pub(crate) fn try_lock(&self) -> TryLockResult<std::sync::MutexGuard<'_, writer::Windows>> {
+        self.0.try_lock()
+    }
+}
+
+#[pymethods]
+impl Windows {
+    #[new]
+    fn new(py: Python<'_>, memory_bytes: u64) -> PyResult<Self> {
+        raise(py, writer::Windows::new(memory_bytes)).map(|windows| Self(Mutex::new(windows)))
+    }
+}
+
+pub(crate) fn write_plan(
+    py: Python<'_>,
+    path: &Path,
+    plan: &CorePlan<'_>,
+    options: &writer::Options,
+    windows: &mut writer::Windows,
+    threads: Option<i64>,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Written> {
+    let control = Control::default();
+    // Whatever its size, a write waits for the disk: signals are heeded.
+    let written = run(py, threads, plan.n_bytes(), progress, &control, || {
+        writer::write(path, plan, options, windows, &control)
+    })?;
+    Ok(Written(written))
+}
+
+/// Buffers that Python lent, with what they are told to be.
+struct Lent(Vec<(String, Dtype, Vec<u64>, Borrowed)>);
+
+impl Lent {
+    fn new(py: Python<'_>, tensors: Tensors<'_>) -> PyResult<Self> {
+        let mut lent = Vec::with_capacity(tensors.len());
+        for (name, dtype, shape, object) in tensors {
+            let dtype = raise(py, Dtype::parse(&dtype))?;
+            let buffer = Borrowed::readable(&object)?;
+            let (per_unit, unit_bytes) = dtype.unit();
+            let n_bytes = dtype.n_bytes(&shape).unwrap_or(u64::MAX);
+            let agrees = if per_unit == 1 && !buffer.strides_bytes().is_empty() {
+                buffer.shape() == *shape && buffer.range().1 as u64 == n_bytes && unit_bytes > 0
+            } else {
+                buffer.range().1 as u64 == n_bytes
+            };
+            if !agrees {
+                let message = format!(
+                    "`{name}` is told to be {dtype} of shape {shape:?}; its buffer has {} bytes of shape {:?}",
+                    buffer.range().1,
+                    buffer.shape()
+                );
+                return raise(py, Err(Error::new(Kind::Mismatch, message).key(&name)));
+            }
+            lent.push((name, dtype, shape, buffer));
+        }
+        Ok(Self(lent))
+    }
+
+    fn plan(&self) -> reshard_core::Result<CorePlan<'_>> {
+        let sources = self
+            .0
+            .iter()
+            .map(|(name, dtype, shape, buffer)| MemoryTensor {
+                name: name.clone(),
+                dtype: *dtype,
+                shape: shape.clone(),
+                bytes: buffer.bytes(),
+                strides_bytes: buffer.strides_bytes(),
+            });
+        CorePlan::of_memory(sources.collect())
+    }
+}
+
+#[pyfunction]
+#[pyo3(signature = (path, tensors, *, metadata=None, memory_bytes=268_435_456, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
+#[expect(clippy::too_many_arguments, reason = "the options of a file")]
+pub(crate) fn write_arrays(
+    py: Python<'_>,
+    path: PathBuf,
+    tensors: Tensors<'_>,
+    metadata: Option<BTreeMap<String, String>>,
+    memory_bytes: u64,
+    threads: Option<i64>,
+    durable: bool,
+    direct: bool,
+    mode: u32,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Written> {
+    let lent = Lent::new(py, tensors)?;
+    let plan = raise(py, lent.plan())?;
+    let options = writer::Options {
+        metadata: metadata.unwrap_or_default().into_iter().collect(),
+        durable,
+        direct,
+        mode,
+    };
+    let mut windows = raise(py, writer::Windows::new(memory_bytes))?;
+    write_plan(py, &path, &plan, &options, &mut windows, threads, progress)
+}
+
+#[pyfunction]
+#[pyo3(signature = (source, target, *, exchange))]
+pub(crate) fn rename(
+    py: Python<'_>,
+    source: PathBuf,
+    target: PathBuf,
+    exchange: bool,
+) -> PyResult<()> {
+    Ok(py.detach(|| writer::rename(&source, &target, exchange))?)
+}
+
+/// Memory that snapshots take and give back.
+#[pyclass(frozen, module = "reshard._core")]
+pub(crate) struct SnapshotPool(Arc<snapshot::Pool>);
+
+#[pymethods]
+impl SnapshotPool {
+    #[new]
+    #[pyo3(signature = (max_free_bytes=None))]
+    fn new(max_free_bytes: Option<u64>) -> Self {
+        Self(Arc::new(snapshot::Pool::new(
+            max_free_bytes.unwrap_or(u64::MAX),
+        )))
+    }
+
+    #[getter]
+    fn free_bytes(&self) -> u64 {
+        self.0.free_bytes()
+    }
+
+    #[pyo3(signature = (tensors, *, metadata=None, threads=None))]
+    fn take(
+        &self,
+        py: Python<'_>,
+        tensors: Tensors<'_>,
+        metadata: Option<BTreeMap<String, String>>,
+        threads: Option<i64>,
+    ) -> PyResult<Snapshot> {
+        let lent = Lent::new(py, tensors)?;
+        let plan = raise(py, lent.plan())?;
+        let metadata: Vec<_> = metadata.unwrap_or_default().into_iter().collect();
+        let control = Control::default();
+        let taken = run(py, threads, plan.n_bytes(), None, &control, || {
+            snapshot::Snapshot::take(&self.0, &plan, &metadata, &control)
+        })?;
+        Ok(Snapshot {
+            n_bytes: taken.n_bytes(),
+            taken: Mutex::new(Some(Arc::new(taken))),
+        })
+    }
+}
+
+/// The image of a shard file in memory of a pool.
+#[pyclass(frozen, module = "reshard._core")]
+pub(crate) struct Snapshot {
+    n_bytes: u64,
+    taken: Mutex<Option<Arc<snapshot::Snapshot>>>,
+}
+
+#[pymethods]
+impl Snapshot {
+    #[getter]
+    fn n_bytes(&self) -> u64 {
+        self.n_bytes
+    }
+
+    #[pyo3(signature = (path, *, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
+    #[expect(clippy::too_many_arguments, reason = "the options of a file")]
+    fn write(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        threads: Option<i64>,
+        durable: bool,
+        direct: bool,
+        mode: u32,
+        progress: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Written> {
+        // Held for a moment only, and never while the interpreter is given away.
+        let taken = self.taken.lock().ok().and_then(|taken| taken.clone());
+        let closed = || Error::new(Kind::Argument, "the snapshot is closed");
+        let taken = raise(py, taken.ok_or_else(closed))?;
+        let options = writer::Options {
+            metadata: Vec::new(),
+            durable,
+            direct,
+            mode,
+        };
+        let control = Control::default();
+        let written = run(py, threads, self.n_bytes, progress, &control, || {
+            taken.write(&path, &options, &control)
+        })?;
+        Ok(Written(written))
+    }
+
+    fn close(&self) {
+        if let Ok(mut taken) = self.taken.lock() {
+            *taken = None;
+        }
+    }
+}

@@ -1,0 +1,239 @@
+"""Sums of chunks: taken when a file is written, compared when it is read or scrubbed; and snapshots."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from tests.test_reshard_properties import CHUNK_BYTES, tell_sums
+
+from reshard import _core
+from reshard.errors import ArgumentError, DamagedFileError
+
+Method = Literal["map", "read"]
+METHODS: tuple[Method, ...] = ("map", "read")
+
+
+def reference_crc32c(data: bytes) -> int:
+    """Bit by bit, as RFC 3720 B.4 defines it (reflected polynomial 0x82F63B78)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def test_crc32c_is_the_standard_one() -> None:
+    assert reference_crc32c(b"123456789") == 0xE3069283  # the check value of the catalogue of CRCs
+    for data in (b"", b"a", bytes(32), random.Random(1).randbytes(4099)):
+        assert _core.crc32c(data) == reference_crc32c(data)
+        assert _core.crc32c(data[3:], _core.crc32c(data[:3])) == reference_crc32c(data)
+    with pytest.raises(ArgumentError, match="not contiguous"):
+        _core.crc32c(np.zeros((4, 4))[:, 1])
+
+
+def arrays() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(3)
+    return {
+        "big": generator.standard_normal((700, 1024)).astype(np.float32),
+        "other": generator.integers(0, 1 << 60, (300, 777)),
+        "small": generator.integers(0, 99, 5).astype(np.int16),
+    }
+
+
+def entries(tensors: dict[str, np.ndarray]) -> list[tuple[str, str, tuple[int, ...], np.ndarray]]:
+    names = {"float32": "F32", "int64": "I64", "int16": "I16"}
+    return [(key, names[str(array.dtype)], array.shape, array) for key, array in tensors.items()]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_is_written_is_told(tmp_path: Path, *, direct: bool) -> None:
+    path = tmp_path / "a.safetensors"
+    written = _core.write_arrays(str(path), entries(arrays()), metadata={"format": "pt"}, direct=direct)
+    content = path.read_bytes()
+    assert written.n_bytes == len(content)
+    assert written.header_bytes == 8 + int.from_bytes(content[:8], "little")
+    assert written.header_sum == _core.crc32c(content[: written.header_bytes])
+    chunks = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
+    assert written.sums == b"".join(_core.crc32c(chunk).to_bytes(4, "little") for chunk in chunks)
+    assert _core.scrub(str(path), written.n_bytes, written.sums, direct=direct) == []
+
+
+def index_of(path: Path, content: bytes, method: Method) -> _core.Index:
+    index = _core.Index()
+    file = index.add_file(str(path), method=method)
+    tell_sums(index, file, content)
+    for key, *_ in index.file_tensors(file):
+        index.add_whole(key, file)
+    return index
+
+
+REGIONS: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {
+    "whole": [("big", (0, 0), (700, 1024)), ("other", (0, 0), (300, 777)), ("small", (0,), (5,))],
+    "rows": [("big", (100, 0), (300, 1024)), ("other", (250, 0), (50, 777))],
+    "columns": [("big", (0, 256), (700, 256)), ("other", (0, 7), (300, 70))],
+    "one element": [("big", (699, 1023), (1, 1))],
+}
+
+
+def request_of(regions: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> _core.Request:
+    request = _core.Request()
+    for i, (key, offset, shape) in enumerate(regions):
+        request.add_region(f"{key} {i}", key, offset, shape)
+    return request
+
+
+def touched(path: Path, regions: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> set[int]:
+    """The chunks of the file that hold a byte of the regions."""
+    index = _core.Index()
+    file = index.add_file(str(path))
+    start = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    places = {name: (start + first, shape, end - first) for name, _, shape, first, end in index.file_tensors(file)}
+    chunks = set()
+    for key, offset, shape in regions:
+        first, extent, n_bytes = places[key]
+        numbers = np.arange(np.prod(extent)).reshape(extent)
+        item = n_bytes // numbers.size
+        picked = numbers[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        for at in (0, item - 1):
+            chunks |= set(np.unique((first + picked * item + at) // CHUNK_BYTES).tolist())
+    return chunks
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", REGIONS)
+def test_a_changed_bit_is_found_where_its_chunk_is_touched_and_nowhere_else(
+    tmp_path: Path, kind: str, method: Method
+) -> None:
+    path = tmp_path / "a.safetensors"
+    written = _core.write_arrays(str(path), entries(arrays()))
+    content = path.read_bytes()
+    reads = touched(path, REGIONS[kind])
+    rng = random.Random(kind)
+    for _ in range(60):
+        at = rng.randrange(written.header_bytes, written.n_bytes)
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        index = index_of(path, content, method)
+        plan = index.plan(request_of(REGIONS[kind]))
+        out = [np.empty(n_bytes, np.uint8) for *_, n_bytes in plan.arrays]
+        chunk = at // CHUNK_BYTES
+        first, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, written.n_bytes)
+        attempts: list[Any] = [plan.load, lambda plan=plan, out=out: plan.fill(out)]
+        attempts.append(lambda plan=plan: plan.write(str(tmp_path / "copy"), durable=False))
+        for attempt in attempts:
+            if chunk in reads:
+                with pytest.raises(DamagedFileError, match=f"bytes {first} to {end} are not what was written") as info:
+                    attempt()
+                assert info.value.path == str(path)
+                assert info.value.key is not None
+                assert info.value.key.split()[0] in {key for key, *_ in REGIONS[kind]}
+            else:
+                attempt()
+        assert not (tmp_path / "copy").exists() or chunk not in reads
+        (tmp_path / "copy").unlink(missing_ok=True)
+        index.plan(request_of(REGIONS[kind]), verify=False).load()
+        assert _core.scrub(str(path), written.n_bytes, written.sums) == [(first, end)]
+        index.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_view_is_proven_before_it_is_handed_out(tmp_path: Path, method: Method) -> None:
+    path = tmp_path / "a.safetensors"
+    _core.write_arrays(str(path), entries(arrays()))
+    content = path.read_bytes()
+    damaged = bytearray(content)
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    index = index_of(path, content, method)
+    (key,) = [
+        key
+        for key, _, _, _, end in index.file_tensors(0)
+        if end + 8 + int.from_bytes(content[:8], "little") == len(content)
+    ]
+    request = _core.Request()
+    request.add_region(key, key, (0,) * len(index.shape(key)), index.shape(key))
+    with pytest.raises(DamagedFileError, match="not what was written"):
+        index.plan(request).views()
+    assert index.plan(request, verify=False).views()[0] is not None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_header_or_a_size_that_is_not_the_written_one_is_refused(tmp_path: Path, method: Method) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = {"small": arrays()["small"]}
+    written = _core.write_arrays(str(path), entries(tensors), metadata={"format": "pt"})
+    content = path.read_bytes()
+    for bit in range(8 * written.header_bytes):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedFileError, match="header is not the one"):
+            index_of(path, content, method)
+    for other in (content[:-1], content + b"\0", b""):
+        path.write_bytes(other)
+        with pytest.raises(DamagedFileError, match=f"has {len(other)} bytes, {len(content)} were written"):
+            index_of(path, content, method)
+        with pytest.raises(DamagedFileError, match=f"has {len(other)} bytes, {len(content)} were written"):
+            _core.scrub(str(path), written.n_bytes, written.sums)
+
+
+def test_sums_that_do_not_belong_to_a_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written = _core.write_arrays(str(path), entries(arrays()))
+    index = _core.Index()
+    file = index.add_file(str(path))
+    for n_bytes, sums in (
+        (written.n_bytes, written.sums[:-4]),
+        (written.n_bytes, written.sums[:-1]),
+        (1, written.sums),
+    ):
+        with pytest.raises(ArgumentError, match="sums"):
+            index.set_sums(file, n_bytes, 0, 0, sums)
+    index.file_bytes(file)
+    with pytest.raises(ArgumentError, match="open already"):
+        index.set_sums(file, written.n_bytes, written.header_bytes, written.header_sum, written.sums)
+
+
+# -- snapshots
+
+
+def test_a_snapshot_is_what_the_arrays_were(tmp_path: Path) -> None:
+    pool = _core.SnapshotPool()
+    tensors = arrays() | {"strided": arrays()["other"][:, ::3]}
+    written = _core.write_arrays(str(tmp_path / "a"), entries(tensors), metadata={"format": "pt"})
+    snapshot = pool.take(entries(tensors), metadata={"format": "pt"})
+    for array in tensors.values():
+        array[...] = 0
+    taken = snapshot.write(str(tmp_path / "b"))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert (taken.n_bytes, taken.sums) == (written.n_bytes, written.sums)
+    assert pool.free_bytes == 0
+    snapshot.close()
+    assert pool.free_bytes >= written.n_bytes
+    with pytest.raises(ArgumentError, match="closed"):
+        snapshot.write(str(tmp_path / "c"))
+    del snapshot
+    assert pool.take(entries(arrays())).n_bytes < written.n_bytes
+    small = _core.SnapshotPool(max_free_bytes=0)
+    small.take(entries(arrays())).close()
+    assert small.free_bytes == 0
+
+
+def test_a_child_can_neither_write_nor_break_a_snapshot(tmp_path: Path) -> None:
+    pool = _core.SnapshotPool()
+    snapshot = pool.take(entries(arrays()))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            snapshot.write(str(tmp_path / "child"))
+        except ArgumentError as error:
+            snapshot.close()
+            os._exit(7 if "a child of it" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert snapshot.write(str(tmp_path / "parent")).n_bytes == snapshot.n_bytes
