@@ -105,8 +105,8 @@ def _parsed(share: str) -> tuple[int, int]:
 
 def _launched() -> tuple[int, int] | None:
     """The share of a process that torchrun or Slurm started beside others."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        index, count = os.environ.get(rank, ""), os.environ.get(size, "")
+    for rank, of in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        index, count = os.environ.get(rank, ""), os.environ.get(of, "")
         if index.isascii() and index.isdigit() and count.isascii() and count.isdigit():
             return (int(index), int(count)) if int(count) > 1 else None
     return None
