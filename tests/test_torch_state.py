@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo  # what DTensor imports when it is first used: here once, instead of in every rank
-from tests.ranks import Job
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim import lr_scheduler
 
-from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import state as state_format
-from reshard.layout import ModelLayout
 from reshard.torch.state import Described, Report, apply, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from reshard.group import TorchGroup
+    from collections.abc import Callable
 
 
 def through_files(described: Described) -> tuple[dict[str, np.ndarray], Any]:
