@@ -268,19 +268,27 @@ def _write_own(
         sums = base64.b64encode(written.sums).decode()
         rows.append((file.name, written.n_bytes, written.header_bytes, written.header_sum, sums))
     if share.extra is not None:
-        _write_extra(staging, rank, terms, *share.extra)
+        rows += _write_extra(staging, rank, terms, *share.extra)
     return rows
 
 
-def _write_extra(staging: Path, rank: int, terms: Terms, text: str, arrays: dict[str, np.ndarray]) -> None:
+def _write_extra(
+    staging: Path, rank: int, terms: Terms, text: str, arrays: dict[str, np.ndarray]
+) -> list[tuple[str, int, int, int, str]]:
+    """Write this rank's state; what rank 0 must know of the file with its arrays, which has sums like any shard."""
+    rows = []
     if arrays:
-        _core.write_arrays(
-            str(staging / state.arrays_file_name(rank)),
+        name = state.arrays_file_name(rank)
+        written = _core.write_arrays(
+            str(staging / name),
             [(array.name, array.dtype, array.shape, array.buffer()) for array in local_arrays(arrays, None).values()],
             durable=terms.durable,
             mode=_FILE_MODE,
         )
+        sums = base64.b64encode(written.sums).decode()
+        rows.append((name, written.n_bytes, written.header_bytes, written.header_sum, sums))
     write_file_atomically(staging / state.file_name(rank), text, _FILE_MODE, durable=terms.durable)
+    return rows
 
 
 def _wait_for(staging: Path, timeout: float) -> None:
@@ -342,7 +350,8 @@ class _Coordinator:
             for name, n_bytes, header_bytes, header_sum, sums in rows:
                 shards[name] = (_WrittenFile(n_bytes, header_bytes, header_sum, base64.b64decode(sums)), rank)
         planned = {file.name: file.rank for file in plan.files}
-        if {name: rank for name, (_, rank) in shards.items()} != planned:
+        told = {name: rank for name, (_, rank) in shards.items() if name != state.arrays_file_name(rank)}
+        if told != planned:
             raise ReshardError(f"the ranks wrote {sorted(shards)}, planned were {sorted(planned)}")
         staging = self.attempt.staging
         write_descriptions(plan, staging, mode=_FILE_MODE, durable=terms.durable)
@@ -365,7 +374,7 @@ class _Coordinator:
         self.summary = {
             "path": str(terms.root / checkpoint2.iteration_folder_name(terms.iteration)),
             "n_bytes": manifest.n_bytes,
-            "n_files": len(shards),
+            "n_files": len(planned),
             "durable": terms.durable and volatile is None,
             "digest": manifest.digest,
             "warnings": warnings,
