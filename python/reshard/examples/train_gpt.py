@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from reshard.torch import Checkpointer, ElasticSampler, rng
 
 # Heads and widths divide by 1, 2, 3, 4, 6 and 12 tensor parallel ranks.
-N_LAYERS, WIDTH, N_HEADS, CONTEXT, DROPOUT = 2, 48, 12, 32, 0.1
+N_LAYERS, WIDTH, N_HEADS, CONTEXT = 2, 48, 12, 32
 ALPHABET = "0123456789+=; "
 N_SAMPLES = 4096
 
@@ -73,22 +73,24 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention = Attention()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + F.dropout(self.attention(self.norm1(x)), DROPOUT, self.training)
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), DROPOUT, self.training)
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        result: torch.Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return result
 
 
 class GPT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(len(ALPHABET), WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(N_LAYERS))
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(N_LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, len(ALPHABET), bias=False)
         self.head.weight = self.tokens.weight  # tied: a checkpoint has it once
@@ -163,8 +165,7 @@ def train(args: argparse.Namespace) -> None:
     place = {"dp": mesh.get_local_rank("dp")}
 
     torch.manual_seed(args.seed)  # all ranks begin with the same weights, and each goes on with its own dropout
-    bare = GPT()
-    model = parallel(bare, mesh, fsdp=args.fsdp)
+    model = parallel(GPT(args.dropout), mesh, fsdp=args.fsdp)
     rng.derive(args.seed, 0, place)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -209,6 +210,8 @@ def train(args: argparse.Namespace) -> None:
                 checkpointer.step(step, loss=mean)  # <- line 3: saves when it is due, or when a signal came
                 if step >= args.steps:
                     break
+        if step % args.save_every:
+            checkpointer.save()  # the end, too
     if log is not None:
         log.close()
 
@@ -225,6 +228,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 over the data parallel ranks instead of replicas")
     parser.add_argument("--async-save", action="store_true", help="write checkpoints in the background")
     parser.add_argument("--global-batch-size", type=int, default=12, help="samples a step over all ranks")
+    parser.add_argument("--dropout", type=float, default=0.1, help="other data parallel ranks drop other numbers")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(argv)
 
