@@ -17,7 +17,6 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 import torch._dynamo  # noqa: F401  what DTensor imports when it is first used: here once, instead of in every rank
-import torch.distributed.tensor
 from tests.ranks import Job
 
 from reshard.examples.train_gpt import arguments, train

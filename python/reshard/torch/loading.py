@@ -1,8 +1,8 @@
 """A checkpoint's arrays for this rank, as far as possible straight into live memory.
 
-Who calls has described what is live (`state.describe`); what comes out goes to `state.apply`. An array whose live tensor
-lies on the host in one piece is read into that tensor's own memory; others get memory of their own. Which checkpoint is
-read is decided elsewhere, and nothing of what is read is interpreted.
+Who calls has described what is live (`state.describe`); what comes out goes to `state.apply`. An array whose live
+tensor lies on the host in one piece is read into that tensor's own memory; others get memory of their own. Which
+checkpoint is read is decided elsewhere, and nothing of what is read is interpreted.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def read_for(
     if described.reason is not None:
         mapping = _box_layout(described, rank)
         keys = _own_keys(described, keys)
-    bound = checkpoint.bind(as_layout(mapping if mapping is not None else {"mesh": {"dp": 1}, "rules": [{"match": "*"}]}))
+    bound = checkpoint.bind(
+        as_layout(mapping if mapping is not None else {"mesh": {"dp": 1}, "rules": [{"match": "*"}]})
+    )
     plan = checkpoint.plan(bound.request(rank if mapping is not None else 0, keys), verify=verify)
     live = described.out()
     direct: list[int] = []
@@ -104,7 +106,7 @@ def read_for(
             name, dtype, shape, _ = plan.arrays[number]
             arrays[name] = as_array(*place, dtype, shape)
     world_size = None if checkpoint.manifest is None else checkpoint.manifest.world_size
-    return Read(arrays, checkpoint.extra(rank), checkpoint.common, world_size)
+    return Read(arrays, checkpoint.extra(rank=rank), checkpoint.common, world_size)
 
 
 def _own_keys(described: Described, keys: list[str]) -> list[str]:
@@ -128,17 +130,19 @@ def _box_layout(described: Described, rank: int) -> dict[str, object]:
     also: dict[str, list[str]] = {}
     for alias, key in described.aliases.items():
         also.setdefault(key, []).append(alias)
-    boxes: dict[tuple[object, ...], list[str]] = {}
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for key, tensor in (described.model | described.optimizer).items():
         offset, whole = described.offsets[key], described.shapes[key]
         box = (offset, tuple(dtypes.tensor_shape(dtypes.parse_dtype(tensor.dtype), tuple(tensor.shape))), whole)
         boxes.setdefault(box, []).extend(map(glob_of, [key, *also.get(key, ())]))
     rules: list[dict[str, object]] = []
-    for (offset, own, whole), names in boxes.items():  # type: ignore[misc]
+    for (offset, own, whole), names in boxes.items():
         sizes = {
             d: [first, n, total - first - n]
             for d, (first, n, total) in enumerate(zip(offset, own, whole, strict=True))
             if n != total
         }
-        rules.append({"match": names, "cut": [f"dim{d}" if d in sizes else None for d in range(len(whole))], "sizes": sizes})
+        rules.append(
+            {"match": names, "cut": [f"dim{d}" if d in sizes else None for d in range(len(whole))], "sizes": sizes}
+        )
     return {"mesh": mesh, "ranks": ranks, "rules": [*rules, {"match": "*"}]}
