@@ -47,6 +47,7 @@ from reshard.torch.loading import read_for
 from reshard.torch.resuming import (
     How,
     check_restored,
+    refuse_lonely_model,
     restore_objects,
     restore_random,
     restore_sampler,
@@ -318,7 +319,7 @@ class Checkpointer:
             group=members,
             scrub=self._verify == "full",
             config=self._config,
-            run=self._facts_of(run),
+            run=_facts_of(run.sampler),
             allow_fresh=allow_fresh,
             threads=self._options["threads"],
             timeout=self._timeout,
@@ -329,6 +330,7 @@ class Checkpointer:
 
             def restore() -> list[str]:
                 return [
+                    *([] if is_weights_alone else refuse_lonely_model(run, found, saved, how)),
                     *restore_tensors(described, found, saved, how),
                     *restore_objects(run, found, saved, members.world_size, how),
                     *restore_sampler(run.sampler, saved, decision, self._config, how),
@@ -349,16 +351,6 @@ class Checkpointer:
     def _describe(self, run: Run, optimizer: object) -> Described:
         return describe(
             run.model, optimizer, objects=run.objects, mesh=self._mesh, group=self._group, timeout=self._timeout
-        )
-
-    def _facts_of(self, run: Run) -> RunFacts:
-        has_optimizer = True if run.optimizer is not None and self._save_optimizer else None
-        if not isinstance(run.sampler, ElasticSampler):
-            return RunFacts(has_optimizer=has_optimizer)
-        return RunFacts(
-            global_batch_size=run.sampler.global_batch_size,
-            steps_per_epoch=run.sampler.steps_per_epoch,
-            has_optimizer=has_optimizer,
         )
 
     def _restore_rest(
@@ -715,3 +707,12 @@ class Checkpointer:
         self.wait(self._grace_s)
         self._save(run.last, blocking=True, timeout=self._grace_s, interrupted=True)
         _log.warning("%s: iteration %d is saved", what, run.last)
+
+
+def _facts_of(sampler: object) -> RunFacts:
+    # Whether an optimizer is missing is seen later: plain SGD has no tensors, and is there all the same.
+    if not isinstance(sampler, ElasticSampler):
+        return RunFacts(has_optimizer=False)
+    return RunFacts(
+        global_batch_size=sampler.global_batch_size, steps_per_epoch=sampler.steps_per_epoch, has_optimizer=False
+    )

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.checkpoint import Checkpoint, Part, Verify
-    from reshard.formats.checkpoint2 import CommonInfo
     from reshard.torch.state import Described
 
 __all__ = ["Read", "read_for"]
@@ -33,13 +32,13 @@ class Read:
     Attributes:
         arrays: by key, this rank's parts.
         extra: the state beside the tensors, by name, with this rank's own values.
-        common: the counters.
+        has_optimizer: whether there is state of an optimizer.
         world_size: ranks that saved it; None: not known.
     """
 
     arrays: dict[str, np.ndarray]
     extra: dict[str, Any]
-    common: CommonInfo | None
+    has_optimizer: bool
     world_size: int | None
 
 
@@ -106,7 +105,7 @@ def read_for(
             name, dtype, shape, _ = plan.arrays[number]
             arrays[name] = as_array(*place, dtype, shape)
     world_size = None if checkpoint.manifest is None else checkpoint.manifest.world_size
-    return Read(arrays, checkpoint.extra(rank=rank), checkpoint.common, world_size)
+    return Read(arrays, checkpoint.extra(rank=rank), bool(checkpoint.keys("optimizer")), world_size)
 
 
 def _own_keys(described: Described, keys: list[str]) -> list[str]:

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from reshard.torch.run import Run
     from reshard.torch.state import Described
 
-__all__ = ["How", "check_restored", "restore_objects", "restore_random", "restore_sampler", "restore_tensors"]
+__all__ = [
+    "How",
+    "check_restored",
+    "refuse_lonely_model",
+    "restore_objects",
+    "restore_random",
+    "restore_sampler",
+    "restore_tensors",
+]
 
 _MAX_NAMED = 8
 
@@ -40,6 +48,22 @@ class How:
     init: Callable[[str, torch.Tensor], torch.Tensor | None] | None
     device: torch.device | str | None
     grown: bool
+
+
+def refuse_lonely_model(run: Run, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
+    """See that a checkpoint that a run goes on from holds an optimizer, if the run has one.
+
+    Raises:
+        MismatchError: it does not, and it matters.
+    """
+    if run.optimizer is None or "optimizer" in saved.get("trainer", {}) or found.has_optimizer:
+        return []
+    if how.strict:
+        raise MismatchError(
+            "the checkpoint holds no state of an optimizer, and the run has one",
+            hint="`strict=False` lets the optimizer begin anew",
+        )
+    return ["the checkpoint holds no state of an optimizer: it begins anew"]
 
 
 def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
