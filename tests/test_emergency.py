@@ -70,6 +70,7 @@ def test_ranks_meet_wherever_they_are(steps: tuple[int, ...]) -> None:
 
     with Job(3, work) as job:
         first, *others = job.values()
+    # Where all do as they should it is the step after that of rank 0; who is beyond it makes all meet after him.
     assert first == [max(steps) + 1 if len(set(steps)) > 1 and max(steps) > steps[0] else steps[0] + 1, "a test", None]
     assert others == [first] * 2
 

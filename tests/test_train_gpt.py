@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.training import Run, whole_run
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 
 STEPS = 9
@@ -47,3 +54,61 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     for step, line in expected.items():
         assert line["samples"] == lines[step]["samples"]
         assert float.fromhex(line["loss"]) == pytest.approx(float.fromhex(lines[step]["loss"]), rel=1e-5)
+
+
+@contextlib.contextmanager
+def launched(folder: Path, n_ranks: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    words = ["--nproc-per-node", str(n_ranks), "--standalone", "-m", "reshard.examples.train_gpt"]
+    words += ["--out", str(folder / "run"), "--log-file", str(folder / "log.jsonl"), *options]
+    with (folder / "stderr").open("ab") as stderr:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+    try:
+        yield launcher
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return []
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Other people's processes: there is nothing to wait for but what they leave."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_launcher_is_killed_and_started_anew(tmp_path: Path) -> None:
+    """As a user does it: torchrun, kill -9 of the launcher, which takes its ranks along, torchrun on fewer ranks."""
+    with launched(tmp_path, 2, "--steps", "100000", "--save-every", "2", "--fsdp", "--async-save") as launcher:
+        wait_for(lambda: len(log_of(tmp_path)) >= 5)
+        ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+        assert len(ranks) >= 2
+    wait_for(lambda: not any(is_alive(pid) for pid in ranks))
+    before = log_of(tmp_path)
+    last = before[-1]["step"] + 3
+    with launched(tmp_path, 1, "--steps", str(last)) as launcher:
+        assert launcher.wait(120) == 0, (tmp_path / "stderr").read_text()
+    after = log_of(tmp_path)[len(before) :]
+    assert 1 < after[0]["step"] <= len(before) + 1
+    assert after[-1]["step"] == last
+    for old, new in zip(before[after[0]["step"] - 1 :], after, strict=False):
+        assert old["samples"] == new["samples"]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

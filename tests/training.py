@@ -17,7 +17,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-import torch._dynamo  # noqa: F401  what DTensor imports when it is first used: here once, instead of in every rank
+import torch._dynamo  # what DTensor imports when it is first used: here once, instead of in every rank
 from tests.ranks import Job
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -41,7 +41,7 @@ from reshard.resume import RunFacts
 from reshard.torch import environment as environments
 from reshard.torch import rng
 from reshard.torch.checks import MAX_SEED, count
-from reshard.torch.emergency import EXIT_CODE, Rendezvous, Signals, board_of
+from reshard.torch.emergency import EXIT_CODE, LAST_WORDS_S, Rendezvous, Signals, board_of
 from reshard.torch.health import LossHealth
 from reshard.torch.loading import read_for
 from reshard.torch.resuming import (
@@ -79,7 +79,6 @@ __all__ = ["Checkpointer"]
 _log = logging.getLogger("reshard")
 
 _MAX_FAILURES = 3  # saves in a row that may fail before the run is told by an error
-_LAST_WORDS_S = 5.0
 # What is wrong with the call or with the tensors is wrong at the next save too.
 _HOPELESS = (ArgumentError, CoverageError, LayoutError, MismatchError, UnsupportedError)
 
@@ -124,6 +123,9 @@ class Checkpointer:
         coordinate: where this rank's random streams belong, by mesh axis, as in `reshard.torch.rng.capture`.
         signals: that ask for a save and the end.
         grace_s: seconds from a signal until ranks stop waiting for each other.
+        drift: steps by which the host of one rank can be ahead of another's. 1 where a step waits for all ranks, as on
+            the CPU, or where `step` is told each loss; where hosts run ahead of their devices, the steps from one wait
+            to the next.
         save_on_exception: save as well when the block ends in an exception, if all ranks' blocks do within `grace_s`
             and no optimizer was in the midst of its step. Such a checkpoint stands at the last complete step, but
             random streams and buffers may have moved on in the step that failed; resuming from it says so.
@@ -132,7 +134,7 @@ class Checkpointer:
         threads: threads of copies.
 
     Raises:
-        ArgumentError: `save_every` is neither steps nor a time.
+        ArgumentError: `save_every` is neither steps nor a time, or a time and ranks cannot leave word for each other.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -172,6 +174,7 @@ class Checkpointer:
         coordinate: Mapping[str, int] | None = None,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         grace_s: float = 25.0,
+        drift: int = 1,
         save_on_exception: bool = False,
         durable: bool = True,
         timeout: float = 1800.0,
@@ -198,6 +201,12 @@ class Checkpointer:
         self._save_on_exception = save_on_exception
         self._root_seed = None if seed is None else count("seed", seed, 0, MAX_SEED)
         self._group = resolve(group)
+        self._board, self._drift = board_of(self._group), count("drift", drift, 1)
+        if self._board is None and self._every_s is not None:
+            raise ArgumentError(
+                "saving by the clock needs a group on which ranks can leave word for each other",
+                hint="give `save_every` in steps, or the group the methods `post(name, text)` and `read(name)`",
+            )
         self._signals = Signals(signals)
         self._is_leaving = False
         self._run: Run | None = None
@@ -330,7 +339,7 @@ class Checkpointer:
 
             def restore() -> list[str]:
                 return [
-                    *([] if is_weights_alone else refuse_lonely_model(run, found, saved, how)),
+                    *([] if is_weights_alone else self._lonely_model(run, found, saved, how)),
                     *restore_tensors(described, found, saved, how),
                     *restore_objects(run, found, saved, members.world_size, how),
                     *restore_sampler(run.sampler, saved, decision, self._config, how),
@@ -352,6 +361,10 @@ class Checkpointer:
         return describe(
             run.model, optimizer, objects=run.objects, mesh=self._mesh, group=self._group, timeout=self._timeout
         )
+
+    def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
+        # Who does not save the optimizer knows that it begins anew.
+        return refuse_lonely_model(run, found, saved, replace(how, strict=how.strict and self._save_optimizer))
 
     def _restore_rest(
         self,
@@ -414,13 +427,8 @@ class Checkpointer:
         """Everything is in place: agree on what the run is known by."""
         seed = torch.initial_seed() % (MAX_SEED + 1) if self._root_seed is None else self._root_seed
         word, self._root_seed = self._together(lambda: [secrets.token_hex(8), seed])[0]
-        board = board_of(self._group)
-        if board is None and self._every_s is not None:
-            raise ArgumentError(
-                "saving by the clock needs a group on which ranks can leave word for each other",
-                hint="give `save_every` in steps, or the group the methods `post(name, text)` and `read(name)`",
-            )
-        run.rendezvous = None if board is None else Rendezvous(self._group, board, word)
+        if self._board is not None:
+            run.rendezvous = Rendezvous(self._group, self._board, word, self._drift)
         run.last = run.saved = decision.initial_step
         run.above = decision.iteration if decision.iteration is not None and self._saves_where_it_loads(decision) else 0
         if self._save_on_exception:
@@ -468,7 +476,7 @@ class Checkpointer:
             self._every_s is not None and self._group.rank == 0 and time.monotonic() - run.saved_at >= self._every_s
         )
         if self._signals.seen is not None:
-            left_s = max(self._grace_s - self._signals.age_s(), _LAST_WORDS_S)
+            left_s = max(self._grace_s - self._signals.age_s(), LAST_WORDS_S)
             who = f"{self._signals.seen} on rank {self._group.rank}"
             run.rendezvous.ask(step, who, leave=True, seconds=left_s)
         elif by_clock:
@@ -677,7 +685,7 @@ class Checkpointer:
         saved, message = True, f"iteration {step} is saved"
         if run.saved != step:
             try:
-                self._save(step, blocking=True, timeout=max(deadline - time.monotonic(), _LAST_WORDS_S))
+                self._save(step, blocking=True, timeout=max(deadline - time.monotonic(), LAST_WORDS_S))
             except ReshardError as error:
                 saved, message = False, f"iteration {step} is not saved: {error}"
         self._leave(message, saved=saved)
@@ -685,7 +693,7 @@ class Checkpointer:
     def _leave(self, message: str, *, saved: bool) -> NoReturn:
         try:
             # Rank 0 may serve the store: it leaves last.
-            session(self._group, "leaving").gather(None, timeout=_LAST_WORDS_S)
+            session(self._group, "leaving").gather(None, timeout=LAST_WORDS_S)
         except ReshardError as error:
             _log.debug("leaving: %s", error)
         _log.log(logging.WARNING if saved else logging.ERROR, "%s; leaving", message)

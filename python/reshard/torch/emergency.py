@@ -1,12 +1,14 @@
 """Saving before the machine is taken away: how ranks that learn of it at different steps save at the same one.
 
-A signal only sets a flag. At the end of its step the rank that saw it posts a *notice* on a board, "save at step
+A signal only sets a flag. At the end of its step s the rank that saw it posts a *notice* on a board, "save at step
 s + 1", and every rank looks at the board at the end of each of its steps: one question to the rendezvous store, no
 collective. At the step of the notice, or the first one after it, a rank asks the others where they are. If all are at
-the same step, that is where they save. If some had run further than the notice thought (their devices still compute
-what the host has long queued), all now know the highest step, and meet again one step after it, to which nobody has
-come yet. So no assumption of how far ranks drift apart can make them save different steps, or wait for ever: who is
-ahead has done his part of all that the others still wait for.
+the same step, that is where they save; else all now know the highest step, and meet again one step after it.
+
+A rank that waits there must be missed by nobody: no rank may then be in a step after the notice's that another has to
+take part in. With s + 1 that is so wherever a step cannot end before all ranks have come to it, as on the CPU, or where
+its loss is looked at. Where hosts queue work for their devices and look up only every n steps, the notice has to say
+s + n: that is `drift`. Nothing waits for ever in any case; a notice that failed costs its save.
 
 The board is also how a save by the clock comes about: rank 0's clock counts, and its notice tells the others.
 
@@ -33,10 +35,13 @@ if TYPE_CHECKING:
 
     from reshard.group import Group
 
-__all__ = ["EXIT_CODE", "Board", "Notice", "Rendezvous", "Signals", "board_of"]
+__all__ = ["EXIT_CODE", "LAST_WORDS_S", "Board", "Notice", "Rendezvous", "Signals", "board_of"]
 
 EXIT_CODE = 75
 """What a process ends with that was told to end and has saved: EX_TEMPFAIL, "try again later"."""
+
+LAST_WORDS_S = 5.0
+"""Seconds that there always are for what is to be done before the end."""
 
 _log = logging.getLogger("reshard")
 
@@ -192,19 +197,20 @@ class Rendezvous:
         group: all its ranks make one, and call `look` at the end of every step.
         board: what its ranks have in common.
         run: text that no other run on this board has, the same on all ranks.
+        drift: steps by which one rank can be ahead of another, at least 1.
     """
 
-    def __init__(self, group: Group, board: Board, run: str) -> None:
+    def __init__(self, group: Group, board: Board, run: str, drift: int = 1) -> None:
         self._group = group
         self._board = board
         self._run = run
+        self._drift = drift if group.world_size > 1 else 0
         self._number = 0  # of the next notice
         self._target: tuple[Notice, float] | None = None  # and when it was seen
 
     def ask(self, step: int, why: str, *, leave: bool, seconds: float) -> None:
         """Post a notice at the end of a step, unless there is one."""
-        alone = self._group.world_size == 1
-        notice = Notice(step if alone else step + 1, why, leave, seconds)
+        notice = Notice(step + self._drift, why, leave, seconds)
         self._board.post(self._name, json.dumps(asdict(notice)))
 
     def look(self, step: int, timeout: float) -> Notice | None:
@@ -228,9 +234,10 @@ class Rendezvous:
         notice, seen = self._target
         if step < notice.step:
             return None
-        left_s = max(notice.seconds - (time.monotonic() - seen), 0.0)
+        left_s = notice.seconds - (time.monotonic() - seen)
         try:
-            steps = agree(session(self._group, "notice"), step, min(timeout, left_s))
+            # However late it is: the others may come at once.
+            steps = agree(session(self._group, "notice"), step, min(timeout, max(left_s, LAST_WORDS_S)))
         except BaseException:
             self._target = None
             self._number += 1
