@@ -14,6 +14,9 @@ import torch
 from tests.ranks import Job
 from tests.training import gathered
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 import reshard
@@ -21,6 +24,7 @@ from reshard.errors import ArgumentError, DamagedFileError, GroupError, Mismatch
 from reshard.group import SingleProcess
 from reshard.torch import Checkpointer, ElasticSampler, LossHealth
 from reshard.torch.run import interval
+from reshard.torch.state import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -587,7 +591,8 @@ def test_tensors_that_no_layout_can_say(tmp_path: Path) -> None:
     """Ranks 0 and 3 alone hold a layer, which is no part of a mesh: boxes are saved, and loaded as boxes."""
 
     def work(group: TorchGroup) -> Any:
-        model = nn.ModuleDict({"all": nn.Linear(2, 2)})
+        model = nn.ModuleDict({"all": nn.Linear(2, 2), "cut": nn.Linear(2, 6)})
+        fully_shard(model["cut"], mesh=init_device_mesh("cpu", (4,)))
         if group.rank in (0, 3):
             model["some"] = nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -596,20 +601,26 @@ def test_tensors_that_no_layout_can_say(tmp_path: Path) -> None:
             if decision.fresh:
                 with torch.no_grad():
                     for n, parameter in enumerate(model.parameters()):
-                        parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) + n)
-                torch.stack([p.sum() for p in model.parameters()]).sum().backward()  # type: ignore[no-untyped-call]
+                        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                        own.copy_(
+                            torch.arange(own.numel()).reshape(own.shape) + n + 100 * group.rank * (own is not parameter)
+                        )
+                for parameter in model.parameters():
+                    parameter.square().sum().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 made.step(1)
                 made.save()
-            state = [optimizer.state[p]["exp_avg"].tolist() for p in model.parameters()]
-            return [decision.initial_step, [p.tolist() for p in model.parameters()], state]
+            held = [one for p in model.parameters() for one in (p, optimizer.state[p]["exp_avg"])]
+            local = [one.to_local() if isinstance(one, DTensor) else one for one in held]
+            return [decision.initial_step, describe(model, optimizer).reason, [one.tolist() for one in local]]
 
     with Job(4, work) as job:
         before = job.values()
     with Job(4, work) as job:
         after = job.values()
     assert [one[0] for one in after] == [1] * 4
-    assert [one[1:] for one in after] == [one[1:] for one in before]
+    assert all("no part of a mesh" in one[1] for one in after)
+    assert [one[2] for one in after] == [one[2] for one in before]
     assert reshard.open(tmp_path)["some.weight"].shape == (2, 3)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         (
             2,
             "--save-every 2",
-            [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGTERM), (1, signal.SIGUSR1)] * 20,
+            [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGTERM), (1, signal.SIGUSR1)],
         ),
         (3, "--save-every 1 --async-save", [(2, signal.SIGTERM), (0, signal.SIGTERM), (1, signal.SIGTERM)]),
     ],
@@ -40,7 +40,8 @@ def test_signal_saves_and_ends(tmp_path: Path, n_ranks: int, options: str, signa
         run.until(3)
         for rank, number in signals:
             run.signal(rank, number)
-        assert run.codes() == [EXIT_CODE] * n_ranks
+        # Launchers do not leave it at one either.
+        assert run.codes(pester=signals if len(signals) > 3 else ()) == [EXIT_CODE] * n_ranks
     root = tmp_path / "torn" / "run"
     last = max(run.lines)
     assert reshard.open(root).iteration == last

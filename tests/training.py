@@ -26,6 +26,7 @@ from reshard.examples.train_gpt import GPT, arguments, parallel, train
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from reshard.group import TorchGroup
@@ -84,13 +85,15 @@ class Run:
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
         self.job.kill(rank, number)
 
-    def codes(self) -> list[int]:
-        """Wait for the end: what the ranks exit with."""
+    def codes(self, pester: Sequence[tuple[int, int]] = ()) -> list[int]:
+        """Wait for the end: what the ranks exit with. Until then send these `(rank, signal)` again and again."""
         values = []
         pending = dict(enumerate(self.job._pipes))
         while pending:  # the log must be read, or its writer waits
-            ready = select.select([*pending.values(), self._reader], [], [], PATIENCE_S)[0]
-            assert ready, "it does not end"
+            ready = select.select([*pending.values(), self._reader], [], [], 0.001 if pester else PATIENCE_S)[0]
+            assert ready or pester, "it does not end"
+            for rank, number in pester:
+                self.signal(rank, number)
             if self._reader in ready:
                 self._drain()
             pending = {rank: pipe for rank, pipe in pending.items() if pipe not in ready}
