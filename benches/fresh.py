@@ -9,20 +9,26 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.synchronize import Barrier
     from pathlib import Path
 
 HUGE_PAGE_BYTES = 2 << 20
 Result = TypeVar("Result")
 
+_MEET_SECONDS = 120.0
+_barrier: Barrier
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What takes long to import; the modules beside this one are not on the server's path.
-_CONTEXT.set_forkserver_preload(["numpy", "torch", "safetensors", "reshard.checkpoint", "reshard.verbs.convert"])
+_CONTEXT.set_forkserver_preload(
+    ["numpy", "torch", "safetensors", "reshard.opening", "reshard.verbs.convert", "reshard.write.save"]
+)
 # Not in Python's mmap yet.
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
@@ -31,6 +37,34 @@ def run(case: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result
     """What a case returns in a new process; what it raises there is raised here."""
     with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:
         return pool.submit(case, *arguments, **keywords).result()
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of several processes that measure something together."""
+
+    rank: int
+    n: int
+
+    def meet(self) -> None:
+        """Wait for the others."""
+        _barrier.wait(_MEET_SECONDS)
+
+
+def run_together(n: int, case: Callable[..., tuple[float, float]], *arguments: Any) -> float:
+    """Seconds from the first beginning to the last end: `case(member, ...)` in each of n new processes tells both.
+
+    Every case meets the others: only so does each process run one of them.
+    """
+    with ProcessPoolExecutor(n, mp_context=_CONTEXT, initializer=_join, initargs=(_CONTEXT.Barrier(n),)) as pool:
+        members = [pool.submit(case, Member(rank, n), *arguments) for rank in range(n)]
+        times = [member.result() for member in members]
+    return max(end for _, end in times) - min(start for start, _ in times)
+
+
+def _join(barrier: Barrier) -> None:
+    global _barrier  # noqa: PLW0603  it can be handed to a process only when that is made
+    _barrier = barrier
 
 
 def prepare(sources: list[Path], n_bytes: int) -> None:

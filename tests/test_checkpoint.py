@@ -31,7 +31,7 @@ from tests import original_reader
 from tests.oracle import local_arrays
 
 import reshard
-from reshard import checkpoint as checkpoint_module
+from reshard import opening
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -306,12 +306,12 @@ def test_a_root_without_a_tracker_is_its_newest_iteration(tmp_path: Path) -> Non
 
 
 def test_iterations_of_a_root_and_of_anything_else(tmp_path: Path) -> None:
-    candidates = checkpoint_module.iterations(SAMPLES / "ckpt2" / "checkpoint")
-    assert candidates is not None
-    assert candidates.folders == ((10, "iteration_00000010"), (5, "iteration_00000005"))
-    assert checkpoint_module.iterations(SAMPLES / "full_hf") is None
-    assert checkpoint_module.iterations(folder_of("ckpt2", 5)) is None
-    assert checkpoint_module.iterations(tmp_path / "nothing") is None
+    order = opening.iterations(SAMPLES / "ckpt2" / "checkpoint")
+    assert order is not None
+    assert [one.name for one in order.candidates] == ["iteration_00000010", "iteration_00000005"]
+    assert opening.iterations(SAMPLES / "full_hf") is None
+    assert opening.iterations(folder_of("ckpt2", 5)) is None
+    assert opening.iterations(tmp_path / "nothing") is None
 
 
 @pytest.mark.parametrize("name", ["nothing", "a" * 300, "a\0b", "loop", "empty", "text"])

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from click.testing import CliRunner, Result
+from tests import sealed
 
 import reshard
 from reshard.cli import main
@@ -77,8 +78,8 @@ def test_inspect_shows_a_root() -> None:
     assert result.exit_code == 0
     # Facts of the sample: README of the samples, and its metadata.json.
     for text in (
-        "iteration_00000010  complete (taken, tracker)",
-        "iteration_00000005  complete\n",
+        "iteration_00000010  complete, unverified (taken, tracker)",
+        "iteration_00000005  complete, unverified\n",
         "checkpoint2, iteration 10",
         "global_step 10",
         "model      10 tensors",
@@ -116,7 +117,7 @@ def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None
     code, out, err = outcome("inspect", root)
     assert (code, err) == (0, "")
     assert re.search(r"iteration_00000010  damaged \(tracker\): .*demo-model-0000003-0000008", out)
-    assert "iteration_00000005  complete (taken)" in out
+    assert "iteration_00000005  complete, unverified (taken)" in out
     assert "checkpoint2, iteration 5" in out
     facts = json.loads(run("inspect", root, "--json").stdout)
     assert [(one["iteration"], one["complete"], one["taken"], one["tracker"]) for one in facts["iterations"]] == [
@@ -127,7 +128,7 @@ def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None
     (root / "iteration_00000010" / "metadata.json").write_text("{")
     out = run("inspect", root).stdout
     assert re.search(r"iteration_00000010  damaged: .*metadata\.json", out)
-    assert "iteration_00000005  complete (taken, tracker)" in out
+    assert "iteration_00000005  complete, unverified (taken, tracker)" in out
 
 
 def test_inspect_of_a_root_without_a_whole_iteration(tmp_path: Path) -> None:
@@ -299,7 +300,7 @@ def refusals(folder: Path) -> dict[str, tuple[list[object], str]]:
     (folder / "full" / "note").write_text("")
     model = folder / "m.safetensors"
     return {
-        "nothing there": (["inspect", folder / "nope"], "CheckpointNotFoundError"),
+        "nothing there": (["inspect", folder / "nope"], "EmptyRootError"),
         "damaged": (["inspect", folder / "short.safetensors"], "DamagedFileError"),
         "no key": (["inspect", model, "nothing"], "KeyNotFoundError"),
         "bad layout": (["convert", model, folder / "x", "--layout", folder / "bad.yaml"], "LayoutError"),
@@ -529,6 +530,8 @@ def test_demo_fails_when_a_byte_differs(monkeypatch: pytest.MonkeyPatch) -> None
                 last = file.read(1)
                 file.seek(-1, os.SEEK_END)
                 file.write(bytes([last[0] ^ 1]))
+            # As if that had been written: what was damaged afterwards is found before it is compared.
+            sealed.seal(path.parent, int(path.parent.name.removeprefix("iteration_")))
         return report
 
     monkeypatch.setattr(demo_module, "convert", damaging)
@@ -570,7 +573,8 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
     assert run("demo", "--size", 1, "--keep", tmp_path / "demo").exit_code == 0
     shutil.copytree(tmp_path / "demo" / "tp2_pp2", folder / "output" / "checkpoint")
     shutil.copy(tmp_path / "demo" / "tp4.yaml", folder)
-    if "convert hf/" in example:
+    shutil.copy(SAMPLES / "train.yaml", folder)
+    if re.search("(convert|diff .*) hf/|diff hf/", example):
         shutil.copytree(tmp_path / "demo" / "hf", folder / "hf")
     if example == "reshard demo":
         example += " --size 1"
@@ -581,7 +585,17 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
 
 
 def test_every_command_has_help_with_examples() -> None:
-    assert sorted(main.commands) == ["convert", "demo", "inspect"]
+    assert sorted(main.commands) == [
+        "convert",
+        "demo",
+        "diff",
+        "explain",
+        "inspect",
+        "pin",
+        "prune",
+        "unpin",
+        "verify",
+    ]
     for name in ("", *main.commands):
         text = run(*([name] if name else []), "--help").stdout
         assert "Examples:" in text

@@ -68,9 +68,11 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
-    """Every entry below a folder: what it is, its permissions, its content."""
+    """Every entry below a folder: what it is, its permissions, its content. Not the claims of writers, which count."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
+        if ".writers" in path.parts:
+            continue
         mode = path.lstat().st_mode
         content = path.readlink() if path.is_symlink() else path.read_bytes() if stat.S_ISREG(mode) else None
         found[str(path.relative_to(folder))] = (mode, content)
@@ -233,7 +235,10 @@ def test_overwrite_replaces_that_iteration_alone(source: Path, tmp_path: Path) -
         k: v for k, v in before.items() if "00000007" not in k
     }
     assert sorted(path.name for path in (root / "iteration_00000007").iterdir()) == [
+        ".tracked",
+        "checksums.bin",
         "common.json",
+        "manifest.json",
         "metadata.json",
         "model-0000000-0000001.safetensors",
     ]
@@ -266,7 +271,10 @@ def test_an_iteration_that_is_a_link_is_replaced_and_what_it_led_to_stays(source
     assert not (root / "iteration_00000000").is_symlink()
     with reshard.open(root) as opened:
         assert opened.keys() == ["a", "b", "c"]
-    assert sorted(entry.name for entry in root.iterdir()) == ["iteration_00000000", "latest_checkpointed_iteration.txt"]
+    assert {entry.name for entry in root.iterdir()} - {".lock", ".writers"} == {
+        "iteration_00000000",
+        "latest_checkpointed_iteration.txt",
+    }
 
 
 def test_views_of_what_was_replaced_stay_valid(source: Path, tmp_path: Path) -> None:
@@ -543,13 +551,15 @@ def in_order(found: list[str], *wanted: str) -> None:
 
 def test_what_is_durable_is_synced_before_it_is_named(source: Path, tmp_path: Path) -> None:
     found = calls_of(source, tmp_path / "new" / "root", tmp_path / "trace", {"to": "checkpoint2"})
-    staging = next(entry for entry in found if entry.endswith(".staging"))
-    assert staging == "sync /root/.staging/.iteration_00000000.#.staging"
+    # The commit record last, and with it the folder that it is in.
+    manifest = next(i for i, entry in enumerate(found) if entry.startswith("rename") and "manifest.json" in entry)
+    staging = found[manifest + 1]
+    assert staging == "sync /root/.staging/0.1.##"
     publish, tracker = "rename /root/iteration_00000000", "rename /root/latest_checkpointed_iteration.txt"
-    for name in ("model-0000000-0000001.safetensors", "metadata.json", "common.json"):
+    for name in ("model-0000000-0000001.safetensors", "metadata.json", "common.json", "checksums.bin"):
         is_file = [i for i, entry in enumerate(found) if name in entry and entry.startswith("sync")]
         assert is_file
-        assert is_file[0] < found.index(publish)
+        assert is_file[-1] < manifest < found.index(publish)
     # The file, its folder, its name in the root, and only then the tracker.
     in_order(found, staging, publish, "sync /root", tracker, "sync /root")
     # The folders that were made have names too.

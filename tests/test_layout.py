@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, StorageError
 from reshard.layout import Block, Flat, ModelLayout, Optimizer, Place, Rule, as_layout
-from reshard.layout.patterns import IndexPattern, Matcher, Pattern, glob_of, natural_order, show
+from reshard.layout.patterns import IndexPattern, Matcher, Pattern, glob_of, natural_order
+from reshard.words import show
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -309,7 +310,7 @@ def test_hostile_yaml(case: str, tmp_path: Path) -> None:
 
 
 def test_pure_python_yaml_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.layout.strict_yaml._LOADER", yaml.SafeLoader)
+    monkeypatch.setattr("reshard.strict_yaml._LOADER", yaml.SafeLoader)
     assert str(ModelLayout.from_yaml(write(tmp_path, EXAMPLE))).startswith("mesh: {pp: 2, dp: 2, tp: 4}\n")
     for case, (text, message) in HOSTILE.items():
         path = tmp_path / f"{case}.yaml"
@@ -541,7 +542,13 @@ def test_what_is_shown_cannot_drive_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["fields", "file", "model", "patterns", "presets", "resolve", "strict_yaml", "tp_plan"]
+    "module",
+    [
+        "fields",
+        "strict_yaml",
+        "words",
+        *(f"layout.{n}" for n in ("file", "model", "patterns", "presets", "resolve", "tp_plan")),
+    ],
 )
 def test_the_examples_of_the_documentation_run(module: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"reshard.layout.{module}")).failed == 0
+    assert doctest.testmod(importlib.import_module(f"reshard.{module}")).failed == 0

@@ -18,40 +18,83 @@ from reshard._core import __version__
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
-    from reshard.checkpoint import Checkpoint, Shard, TensorInfo, open  # noqa: A004
+    from reshard.checkpoint import Checkpoint, StoredShard, TensorInfo
     from reshard.formats.checkpoint2 import CommonInfo
+    from reshard.formats.state import per_rank
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
+    from reshard.opening import open  # noqa: A004
     from reshard.verbs.convert import ConvertReport, convert
+    from reshard.verbs.diff import DiffReport, TensorDifference, diff
+    from reshard.verbs.load import Loaded, PendingLoad, load, load_async
+    from reshard.verbs.prune import Removed, pin, prune, unpin
+    from reshard.verbs.verify import VerifyReport, verify
+    from reshard.write.save import PendingSave, SaveReport, Shard, save
 
 __all__ = [
     "Checkpoint",
     "CommonInfo",
     "ConvertReport",
+    "DiffReport",
+    "Loaded",
     "ModelLayout",
+    "PendingLoad",
+    "PendingSave",
+    "Removed",
     "ReshardError",
+    "SaveReport",
     "Shard",
+    "StoredShard",
+    "TensorDifference",
     "TensorInfo",
+    "VerifyReport",
     "__version__",
     "convert",
+    "diff",
+    "load",
+    "load_async",
     "load_file",
     "open",
+    "per_rank",
+    "pin",
+    "prune",
     "safe_open",
+    "save",
     "save_file",
+    "unpin",
+    "verify",
 ]
 
 _HOMES = {
     "Checkpoint": "reshard.checkpoint",
     "CommonInfo": "reshard.formats.checkpoint2",
     "ConvertReport": "reshard.verbs.convert",
+    "DiffReport": "reshard.verbs.diff",
+    "Loaded": "reshard.verbs.load",
     "ModelLayout": "reshard.layout",
-    "Shard": "reshard.checkpoint",
+    "PendingLoad": "reshard.verbs.load",
+    "PendingSave": "reshard.write.save",
+    "Removed": "reshard.verbs.prune",
+    "SaveReport": "reshard.write.save",
+    "Shard": "reshard.write.save",
+    "StoredShard": "reshard.checkpoint",
+    "TensorDifference": "reshard.verbs.diff",
     "TensorInfo": "reshard.checkpoint",
+    "VerifyReport": "reshard.verbs.verify",
     "convert": "reshard.verbs.convert",
+    "diff": "reshard.verbs.diff",
+    "load": "reshard.verbs.load",
+    "load_async": "reshard.verbs.load",
     "load_file": "reshard.interop",
-    "open": "reshard.checkpoint",
+    "open": "reshard.opening",
+    "per_rank": "reshard.formats.state",
+    "pin": "reshard.verbs.prune",
+    "prune": "reshard.verbs.prune",
     "safe_open": "reshard.interop",
+    "save": "reshard.write.save",
     "save_file": "reshard.interop",
+    "unpin": "reshard.verbs.prune",
+    "verify": "reshard.verbs.verify",
 }
 
 

@@ -1,16 +1,18 @@
-"""The one way in: open anything, look at its tensors, read any slice, load any rank's arrays under any layout.
+"""An opened checkpoint: look at its tensors, read any slice, load any rank's arrays under any layout, prove it.
 
-A `Checkpoint` is an index of stored shards (`_core.Index`) with what its format says beside them. It knows formats only
-through their modules, moves no bytes itself, and writes nothing. What is read are the files as they were when they
-were opened; a file that the folder's description names but that is not as described is refused before any byte of it
-is handed out.
+A `Checkpoint` is an index of stored shards (`_core.Index`) with what its format says beside them; `opening` makes
+them. It knows formats only through their modules, moves no bytes itself, and writes nothing. What is read are the files
+as they were when they were opened; a file that is not as its folder's description has it is refused before any byte of
+it is handed out. Where a manifest tells the sums of the files, every 256 KiB that a read touches is compared with its
+sum while it is copied.
 """
 
 from __future__ import annotations
 
-import logging
+import heapq
 import os
-import stat
+import re
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,37 +21,33 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.errors import (
-    ArgumentError,
-    CheckpointNotFoundError,
-    DamagedFileError,
-    KeyNotFoundError,
-    MismatchError,
-    ReshardError,
-    StorageError,
-)
-from reshard.formats import checkpoint2, huggingface, tiles
+from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError
+from reshard.formats import checkpoint2, state, tiles
+from reshard.formats import manifest as manifests
 from reshard.formats.files import show
-from reshard.indexing import Box, normalize_index
+from reshard.formats.scrub import scrub_file
+from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
     from reshard.formats.checkpoint2 import CommonInfo
+    from reshard.formats.manifest import Manifest
 
-__all__ = ["Checkpoint", "FileInfo", "Part", "Shard", "TensorInfo", "iterations", "open"]
-
-_log = logging.getLogger("reshard")
+__all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
 Format = Literal["safetensors", "huggingface", "checkpoint2"]
 Part = Literal["all", "model", "optimizer"]
+Verify = Literal["full", "touched", "structure"]
+_STATE_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
 LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Shard:
+class StoredShard:
     """A stored region of a tensor.
 
     Attributes:
@@ -91,212 +89,8 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     n_bytes: int
-    shards: tuple[Shard, ...]
+    shards: tuple[StoredShard, ...]
     part: Literal["model", "optimizer"]
-
-
-def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> Checkpoint:  # noqa: A001
-    """Open a checkpoint, whatever its format.
-
-    Args:
-        path: a `.safetensors` file (any other file is tried as one), a Hugging Face folder, the root of a Checkpoint
-            2.0 tree (its newest iteration of whole structure is taken, the tracker's first), or an iteration folder.
-        method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
-
-    Returns:
-        The opened checkpoint. Close it, or use it as a context manager; arrays that it gave out stay valid.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing at `path`, or nothing that is a checkpoint.
-        DamagedFileError: what is there violates its format; of a root: every iteration does, each with its reason.
-        CoverageError: the stored shards do not cover a tensor.
-
-    Example:
-        >>> import numpy as np, reshard
-        >>> reshard.save_file({"w": np.eye(2, dtype=np.float32)}, "w.safetensors")
-        >>> with reshard.open("w.safetensors") as checkpoint:
-        ...     checkpoint.keys(), checkpoint["w"].shape
-        (['w'], (2, 2))
-    """
-    target = Path(path)
-    try:
-        exists = target.exists()
-    except OSError as error:  # a name that is too long, a folder that may not be searched
-        raise StorageError(f"looking for {target}: {error.strerror}", path=str(target), errno=error.errno) from None
-    if not exists:
-        raise CheckpointNotFoundError(f"there is nothing at {show(str(target))}", path=str(target))
-    if not target.is_dir():
-        return _open_file(target, method)
-    if huggingface.detect(target):
-        return _open_huggingface(target, method)
-    if checkpoint2.is_root(target):
-        return _open_root(target, method)
-    return _open_iteration(target, method)
-
-
-def iterations(path: str | os.PathLike[str]) -> checkpoint2.Candidates | None:
-    """Which iterations a checkpoint root offers, in the order in which `open` tries them; no shard file is opened.
-
-    Args:
-        path: the root; anything else that can be opened is none.
-
-    Returns:
-        What the tracker says and the folders, best first; None if `path` is no root.
-
-    Raises:
-        StorageError: it cannot be listed.
-
-    Example:
-        >>> [folder for _, folder in reshard.checkpoint.iterations("output/checkpoint").folders]  # doctest: +SKIP
-        ['iteration_00000010', 'iteration_00000005']
-    """
-    target = Path(path)
-    if not target.is_dir() or huggingface.detect(target) or not checkpoint2.is_root(target):
-        return None
-    return checkpoint2.resolve_candidates(target)
-
-
-def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
-    index = _core.Index()
-    file = index.add_file(str(path), method=method)
-    for name, *_ in index.file_tensors(file):
-        index.add_whole(name, file)
-    return Checkpoint("safetensors", path, index)
-
-
-def _open_huggingface(folder: Path, method: _core.ReadMethod) -> Checkpoint:
-    index = _core.Index()
-    weight_map = huggingface.read_weight_map(folder)
-    if weight_map is None:
-        file = index.add_file(str(folder / huggingface.SINGLE_FILE), method=method)
-        for name, *_ in index.file_tensors(file):
-            index.add_whole(name, file)
-        return Checkpoint("huggingface", folder, index)
-    # Files of a hub cache are symbolic links into its store: here links are followed.
-    files = {name: index.add_file(str(folder / name), method=method) for name in dict.fromkeys(weight_map.values())}
-    for key, name in weight_map.items():
-        index.add_whole(key, files[name])
-    return Checkpoint("huggingface", folder, index)
-
-
-def _open_root(root: Path, method: _core.ReadMethod) -> Checkpoint:
-    candidates = checkpoint2.resolve_candidates(root)
-    if candidates.tracker_reason:
-        _log.warning("%s: no tracker: %s", root, candidates.tracker_reason)
-    skipped: list[tuple[str, str]] = []
-    for iteration, name in candidates.folders:
-        try:
-            checkpoint = _open_iteration(root / name, method, iteration)
-        except ReshardError as error:
-            reason = _reason(error)
-            _log.warning("%s passed over: %s", root / name, reason)
-            skipped.append((name, reason))
-            continue
-        checkpoint.skipped = tuple(skipped)
-        return checkpoint
-    if not skipped:
-        raise CheckpointNotFoundError(f"{root} holds no iteration folder", path=str(root))
-    faults = "\n".join(f"  {name}: {reason}" for name, reason in skipped)
-    raise DamagedFileError(f"no iteration in {root} is whole:\n{faults}", path=str(root))
-
-
-def _reason(error: ReshardError) -> str:
-    """Why an iteration is passed over: what is said of a file alone is told together with its name."""
-    name = "" if error.path is None else Path(error.path).name
-    return error.message if name in error.message else f"{name}: {error.message}"
-
-
-def _open_iteration(folder: Path, method: _core.ReadMethod, iteration: int | None = None) -> Checkpoint:
-    if iteration is None:
-        iteration = checkpoint2.parse_iteration_folder(folder.resolve().name)
-    # A link that leads nowhere counts as there: a description must not be passed over for being damaged.
-    has_metadata, has_tiles, has_common = (
-        os.path.lexists(folder / name)
-        for name in (checkpoint2.METADATA_FILE, tiles.TILES_FILE, checkpoint2.COMMON_FILE)
-    )
-    if not has_metadata and not has_tiles:
-        names = checkpoint2.list_shard_files(folder)
-        if not names:
-            raise CheckpointNotFoundError(
-                f"{folder} holds no checkpoint: no metadata.json, no shard files, no Hugging Face index",
-                path=str(folder),
-                hint="give a .safetensors file, a Hugging Face folder, a checkpoint root or an iteration folder",
-            )
-        index = _core.Index()
-        for name in names:
-            file = index.add_file(str(folder / name), follow_links=False, method=method)
-            for key, *_ in index.file_tensors(file):
-                if key in index:
-                    other = Path(index.file_path(index.holders(key)[0])).name
-                    raise DamagedFileError(
-                        f"{show(key)} lies in {other} and in {name}, and {folder} has no metadata.json that says how",
-                        path=str(folder / name),
-                        key=key,
-                        hint="without metadata.json only whole tensors, each in one file, can be read",
-                    )
-                index.add_whole(key, file)
-    else:
-        path = str(folder / checkpoint2.METADATA_FILE)
-        if has_metadata and not stat.S_ISREG(os.lstat(path).st_mode):
-            # A pipe that someone planted would be waited for, a device be read without end.
-            raise DamagedFileError(f"{show(path)} is not a regular file", path=path)
-        index = _core.Index.from_metadata(path, method=method) if has_metadata else _core.Index()
-    described = tiles.read(folder / tiles.TILES_FILE) if has_tiles else None
-    if described is not None:
-        _add_tiles(index, folder, described, method)
-    _add_unlisted(index, folder)
-    common = checkpoint2.CommonInfo.read(folder / checkpoint2.COMMON_FILE) if has_common else None
-    is_checkpoint2 = has_metadata or common is not None or not has_tiles
-    checkpoint = Checkpoint("checkpoint2" if is_checkpoint2 else "safetensors", folder, index)
-    checkpoint.iteration, checkpoint.common = iteration, common
-    checkpoint._tiles = described  # noqa: SLF001  both are this module's
-    checkpoint._check_parts()  # noqa: SLF001  both are this module's
-    return checkpoint
-
-
-def _add_tiles(index: _core.Index, folder: Path, described: tiles.TilesFile, method: _core.ReadMethod) -> None:
-    files = {Path(index.file_path(file)).name: file for file in range(index.n_files)}
-    for key, tensor in described.tensors.items():
-        stored = []
-        for entry in tensor.stored:
-            if entry.file not in files:
-                files[entry.file] = index.add_file(str(folder / entry.file), follow_links=False, method=method)
-            stored.append((files[entry.file], entry.name, entry.shape, entry.tiles))
-        try:
-            index.add_tiles(key, tensor.dtype, tensor.shape, stored, overlapping=tensor.overlapping)
-        except ReshardError as error:
-            error.message = f"{folder / tiles.TILES_FILE}: `{key}`: {error.message}"
-            raise
-
-
-def _add_unlisted(index: _core.Index, folder: Path) -> None:
-    """Check every file, and add the tensors that lie in files but in no description: whole on every holder."""
-    unlisted: dict[str, list[int]] = {}
-    for file, name in index.check():
-        unlisted.setdefault(name, []).append(file)
-    for name, files in unlisted.items():
-        found = {
-            file: (dtype, shape) for file in files for n, dtype, shape, *_ in index.file_tensors(file) if n == name
-        }
-        dtype, shape = found[files[0]]
-        if name in index:
-            path = index.file_path(files[0])
-            raise DamagedFileError(
-                f"{path} holds `{name}`, which the description of {folder} places elsewhere", path=path, key=name
-            )
-        for file in files:
-            if found[file] != (dtype, shape):
-                raise DamagedFileError(
-                    f"`{name}` is in no description and differs between files: {dtype} {shape} in "
-                    f"{index.file_path(files[0])}, {found[file][0]} {found[file][1]} in {index.file_path(file)}",
-                    path=index.file_path(file),
-                    key=name,
-                )
-        strides = [1] * len(shape)
-        for dim in range(len(shape) - 1, 0, -1):
-            strides[dim - 1] = strides[dim] * max(shape[dim], 1)
-        tile: _core.Tile = ((0,) * len(shape), tuple(shape), 0, tuple(strides))
-        index.add_tiles(name, dtype, shape, [(file, name, shape, [tile]) for file in files])
 
 
 class Checkpoint:
@@ -307,7 +101,8 @@ class Checkpoint:
         path: the file or folder that is read; of a root: the iteration folder that was taken.
         iteration: the iteration, or None where the format or the folder's name has none.
         common: the content of common.json, or None.
-        skipped: `(folder, reason)` of newer iterations of the root that were passed over.
+        manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
+        skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
 
     Example:
         >>> import numpy as np, reshard
@@ -321,15 +116,27 @@ class Checkpoint:
         >>> checkpoint.close()
     """
 
-    def __init__(self, format: Format, path: Path, index: _core.Index) -> None:  # noqa: A002
+    def __init__(
+        self,
+        format: Format,  # noqa: A002
+        path: Path,
+        index: _core.Index,
+        manifest: Manifest | None = None,
+        lock: int | None = None,
+    ) -> None:
         self.format: Format = format
         self.path = path
         self.iteration: int | None = None
         self.common: CommonInfo | None = None
+        self.manifest = manifest
         self.skipped: tuple[tuple[str, str], ...] = ()
         self._index = index
         self._tiles: tiles.TilesFile | None = None
         self._keys = index.keys()
+        self._is_scrubbed = False
+        self._chosen: object = None  # what `opening` needs to let other ranks open the same
+        # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
+        self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
 
     def __enter__(self) -> Self:
         return self
@@ -355,6 +162,13 @@ class Checkpoint:
     def close(self) -> None:
         """Let go of the files. Arrays and views that were given out stay valid; reading more is an error."""
         self._index.close()
+        if self._unlock is not None:
+            self._unlock()
+
+    @property
+    def verified(self) -> bool:
+        """Whether there is a manifest to compare with what is read; without one only the structure is checked."""
+        return self.manifest is not None
 
     def keys(self, part: Part = "all") -> list[str]:
         """Names of the tensors, in the order of the checkpoint's description.
@@ -379,7 +193,7 @@ class Checkpoint:
         """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is none of the name."""
         dtype, shape = self._index.info(key)
         shards = tuple(
-            Shard(offset, extent, tuple(Path(self._index.file_path(file)).name for file in files))
+            StoredShard(offset, extent, tuple(Path(self._index.file_path(file)).name for file in files))
             for offset, extent, files in self._index.shards(key)
         )
         return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self._part(key))
@@ -432,13 +246,16 @@ class Checkpoint:
 
     # -- reading
 
-    def read(self, key: str, index: object = None, out: np.ndarray | None = None) -> np.ndarray:
+    def read(
+        self, key: str, index: object = None, out: np.ndarray | None = None, *, verify: Verify = "touched"
+    ) -> np.ndarray:
         """Read a tensor or a slice of it; only the bytes of the slice's box are read.
 
         Args:
             key: name of the tensor.
             index: a basic numpy index: integers, slices, `...`, a tuple of them; None: everything.
             out: a C-contiguous array of the right shape and dtype that is filled and returned.
+            verify: as in `load`.
 
         Returns:
             The array. Types narrower than a byte come packed as uint8 (see `reshard.dtypes`) and only whole.
@@ -458,14 +275,14 @@ class Checkpoint:
         box = normalize_index(() if index is None else index, shape)
         request = _core.Request()
         request.add_region(key, key, box.offset, box.shape)
-        plan = self._index.plan(request)
+        plan = self.plan(request, verify=verify)
         if out is not None:
             # The result's shape, of an array without memory: `out` is checked before the first byte is read.
-            _check_out(key, out, dtype, np.broadcast_to(0, box.shape)[box.post].shape)
-            if _keeps_order(box):
-                _fill(plan, [out])
+            check_out(key, out, dtype, np.broadcast_to(0, box.shape)[box.post].shape)
+            if keeps_order(box):
+                fill(plan, [out])
                 return out
-        array = _array(*plan.load()[0], dtype, box.shape)
+        array = as_array(*plan.load()[0], dtype, box.shape)
         if not dtypes.is_packed(dtype):
             array = array[box.post]
         if out is None:
@@ -483,6 +300,7 @@ class Checkpoint:
         out: Mapping[str, np.ndarray] | None = None,
         dtype: object = None,
         copy: bool = True,
+        verify: Verify = "touched",
         threads: int | None = None,
         progress: _core.Progress | None = None,
     ) -> dict[str, np.ndarray]:
@@ -498,6 +316,9 @@ class Checkpoint:
             copy: False gives private copy-on-write views of the files where the wanted bytes lie contiguous, and
                 copies elsewhere. Writing to a view changes neither the file nor another view's process. A view stays
                 valid after `close()`, but not if someone truncates the file.
+            verify: "touched": where there is a manifest, every 256 KiB that the load touches is compared with its sum
+                as it is copied, with `copy=False` before a view is handed out. "full": all shard files are, once, and
+                then what is touched. "structure": only sizes and headers. Without a manifest all three are the last.
             threads: threads of the copy; default: the processors of this process.
             progress: called as `progress(done_bytes, total_bytes)`.
 
@@ -517,13 +338,13 @@ class Checkpoint:
             >>> own = checkpoint.load("layout.yaml", rank=3, part="model")  # doctest: +SKIP
         """
         request, names = self._request(layout, rank, part, keys)
-        plan = self.plan(request, dtype)
+        plan = self.plan(request, dtype, verify=verify)
         arrays = plan.arrays
         if out is not None:
-            _check_outs(out, names, arrays)
+            check_outs(out, names, arrays)
             if not copy:
                 raise ArgumentError("`out` and `copy=False` exclude each other: a view cannot lie in a given array")
-            _fill(plan, [out[name] for name in names], threads, progress)
+            fill(plan, [out[name] for name in names], threads, progress)
             return {name: out[name] for name in names}
         views: list[tuple[_core.Buffer, int] | None] = [None] * len(arrays) if copy else plan.views()
         copied = [i for i, view in enumerate(views) if view is None]
@@ -531,7 +352,7 @@ class Checkpoint:
             for i, place in zip(copied, plan.only(copied).load(threads=threads, progress=progress), strict=True):
                 views[i] = place
         return {
-            name: _array(*view, stored, shape)
+            name: as_array(*view, stored, shape)
             for (name, stored, shape, _), view in zip(arrays, views, strict=True)
             if view is not None
         }
@@ -568,16 +389,116 @@ class Checkpoint:
         """
         return self._index.shape(key)
 
-    def plan(self, request: _core.Request, dtype: object = None) -> _core.Plan:
+    def plan(self, request: _core.Request, dtype: object = None, *, verify: Verify = "touched") -> _core.Plan:
         """The checked copies of a request: for code that writes or places the bytes itself.
+
+        Args:
+            request: what is wanted.
+            dtype: as in `load`.
+            verify: as in `load`; what is touched is compared when the plan is carried out.
 
         Raises:
             KeyNotFoundError, MismatchError, CoverageError, UnsupportedError: the request cannot be met.
+            DamagedFileError, StorageError: `verify="full"` found damage.
 
         Example:
             >>> checkpoint.plan(checkpoint.bind("layout.yaml").request(3)).n_bytes  # doctest: +SKIP
         """
-        return self._index.plan(request, dtype=None if dtype is None else dtypes.parse_dtype(dtype))
+        if verify not in ("full", "touched", "structure"):
+            raise ArgumentError(f'`verify` is {verify!r}; "full", "touched" or "structure" are accepted')
+        if verify == "full":
+            self.scrub()
+        return self._index.plan(
+            request,
+            dtype=None if dtype is None else dtypes.parse_dtype(dtype),
+            verify=verify != "structure",
+        )
+
+    def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
+        """Compare all bytes of the shard files with their sums; without a manifest there is nothing to compare.
+
+        Through the page cache: what is read here is going to be loaded. A scrub of everything is done only once.
+
+        Args:
+            share: `(i, n)`: only the i-th of n equal shares of the files, i from 0.
+            threads: threads that read.
+
+        Raises:
+            DamagedFileError: bytes differ; the message names file, tensors and range.
+            StorageError: a file cannot be read.
+
+        Example:
+            >>> checkpoint.scrub()  # doctest: +SKIP
+        """
+        if self.manifest is None or self._is_scrubbed:
+            return
+        number, count = share
+        # The largest file first, to whoever has least: every rank comes to the same division.
+        loads = [(0, rank) for rank in range(count)]
+        own = []
+        is_folder = self.path.is_dir()
+        folder = self.path if is_folder else self.path.parent
+        entries = [one for one in self.manifest.shards.items() if is_folder or one[0] == self.path.name]
+        for name, entry in sorted(entries, key=lambda one: (-one[1].n_bytes, one[0])):
+            n_bytes, rank = loads[0]
+            heapq.heapreplace(loads, (n_bytes + entry.n_bytes, rank))
+            if rank == number:
+                own.append(name)
+        sums = manifests.read_sums(folder, self.manifest, own)
+        for name in own:
+            damaged = scrub_file(folder, self.manifest, name, sums[name], direct=False, threads=threads)
+            if damaged:
+                raise DamagedFileError(f"{show(str(folder / name))}: {damaged[0]}", path=str(folder / name))
+        self._is_scrubbed = count == 1
+
+    def extra(self, rank: int = 0) -> dict[str, Any]:
+        """The state that was saved beside the tensors, by name; decoded anew at each call.
+
+        Args:
+            rank: of what every rank kept for itself, this rank's part is taken. A rank that saved none, since there
+                were fewer then, gets nothing under those names.
+
+        Returns:
+            Rank 0's state, with this rank's own in place of rank 0's own; empty if there is none.
+
+        Raises:
+            DamagedFileError: a file is not what the manifest says, or not of the form.
+            UnsupportedError: a later release wrote it.
+
+        Example:
+            >>> checkpoint.extra(rank=3)["rng"]  # doctest: +SKIP
+        """
+        if self.manifest is None or not self.path.is_dir():
+            return {}
+        shared, own = self._state(0), self._state(rank) if rank else {}
+        if rank and not own:
+            # What rank 0 kept for itself is told from the rest by what another rank kept.
+            matches = map(_STATE_FILE.fullmatch, self.manifest.files)
+            others = [number for match in matches if match is not None and (number := int(match[1]))]
+            private = self._state(min(others)) if others else {}
+            shared = {name: value for name, value in shared.items() if name not in private}
+        return shared | own
+
+    def _state(self, rank: int) -> dict[str, Any]:
+        """What one rank saved."""
+        manifest, name, arrays_name = self.manifest, state.file_name(rank), state.arrays_file_name(rank)
+        if manifest is None or name not in manifest.files:
+            return {}
+        text = manifests.read_plain(self.path, manifest, name, state.MAX_BYTES)
+        arrays: dict[str, np.ndarray] = {}
+        if arrays_name in manifest.shards:
+            entry = manifest.shards[arrays_name]
+            sums = manifests.read_sums(self.path, manifest, [arrays_name])[arrays_name]
+            index = _core.Index()
+            file = index.add_file(str(self.path / arrays_name), follow_links=False)
+            index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
+            for key, *_ in index.file_tensors(file):
+                index.add_whole(key, file)
+            arrays = Checkpoint("safetensors", self.path / arrays_name, index, manifest).load()
+        value = state.load(text, arrays, str(self.path / name))
+        if not isinstance(value, dict):
+            raise DamagedFileError(f"{show(str(self.path / name))} holds no state by name", path=str(self.path / name))
+        return value
 
     def bind(self, layout: LayoutLike) -> BoundLayout:
         """Lay a layout over the tensors of this checkpoint: every key's rule applied, everything checked.
@@ -606,57 +527,3 @@ def _n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     for extent in shape:
         n *= extent
     return n // 8
-
-
-def _array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
-
-
-def _keeps_order(box: Box) -> bool:
-    """Whether the result has every element of the box, one after the other as in the box."""
-    return all(item in (None, 0, ...) or item == slice(None) for item in box.post)
-
-
-def _fill(
-    plan: _core.Plan,
-    out: list[np.ndarray],
-    threads: int | None = None,
-    progress: _core.Progress | None = None,
-) -> None:
-    try:
-        # As bytes: numpy refuses to export the types of ml_dtypes under their own format.
-        plan.fill([_bytes(array) for array in out], threads=threads, progress=progress)
-    except ReshardError as error:
-        error.message += " (the arrays given in `out` are undefined now)"
-        raise
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)
-
-
-def _check_out(key: str, out: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
-    expected, expected_shape = dtypes.numpy_dtype(dtype), dtypes.array_shape(dtype, shape)
-    if not isinstance(out, np.ndarray):
-        raise ArgumentError(f"`out` for `{key}` is a {type(out).__name__}; a numpy array is needed", key=key)
-    if out.dtype != expected or out.shape != expected_shape:
-        raise MismatchError(
-            f"`out` for `{key}` is {out.dtype} of shape {out.shape}; {expected} of shape {expected_shape} is needed",
-            key=key,
-        )
-    if not out.flags.c_contiguous or not out.flags.writeable:
-        raise ArgumentError(f"`out` for `{key}` must be writable and C-contiguous", key=key)
-
-
-def _check_outs(
-    out: Mapping[str, np.ndarray], names: list[str], arrays: list[tuple[str, str, tuple[int, ...], int]]
-) -> None:
-    missing, extra = [name for name in names if name not in out], sorted(set(out) - set(names))
-    if missing or extra:
-        what = f"lacks {missing[:3]}" if missing else f"has {extra[:3]}, which are not loaded"
-        raise ArgumentError(
-            f"`out` {what}; it must hold exactly the {len(names)} arrays that are loaded",
-            hint="choose tensors with `keys=` and `part=`",
-        )
-    for name, dtype, shape, _ in arrays:
-        _check_out(name, out[name], dtype, shape)

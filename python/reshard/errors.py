@@ -11,9 +11,13 @@ from typing import Any
 __all__ = [
     "ArgumentError",
     "CheckpointNotFoundError",
+    "ClaimedError",
+    "ConfigError",
     "CoverageError",
     "DamagedFileError",
     "DestinationExistsError",
+    "EmptyRootError",
+    "GroupError",
     "KeyNotFoundError",
     "LayoutError",
     "MismatchError",
@@ -73,6 +77,14 @@ class CheckpointNotFoundError(ReshardError, FileNotFoundError):
     """There is no checkpoint, or not the file that should be there."""
 
 
+class ConfigError(ReshardError, ValueError):
+    """A training configuration holds a word that is not known, of the wrong type, or against another one."""
+
+
+class EmptyRootError(CheckpointNotFoundError):
+    """There is nothing at all where checkpoints would be: a run that resumes from here starts fresh."""
+
+
 class DamagedFileError(ReshardError, ValueError):
     """A file on disk violates its format: torn, altered, hostile, or not what its neighbours say of it."""
 
@@ -117,5 +129,29 @@ class StorageError(ReshardError, OSError):
         self.errno = errno
 
 
+class ClaimedError(ReshardError, PermissionError):
+    """Another process writes into this checkpoint root, or has taken it over from this one."""
+
+
 class DestinationExistsError(ReshardError, FileExistsError):
     """The destination holds something that would have to be replaced."""
+
+
+class GroupError(ReshardError, TimeoutError):
+    """Ranks that work together lost each other: one did not answer in time, or the way to it is gone.
+
+    Attributes:
+        ranks: the ranks that did not answer, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        key: str | None = None,
+        hint: str | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message, path=path, key=key, hint=hint)
+        self.ranks = ranks

@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import operator
 import os
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.checkpoint import Checkpoint
-from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.indexing import TensorIndexError, normalize_index
+from reshard.opening import open as open_checkpoint
+from reshard.write.arrays import as_array
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
     import torch
+
+    from reshard.checkpoint import Checkpoint
 
 __all__ = ["SafeOpen", "SafeSlice", "load_file", "safe_open", "save_file"]
 
@@ -135,8 +136,9 @@ def save_file(
     copied, all at once.
 
     Args:
-        tensors: numpy arrays or torch tensors by key. Their order does not matter: wide dtypes come first in the file
-            and each dtype in the order of the keys, as `safetensors` has it.
+        tensors: numpy arrays, torch tensors, or what else has DLPack or the buffer protocol, by key. Their order does
+            not matter: wide dtypes come first in the file and each dtype in the order of the keys, as `safetensors`
+            has it.
         filename: the file to write; its folder must exist.
         metadata: text by key, for the file's header.
 
@@ -158,7 +160,10 @@ def save_file(
         _check_text(key, "key of a tensor")
         if key == "__metadata__":
             raise ArgumentError("a tensor cannot have the key `__metadata__`: the header keeps its text there", key=key)
-        array, dtype = _as_array(key, value)
+        try:
+            array, dtype = as_array(value)
+        except (ArgumentError, UnsupportedError) as error:
+            raise type(error)(f"saving `{key}`: {error.message}", key=key, hint=error.hint) from error
         # The buffer protocol has no word for bfloat16 and the narrow floats: the bytes travel as integers.
         buffer = array.view(f"u{array.itemsize}")
         if any(stride < 0 for stride in array.strides):
@@ -383,27 +388,6 @@ def _is_basic_for_torch(index: object) -> bool:
         if not (is_integer or item is None or item is Ellipsis or isinstance(item, slice)):
             return False
     return sum(item is Ellipsis for item in items) <= 1
-
-
-def _as_array(key: str, value: object) -> tuple[np.ndarray, str]:
-    """The value as an array of the format's byte order, and its dtype."""
-    torch_module = sys.modules.get("torch")  # who hands over a tensor has imported it
-    try:
-        if torch_module is not None and isinstance(value, torch_module.Tensor):
-            from reshard.torch.tensors import from_tensor  # noqa: PLC0415 - torch is here already
-
-            is_far = value.device.type not in {"cpu", "meta"}
-            return from_tensor(value.detach().cpu() if is_far else value)
-        if isinstance(value, np.ndarray | np.generic):
-            array = np.asarray(value)
-            if array.dtype.byteorder == ">":
-                array = array.astype(array.dtype.newbyteorder("<"))
-            return array, dtypes.name_of(array.dtype)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"saving `{key}`: {error.message}", key=key, hint=error.hint) from error
-    raise ArgumentError(
-        f"saving `{key}`: expected a numpy array or a torch tensor, found {type(value).__name__}", key=key
-    )
 
 
 def _check_text(value: object, what: str) -> None:

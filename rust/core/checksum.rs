@@ -114,6 +114,11 @@ impl Sums {
 
     /// Whether these bytes are the chunk.
     pub fn matches(&self, number: usize, bytes: &[u8]) -> bool {
-        crc32c(0, bytes) == self.chunks[number]
+        self.is(number, crc32c(0, bytes))
+    }
+
+    /// Whether this is the sum of the chunk.
+    pub fn is(&self, number: usize, sum: u32) -> bool {
+        sum == self.chunks[number]
     }
 }

@@ -19,7 +19,7 @@
 use crate::checksum::{CHUNK_BYTES, Sums};
 use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Result};
-use crate::memory::{Stores, copy_run, finish_stores};
+use crate::memory::{Stores, copy_run, finish_stores, prefetch};
 use crate::plan::{Array, Dim, Piece, Plan, PlanSource, dst_span, src_span};
 use crate::shard_file::ShardFile;
 use crate::verify::{Checks, prove, read_chunks};
@@ -33,6 +33,8 @@ const BAND_BYTES: u64 = 2 << 20;
 const LONG_RUN_BYTES: u64 = 4096;
 /// Runs with gaps between them are read, not mapped, up to this size.
 const SCATTERED_RUN_BYTES: u64 = 256 << 10;
+/// How far ahead of a copy of short runs its source is brought near, in bytes of runs.
+const PREFETCH_BYTES: usize = 8192;
 /// The most that a positioned read fetches into scratch memory at once.
 const SCRATCH_BYTES: u64 = 1 << 20;
 
@@ -335,7 +337,7 @@ impl BoxCopy<'_> {
         let is_one_part = start / part == (start + span - 1) / part;
         if let (false, Some((widest, dim))) = (is_one_part, widest) {
             let run = source_run(dims) * unit;
-            if !file.source().is_mapped() && self.is_direct(dims, run) {
+            if !file.source().is_mapped() && is_one_run(dims, run / self.unit_bytes) {
                 return self.proven_run(file, sums, start, (dst * unit) as usize, span);
             }
             let mut inner = dims.to_vec();
@@ -387,6 +389,12 @@ impl BoxCopy<'_> {
             ..
         } = self.run;
         let range = (start, span);
+        if is_one_run(dims, source_run(dims)) {
+            let to = (&mut to[..span as usize], stores);
+            if checks.copy_run(self.piece.source, file, sums, start, to, control)? {
+                return Ok(());
+            }
+        }
         if let Some(from) = checks.mapped(self.piece.source, file, sums, range, control)? {
             copy_box(from, to, dims, self.unit_bytes, stores);
             return Ok(());
@@ -455,7 +463,7 @@ impl BoxCopy<'_> {
                 gapped && run >= LONG_RUN_BYTES && !resident(file)
             }
             PlanSource::File(..) => {
-                let direct = self.is_direct(dims, run);
+                let direct = is_one_run(dims, run / self.unit_bytes);
                 gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
                     || !direct && span > SCRATCH_BYTES
             }
@@ -498,7 +506,7 @@ impl BoxCopy<'_> {
                 let scattered = is_part
                     && span < SCATTERED_RUN_BYTES
                     && file.source().is_kept()
-                    && self.is_direct(dims, run);
+                    && is_one_run(dims, run / self.unit_bytes);
                 if scattered {
                     // One call a run, as bringing it in would be, and the copy with it.
                     file.source()
@@ -511,7 +519,7 @@ impl BoxCopy<'_> {
                         self.unit_bytes,
                         self.run.stores,
                     );
-                } else if self.is_direct(dims, run) {
+                } else if is_one_run(dims, run / self.unit_bytes) {
                     file.source()
                         .read_at(start, &mut self.to[at..at + useful as usize])?;
                 } else {
@@ -529,14 +537,14 @@ impl BoxCopy<'_> {
         }
         Ok(())
     }
+}
 
-    /// Whether the box is one run on both sides, so that it can be read where it belongs.
-    fn is_direct(&self, dims: &[Dim], run: u64) -> bool {
-        match dims {
-            [] => true,
-            [dim] => dim.dst == 1 && run == dim.len * self.unit_bytes,
-            _ => false,
-        }
+/// Whether a box is one run on both sides, so that it can be read where it belongs; `run` units are one in the source.
+fn is_one_run(dims: &[Dim], run: u64) -> bool {
+    match dims {
+        [] => true,
+        [dim] => dim.dst == 1 && run == dim.len,
+        _ => false,
     }
 }
 
@@ -558,7 +566,23 @@ fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64, stores: S
     };
     let run_bytes = (run * unit_bytes) as usize;
     if run > 1 || outer.is_empty() {
+        // Runs that lie apart are brought near in time; shorter ones share pages, of longer ones the beginning is little.
+        let step = outer
+            .last()
+            .map_or(0, |dim| (dim.src * unit_bytes) as usize);
+        let apart = step > run_bytes && (256..=PREFETCH_BYTES).contains(&run_bytes);
+        let ahead = if apart {
+            PREFETCH_BYTES / run_bytes * step
+        } else {
+            0
+        };
         for_each_row(outer, unit_bytes, &mut |src, dst| {
+            let later = src + ahead;
+            if ahead > 0
+                && let Some(later) = from.get(later..later + run_bytes)
+            {
+                prefetch(later);
+            }
             copy_run(
                 &mut to[dst..dst + run_bytes],
                 &from[src..src + run_bytes],

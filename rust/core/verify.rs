@@ -4,10 +4,10 @@
 //! so it is read from memory once and copied out of the cache. What is fetched by positioned reads is proven where it
 //! was read to, every time: other bytes might come the next time.
 
-use crate::checksum::{CHUNK_BYTES, Sums};
+use crate::checksum::{CHUNK_BYTES, Sums, crc32c};
 use crate::copy::Control;
 use crate::error::{Error, Printable, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, Stores, copy_run};
 use crate::plan::{Plan, PlanSource};
 use crate::shard_file::ShardFile;
 use crate::source::{Method, Source};
@@ -21,6 +21,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes that a scrub reads at once.
 const PIECE_BYTES: usize = 4 << 20;
+/// Bytes of a run that are summed and then copied: well inside the first cache.
+const BLOCK_BYTES: usize = 8 << 10;
 const DIRECT_BLOCK_BYTES: usize = 4096;
 
 /// Which chunks of a plan's sources have been proven in this run of it.
@@ -57,6 +59,39 @@ impl Checks {
         self.claims[source as usize]
             .as_ref()
             .is_some_and(|bits| bits[chunk / 64].fetch_or(bit, Ordering::Relaxed) & bit == 0)
+    }
+
+    /// Proves a chunk of a mapped file while a run inside it is copied, a cache line's neighbourhood after the other: the
+    /// copy finds every block where the sum has just been. False if another thread proves the chunk, or there is no map.
+    pub(crate) fn copy_run(
+        &self,
+        source: u32,
+        file: &ShardFile,
+        sums: &Sums,
+        start: u64,
+        (to, stores): (&mut [u8], Stores),
+        control: &Control,
+    ) -> Result<bool> {
+        let chunks = sums.chunks_over(start, to.len() as u64);
+        if chunks.len() != 1 || !self.claim(source, chunks.start) {
+            return Ok(false);
+        }
+        let (at, n) = sums.chunk(chunks.start);
+        let Some(bytes) = file.source().bytes(at, n as u64)? else {
+            return Ok(false);
+        };
+        control.fetched(n as u64);
+        let (before, rest) = bytes.split_at((start - at) as usize);
+        let (run, after) = rest.split_at(to.len());
+        let mut sum = crc32c(0, before);
+        for (from, to) in run.chunks(BLOCK_BYTES).zip(to.chunks_mut(BLOCK_BYTES)) {
+            sum = crc32c(sum, from);
+            copy_run(to, from, stores);
+        }
+        if !sums.is(chunks.start, crc32c(sum, after)) {
+            return Err(differs(file.source(), at, n));
+        }
+        Ok(true)
     }
 
     /// A range of a mapped file whose chunks are proven, here or by another thread of the run.

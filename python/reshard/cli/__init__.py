@@ -1,4 +1,4 @@
-"""The command line: `reshard inspect`, `reshard convert`, `reshard demo`, one file each, over the public API only.
+"""The command line: one file a command, over the public API only.
 
 What people read goes to stdout; progress, warnings and errors go to stderr. Exit codes: 0 done, 1 refused or damaged,
 2 usage, 130 interrupted. `output` holds what the commands share. Nothing here knows a format.
@@ -11,7 +11,11 @@ import click
 from reshard._core import __version__
 from reshard.cli.convert import convert
 from reshard.cli.demo import demo
+from reshard.cli.diff import diff
+from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
+from reshard.cli.prune import pin, prune, unpin
+from reshard.cli.verify import verify
 
 __all__ = ["main"]
 
@@ -26,6 +30,9 @@ def main() -> None:
       reshard inspect output/checkpoint
       reshard convert output/checkpoint hf/
       reshard convert hf/ tp4/ --layout tp4.yaml
+      reshard diff output/checkpoint hf/ --part model
+      reshard explain output/checkpoint --global-batch-size 512
+      reshard verify output/checkpoint
       reshard demo
 
     Exit codes: 0 done, 1 refused or damaged, 2 usage, 130 interrupted.
@@ -33,5 +40,11 @@ def main() -> None:
 
 
 main.add_command(inspect)
+main.add_command(verify)
 main.add_command(convert)
+main.add_command(diff)
+main.add_command(explain)
+main.add_command(prune)
+main.add_command(pin)
+main.add_command(unpin)
 main.add_command(demo)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reshard.checkpoint import Checkpoint, TensorInfo
+    from reshard.formats.save_log import SaveRecord
     from reshard.layout import BoundLayout, ModelLayout
+    from reshard.resume.resolve import Order
 
 __all__ = ["Facts", "Iteration", "Row", "gather"]
 
@@ -27,14 +29,18 @@ _MAX_CHECKED = 10  # iterations that are opened only to say whether they are com
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration of a root; `complete` is None where nobody looked."""
+    """An iteration of a root; `complete` and `verified` are None where nobody looked."""
 
     iteration: int
     folder: str
-    tracker: bool
+    tracker: bool  # named by the tracker now
+    tracked: bool  # named by the tracker once
+    pinned: bool
     taken: bool
     complete: bool | None
-    reason: str | None = None
+    verified: bool | None  # whether a manifest proves it
+    reason: str | None = None  # why it is not complete
+    refused: str | None = None  # why it is no candidate
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Facts:
     layout: ModelLayout | None
     layout_reason: str | None  # why there is no layout
     files: list[tuple[str, int]]  # name and bytes
+    saves: list[SaveRecord]  # the log of the root, the oldest first
     parts: dict[str, dict[str, Any]]  # totals of "model" and "optimizer"
 
     @property
@@ -81,7 +88,8 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
         checkpoint: opened from it.
         everything: look into every iteration, however many there are.
     """
-    from reshard.checkpoint import iterations
+    from reshard.formats import save_log
+    from reshard.opening import iterations
 
     layout: ModelLayout | None = None
     bound: BoundLayout | None = None
@@ -94,44 +102,59 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
     tiled = set(checkpoint.tiled_keys())
     keys = [*checkpoint.keys("model"), *checkpoint.keys("optimizer")]
     rows = [_row(key, checkpoint[key], bound, tiled=key in tiled) for key in keys]
-    candidates = iterations(path)
-    found = None
-    if candidates is not None:
-        found = _iterations(path, candidates.folders, candidates.tracker, checkpoint, everything=everything)
+    order = iterations(path)
+    found = None if order is None else _iterations(path, order, checkpoint, everything=everything)
     return Facts(
         path=path,
         checkpoint=checkpoint,
         rows=rows,
         iterations=found,
-        tracker_reason=None if candidates is None else candidates.tracker_reason,
+        tracker_reason="; ".join(order.warnings) or None if order is not None else None,
         layout=layout,
         layout_reason=reason,
         files=[(file.name, file.n_bytes) for file in checkpoint.files()],
+        saves=[] if order is None else save_log.read(path),
         parts=_parts(rows),
     )
 
 
-def _iterations(
-    root: str, folders: Iterable[tuple[int, str]], tracker: int | None, taken: Checkpoint, *, everything: bool
-) -> list[Iteration]:
+def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool) -> list[Iteration]:
     """The iterations, newest first. What `open` did not try is opened here to know whether it is complete."""
-    skipped = dict(taken.skipped)
+    from reshard.opening import marks
+
+    skipped, refused = dict(taken.skipped), {one.name: one.reason for one in order.refused}
     found: list[Iteration] = []
     n_checked = 0
-    for number, name in sorted(folders, reverse=True):
+    for one in sorted((*order.candidates, *order.refused), key=lambda one: -one.iteration):
         complete: bool | None = True
+        verified: bool | None = taken.verified
         reason: str | None = None
-        if name in skipped:
-            complete, reason = False, skipped[name]
-        elif name != taken.path.name and n_checked == _MAX_CHECKED and not everything:
-            complete = None
-        elif name != taken.path.name:
+        if one.name in skipped:
+            complete, verified, reason = False, None, skipped[one.name]
+        elif one.name != taken.path.name and n_checked == _MAX_CHECKED and not everything:
+            complete = verified = None
+        elif one.name != taken.path.name:
             n_checked += 1
             try:
-                reshard.open(Path(root) / name).close()
+                with reshard.open(Path(root) / one.name) as opened:
+                    verified = opened.verified
             except ReshardError as error:
-                complete, reason = False, error.message
-        found.append(Iteration(number, name, number == tracker, name == taken.path.name, complete, reason))
+                complete, verified, reason = False, None, error.message
+        tracked, pinned = marks(Path(root) / one.name)
+        found.append(
+            Iteration(
+                one.iteration,
+                one.name,
+                tracker=one.iteration == order.tracker,
+                tracked=tracked,
+                pinned=pinned,
+                taken=one.name == taken.path.name,
+                complete=complete,
+                verified=verified,
+                reason=reason,
+                refused=refused.get(one.name),
+            )
+        )
     return found
 
 

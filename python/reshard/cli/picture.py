@@ -11,7 +11,7 @@ from reshard.cli.output import echo, echo_facts, echo_table, join_dims, plain_ta
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reshard.checkpoint import Shard, TensorInfo
+    from reshard.checkpoint import StoredShard, TensorInfo
 
 __all__ = ["print_tensor"]
 
@@ -81,7 +81,7 @@ def _draw(info: TensorInfo, short: Callable[[str], str]) -> bool:
     return True
 
 
-def _list(shards: Sequence[Shard], short: Callable[[str], str], *, everything: bool) -> None:
+def _list(shards: Sequence[StoredShard], short: Callable[[str], str], *, everything: bool) -> None:
     table = plain_table("region", "files", folds=["files"])
     listed = shards if everything else shards[:_MAX_LISTED]
     for shard in listed:
@@ -103,7 +103,7 @@ def _interval(start: int, n: int) -> str:
     return f"{start}:{start + n}"
 
 
-def _files(shard: Shard, short: Callable[[str], str]) -> str:
+def _files(shard: StoredShard, short: Callable[[str], str]) -> str:
     more = f" +{len(shard.files) - _MAX_FILES}" if len(shard.files) > _MAX_FILES else ""
     return ", ".join(short(name) for name in sorted(shard.files)[:_MAX_FILES]) + more
 

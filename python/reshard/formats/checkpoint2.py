@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.formats.checkpoint2_common import CommonInfo
+from reshard.formats.checkpoint2_common import MAX_COMMON_BYTES, CommonInfo
 from reshard.formats.files import component_fault, read_small_file, show, write_file_atomically
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMMON_FILE",
+    "MAX_COMMON_BYTES",
     "METADATA_FILE",
     "TRACKER_FILE",
+    "WRITER_KEY",
     "Candidates",
     "CommonInfo",
     "Part",
@@ -50,6 +52,7 @@ __all__ = [
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.json"
 METADATA_FILE = "metadata.json"
+WRITER_KEY = "reshard"  # in the `__metadata__` of every shard file of ours: our version
 
 Part = Literal["model", "optimizer"]
 

@@ -13,12 +13,12 @@ import os
 from dataclasses import dataclass, field, fields
 
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.formats.files import show, write_file_atomically
-from reshard.formats.strict_json import read_json
+from reshard.formats.files import read_small_file, show, write_file_atomically
+from reshard.formats.strict_json import parse_json
 
-__all__ = ["CommonInfo"]
+__all__ = ["MAX_COMMON_BYTES", "CommonInfo"]
 
-_MAX_BYTES = 1 << 20
+MAX_COMMON_BYTES = 1 << 20
 _LEFT_OUT_WHILE_NONE = ("consumed_samples", "ckpt_status")
 
 
@@ -75,8 +75,16 @@ class CommonInfo:
             DamagedFileError: it is no object of JSON, larger than 1 MiB, or a value is of another type.
             StorageError: the system failed to read it.
         """
-        name = os.fspath(path)
-        content = read_json(path, _MAX_BYTES)
+        return cls.parse(read_small_file(path, MAX_COMMON_BYTES), os.fspath(path))
+
+    @classmethod
+    def parse(cls, data: bytes, name: str) -> CommonInfo:
+        """The content of a file that was read already; `name` is what messages call it.
+
+        Raises:
+            DamagedFileError: it is no object of JSON, or a value is of another type.
+        """
+        content = parse_json(data, name)
         if not isinstance(content, dict):
             raise DamagedFileError(f"{show(name)} holds {_kind(content)}, expected an object of counters", path=name)
         try:

@@ -45,8 +45,8 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, *, follow_links: boo
     return parse_json(read_small_file(path, max_bytes, follow_links=follow_links), os.fspath(path))
 
 
-def parse_json(data: bytes, name: str) -> object:
-    """Parse one JSON value; `name` is what messages call the file.
+def parse_json(data: bytes, name: str, *, max_depth: int = _MAX_DEPTH) -> object:
+    """Parse one JSON value; `name` is what messages call the file, `max_depth` how deep lists and objects may nest.
 
     Raises:
         DamagedFileError: it is not such JSON.
@@ -72,15 +72,15 @@ def parse_json(data: bytes, name: str) -> object:
     except UnicodeDecodeError as error:
         raise DamagedFileError(f"{show(name)} is not UTF-8: byte {error.start}", path=name) from None
     except RecursionError:
-        raise _too_deep(name) from None
+        raise _too_deep(name, max_depth) from None
     except ValueError as error:
         raise DamagedFileError(f"{show(name)} is not valid JSON: {error}", path=name) from None
     level: list[Any] = [value]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(max_depth):
         level = [inner for outer in level for inner in _children(outer) if isinstance(inner, dict | list)]
         if not level:
             return value
-    raise _too_deep(name)
+    raise _too_deep(name, max_depth)
 
 
 def _children(value: object) -> Iterable[object]:
@@ -89,8 +89,8 @@ def _children(value: object) -> Iterable[object]:
     return value if isinstance(value, list) else ()
 
 
-def _too_deep(name: str) -> DamagedFileError:
-    return DamagedFileError(f"{show(name)} nests deeper than {_MAX_DEPTH} levels", path=name)
+def _too_deep(name: str, max_depth: int) -> DamagedFileError:
+    return DamagedFileError(f"{show(name)} nests deeper than {max_depth} levels", path=name)
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -23,20 +23,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
-from reshard.formats.files import component_fault, show, writing_atomically
-from reshard.formats.strict_json import read_json
+from reshard.formats.files import component_fault, read_small_file, show, writing_atomically
+from reshard.formats.strict_json import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["TILES_FILE", "Builder", "StoredArray", "TiledTensor", "TilesFile", "read", "write"]
+__all__ = ["MAX_BYTES", "TILES_FILE", "Builder", "StoredArray", "TiledTensor", "TilesFile", "parse", "read", "write"]
 
 TILES_FILE = "tiles.json"
+MAX_BYTES = 256 << 20
 
 Tile = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 
 _VERSION = 1
-_MAX_BYTES = 256 << 20
 _MAX_TENSORS = 1_000_000
 _MAX_DIMS = 32
 _MAX_NAME_BYTES = 1024
@@ -176,8 +176,16 @@ def read(path: str | os.PathLike[str]) -> TilesFile:
         UnsupportedError: it is of a later version.
         StorageError: the system failed to read it.
     """
-    name = os.fspath(path)
-    content = read_json(path, _MAX_BYTES)
+    return parse(read_small_file(path, MAX_BYTES), os.fspath(path))
+
+
+def parse(data: bytes, name: str) -> TilesFile:
+    """The content of a file that was read already; `name` is what messages call it.
+
+    Raises:
+        DamagedFileError, UnsupportedError: as `read`.
+    """
+    content = parse_json(data, name)
     try:
         return _content(content)
     except _FormatError as fault:

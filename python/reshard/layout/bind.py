@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ArgumentError, KeyNotFoundError, LayoutError
-from reshard.layout.patterns import nearest, show
 from reshard.layout.resolve import Join, Spec, resolve
+from reshard.words import nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from reshard.layout.file import LayoutFile
 
-__all__ = ["BoundLayout", "bind"]
+__all__ = ["BoundLayout", "bind", "core_layout"]
 
 _log = logging.getLogger("reshard")
 
@@ -151,7 +151,7 @@ def bind(
     for key, spec in resolved.specs.items():
         if spec not in made:
             with _naming(key):
-                made[spec] = _core_layout(mesh, spec)
+                made[spec] = core_layout(mesh, spec)
         layouts[key] = made[spec]
     return BoundLayout(
         mesh,
@@ -165,7 +165,8 @@ def bind(
     )
 
 
-def _core_layout(mesh: _core.Mesh, spec: Spec) -> _core.Layout:
+def core_layout(mesh: _core.Mesh, spec: Spec) -> _core.Layout:
+    """A spec as the core has it. Raises LayoutError, which does not know the key."""
     return _core.Layout(
         mesh,
         spec.shape,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self, TypeVar
 
-from reshard.layout.fields import (
+from reshard.fields import (
     At,
     and_words,
     found,
@@ -23,8 +23,9 @@ from reshard.layout.fields import (
     read_items,
     read_name,
 )
-from reshard.layout.patterns import IndexPattern, Pattern, nearest, show
-from reshard.layout.strict_yaml import Lines, quote
+from reshard.layout.patterns import IndexPattern, Pattern
+from reshard.strict_yaml import Lines, quote
+from reshard.words import nearest, show
 
 __all__ = ["Block", "Flat", "LayoutFile", "Optimizer", "Place", "Rule", "Uneven"]
 

@@ -17,8 +17,9 @@ from typing import Literal, Protocol, TypeAlias
 
 from reshard.errors import LayoutError
 from reshard.layout.file import LayoutFile
-from reshard.layout.patterns import IndexPattern, Pattern, glob_of, show
+from reshard.layout.patterns import IndexPattern, Pattern, glob_of
 from reshard.layout.resolve import resolve, state_of
+from reshard.words import show
 
 __all__ = ["CheckpointLike", "DeviceLayout", "mapping_like"]
 

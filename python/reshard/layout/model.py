@@ -11,7 +11,7 @@ from reshard.layout import presets, tp_plan
 from reshard.layout.bind import BoundLayout, bind
 from reshard.layout.file import LayoutFile
 from reshard.layout.like import CheckpointLike, mapping_like
-from reshard.layout.strict_yaml import read_yaml
+from reshard.strict_yaml import read_yaml
 
 __all__ = ["LayoutLike", "ModelLayout", "as_layout"]
 

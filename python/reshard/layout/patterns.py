@@ -6,19 +6,19 @@ expression that must match the whole key. This module knows nothing of meshes or
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from reshard.words import show
 
-__all__ = ["IndexPattern", "Matcher", "Pattern", "glob_of", "natural_order", "nearest", "show"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["IndexPattern", "Matcher", "Pattern", "glob_of", "natural_order"]
 
 _MAX_PATTERN = 4096  # characters
 _MAX_INDEX_DIGITS = 18
-_MAX_SHOWN = 256  # characters of a foreign text in a message
 _INDEX = "{i}"
 _DIGITS = re.compile(r"[0-9]+")
 
@@ -195,24 +195,6 @@ def natural_order(key: str) -> tuple[object, ...]:
         digits = part.lstrip("0")
         ordered.append((len(digits), digits) if n % 2 else part)
     return (tuple(ordered), key)
-
-
-def nearest(text: str, candidates: Iterable[str], n: int = 3, *, cutoff: float = 0.6) -> list[str]:
-    """Up to `n` candidates that are spelt like the text (at least by `cutoff`, 0 to 1), nearest first."""
-    # difflib is quadratic in the length of the texts; an error message is not worth more than this.
-    near = difflib.get_close_matches(text[:200], [c[:200] for c in candidates][:1000], n=n, cutoff=cutoff)
-    return list(dict.fromkeys(near))
-
-
-def show(text: str) -> str:
-    r"""Foreign text in backticks, safe to print: what could drive a terminal is escaped, what is long is cut.
-
-    Example:
-        >>> show("a" + chr(27) + "[2J")
-        '`a\\x1b[2J`'
-    """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_SHOWN])
-    return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"
 
 
 def _refuse_length(text: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, StorageError
-from reshard.layout.patterns import nearest, show
+from reshard.words import nearest, show
 
 __all__ = ["FAMILIES", "mapping_of_preset"]
 

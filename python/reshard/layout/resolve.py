@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
 from reshard.layout.file import Block, LayoutFile, Place, Rule, Uneven
-from reshard.layout.patterns import IndexPattern, Matcher, Pattern, natural_order, nearest, show
+from reshard.layout.patterns import IndexPattern, Matcher, Pattern, natural_order
+from reshard.words import nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping

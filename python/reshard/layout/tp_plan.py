@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, LayoutError
-from reshard.layout.patterns import Pattern, nearest, show
+from reshard.layout.patterns import Pattern
+from reshard.words import nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

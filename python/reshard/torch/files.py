@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 
 from reshard import _core, dtypes
-from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
 from reshard.formats.strict_json import parse_json
+from reshard.opening import open as open_checkpoint
 from reshard.torch.checks import shown
 from reshard.torch.tensors import as_tensor, from_tensor
 

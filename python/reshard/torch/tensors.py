@@ -11,6 +11,7 @@ import torch
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, UnsupportedError
+from reshard.write.arrays import as_array
 
 __all__ = ["as_tensor", "from_tensor", "torch_dtype"]
 
@@ -41,14 +42,13 @@ _TORCH: dict[str, torch.dtype] = {
     }.items()
     if hasattr(torch, attribute)
 }
-_NAME_OF = {dtype: name for name, dtype in _TORCH.items()}
 
 # Signed, since every torch release that is supported knows these, and unsigned 16 to 64 bits only some.
 _INTEGERS = {
-    1: (np.dtype(np.uint8), torch.uint8),
-    2: (np.dtype(np.int16), torch.int16),
-    4: (np.dtype(np.int32), torch.int32),
-    8: (np.dtype(np.int64), torch.int64),
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    8: np.dtype(np.int64),
 }
 
 
@@ -99,7 +99,7 @@ def as_tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
         raise ArgumentError(f"an array of dtype {array.dtype} holds no {name}, expected {dtypes.numpy_dtype(name)}")
     if not array.flags.writeable:
         raise ArgumentError("the array is read-only, and a tensor over it would be written", hint="pass `array.copy()`")
-    integers, _ = _INTEGERS[array.itemsize]
+    integers = _INTEGERS[array.itemsize]
     result_dtype = torch_dtype(name)
     try:
         tensor = torch.from_numpy(array.view(integers))
@@ -129,19 +129,6 @@ def from_tensor(tensor: torch.Tensor) -> tuple[np.ndarray, str]:
         >>> array.shape, array.dtype, dtype
         ((3, 2), dtype(bfloat16), 'BF16')
     """
-    if tensor.dtype not in _NAME_OF:
-        raise UnsupportedError(
-            f"tensors of dtype {tensor.dtype} have no place in a safetensors file",
-            hint="accepted are " + ", ".join(map(str, _NAME_OF)),
-        )
-    if tensor.layout != torch.strided:
-        raise UnsupportedError(f"a tensor of layout {tensor.layout} has no one array", hint="pass `tensor.to_dense()`")
-    if hasattr(tensor, "to_local"):
-        raise UnsupportedError("a distributed tensor has no one array", hint="pass `tensor.to_local()`")
     if tensor.device.type != "cpu":
         raise UnsupportedError(f"a tensor on device `{tensor.device}` has no array", hint="pass `tensor.cpu()`")
-    name = _NAME_OF[tensor.dtype]
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    _, integers = _INTEGERS[plain.element_size()]
-    array: np.ndarray = plain.view(integers).numpy()
-    return array.view(dtypes.numpy_dtype(name)), name
+    return as_array(tensor)

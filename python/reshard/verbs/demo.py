@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from reshard import _core, checkpoint
+from reshard import _core, opening
 from reshard.errors import ArgumentError, DestinationExistsError
 from reshard.layout import ModelLayout
 from reshard.verbs.convert import convert
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from reshard.checkpoint import Checkpoint
     from reshard.verbs.convert import ConvertReport
 
 __all__ = ["DemoReport", "DemoStep", "demo", "layout_of"]
@@ -224,8 +225,8 @@ def _prove(report: ConvertReport, model: Path, tp: int) -> DemoStep:
     """Compare every array in the files that were written with the model."""
     different: list[str] = []
     n_compared = 0
-    with checkpoint.open(model) as made, checkpoint.open(report.path) as written:
-        files: dict[str, checkpoint.Checkpoint] = {}
+    with opening.open(model) as made, opening.open(report.path) as written:
+        files: dict[str, Checkpoint] = {}
         try:
             for key in made.keys():  # noqa: SIM118  not a mapping
                 original = _bits(made.read(key))
@@ -235,7 +236,7 @@ def _prove(report: ConvertReport, model: Path, tp: int) -> DemoStep:
                     box = tuple(slice(start, start + n) for start, n in zip(shard.offset, shard.shape, strict=True))
                     for name in shard.files:
                         if name not in files:
-                            files[name] = checkpoint.open(written.path / name)
+                            files[name] = opening.open(written.path / name)
                         n_compared += 1
                         is_equal &= np.array_equal(_bits(files[name].read(key)), original[box])
                 if not is_equal:

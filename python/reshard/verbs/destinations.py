@@ -9,28 +9,37 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard import _core, dtypes
+from reshard import _core
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import huggingface, tiles
 from reshard.formats.files import write_file_atomically
 from reshard.layout import BoundLayout, ModelLayout, as_layout
-from reshard.write.commit import made_folder, published_file, published_folder
+from reshard.verbs.shares import assign, committing, missing, place, record, told
+from reshard.write.commit import as_storage_error, made_folder, published_file, published_folder
+from reshard.write.iteration import JointProgress, RankFile, WholeTensor, describe_cut, file_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.verbs.shares import Shared
+    from reshard.write.protocol import Told as FileTold
+
+    Produce = Callable[[Path], Mapping[str, FileTold]]
 
 __all__ = [
     "WRITER_KEY",
-    "Cutting",
     "Job",
     "Options",
     "Written",
+    "as_file",
     "bind",
+    "file_sizes",
+    "produced",
     "to_huggingface",
     "to_safetensors",
+    "whole_tensors",
     "write_files",
 ]
 
@@ -69,15 +78,17 @@ class Job:
     target: Path
     options: Options
     overwrite: bool
+    shared: Shared | None = None
 
 
 @dataclass
 class Written:
-    """What was written where."""
+    """What was written where; `pending`: shares that others have yet to write before anything is published."""
 
     path: Path
     n_files: int
     n_bytes: int
+    pending: list[int] = field(default_factory=list)
     not_expressible: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -87,31 +98,18 @@ def bind(source: Checkpoint, layout: LayoutLike | None) -> BoundLayout:
     return source.bind(ModelLayout.replicated() if layout is None else layout)
 
 
-class _Progress:
-    """Progress over several files as one."""
-
-    def __init__(self, call: _core.Progress | None, total_bytes: int) -> None:
-        self.call = call
-        self.total_bytes = total_bytes
-        self.before = 0
-
-    def of_file(self, n_bytes: int) -> Callable[[int, int], object] | None:
-        """The callback for the next file."""
-        start, call = self.before, self.call
-        self.before += n_bytes
-        return None if call is None else lambda done, _: call(start + done, self.total_bytes)
+def file_sizes(job: Job, files: list[File]) -> list[int]:
+    """Bytes of the arrays of each file."""
+    # Plans are cheap and hold what they open: they are made one by one, and once more to be carried out.
+    return [sum(array[3] for array in job.source.plan(file.request, dtype=job.options.dtype).arrays) for file in files]
 
 
-def write_files(job: Job, folder: Path, files: list[File]) -> int:
-    """Stream the files; the bytes that were written."""
+def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
+    """Stream the files; what was written, by name."""
     options = job.options
-    # Plans are cheap and hold what they open: they are made one by one, and once more to know the total.
-    sizes = [sum(array[3] for array in job.source.plan(file.request, dtype=options.dtype).arrays) for file in files]
-    progress = _Progress(options.progress, sum(sizes))
-    total = 0
-    for file, n_bytes in zip(files, sizes, strict=True):
-        plan = job.source.plan(file.request, dtype=options.dtype)
-        total += plan.write(
+    progress = JointProgress(options.progress, sum(sizes))
+    return {
+        file.name: job.source.plan(file.request, dtype=options.dtype).write(
             str(folder / file.name),
             metadata=options.metadata,
             windows=options.windows,
@@ -119,8 +117,38 @@ def write_files(job: Job, folder: Path, files: list[File]) -> int:
             durable=options.durable,
             mode=options.file_mode,
             progress=progress.of_file(n_bytes),
-        ).n_bytes
-    return total
+        )
+        for file, n_bytes in zip(files, sizes, strict=True)
+    }
+
+
+@contextlib.contextmanager
+def produced(job: Job, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
+    """How the folder that is published gets its files: a function that fills it, or what to report instead.
+
+    Not shared: they are streamed into it. Shared: our share is written first, unless it is there, into the folder where
+    shares gather; if it was the last, all have their place.
+    """
+    if job.shared is None:
+        yield lambda folder: write_files(job, folder, files, sizes)
+        return
+    share, gathered = job.shared.share, job.shared.folder
+    with as_storage_error("make", gathered):
+        gathered.mkdir(mode=job.options.folder_mode, parents=True, exist_ok=True)
+    own = told(gathered, share)
+    if own is None:
+        chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
+        written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
+        record(gathered, share, written, mode=job.options.file_mode, durable=job.options.durable)
+        own = told(gathered, share) or {}
+    report = Written(job.target, len(own), sum(one.n_bytes for one in own.values()))
+    report.pending = missing(gathered, share.count)
+    if report.pending:
+        yield report
+        return
+    with committing(gathered) as is_ours:
+        names = [file.name for file in files]
+        yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
 
 
 # -- Hugging Face and plain files
@@ -136,8 +164,17 @@ def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
         File(huggingface.file_name(number, len(shards)), _whole(job.source, keys))
         for number, keys in enumerate(shards, 1)
     ]
+    with produced(job, files, file_sizes(job, files)) as fill:
+        if isinstance(fill, Written):
+            return fill
+        return _publish_huggingface(job, files, shards, sizes, fill)
+
+
+def _publish_huggingface(
+    job: Job, files: list[File], shards: list[list[str]], sizes: list[tuple[str, int]], fill: Produce
+) -> Written:
     with _folder(job) as folder:
-        n_bytes = write_files(job, folder, files)
+        n_bytes = _n_bytes(fill(folder))
         if len(files) > 1:
             weight_map = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
             total = sum(size for _, size in sizes)
@@ -146,6 +183,10 @@ def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
                 folder / huggingface.INDEX_FILE, text, job.options.file_mode, durable=job.options.durable
             )
     return Written(job.target, len(files), n_bytes)
+
+
+def _n_bytes(written: Mapping[str, FileTold]) -> int:
+    return sum(one.n_bytes for one in written.values())
 
 
 def _whole(source: Checkpoint, keys: list[str]) -> _core.Request:
@@ -165,69 +206,46 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
             made_folder(parent, mode=job.options.folder_mode, durable=durable),
             published_file(job.target, replace=job.overwrite, durable=durable) as path,
         ):
-            n_bytes = write_files(job, parent, [File(path.name, _whole(job.source, job.keys))])
+            files = [File(path.name, _whole(job.source, job.keys))]
+            n_bytes = _n_bytes(write_files(job, parent, files, file_sizes(job, files)))
         return Written(job.target, 1, n_bytes)
     _check_folder_free(job)
     bound = bind(job.source, layout)
-    cutting = Cutting(job, bound)
+    tensors = whole_tensors(job)
+    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
+    dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
+    builder = tiles.Builder()
     files = []
     for rank in bound.ranks:
         names = bound.local_names(rank, job.keys)
         if names:
-            files.append(cutting.file(f"rank_{rank}.safetensors", rank, names, described=set(job.keys)))
-    with _folder(job) as folder:
-        n_bytes = write_files(job, folder, files)
-        cutting.write_tiles(folder, layout)
+            file = RankFile(f"rank_{rank}.safetensors", rank, file_order(names, dtype_of))
+            describe_cut(builder, bound, tensors, file, tensors)
+            files.append(as_file(bound, file))
+    with produced(job, files, file_sizes(job, files)) as fill:
+        if isinstance(fill, Written):
+            return fill
+        with _folder(job) as folder:
+            n_bytes = _n_bytes(fill(folder))
+            if len(builder):
+                content = builder.build(None if layout is None else as_layout(layout).to_mapping())
+                tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
     return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
 
 
-class Cutting:
-    """Files of cut arrays, and the description of those that only tiles.json can describe."""
+def whole_tensors(job: Job) -> dict[str, WholeTensor]:
+    """What is known of the tensors that are written, after a cast. Casts and keys are checked here, for all of them."""
+    plan = job.source.plan(_whole(job.source, job.keys), dtype=job.options.dtype)
+    optimizer = set(job.source.keys("optimizer"))
+    return {
+        key: WholeTensor(dtype, job.source.shape(key), "optimizer" if key in optimizer else "model")
+        for key, dtype, _, _ in plan.arrays
+    }
 
-    def __init__(self, job: Job, bound: BoundLayout) -> None:
-        self.job = job
-        self.bound = bound
-        # Casts and keys are checked for everything before anything is written.
-        plan = job.source.plan(_whole(job.source, job.keys), dtype=job.options.dtype)
-        self.dtypes = {name: dtype for name, dtype, _, _ in plan.arrays}
-        self.builder = tiles.Builder()
 
-    def file(self, name: str, rank: int, arrays: Collection[str], described: Collection[str]) -> File:
-        """A file of a rank's arrays; arrays that hold a part of a key in `described` are told to tiles.json."""
-        members = {join.name: join.keys for join in self.bound.joins}
-        # Wide elements first, as safetensors orders them: every tensor then begins on a multiple of its element.
-        order = sorted(arrays, key=lambda array: (-dtypes.bits(self.dtypes[members.get(array, (array,))[0]]), array))
-        for array in order:
-            keys = [key for key in members.get(array, (array,)) if key in described]
-            if keys:
-                self._describe(name, rank, array, keys)
-        return File(name, self.bound.request_of(rank, order))
-
-    def _describe(self, file: str, rank: int, array: str, keys: list[str]) -> None:
-        by_key: dict[str, list[_core.Tile]] = {key: [] for key in keys}
-        if array in by_key:
-            layout = self.bound.layouts[array]
-            shape, by_key[array] = layout.local_shape(rank), layout.tiles(rank)
-        else:
-            last = self.bound.request_of(rank, [array]).last()
-            assert last is not None
-            shape, tiles_of_all = last
-            for key, tile in tiles_of_all:
-                by_key[key].append(tile)
-        for key, own in by_key.items():
-            # Flattened blocks that share an uncut block are cut at different places of it.
-            overlapping = bool(self.bound.specs[key].flat)
-            stored = tiles.StoredArray(file, array, shape, tuple(own))
-            self.builder.add(key, self.dtypes[key], self.job.source.shape(key), stored, overlapping=overlapping)
-
-    def write_tiles(self, folder: Path, layout: LayoutLike | None) -> None:
-        """Write tiles.json, if anything was told to it."""
-        if len(self.builder):
-            mapping = None if layout is None else as_layout(layout).to_mapping()
-            options = self.job.options
-            tiles.write(
-                folder / tiles.TILES_FILE, self.builder.build(mapping), options.file_mode, durable=options.durable
-            )
+def as_file(bound: BoundLayout, file: RankFile) -> File:
+    """A planned file as what the core is asked for."""
+    return File(file.name, bound.request_of(file.rank, file.arrays))
 
 
 # -- the destination

@@ -1,7 +1,7 @@
 """Checks of single values of a configuration: fields, lists, names and numbers.
 
 Each error says where in which file the value stands, what was expected and what was found. Nothing here knows what a
-layout is.
+layout or a training configuration is.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from reshard.errors import LayoutError
-from reshard.layout.patterns import nearest, show
-from reshard.layout.strict_yaml import Lines, Step, at_path
+from reshard.errors import LayoutError, ReshardError
+from reshard.strict_yaml import Lines, Step, at_path
+from reshard.words import nearest, show
 
 T = TypeVar("T")
 
@@ -28,17 +28,19 @@ class At:
     source: str | None
     lines: Lines
     path: tuple[Step, ...] = ()
+    what: str = "layout"
+    error_class: type[ReshardError] = LayoutError
 
     def __truediv__(self, step: Step) -> At:
-        return At(self.source, self.lines, (*self.path, step))
+        return At(self.source, self.lines, (*self.path, step), self.what, self.error_class)
 
-    def error(self, message: str, *, hint: str | None = None) -> LayoutError:
+    def error(self, message: str, *, hint: str | None = None) -> ReshardError:
         """The error about this value."""
         line = next((self.lines[p] for n in range(len(self.path), -1, -1) if (p := self.path[:n]) in self.lines), None)
-        where = self.source or "layout"
+        where = self.source or self.what
         if line is not None:
             where += f", line {line}"
-        return LayoutError(f"{where}: {at_path(self.path)}{message}", path=self.source, hint=hint)
+        return self.error_class(f"{where}: {at_path(self.path)}{message}", path=self.source, hint=hint)
 
 
 def read_fields(

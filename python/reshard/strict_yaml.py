@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import yaml
 
-from reshard.errors import CheckpointNotFoundError, LayoutError, StorageError
-from reshard.layout.patterns import show
+from reshard.errors import CheckpointNotFoundError, LayoutError, ReshardError, StorageError
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,11 +35,15 @@ _START = (yaml.ScalarEvent, yaml.SequenceStartEvent, yaml.MappingStartEvent)
 _END = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
 
 
-def read_yaml(path: str | os.PathLike[str]) -> tuple[object, Lines]:
+def read_yaml(
+    path: str | os.PathLike[str], *, what: str = "layout", error_class: type[ReshardError] = LayoutError
+) -> tuple[object, Lines]:
     """Read a file of one YAML document.
 
     Args:
         path: the file, UTF-8, at most 16 MiB.
+        what: what kind of file it is, for messages.
+        error_class: the class of the errors about what it holds.
 
     Returns:
         The value, and the line of each value in it.
@@ -47,20 +51,20 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[object, Lines]:
     Raises:
         CheckpointNotFoundError: there is no such file.
         StorageError: the system failed to read it.
-        LayoutError: it is not YAML, or uses what is not accepted; the message names file, line and key.
+        error_class: it is not YAML, or uses what is not accepted; the message names file, line and key.
     """
     try:
         with Path(path).open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointNotFoundError(
-            f"there is no layout file {show(os.fspath(path))}", path=os.fspath(path)
+            f"there is no {what} file {show(os.fspath(path))}", path=os.fspath(path)
         ) from None
     except OSError as error:
         raise StorageError(
             f"reading {show(os.fspath(path))}: {error.strerror}", path=os.fspath(path), errno=error.errno
         ) from None
-    return _Reader(os.fspath(path)).read(data)
+    return _Reader(os.fspath(path), error_class).read(data)
 
 
 def quote(text: str) -> str:
@@ -85,15 +89,16 @@ def _quoted_char(c: str) -> str:
 class _Reader:
     """Builds the values of one file from the parser's events, which come as they are needed and nest nothing."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, error_class: type[ReshardError]) -> None:
         self.source = source
+        self.error_class = error_class
         self.lines: Lines = {}
         self.n_values = 0
         self.anchors: dict[str, tuple[object, int]] = {}  # value and how many values it holds
 
     def read(self, data: bytes) -> tuple[object, Lines]:
         if len(data) > _MAX_BYTES:
-            raise LayoutError(f"{self.source}: larger than {_MAX_BYTES >> 20} MiB", path=self.source)
+            raise self.error_class(f"{self.source}: larger than {_MAX_BYTES >> 20} MiB", path=self.source)
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -178,11 +183,11 @@ class _Reader:
         context = getattr(error, "context", None)
         hint = 'quote a pattern that begins with `*`: "*.weight"' if context and "alias" in context else None
         about = f" {context}" if context else ""
-        raise LayoutError(f"{where}: not YAML{about}: {problem}", path=self.source, hint=hint) from None
+        raise self.error_class(f"{where}: not YAML{about}: {problem}", path=self.source, hint=hint) from None
 
     def _refuse(self, line: int, path: tuple[Step, ...], message: str) -> NoReturn:
         where = f"{self.source}, line {line}"
-        raise LayoutError(f"{where}: {at_path(path)}{message}", path=self.source)
+        raise self.error_class(f"{where}: {at_path(path)}{message}", path=self.source)
 
 
 def at_path(path: tuple[Step, ...]) -> str:

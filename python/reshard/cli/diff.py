@@ -1,0 +1,111 @@
+"""`reshard diff`: two checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import reshard
+from reshard.cli.output import (
+    collected_warnings,
+    command,
+    echo,
+    echo_json,
+    echo_table,
+    join_dims,
+    plain_table,
+    progress_bar,
+    shown,
+    size,
+    warn,
+)
+
+if TYPE_CHECKING:
+    from reshard.verbs.diff import TensorDifference
+
+__all__ = ["diff"]
+
+_MAX_ROWS = 60
+
+
+@click.command(short_help="Compare two checkpoints of any formats and layouts, tensor by tensor.")
+@click.argument("a")
+@click.argument("b")
+@click.option(
+    "--part", type=click.Choice(["model", "optimizer", "all"]), default="all", show_default=True, help="Which tensors."
+)
+@click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory of the buffers.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors."
+)
+@click.option("--all", "everything", is_flag=True, help="List every tensor that differs.")
+@command
+def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> None:
+    """Compare the tensors of A and B: keys, shapes, dtypes, and every bit.
+
+    A and B are .safetensors files, Hugging Face folders, checkpoint roots or iteration folders, in any layouts. Files
+    beside the tensors are not compared.
+
+    \b
+    Examples:
+      reshard diff output/checkpoint hf/ --part model
+      reshard diff hf/ output/checkpoint --part model --json
+
+    Exit codes: 0 equal, 1 different (or refused), 2 usage.
+    """
+    with collected_warnings() as logged, progress_bar() as progress:
+        report = reshard.diff(a, b, progress=progress, **options)
+    if as_json:
+        echo_json(
+            {
+                "equal": report.equal,
+                **dataclasses.asdict(report),
+                # A difference of infinity has no place in JSON.
+                "differences": [_json(one) for one in report.differences],
+                "warnings": logged,
+            }
+        )
+    else:
+        echo(f"a: {shown(report.a)}")
+        echo(f"b: {shown(report.b)}")
+        echo(f"{report.n_equal} tensors are equal, {len(report.differences)} differ, {size(report.n_bytes)} compared")
+        listed = report.differences if everything else report.differences[:_MAX_ROWS]
+        if listed:
+            _print_rows(listed)
+        if len(listed) < len(report.differences):
+            echo(f"and {len(report.differences) - len(listed)} more; --all lists them")
+        for warning in logged:
+            warn(warning)
+    if not report.equal:
+        raise click.exceptions.Exit(1)
+
+
+def _json(one: TensorDifference) -> dict[str, Any]:
+    told = dataclasses.asdict(one)
+    if one.max_abs is not None and not math.isfinite(one.max_abs):
+        told["max_abs"] = str(one.max_abs)
+    return told
+
+
+def _print_rows(differences: tuple[TensorDifference, ...]) -> None:
+    table = plain_table("key", "what", "dtype", "shape", "elements", "largest difference", right=("elements",))
+    for one in differences:
+        count = "" if one.n_different is None else f"{one.n_different} of {one.n_elements}"
+        largest = "" if one.max_abs is None else f"{one.max_abs:.6g}"
+        nan = f", {one.n_nan} NaN on one side" if one.n_nan else ""
+        table.add_row(
+            shown(one.key),
+            one.kind,
+            _both(one.dtype_a, one.dtype_b),
+            _both(*(None if shape is None else join_dims(shape) for shape in (one.shape_a, one.shape_b))),
+            count,
+            largest + nan,
+        )
+    echo_table(table)
+
+
+def _both(a: str | None, b: str | None) -> str:
+    return a or b or "" if a == b or a is None or b is None else f"{a} / {b}"

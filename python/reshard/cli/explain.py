@@ -1,0 +1,195 @@
+"""`reshard explain`: which checkpoint a restart would use, why the others were not taken, and the counters."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.cli.output import (
+    collected_warnings,
+    command,
+    echo,
+    echo_facts,
+    echo_json,
+    echo_table,
+    plain_table,
+    shown,
+)
+from reshard.errors import ReshardError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.config import Config
+    from reshard.resume import Facts, ResumeDecision, Verdict, View
+
+__all__ = ["explain"]
+
+_FRESH = 3
+_COUNT = click.IntRange(1, 2**62)
+
+
+@click.command(short_help="Which checkpoint a restart would use, and why the others are not taken.")
+@click.argument("root", required=False)
+@click.option("--config", "config_file", metavar="FILE", help="The trainer's YAML. Default: resume from ROOT.")
+@click.option("--world-size", type=_COUNT, metavar="N", help="Ranks of the new run.")
+@click.option("--global-batch-size", type=_COUNT, metavar="B", help="Samples a step of the new run, over all ranks.")
+@click.option("--dataset-steps", type=_COUNT, metavar="S", help="Steps in an epoch of the new run's dataset.")
+@click.option("--new-data", is_flag=True, help="The new run's data is other data.")
+@click.option("--compatible", is_flag=True, help="Compute counters as MindSpore Transformers does, rounding and all.")
+@command
+def explain(
+    root: str | None,
+    *,
+    config_file: str | None,
+    world_size: int | None,
+    global_batch_size: int | None,
+    dataset_steps: int | None,
+    new_data: bool,
+    compatible: bool,
+    as_json: bool,
+) -> None:
+    """Tell which checkpoint a run would resume from, why newer ones are passed over, and where it would go on.
+
+    ROOT is a checkpoint root or an iteration folder; without it, what the configuration loads. Nothing is changed.
+
+    \b
+    Examples:
+      reshard explain output/checkpoint
+      reshard explain output/checkpoint --global-batch-size 512 --dataset-steps 10000
+      reshard explain --config train.yaml --json
+
+    Exit codes: 0 there is a checkpoint to load, 3 the run would start fresh, 1 refused, 2 usage.
+    """
+    from reshard.config import Config
+    from reshard.opening.facts import gather
+    from reshard.resume import RunFacts, decide, weigh
+
+    if root is None and config_file is None:
+        raise click.UsageError("give ROOT, --config, or both")
+    config = Config(resume=True) if config_file is None else Config.from_yaml(config_file)
+    if root is not None:
+        config = dataclasses.replace(config, load_path=root)
+    run = RunFacts(
+        global_batch_size=global_batch_size,
+        world_size=world_size,
+        steps_per_epoch=dataset_steps,
+        dataset_changed=new_data or None,
+    )
+    with collected_warnings():  # what opening logs is told by the verdicts
+        facts = gather(config, run)
+    verdicts = weigh(config, facts)
+    try:
+        decision = decide(config, facts, compatible=compatible)
+    except ReshardError as error:
+        _refuse(error, config, facts, verdicts, as_json=as_json)
+        raise AssertionError from error  # not reached
+    if as_json:
+        echo_json({"outcome": _outcome(decision), **_json(decision)})
+    else:
+        _print(config, facts, decision)
+    if decision.fresh:
+        raise click.exceptions.Exit(_FRESH)
+
+
+def _outcome(decision: ResumeDecision) -> str:
+    if decision.fresh:
+        return "fresh"
+    return "resume" if "counters" in decision.restored else "weights"
+
+
+def _json(decision: ResumeDecision) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in dataclasses.asdict(decision).items()}
+
+
+def _plain(value: object) -> object:
+    """Without fractions, which JSON does not have: as text they stay exact."""
+    if isinstance(value, Fraction):
+        return str(value)
+    return {name: _plain(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+
+
+def _refuse(error: ReshardError, config: Config, facts: Facts, verdicts: Sequence[Verdict], *, as_json: bool) -> None:
+    """The trail of a run that would not start: the table, or all in one object; then the error."""
+    if as_json:
+        echo_json(
+            {
+                "outcome": "refused",
+                "error": type(error).__name__,
+                "message": error.message,
+                "path": error.path,
+                "hint": error.hint,
+                "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
+                "warnings": facts.warnings,
+            }
+        )
+        raise click.exceptions.Exit(1) from None
+    if verdicts:
+        _print_verdicts(config, facts, verdicts)
+        if facts.warnings:
+            echo_facts([("warning", shown(warning)) for warning in facts.warnings])
+        error.message = error.message.partition(":\n")[0]  # the list that follows is the table
+    raise error
+
+
+# -- the page
+
+
+def _print(config: Config, facts: Facts, decision: ResumeDecision) -> None:
+    if decision.verdicts:
+        _print_verdicts(config, facts, decision.verdicts)
+        echo()
+    if decision.fresh:
+        echo("the training would start from nothing")
+    elif "counters" in decision.restored:
+        echo(f"the training would go on from {shown(decision.path)}")
+    else:
+        echo(f"the training would take the weights of {shown(decision.path)}")
+    # Warnings are part of the answer here, and belong on the page.
+    echo_facts([*_lines(decision), *(("warning", shown(warning)) for warning in decision.warnings)])
+
+
+def _print_verdicts(config: Config, facts: Facts, verdicts: Sequence[Verdict]) -> None:
+    echo(f"{facts.kind}: {shown(facts.path or config.load_path)}")
+    table = plain_table("folder", "verdict", "why", folds=("why",))
+    for verdict in verdicts:
+        name = verdict.path.rstrip("/").rpartition("/")[2]
+        table.add_row(shown(name), "taken" if verdict.taken else "refused", shown(verdict.reason))
+    echo_table(table)
+
+
+def _lines(decision: ResumeDecision) -> list[tuple[str, str]]:
+    lines = [("because", shown(reason)) for reason in decision.reasons]
+    if not decision.fresh:
+        lines.append(("restored", ", ".join(decision.restored)))
+    steps = f"{decision.initial_step} done"
+    if decision.total_steps is not None:
+        steps += f" of {decision.total_steps}"
+    if decision.global_step != decision.initial_step:
+        steps += f"; the optimizer made {decision.global_step}"
+    lines.append(("steps", steps))
+    views = [f"next is {_view(decision.next_step)}"] if decision.next_step else []
+    views += [f"the next sink ends with {_view(decision.next_sink)}"] if decision.next_sink else []
+    if views:
+        lines.append(("of the data", "; ".join(views)))
+    lines.append(("epochs done", f"{decision.initial_epoch}, as the training loop counts"))
+    skip = (
+        f"the first {decision.data_skip_steps} steps are skipped" if decision.data_skip_steps else "from its beginning"
+    )
+    if decision.skip_micro_steps is not None:
+        skip += f", {decision.skip_micro_steps} micro-steps"
+    lines.append(("data", skip))
+    if decision.consumed_samples is not None:
+        lines.append(("samples", f"{decision.consumed_samples} seen"))
+    if decision.global_batch_size is not None:
+        lines.append(("batch", f"{decision.global_batch_size} samples a step"))
+    if decision.loss_scale is not None:
+        lines.append(("loss scale", f"{decision.loss_scale:g}"))
+    return lines
+
+
+def _view(view: View) -> str:
+    return f"epoch {view.epoch}, step {view.step}"

@@ -1,0 +1,172 @@
+"""A training configuration in the words of MindSpore Transformers, read into one frozen value in ours.
+
+A trainer's whole YAML is fine: of it only the words below are read, and other sections are left alone. A word may
+stand in several places, old and new; what two of them say must agree. The tables in `words` are the
+whole vocabulary: a word that is not in them but spelt like one is an error, since a misspelt `resume_training` would
+otherwise start a training from nothing.
+
+What the values are for is not known here, nor is any file looked at but the configuration itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Self, TypeAlias
+
+from reshard.config.read import read_values
+from reshard.errors import ConfigError
+from reshard.fields import At
+from reshard.strict_yaml import read_yaml
+
+__all__ = ["Config", "ConfigLike", "as_config", "split_iteration"]
+
+ConfigLike: TypeAlias = "Config | str | os.PathLike[str] | Mapping[str, Any]"
+
+_ITERATION_FOLDER = re.compile(r"iteration_0*([0-9]{1,18})")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a training saves and resumes. In brackets the original's words, the older before the newer.
+
+    Attributes:
+        load_path: the checkpoint root, iteration folder or Hugging Face folder to load; "" loads nothing
+            (`load_checkpoint`, `checkpoint.load_path`).
+        resume: whether the training goes on where the checkpoint was saved, optimizer and counters included; False
+            takes the weights alone (`resume_training`, the opposite of `checkpoint.no_load_optim`).
+        resume_file: the file that `resume_training` names, a matter of Checkpoint 1.0; None.
+        load_async: whether loading begins in the background (`load_ckpt_async`).
+        save_path: the checkpoint root that is saved to (`CheckpointMonitor.directory`, `save_checkpoint_path`,
+            `checkpoint.save_path`, or `checkpoint` under `output_dir`); None if nothing says so.
+        save_every: steps from one save to the next; None: no saves (`save_checkpoint_steps`,
+            `checkpoint.save_interleaved_steps`).
+        keep: checkpoints that are kept (`keep_checkpoint_max`, `checkpoint.save_max`).
+        prefix: what the names of shard files begin with.
+        async_save: whether saves are written in the background.
+        dedup: whether replicas are saved once (`remove_redundancy`, `checkpoint.save_remove_redundancy`).
+        save_optimizer: whether the optimizer is saved too (the opposite of `checkpoint.no_save_optim`).
+        healthy_only: whether only checkpoints that the health monitor found healthy are resumed from
+            (`monitor_config.health_checkpoint.embedding_local_norm_threshold`, `use_checkpoint_health_monitor`).
+        ignore_data_skip: whether the data is read from its beginning (`trainer.ignore_data_skip`).
+        data_skip_steps: steps of data to skip instead of those already made; None: as many as were made, as 0 does
+            (`trainer.data_skip_steps`).
+        total_steps: steps of the learning-rate curve; None, as -1 does: those of the dataset
+            (`lr_schedule.total_steps`, `training.steps`).
+        epochs: epochs of the training (`runner_config.epochs`).
+        batch_size: samples a step of one rank (`runner_config.batch_size`, `training.local_batch_size`).
+        sink_mode: whether the loop runs in sinks of several steps (`runner_config.sink_mode`).
+        sink_size: steps of a sink; None, as -1 does: a whole epoch (`runner_config.sink_size`).
+        global_batch_size: samples a step over all ranks (`training.global_batch_size`).
+        rampup: start, increment and samples of a growing batch (`training.rampup_batch_size`).
+        legacy_format: Checkpoint 1.0 (`use_legacy_format`).
+        integrated_save: cut tensors are joined when they are saved.
+        save_network_params: the weights are saved a second time, by themselves.
+        save_trainable_params: the trainable weights are saved a second time, by themselves.
+        without_effect: words that stand in the configuration and do nothing here, such as "`integrated_save`".
+
+    Example:
+        >>> config = Config.from_mapping({
+        ...     "load_checkpoint": "output/checkpoint/iteration_0000400",
+        ...     "resume_training": True,
+        ...     "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": 500, "keep_checkpoint_max": 3}],
+        ... })
+        >>> config.resume, config.save_every, config.keep, split_iteration(config.load_path)
+        (True, 500, 3, ('output/checkpoint', 400))
+    """
+
+    load_path: str = ""
+    resume: bool = False
+    resume_file: str | None = None
+    load_async: bool = False
+    save_path: str | None = None
+    save_every: int | None = None
+    keep: int = 5
+    prefix: str | None = None
+    async_save: bool = False
+    dedup: bool = False
+    save_optimizer: bool = True
+    healthy_only: bool = False
+    ignore_data_skip: bool = False
+    data_skip_steps: int | None = None
+    total_steps: int | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    sink_mode: bool = True
+    sink_size: int | None = None
+    global_batch_size: int | None = None
+    rampup: tuple[int, int, int] | None = None
+    legacy_format: bool = False
+    integrated_save: bool = False
+    save_network_params: bool = False
+    save_trainable_params: bool = False
+    without_effect: tuple[str, ...] = ()
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
+        r"""Read a YAML file, a trainer's whole one or only the part about checkpoints.
+
+        Args:
+            path: the file, UTF-8, at most 16 MiB.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file.
+            ConfigError: it is not YAML, or a word is misspelt, misplaced, of the wrong type, or against another one;
+                the message names file, line and key, and says what is accepted.
+            StorageError: the system failed to read it.
+
+        Example:
+            >>> import tempfile, pathlib
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = pathlib.Path(folder) / "train.yaml"
+            ...     _ = path.write_text("load_checkpoint: output/checkpoint\nresume_training: True\nseed: 0\n")
+            ...     Config.from_yaml(path).resume
+            True
+        """
+        value, lines = read_yaml(path, what="configuration", error_class=ConfigError)
+        return cls(**read_values(value, At(os.fspath(path), lines, (), "configuration", ConfigError)))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """Read the same as a mapping.
+
+        Raises:
+            ConfigError: as for a file, without lines.
+
+        Example:
+            >>> Config.from_mapping({"output_dirs": "o"})
+            Traceback (most recent call last):
+            reshard.errors.ConfigError: configuration: output_dirs: no such word; `output_dir` takes text
+            hint: did you mean `output_dir`?
+        """
+        return cls(**read_values(mapping, At(None, {}, (), "configuration", ConfigError)))
+
+
+def as_config(config: ConfigLike) -> Config:
+    """A configuration from whatever `config=` takes: a `Config`, a YAML file or a mapping.
+
+    Raises:
+        CheckpointNotFoundError, ConfigError, StorageError: as `Config.from_yaml`.
+
+    Example:
+        >>> as_config({"load_checkpoint": "output/checkpoint"}).load_path
+        'output/checkpoint'
+    """
+    if isinstance(config, Config):
+        return config
+    return Config.from_mapping(config) if isinstance(config, Mapping) else Config.from_yaml(config)
+
+
+def split_iteration(path: str) -> tuple[str, int | None]:
+    """The root and the iteration of a path that ends in `iteration_<digits>`, of any width; else the path and None.
+
+    Example:
+        >>> split_iteration("/data/checkpoint/iteration_0000001/"), split_iteration("/data/checkpoint")
+        (('/data/checkpoint', 1), ('/data/checkpoint', None))
+    """
+    pure = PurePath(path)
+    match = _ITERATION_FOLDER.fullmatch(pure.name)
+    return (str(pure.parent), int(match[1])) if match else (path, None)

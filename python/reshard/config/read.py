@@ -1,0 +1,168 @@
+"""From a mapping to the fields of `Config`: every word in its place; misspelt ones and contradictions are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from reshard.config.words import (
+    ELSEWHERE,
+    FOREIGN,
+    MONITOR,
+    MONITORS,
+    NUMBER,
+    OTHERS,
+    SECTION,
+    SECTIONS,
+    TOP,
+    Word,
+)
+from reshard.fields import At, and_words, found, is_list
+from reshard.strict_yaml import at_path
+from reshard.words import nearest, show
+
+__all__ = ["read_values"]
+
+_NEAR = 0.84  # as similar as a word must be to one of ours to count as misspelt
+_DEFAULT_STEPS_OF_SECTION = 1000  # what the original does in its `checkpoint:` section, where nothing is said
+
+
+class _Values:
+    """What was said of each field, and where; two places that disagree are an error."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, tuple[object, At]] = {}
+        self.without_effect: dict[str, None] = {}
+
+    def take(self, at: At, name: str, word: Word, value: object) -> object:
+        """Parse what stands under a word, and keep it for its field."""
+        if value is None:
+            return None  # the original's YAML says null for what it does not say
+        parsed = word.kind.parse(at, value)
+        if word.inert and parsed not in (None, False):
+            self.without_effect[f"`{name}`"] = None
+        if word.field is not None and parsed is not None:
+            opposite = word.field.startswith("!")
+            self.set(word.field.removeprefix("!"), not parsed if opposite else parsed, at)
+        return parsed
+
+    def set(self, field: str, value: object, at: At) -> None:
+        """Keep a value, unless another place says otherwise."""
+        before = self.said.setdefault(field, (value, at))
+        if before[0] != value:
+            line = f", line {at.lines[before[1].path]}" if before[1].path in at.lines else ""
+            other = at_path(before[1].path).removesuffix(": ")
+            raise at.error(f"contradicts `{other}`{line}", hint="say it in one place")
+
+
+def read_values(value: object, at: At) -> dict[str, Any]:
+    """The fields of `Config` from a whole configuration."""
+    if not isinstance(value, Mapping):
+        raise at.error(f"expected a mapping with words such as `load_checkpoint`, found {found(value)}")
+    values = _Values()
+    top = _read_words(at, value, TOP, values, sections=True)
+    for name, words in SECTIONS.items():
+        if value.get(name) is not None:
+            _read_words(at / name, _mapping(at / name, value[name]), words, values)
+    section = None
+    if value.get("checkpoint") is not None:
+        section = _read_words(
+            at / "checkpoint", _mapping(at / "checkpoint", value["checkpoint"]), SECTION, values, closed=True
+        )
+    if value.get("callbacks") is not None:
+        _read_callbacks(at / "callbacks", value["callbacks"], values)
+    if isinstance(value.get("monitor_config"), Mapping):
+        _read_health(at / "monitor_config", value["monitor_config"], values)
+    return _settle(values, top, section)
+
+
+def _settle(values: _Values, top: dict[str, object], section: dict[str, object] | None) -> dict[str, Any]:
+    """What the words together mean: defaults that hang on where something was said."""
+    said = {field: value for field, (value, _) in values.said.items()}
+    if isinstance(said.get("resume"), str):
+        said["resume"], said["resume_file"] = True, said["resume"]
+    if section is not None:
+        if said.get("legacy_format"):
+            raise values.said["legacy_format"][1].error("contradicts the section `checkpoint`, which is Checkpoint 2.0")
+        # The section resumes unless told not to; the older words do not unless told to.
+        if section.get("load_path"):
+            said.setdefault("resume", True)
+        if section.get("save_path"):
+            said.setdefault("save_every", _DEFAULT_STEPS_OF_SECTION)
+        if section.get("enable_save") is False:
+            said["save_every"] = None
+    # On the top level the original means loading, where the files say it themselves; of a configuration of ours that
+    # has no other place for it, it can only mean saving, and one that does is not harmed.
+    if top.get("remove_redundancy") is not None:
+        said.setdefault("dedup", top["remove_redundancy"])
+    if top.get("output_dir") is not None:
+        said.setdefault("save_path", str(Path(str(top["output_dir"])) / "checkpoint"))
+    return {**said, "without_effect": tuple(values.without_effect)}
+
+
+def _read_words(
+    at: At,
+    mapping: Mapping[Any, object],
+    words: Mapping[str, Word],
+    values: _Values,
+    *,
+    closed: bool = False,
+    sections: bool = False,
+) -> dict[str, object]:
+    """Read the words of one place; others are refused if it is `closed`, else if they look like one of the words."""
+    parsed: dict[str, object] = {}
+    names = [*words, *SECTIONS, *OTHERS] if sections else list(words)
+    for name, value in mapping.items():
+        if name in words:
+            parsed[name] = values.take(at / name, name, words[name], value)
+        elif isinstance(name, str) and name not in names and not (sections and name in FOREIGN):
+            if sections and name in ELSEWHERE:
+                raise (at / name).error(f"belongs under `{ELSEWHERE[name]}`")
+            _refuse_misspelt(at / name, name, names, words, closed=closed)
+        elif closed and name not in names:
+            raise at.error(f"expected words as keys, found {found(name)}")
+    return parsed
+
+
+def _refuse_misspelt(at: At, name: str, names: list[str], words: Mapping[str, Word], *, closed: bool) -> None:
+    near = nearest(name, names, n=1, cutoff=0.6 if closed else _NEAR)
+    if near:
+        takes = words[near[0]].kind.accepts if near[0] in words else "a section"
+        raise at.error(f"no such word; `{near[0]}` takes {takes}", hint=f"did you mean `{near[0]}`?")
+    if closed:
+        raise at.error(f"no such word; accepted are {and_words([f'`{one}`' for one in names])}")
+
+
+def _mapping(at: At, value: object) -> Mapping[Any, object]:
+    if not isinstance(value, Mapping):
+        raise at.error(f"expected a mapping, found {found(value)}")
+    return value
+
+
+def _read_callbacks(at: At, value: object, values: _Values) -> None:
+    if not is_list(value):
+        raise at.error(f"expected a list of callbacks, each with its `type`, found {found(value)}")
+    for n, item in enumerate(cast("list[object]", value)):
+        here = at / n
+        callback = _mapping(here, item)
+        kind = callback.get("type")
+        if kind in MONITORS:
+            _read_words(here, callback, MONITOR, values, closed=True)
+        elif isinstance(kind, str) and nearest(kind, MONITORS, n=1, cutoff=_NEAR):
+            raise (here / "type").error(
+                f"no such callback: {show(kind)}; `CheckpointMonitor` is the one that saves checkpoints",
+                hint="did you mean `CheckpointMonitor`?",
+            )
+
+
+def _read_health(at: At, value: Mapping[Any, object], values: _Values) -> None:
+    """Health is asked for by a threshold: the number itself is for the monitor, which is not ours."""
+    if value.get("health_checkpoint") is None:
+        return
+    here = at / "health_checkpoint"
+    threshold = _mapping(here, value["health_checkpoint"]).get("embedding_local_norm_threshold")
+    if threshold is not None:
+        where = here / "embedding_local_norm_threshold"
+        NUMBER.parse(where, threshold)
+        values.set("healthy_only", value=True, at=where)

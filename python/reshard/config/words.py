@@ -1,0 +1,227 @@
+"""The vocabulary: which words of the original are read, where they stand, what they take and which field they set."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.fields import At, found, is_list, read_integer
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a word takes.
+
+    Attributes:
+        accepts: in words, for messages.
+        parse: from what stands there to what it means; None: it says no more than if it did not stand there.
+    """
+
+    accepts: str
+    parse: Callable[[At, object], object]
+
+
+def _flag(at: At, value: object) -> bool:
+    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):  # numpy's too
+        return bool(value)
+    raise at.error(f"expected true or false, found {found(value)}")
+
+
+def _text(at: At, value: object) -> str:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str) and "\0" not in value:
+        return value
+    raise at.error(f"expected text, found {found(value)}")
+
+
+def _number(at: At, value: object) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number or (isinstance(value, str) and _NUMBER.fullmatch(value)):
+        return float(value)  # type: ignore[arg-type]
+    raise at.error(f"expected a number, found {found(value)}")
+
+
+def _on(at: At, value: object) -> bool | None:
+    """A switch that may be on in one place and left at its default in another."""
+    return _flag(at, value) or None
+
+
+def _steps(at: At, value: object) -> int | None:
+    """Steps, of which 0 says none."""
+    return read_integer(at, value, 0) or None
+
+
+def _count(at: At, value: object) -> int:
+    return read_integer(at, value, 1)
+
+
+def _workers(at: At, value: object) -> int | None:
+    """Workers, of which one asks for nothing."""
+    number = read_integer(at, value, 1)
+    return None if number == 1 else number
+
+
+def _count_or_all(at: At, value: object) -> int | None:
+    """A count, of which -1 says all there are."""
+    number = read_integer(at, value, -1)
+    if number == 0:
+        raise at.error("expected -1 or an integer of at least 1, found `0`")
+    return None if number == -1 else number
+
+
+def _resume(at: At, value: object) -> bool | str:
+    """On, off, or the name of a file of Checkpoint 1.0."""
+    if isinstance(value, str):
+        if value.lower() in ("true", "false", "yes", "no", "on", "off", ""):
+            raise at.error(f"expected true, false or the name of a file, found the text {show(value)}")
+        return _text(at, value)
+    return _flag(at, value)
+
+
+def _background(at: At, value: object) -> bool:
+    """The original also says how: in a thread or in a process. Here one native writer does it."""
+    return True if value in ("thread", "process") else _flag(at, value)
+
+
+def _format(at: At, value: object) -> str:
+    if value == "ckpt":
+        raise at.error(
+            "`ckpt` files are not written", hint="say `checkpoint_format: safetensors`; the original reads them as well"
+        )
+    if value != "safetensors":
+        raise at.error(f"expected `safetensors`, found {found(value)}")
+    return "safetensors"
+
+
+def _rampup(at: At, value: object) -> tuple[int, ...]:
+    if not is_list(value) or len(value) != 3:  # type: ignore[arg-type]
+        raise at.error(f"expected three integers: start, increment and samples, found {found(value)}")
+    return tuple(read_integer(at / n, item, 0) for n, item in enumerate(value))  # type: ignore[var-annotated, arg-type]
+
+
+_FLAG = Kind("true or false", _flag)
+_ON = Kind("true or false", _on)
+_TEXT = Kind("text", _text)
+NUMBER = Kind("a number", _number)
+_STEPS = Kind("an integer, or 0 for none", _steps)
+_COUNT = Kind("an integer of at least 1", _count)
+_WORKERS = Kind("an integer of at least 1", _workers)
+_COUNT_OR_ALL = Kind("an integer of at least 1, or -1 for all", _count_or_all)
+_RESUME = Kind("true, false, or the name of a file", _resume)
+_BACKGROUND = Kind("true, false, `thread` or `process`", _background)
+_FORMAT = Kind("`safetensors`", _format)
+_RAMPUP = Kind("a list of three integers", _rampup)
+_ANY = Kind("anything", lambda _, value: value)
+
+
+# -- the vocabulary
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of the original.
+
+    Attributes:
+        field: the field of `Config` that it sets, with a `!` before it to the opposite of a flag; None: none.
+        kind: what it takes.
+        inert: whether what it asks for is not done here; that is told wherever it asks for something.
+    """
+
+    field: str | None
+    kind: Kind
+    inert: bool = False
+
+
+SAVING = {
+    "prefix": Word("prefix", _TEXT),
+    "save_checkpoint_steps": Word("save_every", _STEPS),
+    "keep_checkpoint_max": Word("keep", _COUNT),
+    "async_save": Word("async_save", _BACKGROUND),
+    "integrated_save": Word("integrated_save", _FLAG, inert=True),
+    "save_network_params": Word("save_network_params", _FLAG, inert=True),
+    "save_trainable_params": Word("save_trainable_params", _FLAG, inert=True),
+    "save_optimizer": Word("save_optimizer", _FLAG),
+    "checkpoint_format": Word(None, _FORMAT),
+    "use_legacy_format": Word("legacy_format", _FLAG, inert=True),
+    "use_checkpoint_health_monitor": Word("healthy_only", _ON),
+    "save_checkpoint_seconds": Word(None, _STEPS, inert=True),
+    "keep_checkpoint_per_n_minutes": Word(None, _STEPS, inert=True),
+    "exception_save": Word(None, _FLAG, inert=True),
+    "save_checkpoint_path": Word("save_path", _TEXT),
+}
+TOP = {
+    **SAVING,  # for a configuration of ours that has no callbacks
+    "load_checkpoint": Word("load_path", _TEXT),
+    "resume_training": Word("resume", _RESUME),
+    "load_ckpt_async": Word("load_async", _FLAG),
+    "remove_redundancy": Word(None, _FLAG),  # about loading, where the files tell it: see `read`
+    "output_dir": Word(None, _TEXT),  # see `read`
+    "balanced_load": Word(None, _FLAG, inert=True),
+    "reshard_worker_num": Word(None, _WORKERS, inert=True),
+}
+MONITOR = {
+    **SAVING,
+    "directory": Word("save_path", _TEXT),
+    "remove_redundancy": Word("dedup", _FLAG),
+    "embedding_local_norm_threshold": Word(None, NUMBER),
+    "enc_key": Word(None, _ANY, inert=True),
+    **dict.fromkeys(
+        ("type", "config", "saved_network", "append_info", "enc_mode", "embedding_size", "health_ckpts_record_dir",
+         "global_batch_size"), Word(None, _ANY),
+    ),
+}  # fmt: skip
+SECTION = {
+    "load_path": Word("load_path", _TEXT),
+    "no_load_optim": Word("!resume", _FLAG),
+    "load_balanced": Word(None, _FLAG, inert=True),
+    "load_worker_number": Word(None, _WORKERS, inert=True),
+    "reshard_worker_num": Word(None, _WORKERS, inert=True),
+    "base_load_path": Word(None, _TEXT, inert=True),
+    "enable_save": Word(None, _FLAG),  # see `read`
+    "save_path": Word("save_path", _TEXT),
+    "save_max": Word("keep", _COUNT),
+    "save_interleaved_steps": Word("save_every", _STEPS),
+    "no_save_optim": Word("!save_optimizer", _FLAG),
+    "async_save": Word("async_save", _BACKGROUND),
+    "prefix": Word("prefix", _TEXT),
+    "remove_redundancy": Word("dedup", _FLAG),
+    "save_remove_redundancy": Word("dedup", _FLAG),
+    "save_global_layout_cache": Word(None, _ANY),
+}
+TRAINER = {
+    "ignore_data_skip": Word("ignore_data_skip", _FLAG),
+    "data_skip_steps": Word("data_skip_steps", _STEPS),
+}
+LR_SCHEDULE = {"total_steps": Word("total_steps", _COUNT_OR_ALL)}
+RUNNER = {
+    "epochs": Word("epochs", _COUNT),
+    "batch_size": Word("batch_size", _COUNT),
+    "sink_mode": Word("sink_mode", _FLAG),
+    "sink_size": Word("sink_size", _COUNT_OR_ALL),
+}
+TRAINING = {
+    "steps": Word("total_steps", _COUNT),
+    "local_batch_size": Word("batch_size", _COUNT),
+    "global_batch_size": Word("global_batch_size", _COUNT),
+    "rampup_batch_size": Word("rampup", _RAMPUP),
+}
+SECTIONS = {"trainer": TRAINER, "lr_schedule": LR_SCHEDULE, "runner_config": RUNNER, "training": TRAINING}
+OTHERS = ("checkpoint", "callbacks", "monitor_config")  # read by functions of their own
+FOREIGN = {"load_ckpt_format", "lr_scheduler", "auto_trans_ckpt", "train_dataset", "eval_dataset"}
+"""Words of the original that are not ours, however much they look like them."""
+ELSEWHERE = {
+    **dict.fromkeys(TRAINER, "trainer"),
+    **dict.fromkeys(("load_path", "no_load_optim", "save_max", "save_interleaved_steps"), "checkpoint"),
+    **dict.fromkeys(("no_save_optim", "save_remove_redundancy"), "checkpoint"),
+    "total_steps": "lr_schedule",
+}
+MONITORS = ("CheckpointMonitor", "CheckpointMointor")  # the second is what older releases call it

@@ -1,0 +1,559 @@
+"""`manifest.json`, the commit record of a checkpoint, and `checksums.bin` beside it: files of our own.
+
+A folder that holds a valid manifest is complete: it is written last, after everything that it lists is durable. The one
+idea is that a manifest proves itself. Its text is canonical and ends in a digest of all that stands before, so that a
+torn, zeroed or altered one is no manifest, and every other file is proven by what the manifest says of it. That is
+integrity, not authenticity: whoever can write the folder can write a manifest that fits.
+
+    {"version":1,
+    "iteration":400, "epoch":3, "attempt":"<32 hex digits>", ...      one field a line
+    "shards":{"model-0000000-0000008.safetensors":{"n_bytes":..., "header_bytes":..., "header_sum":..., ...}, ...},
+    "files":{"metadata.json":{"n_bytes":..., "digest":"<32 hex digits>"}, "checksums.bin":{...}, ...},
+    "digest":"<blake2b, 128 bits, of every byte before this line>"}
+
+`checksums.bin` holds the crc32c of each 256 KiB of each shard file, from its first byte on, 4 bytes each and
+little-endian, all shard files end to end in the order of the manifest.
+
+Which checkpoint is read, who may write one and what a tensor is are somebody else's business. `.tracked` and `.pinned`
+are empty markers that appear after publication, which is why no manifest lists them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard import _core
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, UnsupportedError
+from reshard.formats.checkpoint2 import parse_iteration_folder
+from reshard.formats.files import component_fault, read_small_file, show, write_file_atomically
+from reshard.formats.opened_folder import OpenedFolder
+from reshard.formats.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+__all__ = [
+    "CHECKSUMS_FILE",
+    "CHUNK_BYTES",
+    "MANIFEST_FILE",
+    "PINNED_FILE",
+    "TRACKED_FILE",
+    "Manifest",
+    "PlainEntry",
+    "ShardEntry",
+    "check_headers",
+    "check_sizes",
+    "digest_of",
+    "plain_entry",
+    "read",
+    "read_lock",
+    "read_plain",
+    "read_sums",
+    "write",
+]
+
+MANIFEST_FILE = "manifest.json"
+CHECKSUMS_FILE = "checksums.bin"
+TRACKED_FILE = ".tracked"
+PINNED_FILE = ".pinned"
+CHUNK_BYTES = 256 << 10
+
+_VERSION = 1
+_MAX_BYTES = 256 << 20
+_MAX_FILES = 1_000_000
+_MAX_SUMS_BYTES = 4 << 30  # sums of 256 TiB; a file with a hole in it can claim any size
+_MAX_WRITER = 256
+_LOCK_SECONDS = 5.0  # who deletes holds the lock for one rename
+_DIGEST = re.compile("[0-9a-f]{32}")
+_SAVED_AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?(?:Z|\+00:00)")
+_TAIL = re.compile(rb',\n"digest":"([0-9a-f]{32})"\}\n\Z')
+_TAIL_BYTES = len(b',\n"digest":"') + 32 + len(b'"}\n')
+_STAGING = re.compile(r"([0-9]{1,18})\.[0-9]+\.[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """What a file in the safetensors format must be; the sums of its chunks stand in `checksums.bin`.
+
+    Attributes:
+        n_bytes: its size.
+        header_bytes: bytes before the data: the length field and the header.
+        header_sum: crc32c of these.
+        first_chunk: number of chunks of all entries before it.
+        sums_digest: `digest_of` its sums.
+        rank: the rank that wrote it.
+
+    Raises:
+        ArgumentError: a value is of another type or out of range.
+    """
+
+    n_bytes: int
+    header_bytes: int
+    header_sum: int
+    first_chunk: int
+    sums_digest: str
+    rank: int
+
+    def __post_init__(self) -> None:
+        for name in ("n_bytes", "header_bytes", "header_sum", "first_chunk", "rank"):
+            _check_count(name, getattr(self, name))
+        if not 8 <= self.header_bytes <= self.n_bytes:
+            raise ArgumentError(f"`header_bytes` is {self.header_bytes} in a file of {self.n_bytes} bytes")
+        if self.header_sum >= 1 << 32:
+            raise ArgumentError(f"`header_sum` is {self.header_sum}, a sum has 32 bits")
+        _check_digest("sums_digest", self.sums_digest)
+
+    @property
+    def n_chunks(self) -> int:
+        """Number of chunks of the file; the last may be shorter."""
+        return -(-self.n_bytes // CHUNK_BYTES)
+
+
+@dataclass(frozen=True)
+class PlainEntry:
+    """What any other file must be.
+
+    Attributes:
+        n_bytes: its size.
+        digest: `digest_of` its content.
+
+    Raises:
+        ArgumentError: a value is of another type or out of range.
+    """
+
+    n_bytes: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        _check_count("n_bytes", self.n_bytes)
+        _check_digest("digest", self.digest)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of the file.
+
+    Attributes:
+        iteration: the iteration that the folder holds.
+        epoch: the claim of the root under which it was written.
+        attempt: 32 hex digits that no other attempt to save has.
+        world_size: number of ranks that the checkpoint was written for.
+        previous_tracker: what the tracker named when the save began, or None.
+        passed_over: iterations that the run had refused when it resumed below them; no candidates from here on.
+        writer: name and version of what wrote it.
+        saved_at: ISO 8601, UTC.
+        ckpt_status: 0: the health monitor found nothing, 1: it did; None: there is none.
+        shards: by file name, in the order of `checksums.bin`.
+        files: every other file by name, `checksums.bin` among them; not the manifest itself.
+        digest: of the whole record without this field, 32 hex digits; made if it is left out.
+
+    Raises:
+        ArgumentError: a value is of another type or out of range, a name is no plain one or there twice, or the
+            chunks of the shards do not follow each other.
+
+    Example:
+        >>> manifest = Manifest(
+        ...     iteration=400, epoch=1, attempt="0" * 32, world_size=1, previous_tracker=None, passed_over=(),
+        ...     writer="reshard 1.0", saved_at="2026-01-31T12:00:00Z", ckpt_status=None,
+        ...     shards={}, files={"checksums.bin": PlainEntry(0, digest_of(b""))},
+        ... )
+        >>> manifest.digest
+        'b7e14195906f0a7b0609ae10181f89e0'
+    """
+
+    iteration: int
+    epoch: int
+    attempt: str
+    world_size: int
+    previous_tracker: int | None
+    passed_over: tuple[int, ...]
+    writer: str
+    saved_at: str
+    ckpt_status: int | None
+    shards: Mapping[str, ShardEntry]
+    files: Mapping[str, PlainEntry]
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passed_over", tuple(self.passed_over))
+        object.__setattr__(self, "shards", dict(self.shards))
+        object.__setattr__(self, "files", dict(self.files))
+        for name in ("iteration", "epoch", "world_size"):
+            _check_count(name, getattr(self, name))
+        for name in ("previous_tracker", "ckpt_status"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        for one in self.passed_over:
+            _check_count("passed_over", one)
+        _check_digest("attempt", self.attempt)
+        if not isinstance(self.writer, str) or not self.writer.isprintable() or len(self.writer) > _MAX_WRITER:
+            raise ArgumentError(f"`writer` is not printable text of at most {_MAX_WRITER} characters")
+        if not isinstance(self.saved_at, str) or not _SAVED_AT.fullmatch(self.saved_at):
+            raise ArgumentError("`saved_at` is not a time of the form 2026-01-31T12:00:00Z")
+        _check_names(self.shards, self.files)
+        _check_chunks(self.shards, self.files)
+        digest = digest_of(_body(self))
+        if self.digest not in ("", digest):
+            raise ArgumentError(f"`digest` is not that of the record, {digest}")
+        object.__setattr__(self, "digest", digest)
+
+    @property
+    def sizes(self) -> list[tuple[str, int]]:
+        """Name and size of all files that it lists, shard files first."""
+        shards = [(name, entry.n_bytes) for name, entry in self.shards.items()]
+        return shards + [(name, entry.n_bytes) for name, entry in self.files.items()]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all files that it lists."""
+        return sum(n_bytes for _, n_bytes in self.sizes)
+
+
+def digest_of(data: bytes) -> str:
+    """blake2b of 128 bits, as 32 hex digits.
+
+    Example:
+        >>> digest_of(b"")
+        'cae66941d9efbd404e4d88758ea67670'
+    """
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+# -- the file
+
+
+def read(folder: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of a folder; it has proven itself when this returns, the files that it lists have not.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        DamagedFileError: it is torn, altered, of another iteration than the folder's name says, holds a name that is
+            no plain one, is no regular file or larger than 256 MiB.
+        UnsupportedError: it is of a later version.
+        StorageError: the system failed to read it.
+    """
+    path = str(Path(folder) / MANIFEST_FILE)
+    data = read_small_file(path, _MAX_BYTES)
+    tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
+    if tail is None:
+        raise DamagedFileError(f"{show(path)} does not end in a digest: it is torn or was altered", path=path)
+    found = digest_of(data[: tail.start()])
+    if found.encode() != tail[1]:
+        raise DamagedFileError(
+            f"{show(path)} was altered: its content has the digest {found}, expected {tail[1].decode()}", path=path
+        )
+    content = parse_json(data, path)
+    try:
+        manifest = _parse(content)
+    except ArgumentError as error:
+        raise DamagedFileError(f"{show(path)}: {error.message}", path=path) from None
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{show(path)} {error.message}", path=path, hint="use a later release") from None
+    if manifest.digest != found:
+        # One content has one text: what another spelling could hide need not be thought about.
+        raise DamagedFileError(f"{show(path)} is not spelt as a manifest is written", path=path)
+    number = _number_of(Path(folder).name)
+    if number not in (None, manifest.iteration):
+        raise DamagedFileError(
+            f"{show(path)} is the manifest of iteration {manifest.iteration}, its folder that of {number}",
+            path=path,
+            hint=f"if the folder was renamed, give it back the number {manifest.iteration}",
+        )
+    return manifest
+
+
+def write(folder: str | os.PathLike[str], manifest: Manifest, mode: int = 0o640, *, durable: bool = True) -> None:
+    """Write the manifest atomically. Everything that it lists must be durable before.
+
+    Raises:
+        StorageError: the system failed; there is no manifest, or the one that was there.
+    """
+    data = _body(manifest) + f',\n"digest":"{manifest.digest}"}}\n'.encode()
+    write_file_atomically(Path(folder) / MANIFEST_FILE, data, mode, durable=durable)
+
+
+def _body(manifest: Manifest) -> bytes:
+    """The canonical text, up to the digest."""
+    lines = [f'"version":{_VERSION}']
+    for one in fields(Manifest):
+        value = getattr(manifest, one.name)
+        if one.name in ("shards", "files"):
+            inner = ",\n".join(f"{_dump(name)}:{_dump(vars(entry))}" for name, entry in value.items())
+            lines.append(f'"{one.name}":{{\n{inner}}}')
+        elif one.name != "digest":
+            lines.append(f'"{one.name}":{_dump(value)}')
+    return ("{" + ",\n".join(lines)).encode()
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _parse(content: object) -> Manifest:
+    version = content.get("version") if isinstance(content, dict) else None
+    if type(version) is not int:  # true is an integer to Python
+        raise ArgumentError("`version` is missing or not an integer")
+    if version != _VERSION:
+        raise UnsupportedError(f"is of version {version}; this release reads version {_VERSION}")
+    values = _fields(content, "the file", ("version", *(one.name for one in fields(Manifest))))
+    del values["version"]
+    if not isinstance(values["passed_over"], list):
+        raise ArgumentError("`passed_over` is not a list")
+    for name, kind in (("shards", ShardEntry), ("files", PlainEntry)):
+        if not isinstance(values[name], dict):
+            raise ArgumentError(f"`{name}` is not an object")
+        values[name] = {key: _entry(key, value, kind) for key, value in values[name].items()}
+    values["digest"] = ""  # compared by the caller, with the bytes that it is of
+    return Manifest(**values)
+
+
+def _entry(name: str, value: object, kind: type[ShardEntry | PlainEntry]) -> ShardEntry | PlainEntry:
+    try:
+        return kind(**_fields(value, "it", tuple(one.name for one in fields(kind))))
+    except ArgumentError as error:
+        raise ArgumentError(f"{show(name)}: {error.message}") from None
+
+
+def _fields(value: object, what: str, names: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ArgumentError(f"{what} is not an object")
+    if set(value) != set(names):
+        odd = min(set(value) ^ set(names))
+        raise ArgumentError(f"{what} {'lacks' if odd in names else 'has an unknown field'} {show(odd)}")
+    return dict(value)
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ArgumentError(f"`{name}` is not an integer from 0 to 2**63 - 1")
+
+
+def _check_digest(name: str, value: object) -> None:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ArgumentError(f"`{name}` is not 32 hex digits")
+
+
+def _check_names(shards: Mapping[str, ShardEntry], files: Mapping[str, PlainEntry]) -> None:
+    if len(shards) + len(files) > _MAX_FILES:
+        raise ArgumentError(f"it lists {len(shards) + len(files)} files; at most {_MAX_FILES} are allowed")
+    for name in (*shards, *files):
+        fault = component_fault(name)
+        if fault is None and (name.startswith(".") or name == MANIFEST_FILE):
+            fault = "it is hidden or the manifest itself"
+        if fault is not None:
+            raise ArgumentError(f"the file name {show(name)} is refused: {fault}")
+        if name in shards and name in files:
+            raise ArgumentError(f"{show(name)} is listed twice")
+
+
+def _check_chunks(shards: Mapping[str, ShardEntry], files: Mapping[str, PlainEntry]) -> None:
+    n_chunks = 0
+    for name, entry in shards.items():
+        if entry.first_chunk != n_chunks:
+            raise ArgumentError(f"{show(name)}: `first_chunk` is {entry.first_chunk}, expected {n_chunks}")
+        n_chunks += entry.n_chunks
+    if CHECKSUMS_FILE not in files or files[CHECKSUMS_FILE].n_bytes != 4 * n_chunks:
+        raise ArgumentError(f"`files` lists no {CHECKSUMS_FILE} of {4 * n_chunks} bytes, 4 for each chunk")
+
+
+def _number_of(folder: str) -> int | None:
+    """The iteration that the name of a published or a staging folder says."""
+    staging = _STAGING.fullmatch(folder)
+    return int(staging[1]) if staging else parse_iteration_folder(folder)
+
+
+# -- what it lists
+
+
+def check_sizes(folder: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Check that every file is there, a regular one, and of its size. Nothing is opened.
+
+    Raises:
+        DamagedFileError: one is not; the message names the first.
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: the system failed.
+    """
+    with OpenedFolder(folder) as opened:
+        for name, n_bytes in manifest.sizes:
+            opened.check(name, n_bytes)
+
+
+def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Collection[str] | None = None) -> None:
+    """Check sizes and headers of shard files: their structure is proven then, their data is not.
+
+    Args:
+        folder: where they lie.
+        manifest: its manifest.
+        names: which shard files; None: all.
+
+    Raises:
+        DamagedFileError: one differs; the message names the first.
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: the system failed.
+    """
+    with OpenedFolder(folder) as opened:
+        for name, entry in manifest.shards.items():
+            if names is None or name in names:
+                total = 0
+                for piece in opened.pieces(name, entry.n_bytes, [(0, entry.header_bytes)]):
+                    total = _core.crc32c(piece, total)
+                if total != entry.header_sum:
+                    raise DamagedFileError(
+                        f"the header of {show(opened.path(name))} was altered: its sum is {total:08x}, expected "
+                        f"{entry.header_sum:08x}",
+                        path=opened.path(name),
+                    )
+
+
+def read_sums(
+    folder: str | os.PathLike[str], manifest: Manifest, names: Collection[str] | None = None
+) -> dict[str, bytes]:
+    """The sums of shard files: crc32c of each chunk, 4 bytes each, little-endian; proven by the manifest.
+
+    Args:
+        folder: where the files lie.
+        manifest: its manifest.
+        names: which shard files, each in the manifest; None: all. Only their sums are read.
+
+    Raises:
+        DamagedFileError: `checksums.bin` is missing, not of its size, or not what the manifest says.
+        UnsupportedError: the sums asked for are more than 4 GiB.
+        ArgumentError: a name is no shard file of the manifest.
+        StorageError: the system failed.
+    """
+    unknown = sorted(set(names or ()) - set(manifest.shards))
+    if unknown:
+        raise ArgumentError(f"the manifest lists no shard file {show(unknown[0])}")
+    wanted = {name: entry for name, entry in manifest.shards.items() if names is None or name in names}
+    ranges: list[tuple[int, int]] = []
+    for entry in wanted.values():
+        begin, end = 4 * entry.first_chunk, 4 * (entry.first_chunk + entry.n_chunks)
+        if ranges and ranges[-1][1] == begin:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((begin, end))
+    if sum(end - begin for begin, end in ranges) > _MAX_SUMS_BYTES:
+        raise UnsupportedError(f"the sums of {len(wanted)} shard files are more than {_MAX_SUMS_BYTES} bytes")
+    if not wanted:
+        return {}
+    with OpenedFolder(folder) as opened:
+        data = memoryview(b"".join(opened.pieces(CHECKSUMS_FILE, manifest.files[CHECKSUMS_FILE].n_bytes, ranges)))
+        path = opened.path(CHECKSUMS_FILE)
+    sums, place = {}, 0
+    for name, entry in wanted.items():
+        sums[name] = bytes(data[place : place + 4 * entry.n_chunks])
+        place += 4 * entry.n_chunks
+        if digest_of(sums[name]) != entry.sums_digest:
+            raise DamagedFileError(f"{show(path)} was altered: the sums of {show(name)} differ", path=path)
+    return sums
+
+
+def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, max_bytes: int) -> bytes:
+    """The content of a file that is no shard file, proven by the manifest.
+
+    Args:
+        folder: where it lies.
+        manifest: its manifest.
+        name: the file.
+        max_bytes: a larger file is refused before it is read.
+
+    Raises:
+        CheckpointNotFoundError: the manifest lists no such file.
+        DamagedFileError: the file is missing, not regular, too large, or not what the manifest says.
+        StorageError: the system failed.
+    """
+    entry = manifest.files.get(name)
+    with OpenedFolder(folder) as opened:
+        path = opened.path(name)
+        if entry is None:
+            raise CheckpointNotFoundError(f"the manifest of {show(str(folder))} lists no file {show(name)}", path=path)
+        if entry.n_bytes > max_bytes:
+            raise DamagedFileError(
+                f"{show(path)} has {entry.n_bytes} bytes; such a file has at most {max_bytes}", path=path
+            )
+        data = b"".join(opened.pieces(name, entry.n_bytes))
+    if digest_of(data) != entry.digest:
+        raise DamagedFileError(
+            f"{show(path)} was altered: its digest is {digest_of(data)}, expected {entry.digest}", path=path
+        )
+    return data
+
+
+def plain_entry(folder: str | os.PathLike[str], name: str) -> PlainEntry:
+    """What a file is now, read piece by piece: for a manifest to be, or for comparing with one.
+
+    Raises:
+        DamagedFileError: it is missing or not regular.
+        StorageError: the system failed.
+    """
+    found, n_bytes = hashlib.blake2b(digest_size=16), 0
+    with OpenedFolder(folder) as opened:
+        for piece in opened.pieces(name):
+            found.update(piece)
+            n_bytes += len(piece)
+    return PlainEntry(n_bytes, found.hexdigest())
+
+
+def read_lock(folder: str | os.PathLike[str]) -> int:
+    """Tell retention that the folder is being read: a shared lock on its manifest.
+
+    Advice, not safety: where the file system has no locks this returns all the same, and a folder that is removed by
+    force stays readable through the files that are open.
+
+    Returns:
+        A file handle; closing it ends the lock.
+
+    Raises:
+        CheckpointNotFoundError: there is no manifest, or the folder is being removed.
+        DamagedFileError: the manifest is a link or no regular file.
+        StorageError: the system failed.
+    """
+    with OpenedFolder(folder) as opened:
+        path = opened.path(MANIFEST_FILE)
+        handle = opened.open(MANIFEST_FILE, CheckpointNotFoundError)
+    try:
+        _lock_shared(handle, path)
+        is_there = _is_at(handle, path)
+    except BaseException:
+        os.close(handle)
+        raise
+    if not is_there:
+        os.close(handle)
+        raise _removed(path)
+    return handle
+
+
+def _lock_shared(handle: int, path: str) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise _removed(path) from None
+            time.sleep(0.01)
+        except OSError:
+            return  # a file system without locks
+        else:
+            return
+
+
+def _is_at(handle: int, path: str) -> bool:
+    """Whether a path still means the file that was opened: between open and lock it may have been renamed away."""
+    try:
+        now, opened = Path(path).lstat(), os.fstat(handle)
+    except FileNotFoundError:
+        return False
+    return (now.st_dev, now.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+def _removed(path: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"{show(path)} was removed while it was opened", path=path, hint="open again")

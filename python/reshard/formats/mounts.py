@@ -1,0 +1,152 @@
+"""On what file system a folder lies: whether other hosts see it, and whether it outlives a loss of power.
+
+The kernel is asked which mount a path is on (`mnt_id` of an opened handle), and `/proc/self/mountinfo` tells what that
+mount is. Comparing path prefixes would err where one mount hides another, and the number that statfs(2) gives is the
+same for every FUSE file system. Where the system does not tell, nothing is assumed: the type is "unknown", which is
+neither shared nor volatile.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Mount", "filesystem_type", "is_network", "is_shared", "mount_of", "parse_mountinfo", "volatile"]
+
+_NETWORK = re.compile(
+    "nfs|nfs4|lustre|gpfs|ceph|cifs|smb3|smbfs|beegfs|dpc|afs|9p|virtiofs|glusterfs|orangefs|pvfs2|panfs|wekafs"
+)
+# A disk of this host is below these. Any other FUSE file system may be anything (s3fs, sshfs, gcsfuse, juicefs), and
+# nearly always reaches out.
+_FUSE = re.compile(r"fuse|fuse\..*")
+_LOCAL_FUSE = re.compile(r"fuse\.(overlayfs|fuse-overlayfs|lxcfs|squashfuse|squashfuse_ll|snapfuse)")
+_ESCAPE = re.compile(rb"\\([0-3][0-7]{2})")  # space, tab, newline and backslash, as \040 and so on
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One mounted file system.
+
+    Attributes:
+        point: where it is mounted.
+        type: as mount(8) spells it: "ext4", "nfs4", "fuse.sshfs".
+        options: those of the file system itself, separated by commas.
+    """
+
+    point: str
+    type: str
+    options: str
+
+
+def mount_of(path: str | os.PathLike[str]) -> Mount:
+    """The mount that a path is on, or would be on: the nearest folder above that exists decides.
+
+    Args:
+        path: any path; links are followed.
+
+    Returns:
+        The mount; of type "unknown" where the system does not tell.
+    """
+    try:
+        handle = os.open(_nearest(path), os.O_PATH | os.O_CLOEXEC)
+    except (OSError, AttributeError):  # not Linux
+        return Mount("", _UNKNOWN, "")
+    try:
+        facts = Path(f"/proc/self/fdinfo/{handle}").read_bytes()
+        mounts = parse_mountinfo(Path("/proc/self/mountinfo").read_bytes())
+    except OSError:
+        return Mount("", _UNKNOWN, "")
+    finally:
+        os.close(handle)
+    number = re.search(rb"^mnt_id:\s*([0-9]{1,18})$", facts, re.MULTILINE)
+    return mounts.get(int(number[1]) if number else -1, Mount("", _UNKNOWN, ""))
+
+
+def parse_mountinfo(data: bytes) -> dict[int, Mount]:
+    r"""The mounts that a text like `/proc/self/mountinfo` tells of, by number, see proc_pid_mountinfo(5).
+
+    Lines that are not of that form are left out.
+
+    Example:
+        >>> parse_mountinfo(b"36 35 98:0 /mnt1 /my\\040data rw,noatime master:1 - ext3 /dev/root rw,errors=continue")
+        {36: Mount(point='/my data', type='ext3', options='rw,errors=continue')}
+    """
+    mounts = {}
+    for line in data.split(b"\n"):
+        before, _, after = line.partition(b" - ")  # the number of optional fields before it varies
+        head, tail = before.split(b" "), after.split(b" ")
+        if len(head) >= 6 and len(tail) == 3 and head[0].isdigit():
+            point, kind = _unescaped(head[4]), _unescaped(tail[0])
+            mounts[int(head[0][:18])] = Mount(point, kind, _unescaped(tail[2]))
+    return mounts
+
+
+def filesystem_type(path: str | os.PathLike[str]) -> str:
+    """Type of the file system that a path is on, as mount(8) spells it; "unknown" where the system does not tell.
+
+    Example:
+        >>> filesystem_type("/proc/self/no/such/folder")
+        'proc'
+    """
+    return mount_of(path).type
+
+
+def is_network(filesystem: str) -> bool:
+    """Whether a file system of this type reaches beyond this host: every FUSE is taken to, but for a few known ones.
+
+    Example:
+        >>> is_network("nfs4"), is_network("fuse.sshfs"), is_network("fuseblk"), is_network("xfs")
+        (True, True, False, False)
+    """
+    if _FUSE.fullmatch(filesystem):
+        return _LOCAL_FUSE.fullmatch(filesystem) is None
+    return _NETWORK.fullmatch(filesystem) is not None
+
+
+def is_shared(path: str | os.PathLike[str], shared_paths: str | None) -> bool:
+    """Whether other hosts see what is written below a path: it is on a network, or the user says so.
+
+    Args:
+        path: it need not exist yet.
+        shared_paths: folders separated by commas, the content of the environment variable SHARED_PATHS, or None. Real
+            paths are compared, component by component: `/data01` does not admit `/data012`.
+
+    Example:
+        >>> is_shared("/proc/checkpoints", "/data01, /proc"), is_shared("/proc/checkpoints", "/pro")
+        (True, False)
+    """
+    real = Path(os.path.realpath(path))
+    entries = [entry.strip() for entry in (shared_paths or "").split(",")]
+    # A relative entry would mean another folder in every process that is started elsewhere.
+    admitted = any(real.is_relative_to(os.path.realpath(entry)) for entry in entries if entry.startswith("/"))
+    return admitted or is_network(filesystem_type(path))
+
+
+def volatile(path: str | os.PathLike[str]) -> str | None:
+    """What makes a path forget everything when the power is lost, whatever is synced; None if nothing does.
+
+    Example:
+        >>> volatile("/proc") is None
+        True
+    """
+    mount = mount_of(path)
+    if mount.type in ("tmpfs", "ramfs"):
+        return mount.type
+    # Mounted so, an overlay answers every sync at once and does nothing. The kernel has two ways to say it.
+    is_volatile = not {"volatile", "fsync=volatile"}.isdisjoint(mount.options.split(","))
+    return "a volatile overlay" if mount.type == "overlay" and is_volatile else None
+
+
+def _nearest(path: str | os.PathLike[str]) -> str:
+    """The path with links resolved, or the nearest folder above it that exists."""
+    real = Path(os.path.realpath(path))
+    found = next((folder for folder in (real, *real.parents) if folder.exists()), real)
+    # Looked into, and not just looked at: a folder that is mounted on demand is then mounted.
+    return f"{found}/." if found.is_dir() else str(found)
+
+
+def _unescaped(field: bytes) -> str:
+    return os.fsdecode(_ESCAPE.sub(lambda match: bytes([int(match[1], 8)]), field))

@@ -1,0 +1,263 @@
+"""`saves.jsonl` in a checkpoint root, a file of our own: one JSON line for every save, the latest last.
+
+    {"iteration": 500, "saved_at": "2025-03-01T12:00:00+00:00", "wall_s": 3.2, "stall_s": 0.4, "n_bytes": 123,
+     "metrics": {"loss": 2.17, "grad_norm": "nan"}, "epoch": 7, "attempt": "<32 hex digits>", "ckpt_status": 0}
+
+It is a diary and decides nothing about what is complete: that is the manifest's to say. So a line may be torn (a crash)
+or nonsense (a stranger) without harm: it is passed over and counted. JSON has no nan and no infinity; such a metric is
+written as the text "nan", "inf" or "-inf" and read as the number again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import errno
+import io
+import json
+import logging
+import math
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ArgumentError, DamagedFileError, StorageError
+from reshard.formats.files import fsync_folder, show
+from reshard.formats.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["SAVE_LOG_FILE", "SaveRecord", "append", "read"]
+
+SAVE_LOG_FILE = "saves.jsonl"
+
+_MAX_LINE_BYTES = 64 << 10
+_MAX_READ_BYTES = 16 << 20  # the newest 50,000 saves or more
+_MAX_BAD_LINES = 10_000  # a file with more of them is not a log, and not worth the time
+_TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_ATTEMPT = re.compile("[0-9a-f]{32}")
+
+_log = logging.getLogger("reshard")
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """One save, as the line says it. Making one that no line may hold is an `ArgumentError`.
+
+    Attributes:
+        iteration: of the checkpoint.
+        saved_at: when it was published, ISO 8601 with a time zone.
+        wall_s: seconds from the call until it was published.
+        stall_s: seconds for which the call kept the trainer.
+        n_bytes: bytes of all its files.
+        metrics: what the caller gave, numbers by name, scalars of numpy or torch too; nan and infinities are allowed.
+        epoch: of the writer's claim.
+        attempt: 32 hex digits.
+        ckpt_status: the health that was recorded, or None.
+
+    Example:
+        >>> SaveRecord(500, "2025-03-01T12:00:00+00:00", 3.2, 0.4, 123, {"loss": 2.17}, attempt="0" * 32).metrics
+        {'loss': 2.17}
+    """
+
+    iteration: int
+    saved_at: str
+    wall_s: float
+    stall_s: float
+    n_bytes: int
+    metrics: Mapping[str, int | float] = field(default_factory=dict)
+    epoch: int = 0
+    attempt: str = "0" * 32
+    ckpt_status: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("iteration", "n_bytes", "epoch"):
+            _check(_is_count(getattr(self, name)), f"`{name}` is not an integer from 0 to 2**63 - 1")
+        for name in ("wall_s", "stall_s"):
+            _check(_is_number(getattr(self, name)) and 0 <= getattr(self, name) < math.inf, f"`{name}` is no duration")
+        _check(isinstance(self.saved_at, str) and _is_time(self.saved_at), "`saved_at` is no ISO 8601 time with a zone")
+        _check(
+            isinstance(self.attempt, str) and bool(_ATTEMPT.fullmatch(self.attempt)), "`attempt` is not 32 hex digits"
+        )
+        _check(self.ckpt_status is None or _is_count(self.ckpt_status), "`ckpt_status` is no status")
+        # Scalars of numpy and torch are as good as numbers.
+        metrics = {name: _plain(value) for name, value in self.metrics.items()}
+        for name, value in metrics.items():
+            _check(isinstance(name, str) and name.isprintable(), "a metric's name is not printable text")
+            _check(_is_number(value), f"the metric {show(name)} is not a number of 64 bits")
+        object.__setattr__(self, "metrics", metrics)
+
+
+def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = True, mode: int = 0o640) -> None:
+    """Add a line to the log of a checkpoint root; the log is made if there is none.
+
+    A line that a crash has left torn is ended first, so that it takes no other with it.
+
+    Args:
+        root: the folder.
+        record: what to write.
+        durable: whether the line is on disk when this returns.
+        mode: permission bits of a new log, less the umask.
+
+    Raises:
+        ArgumentError: the line would have more than 64 KiB.
+        DamagedFileError: the log is a symbolic link or not a regular file.
+        StorageError: the system failed to write; the log may end in a torn line.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     for loss in (2.5, 2.25):
+        ...         append(root, SaveRecord(500, "2025-03-01T12:00:00+00:00", 3.2, 0.4, 123, {"loss": loss}))
+        ...     [(record.iteration, record.metrics) for record in read(root)]
+        [(500, {'loss': 2.25})]
+    """
+    fields = dataclasses.asdict(record) | {"metrics": {name: _written(v) for name, v in record.metrics.items()}}
+    line = json.dumps(fields, allow_nan=False).encode() + b"\n"
+    if len(line) > _MAX_LINE_BYTES:
+        raise ArgumentError(
+            f"the metrics of iteration {record.iteration} make a line of {len(line)} bytes, "
+            f"a line of the log has at most {_MAX_LINE_BYTES}"
+        )
+    path = Path(root) / SAVE_LOG_FILE
+    handle = _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
+    assert handle is not None
+    try:
+        n_bytes = os.fstat(handle).st_size
+        if n_bytes and os.pread(handle, 1, n_bytes - 1) != b"\n":
+            line = b"\n" + line
+        # In one piece, so that the lines of two writers are not mixed.
+        if os.write(handle, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # noqa: TRY301
+        if durable:
+            os.fsync(handle)
+    except OSError as error:
+        raise _failed("writing", path, error) from None
+    finally:
+        os.close(handle)
+    if durable and n_bytes == 0:
+        fsync_folder(root)
+
+
+def read(root: str | os.PathLike[str]) -> list[SaveRecord]:
+    """The saves that the log of a checkpoint root tells of, the latest last.
+
+    A line about an iteration replaces the earlier ones about it. Of a log of more than 16 MiB only the end is read.
+    Lines that are none of ours are passed over; how many is logged as a warning.
+
+    Returns:
+        The records; none if there is no log.
+
+    Raises:
+        DamagedFileError: the log is a symbolic link, not a regular file, or consists of something else altogether.
+        StorageError: the system failed to read it.
+    """
+    path = Path(root) / SAVE_LOG_FILE
+    handle = _open(path, os.O_RDONLY)
+    if handle is None:
+        return []
+    try:
+        start = max(os.fstat(handle).st_size - _MAX_READ_BYTES, 0)
+        with open(handle, "rb", closefd=False) as file:
+            file.seek(start)
+            lines = io.BytesIO(file.read(_MAX_READ_BYTES))
+    except OSError as error:
+        raise _failed("reading", path, error) from None
+    finally:
+        os.close(handle)
+    if start:
+        lines.readline()  # the end of one
+    records: dict[int, SaveRecord] = {}
+    n_bad = 0
+    for line in lines:
+        if line == b"\n":
+            continue
+        record = _parse(line, str(path))
+        if record is not None:
+            records.pop(record.iteration, None)
+            records[record.iteration] = record
+            continue
+        n_bad += 1
+        if n_bad > _MAX_BAD_LINES:
+            raise DamagedFileError(
+                f"{show(str(path))} is not a log of saves: more than {_MAX_BAD_LINES} lines are something else",
+                path=str(path),
+                hint="move it away; the next save begins a new one, and no checkpoint depends on it",
+            )
+    if n_bad:
+        _log.warning("%s: %d lines are torn or none of ours, and passed over", show(str(path)), n_bad)
+    return list(records.values())
+
+
+def _parse(line: bytes, name: str) -> SaveRecord | None:
+    """The record of a line; None if it is none."""
+    if len(line) > _MAX_LINE_BYTES:
+        return None
+    try:
+        content = parse_json(line, name)
+        if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
+            return None
+        known: dict[str, Any] = {f.name: content[f.name] for f in dataclasses.fields(SaveRecord)}
+        metrics = {key: _TEXTS.get(v, v) if isinstance(v, str) else v for key, v in content["metrics"].items()}
+        return SaveRecord(**known | {"metrics": metrics})
+    except (DamagedFileError, ArgumentError, KeyError):
+        return None
+
+
+def _open(path: Path, flags: int, mode: int = 0) -> int | None:
+    """A handle of the log itself, which is a regular file; None if there is none."""
+    try:
+        # Without O_NONBLOCK the open of a pipe waits for its other end for ever.
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, mode)
+    except FileNotFoundError as error:
+        if flags & os.O_CREAT:
+            raise _failed("opening", path, error) from None
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DamagedFileError(
+                f"{show(str(path))} is a symbolic link, expected a regular file", path=str(path)
+            ) from None
+        raise _failed("opening", path, error) from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DamagedFileError(f"{show(str(path))} is not a regular file", path=str(path))
+    return handle
+
+
+def _failed(doing: str, path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{doing} {show(str(path))}: {error.strerror}", path=str(path), errno=error.errno)
+
+
+def _written(value: float) -> int | float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _check(holds: bool, message: str) -> None:  # noqa: FBT001
+    if not holds:
+        raise ArgumentError(f"a record of a save: {message}")
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return len(text) <= 40 and dt.datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False

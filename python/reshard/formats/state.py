@@ -1,0 +1,312 @@
+"""Any state of a trainer as JSON: `extra-<rank>.json`, and the arrays in it beside that file, in `extra-<rank>.arrays`.
+
+    {"version": 1, "state": VALUE}
+
+What JSON can say is said plainly: None, bool, text, integers of 64 bits, finite floats, lists, and dicts with text as
+keys. Anything else is an object with one entry whose name begins with "!", so a dict with such a key is not plain:
+
+    {"!int": "-1f..."}                hexadecimal, of more than 64 bits
+    {"!float": "nan"}                 or "inf", "-inf", or the 16 hexadecimal digits of another nan
+    {"!complex": [VALUE, VALUE]}      {"!bytes": "<base64>"}      {"!text": "<hexadecimal UTF-8>"}: with half a pair
+    {"!tuple": [VALUE, ...]}          {"!set": [...]}             {"!frozenset": [...]}
+    {"!dict": [KEY, VALUE, ...]}      {"!ordered": [...]}         {"!counter": [...]}
+    {"!scalar": [DTYPE, "<hex>"]}     a numpy scalar; {"!numpy.str": "..."}, {"!numpy.bytes": "<base64>"}
+    {"!array": [NAME, DTYPE, SHAPE]}  a numpy array, which lies under this name in the other file
+    {"!tensor": [NAME, DTYPE, SHAPE]} a torch tensor, likewise; {"!torch.Size": [...]}, {"!torch.dtype": "bfloat16"},
+                                      {"!torch.device": "cuda:0"}
+
+A DTYPE is a name of the safetensors format, or numpy's own spelling (`<M8[ns]`, `int4`); arrays of the latter lie in
+the other file as their bytes, U8. Types are exact: what comes back is of the type that went in, and so a subclass (an
+enum, a named tuple, a defaultdict with its factory, a masked array) is refused, since what is special in it would be
+lost. Values that occur twice are stored twice. Whether a tensor requires a gradient is not kept.
+
+Torch is used if it is there. Where it cannot be imported at loading, a tensor comes as a numpy array, a `torch.Size` as
+a tuple, a dtype and a device as text ("torch.bfloat16", "cuda:0").
+
+What loads is as hostile as any file: no code is run, nothing is imported or called by a name that stands in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import sys
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from reshard import dtypes
+from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
+from reshard.formats.state_loader import INT64, MAX_DEPTH, Loader, damaged, dtype_spelling, float_name
+from reshard.formats.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["MAX_BYTES", "PerRank", "arrays_file_name", "dump", "file_name", "load", "per_rank"]
+
+MAX_BYTES = 64 << 20
+"""What a text may have at most; arrays do not count."""
+
+_VERSION = 1
+_CONTAINERS: dict[type, str] = {
+    list: "",
+    tuple: "!tuple",
+    set: "!set",
+    frozenset: "!frozenset",
+    dict: "!dict",
+    OrderedDict: "!ordered",
+    Counter: "!counter",
+}
+_MAX_SHOWN = 40  # characters of a key in a path
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value of `extra` that every rank keeps for itself."""
+
+    value: object
+
+
+def per_rank(value: object) -> PerRank:
+    """Mark a value of `extra` as one that every rank saves, and gets back at loading; without it rank 0's counts.
+
+    Example:
+        >>> extra = {"scheduler": {"last_epoch": 3}, "rng": per_rank(b"state")}
+        >>> extra["rng"].value
+        b'state'
+    """
+    return PerRank(value)
+
+
+def file_name(rank: int) -> str:
+    """Name of the file with the state of a rank.
+
+    Example:
+        >>> file_name(3), arrays_file_name(3)
+        ('extra-0000003.json', 'extra-0000003.arrays')
+    """
+    return f"extra-{rank:07d}.json"
+
+
+def arrays_file_name(rank: int) -> str:
+    """Name of the file with the arrays of a rank's state, of safetensors content; there is none without arrays."""
+    return f"extra-{rank:07d}.arrays"
+
+
+def dump(value: object, name: str = "extra") -> tuple[str, dict[str, np.ndarray]]:
+    """The text and the arrays that a value becomes.
+
+    Args:
+        value: of the types that this module tells of, nested at most 200 deep.
+        name: what messages call it.
+
+    Returns:
+        The text, and the arrays by the names in it, of dtypes that a safetensors file has. They may be over the memory
+        of the value: who changes that before they are written changes what is written.
+
+    Raises:
+        ArgumentError: something in it is of another type, contains itself or nests too deep; the message says where.
+
+    Example:
+        >>> text, arrays = dump({"betas": (0.9, 0.95), "seen": {7}, "mean": np.zeros(2, np.float32)})
+        >>> text
+        '{"version":1,"state":{"betas":{"!tuple":[0.9,0.95]},"seen":{"!set":[7]},"mean":{"!array":["0","F32",[2]]}}}'
+        >>> arrays["0"].tolist()
+        [0.0, 0.0]
+    """
+    dumper = _Dumper()
+    try:
+        record = {"version": _VERSION, "state": dumper.encode(value, name, 0)}
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except RecursionError:
+        raise ArgumentError(f"`{name}` nests too deep to be saved from a call that is deep itself") from None
+    if len(text) > MAX_BYTES or len(text.encode()) > MAX_BYTES:
+        raise ArgumentError(
+            f"`{name}` makes a text of more than {MAX_BYTES} bytes", hint="keep many numbers as a numpy array"
+        )
+    return text, dumper.arrays
+
+
+def load(text: str | bytes, arrays: Mapping[str, np.ndarray], name: str = "extra") -> Any:
+    """The value that was dumped.
+
+    Args:
+        text: the text.
+        arrays: the arrays by name. They become part of the value as they are, where that is possible.
+        name: what messages call the file.
+
+    Raises:
+        DamagedFileError: the text is not of this form, or the arrays are not those that it names.
+        UnsupportedError: it is of a later version, or of a dtype that this numpy or torch does not have.
+
+    Example:
+        >>> load(*dump({3: Counter("aab"), "x": float("inf")}))
+        {3: Counter({'a': 2, 'b': 1}), 'x': inf}
+    """
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    if len(data) > MAX_BYTES:
+        raise DamagedFileError(f"`{name}` is larger than {MAX_BYTES} bytes, more than such a file can be", path=name)
+    record = parse_json(data, name, max_depth=2 * MAX_DEPTH + 4)
+    if not isinstance(record, dict) or "version" not in record:
+        damaged(name, "there is no version")
+    if record["version"] != _VERSION or record["version"] is True:
+        raise UnsupportedError(
+            f"`{name}` is state of version {str(record['version'])[:20]!a}; this release reads version {_VERSION}",
+            path=name,
+        )
+    if set(record) != {"version", "state"}:
+        damaged(name, "the entries are not `version` and `state`")
+    loader = Loader(name, dict(arrays))
+    try:
+        value = loader.decode(record["state"], 0)
+    except RecursionError:
+        damaged(name, "it nests too deep")
+    if loader.arrays:
+        damaged(name, f"there are arrays that belong to nothing: {sorted(loader.arrays)[:3]!a}")
+    return value
+
+
+class _Dumper:
+    """Encodes one value; `arrays` fills meanwhile."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        self._open: set[int] = set()  # what is being encoded: to meet it again is a cycle
+
+    def encode(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or (kind is int and value in INT64):
+            return value
+        if kind is str:
+            return value if _is_whole_text(value) else {"!text": value.encode(errors="surrogatepass").hex()}
+        if kind is float:
+            return value if math.isfinite(value) else {"!float": float_name(value)}
+        if kind is int:
+            return {"!int": f"{value:x}"}
+        if kind is complex:
+            return {"!complex": [self.encode(part, path, depth) for part in (value.real, value.imag)]}
+        if kind is bytes:
+            return {"!bytes": base64.b64encode(value).decode()}
+        if kind is np.ndarray:
+            return {"!array": self._array(value, path)}
+        if isinstance(value, np.generic) and kind is value.dtype.type:
+            return self._scalar(value, path)
+        if kind.__module__.split(".")[0] == "torch" and "torch" in sys.modules:
+            return self._of_torch(value, path)
+        return self._container(value, path, depth)
+
+    def _container(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        tag = _CONTAINERS.get(kind)
+        if tag is None:
+            _refuse(value, path)
+        if id(value) in self._open:
+            raise ArgumentError(f"{path} contains itself", key=path)
+        if depth == MAX_DEPTH:
+            raise ArgumentError(f"{path[:200]}... nests deeper than {MAX_DEPTH} levels", key=path)
+        self._open.add(id(value))
+        is_plain = kind is dict and all(type(key) is str and key[:1] != "!" and _is_whole_text(key) for key in value)
+        named: dict[str, Any] = {}
+        items: list[Any] = []  # filled by loops: until Python 3.12 a comprehension counts as a call, they nest to 1000
+        if isinstance(value, dict):
+            for key, item in value.items():
+                where = f"{path}[{_shown(key)}]"
+                if is_plain:
+                    named[key] = self.encode(item, where, depth + 1)
+                else:
+                    items.append(self.encode(key, f"{where} (the key)", depth + 1))
+                    items.append(self.encode(item, where, depth + 1))
+        else:
+            for i, item in enumerate(value):
+                where = f"{path}[{i}]" if kind in (list, tuple) else f"{path}{{{_shown(item)}}}"
+                items.append(self.encode(item, where, depth + 1))
+        self._open.discard(id(value))
+        if kind in (set, frozenset):
+            items.sort(key=json.dumps)  # equal states make equal files
+        return named if is_plain else items if kind is list else {tag: items}
+
+    def _array(self, array: np.ndarray, path: str) -> list[Any]:
+        spelling = _spelling(array.dtype, path)
+        if not array.flags.c_contiguous:
+            array = array.copy(order="C")
+        is_known = spelling in dtypes.NAMES
+        return self._stored(array if is_known else array.reshape(-1).view(np.uint8), spelling, array.shape)
+
+    def _stored(self, array: np.ndarray, spelling: str, shape: Iterable[int]) -> list[Any]:
+        name = str(len(self.arrays))
+        self.arrays[name] = array
+        return [name, spelling, list(shape)]
+
+    @staticmethod
+    def _scalar(value: np.generic, path: str) -> dict[str, Any]:
+        # Of these an array would drop what looks like padding: NULs at the end.
+        if type(value) is np.str_:
+            return {"!numpy.str": str.__str__(value).encode(errors="surrogatepass").hex()}
+        if type(value) is np.bytes_:
+            return {"!numpy.bytes": base64.b64encode(bytes(value)).decode()}
+        return {"!scalar": [_spelling(value.dtype, path), value.tobytes().hex()]}
+
+    def _of_torch(self, value: Any, path: str) -> dict[str, Any]:
+        torch = sys.modules["torch"]
+        if type(value) is torch.Size:
+            return {"!torch.Size": list(value)}
+        if type(value) is torch.dtype:
+            return {"!torch.dtype": str(value).removeprefix("torch.")}
+        if type(value) is torch.device:
+            return {"!torch.device": str(value)}
+        if type(value) is not torch.Tensor:
+            _refuse(value, path)
+        if value.layout != torch.strided or value.is_quantized:
+            raise ArgumentError(f"{path} is not a dense tensor", key=path, hint="pass `tensor.to_dense()`")
+        if value.device.type != "cpu":
+            raise ArgumentError(f"{path} is a tensor on device {value.device}", key=path, hint="pass `tensor.cpu()`")
+        try:
+            spelling = "<c16" if value.dtype == torch.complex128 else dtypes.parse_dtype(value.dtype)
+        except UnsupportedError:
+            raise ArgumentError(f"{path} is a tensor of dtype {value.dtype}, which cannot be kept", key=path) from None
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        data: np.ndarray = plain.reshape(-1).view(torch.uint8).numpy()
+        if spelling != "<c16":
+            data = data.view(dtypes.numpy_dtype(spelling)).reshape(tuple(value.shape))
+        return {"!tensor": self._stored(data, spelling, value.shape)}
+
+
+def _refuse(value: object, path: str) -> NoReturn:
+    kind = type(value)
+    hint = "keep its `state_dict()`, or what it consists of: numbers, text, bytes, lists, tuples, sets, dicts, arrays"
+    if isinstance(value, PerRank):
+        hint = "`per_rank` stands around a whole value of `extra`, not inside of one"
+    elif any(isinstance(value, plain) for plain in (dict, list, tuple, set, frozenset, str, int, float, np.ndarray)):
+        base = next(plain.__name__ for plain in kind.__mro__[1:] if plain.__module__ in ("builtins", "numpy"))
+        hint = f"what {kind.__name__} adds to a plain {base} would be lost: pass the {base}"
+    elif hasattr(value, "detach"):
+        hint = "pass `value.detach()`, and `.to_local()` of a distributed one"
+    raise ArgumentError(f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept", key=path, hint=hint)
+
+
+def _spelling(dtype: np.dtype[Any], path: str) -> str:
+    spelling = dtype_spelling(dtype)
+    if spelling is None:
+        raise ArgumentError(f"{path} is of numpy dtype {dtype}, which cannot be kept", key=path)
+    return spelling
+
+
+def _is_whole_text(text: str) -> bool:
+    """Whether it is Unicode, without half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(key: object) -> str:
+    try:
+        text = json.dumps(key) if isinstance(key, str) else ascii(key)
+    except Exception:  # noqa: BLE001  of somebody's own type, or an integer with too many digits to print
+        text = type(key).__name__
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,0 +1,279 @@
+"""How the ranks of one job meet: `Group`, its form for one process, and its form over torch.distributed.
+
+The one idea: ranks exchange small JSON values through the rendezvous *store* of torch.distributed, a key-value server
+that every job has, and not through its collectives. No thread meets another's collectives, no device is touched, a dead
+rank is a deadline that passes and not a hang, and after a failure there is nothing to rebuild. MPI, JAX, MindSpore or
+anything else can take part with an object of four members, see `Group`.
+
+What is done together is a *session*: `session(group, "save 500")` on every rank. Nothing that a failed session left
+behind is ever read by the next one.
+
+This module knows nothing of checkpoints, and it never imports torch; how the store is used stands in `torch_group`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any, Protocol
+
+from reshard import errors
+from reshard.errors import ArgumentError, GroupError, ReshardError
+from reshard.torch_group import TorchGroup, TorchSession, torch_distributed, torch_group
+
+__all__ = ["Group", "SingleProcess", "TorchGroup", "agree", "resolve", "session"]
+
+_MAX_LABEL = 200
+_MAX_NAMED = 8
+_MAX_MESSAGE = 2000
+
+
+class Group(Protocol):
+    """What ranks need to work together; anyone can implement it.
+
+    Values are JSON-able: None, bool, int, float, str, lists, and dicts with text as keys. All ranks make the same
+    calls in the same order, and a call that does not end within `timeout` seconds raises `GroupError`. An
+    implementation may have a method `session(label) -> Group` as well, see the function `session`.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+
+    def barrier(self, *, timeout: float) -> None:
+        """Wait until every rank is here."""
+
+    def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:
+        """The values of all ranks in rank order at the root, None elsewhere."""
+
+    def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
+        """The root's value, everywhere."""
+
+
+class SingleProcess:
+    """The group of one process that works alone.
+
+    Example:
+        >>> group = SingleProcess()
+        >>> group.rank, group.world_size, group.gather("a", timeout=1)
+        (0, 1, ['a'])
+    """
+
+    rank = 0
+    world_size = 1
+
+    def barrier(self, *, timeout: float) -> None:
+        """Nobody to wait for."""
+
+    def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:  # noqa: ARG002
+        """The value in a list."""
+        return [value]
+
+    def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:  # noqa: ARG002
+        """The value."""
+        return value
+
+
+def resolve(group: object = None, rank: int | None = None) -> Group:
+    """The group that a caller means.
+
+    Args:
+        group: a `Group`, or a process group of torch.distributed. None: torch's default group if torch is imported and
+            initialised, else this process alone.
+        rank: what the caller takes to be its rank, or None.
+
+    Raises:
+        ArgumentError: it is no group, or one that this process is not a member of; the group's rank is another; or the
+            launcher's environment says that there are more processes, and nothing connects them.
+        UnsupportedError: the process group has no store (backend `mpi`).
+
+    Example:
+        >>> resolve().world_size
+        1
+    """
+    distributed = torch_distributed()
+    found: Group
+    if group is None:
+        if distributed is not None and distributed.is_initialized():
+            found = torch_group(distributed.group.WORLD)
+        else:
+            _refuse_lonely_rank()
+            found = SingleProcess()
+    elif distributed is not None and isinstance(group, distributed.ProcessGroup):
+        found = torch_group(group)
+    elif _is_group(group):
+        found = group  # type: ignore[assignment]
+    elif distributed is not None and group == distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError("this process is not a member of the process group that was given as `group`")
+    else:
+        raise ArgumentError(
+            f"`group` is of type {type(group).__name__}, expected a process group of torch.distributed or an object "
+            "with `rank`, `world_size`, `barrier`, `gather` and `broadcast`"
+        )
+    if rank is not None and rank != found.rank:
+        raise ArgumentError(
+            f"`rank` is {rank}, but this process is rank {found.rank} of {found.world_size}",
+            hint="leave `rank` out: the group knows it",
+        )
+    return found
+
+
+def session(group: Group, label: str) -> Group:
+    """A channel of its own for one piece of work, into which nothing of a failed piece can come.
+
+    Sessions of one group can be used at once, each in a thread of its own. A label may come again, one session after
+    the other.
+
+    Args:
+        group: where it takes place. One that has a method `session` makes the channel itself; with any other the
+            messages are marked, so that a stray one is an error.
+        label: what the work is, in at most 200 characters, the same on all ranks: "save 500".
+
+    Raises:
+        ArgumentError: the label is too long.
+
+    Example:
+        >>> session(SingleProcess(), "save 500").broadcast({"iteration": 500}, timeout=10)
+        {'iteration': 500}
+    """
+    if not 0 < len(label) <= _MAX_LABEL:
+        raise ArgumentError(f"the label of a session has from 1 to {_MAX_LABEL} characters, this one has {len(label)}")
+    own = getattr(group, "session", None)
+    if own is not None:
+        made: Group = own(label)
+        return made
+    return group if group.world_size == 1 or isinstance(group, TorchSession) else _MarkedGroup(group, label)
+
+
+def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
+    """Learn how all ranks fared: every rank's value, or one error of whoever failed, raised on all.
+
+    Args:
+        group: all its ranks call this.
+        outcome: this rank's value (JSON-able, small: all ranks receive those of all), or the exception it ended in.
+        timeout: seconds until a rank that has not answered is given up.
+
+    Returns:
+        The values in rank order.
+
+    Raises:
+        GroupError: ranks did not answer; at the latest two seconds after the deadline.
+        ReshardError: ranks failed: the message names them and what they met. It is of the class that they raised if
+            that is one class of `reshard.errors`. In a world of one the exception itself is raised.
+
+    Example:
+        >>> agree(SingleProcess(), {"n_bytes": 7}, timeout=10)
+        [{'n_bytes': 7}]
+    """
+    if group.world_size == 1:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return [outcome]
+    end = time.monotonic() + timeout
+    # Both steps in one session: who waits in the second then learns who was missing in the first.
+    channel: Group = group.session("agree") if isinstance(group, TorchGroup) else group
+    own = {"error": _error_record(outcome)} if isinstance(outcome, BaseException) else {"value": outcome}
+    reports = channel.gather(own, timeout=timeout)
+    verdict: dict[str, Any] | None = None
+    if reports is not None:
+        failures = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
+        values = [report.get("value") for report in reports]
+        if failures:
+            verdict = {"failed": [[rank, record] for rank, record in sorted(failures.items())]}
+        elif len({json.dumps(value) for value in values}) == 1:
+            verdict = {"same": values[0]}  # mostly nothing at all: 16,384 ranks need not be told 16,384 times
+        else:
+            verdict = {"values": values}
+    verdict = channel.broadcast(verdict, timeout=max(end - time.monotonic(), 0.0))
+    if "failed" in verdict:
+        raise _joint_error(dict(verdict["failed"])) from (outcome if isinstance(outcome, BaseException) else None)
+    return [verdict["same"]] * group.world_size if "same" in verdict else list(verdict["values"])
+
+
+class _MarkedGroup:
+    """A group of somebody else, each message marked with session and number: a stray one is an error, not a value."""
+
+    def __init__(self, group: Group, label: str) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self._group = group
+        self._label = label
+        self._n_operations = 0
+
+    def barrier(self, *, timeout: float) -> None:
+        self._group.barrier(timeout=timeout)
+
+    def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:
+        got = self._group.gather(self._marked(value), root=root, timeout=timeout)
+        return None if got is None else [self._unmarked(message) for message in got]
+
+    def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
+        return self._unmarked(self._group.broadcast(self._marked(value), root=root, timeout=timeout))
+
+    def _marked(self, value: Any) -> list[Any]:
+        self._n_operations += 1
+        return [self._label, self._n_operations, value]
+
+    def _unmarked(self, message: Any) -> Any:
+        label, number, value = message
+        if (label, number) != (self._label, self._n_operations):
+            raise GroupError(
+                f"operation {self._n_operations} of session `{self._label}` met operation {number} of `{label}`: "
+                "the ranks are not at the same place",
+                hint="give the group a method `session(label)` that makes a channel of its own for each session",
+            )
+        return value
+
+
+def _is_group(group: object) -> bool:
+    return all(isinstance(getattr(group, name, None), int) for name in ("rank", "world_size")) and all(
+        callable(getattr(group, name, None)) for name in ("barrier", "gather", "broadcast")
+    )
+
+
+def _refuse_lonely_rank() -> None:
+    """Refuse to work alone where the launcher started several processes."""
+    sizes = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"]
+    if "SLURM_PROCID" in os.environ:
+        sizes.append("SLURM_NTASKS")
+    for name in sizes:
+        text = os.environ.get(name, "")
+        if text.isascii() and text.isdigit() and int(text[:18]) > 1:
+            raise ArgumentError(
+                f"the environment says that this is one of {text} processes ({name}), but nothing connects them",
+                hint="call torch.distributed.init_process_group first, or pass `group`; "
+                "`group=reshard.group.SingleProcess()` if this process works alone",
+            )
+
+
+def _error_record(error: BaseException) -> dict[str, Any]:
+    """An exception as a JSON value."""
+    if not isinstance(error, ReshardError):
+        return {"class": None, "message": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE], "facts": {}}
+    facts = {
+        name: value[:_MAX_MESSAGE] if isinstance(value, str) else value
+        for name, value in [*error.__dict__.items(), ("errno", getattr(error, "errno", None))]
+        if name != "message" and isinstance(value, str | int)
+    }
+    return {"class": type(error).__name__, "message": error.message[:_MAX_MESSAGE], "facts": facts}
+
+
+def _joint_error(records: dict[int, dict[str, Any]]) -> ReshardError:
+    """One error for what several ranks met."""
+    named = [f"rank {rank}: {record['message']}" for rank, record in list(records.items())[:_MAX_NAMED]]
+    if len(records) > _MAX_NAMED:
+        named.append(f"and {len(records) - _MAX_NAMED} more ranks")
+    classes = {record["class"] for record in records.values()}
+    name = classes.pop() if len(classes) == 1 else None
+    cls = getattr(errors, name) if name in errors.__all__ else ReshardError
+    error: ReshardError = cls("\n".join(named))
+    first, *others = (record["facts"] for record in records.values())
+    for fact, value in first.items():
+        if all(other.get(fact) == value for other in others):
+            setattr(error, fact, value)
+    return error

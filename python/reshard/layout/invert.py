@@ -1,0 +1,280 @@
+"""A layout read backwards: the global shapes of tensors from the shapes of every rank's own arrays.
+
+An extent that is cut is the sum of the parts, one for each coordinate on the axes that cut it; an extent that is not
+cut is the same on every rank. State of the optimizer is tried in its parameter's shape first, as the layout says, and
+is whole if its arrays do not fit that. Whether what was found is right is proven by binding the layout to it and
+comparing every rank's array with it: see `check_local_shapes`. Flattened arrays do not tell: their shapes are told.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.errors import LayoutError, MismatchError
+from reshard.layout.bind import core_layout
+from reshard.layout.patterns import Matcher, Pattern
+from reshard.layout.resolve import resolve, state_of
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from reshard.layout.bind import BoundLayout
+    from reshard.layout.file import LayoutFile, Rule
+
+__all__ = ["check_local_shapes", "global_shapes", "join_members"]
+
+Shape = tuple[int, ...]
+
+
+def global_shapes(
+    layout: LayoutFile,
+    local_shapes: Mapping[str, Mapping[int, Shape]],
+    told: Mapping[str, Shape],
+    optimizer_keys: Collection[str] = (),
+) -> dict[str, Shape]:
+    """The global shape of every tensor.
+
+    Args:
+        layout: the layout.
+        local_shapes: for each key, the shape of each rank's array, in storage order, in elements.
+        told: global shapes that are known. They win, and may be of keys that nobody has under their own name (joins).
+        optimizer_keys: which keys belong to the optimizer part.
+
+    Returns:
+        Shapes by key: those of `local_shapes` in their order, then the others that were told.
+
+    Raises:
+        LayoutError: no rule matches a key; ranks disagree on an extent; the shape of a flattened tensor is not told.
+            The message names key and ranks.
+
+    Example:
+        >>> from reshard.layout import ModelLayout
+        >>> layout = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": [None, "tp"]}]})
+        >>> global_shapes(layout, {"w": {0: (4, 3), 1: (4, 3)}}, {})
+        {'w': (4, 6)}
+    """
+    return _Inverter(layout, local_shapes, told, optimizer_keys).run()
+
+
+def join_members(layout: LayoutFile, name: str, keys: Iterable[str], slot: str = "") -> list[str]:
+    """The keys among `keys` that lie in the array `name`, a join; empty if the layout has no join of this name.
+
+    Args:
+        layout: the layout.
+        name: the name of the join in the layout file.
+        keys: candidates.
+        slot: with its dot, what stands before the name of a parameter in that of its state.
+
+    Example:
+        >>> from reshard.layout import ModelLayout
+        >>> rule = {"match": "*.b", "flat": {"axes": ["dp"], "join": "biases"}}
+        >>> layout = ModelLayout.from_mapping({"mesh": {"dp": 2}, "rules": [rule, {"match": "*"}]})
+        >>> join_members(layout, "biases", ["l.w", "l.b"])
+        ['l.b']
+    """
+    numbers = {n for n, rule in enumerate(layout.rules) if rule.flat is not None and rule.flat.join == name}
+    matcher = _matcher(layout)
+    found = []
+    for key in keys if numbers else ():
+        if key.startswith(slot):
+            match = matcher.find(key[len(slot) :])
+            if match is not None and match[0] in numbers:
+                found.append(key)
+    return found
+
+
+def check_local_shapes(bound: BoundLayout, local_shapes: Mapping[str, Mapping[int, Shape]]) -> None:
+    """Prove that every rank has exactly the arrays that the layout says, in their shapes.
+
+    Args:
+        bound: the layout, bound to the tensors of the whole checkpoint.
+        local_shapes: for each array, the shape on each rank that has it; joins under their names.
+
+    Raises:
+        MismatchError: an array is missing, is not the rank's, or has another shape; the message names key and ranks.
+    """
+    joins = {join.name for join in bound.joins}
+    shapes: dict[tuple[int, int], Shape] = {}
+    for rank in bound.ranks:
+        names = bound.local_names(rank)
+        for name in names:
+            found = local_shapes.get(name, {}).get(rank)
+            if found is None:
+                raise MismatchError(
+                    f"rank {rank} gave no {show(name)}, of which it holds a part under the layout",
+                    key=name,
+                    hint="give the array, of size 0 if the part is empty, or change `place` in the layout",
+                )
+            if name in joins:
+                last = bound.request_of(rank, [name]).last()
+                assert last is not None
+                expected = last[0]
+            else:
+                made = bound.layouts[name]
+                if (id(made), rank) not in shapes:
+                    shapes[id(made), rank] = made.local_shape(rank)
+                expected = shapes[id(made), rank]
+            if found != expected:
+                of = "" if name in joins else f", its part of shape {bound.layouts[name].shape}"
+                raise MismatchError(
+                    f"{show(name)}: rank {rank} gave an array of shape {found}, the layout expects {expected}{of}",
+                    key=name,
+                    hint="the layout does not say how this tensor is cut",
+                )
+        held = set(names)
+        for name, of_ranks in local_shapes.items():
+            if rank in of_ranks and name not in held:
+                raise MismatchError(
+                    f"rank {rank} gave {show(name)}, of which it holds nothing under the layout",
+                    key=name,
+                    hint="leave it out on that rank, or change `place` in the layout",
+                )
+
+
+class _Inverter:
+    """The state of one inversion."""
+
+    def __init__(
+        self,
+        layout: LayoutFile,
+        local_shapes: Mapping[str, Mapping[int, Shape]],
+        told: Mapping[str, Shape],
+        optimizer_keys: Collection[str],
+    ) -> None:
+        self.layout = layout
+        self.local_shapes = local_shapes
+        self.told = told
+        self.keys = [*local_shapes, *(key for key in told if key not in local_shapes)]
+        optimizer = set(optimizer_keys) if layout.optimizer.follow else set()
+        self.parameter = state_of([key for key in self.keys if key in optimizer], set(self.keys) - optimizer)
+        self.optimizer_keys = optimizer
+        self.matcher = _matcher(layout)
+        self.mesh = _core.Mesh(list(layout.mesh.items()), layout.ranks)
+        self.at = {rank: self.mesh.coordinates(rank) for rank in self.mesh.ranks}
+
+    def run(self) -> dict[str, Shape]:
+        shapes: dict[str, Shape] = {}
+        for key in self.keys:
+            if key not in self.parameter:
+                shapes[key] = self.told[key] if key in self.told else self._own(key)
+        for key, parameter in self.parameter.items():
+            shapes[key] = self.told[key] if key in self.told else self._guess(key, shapes[parameter])
+        shapes = {key: shapes[key] for key in self.keys}
+        guessed = {
+            key for key, parameter in self.parameter.items() if key not in self.told and shapes[key] != ()
+        } & self.local_shapes.keys()
+        if guessed:
+            specs = resolve(self.layout, shapes, self.optimizer_keys).specs
+            for key in guessed:
+                if shapes[key] == shapes[self.parameter[key]]:
+                    made = core_layout(self.mesh, specs[key])
+                    of_ranks = self.local_shapes[key]
+                    if any(not made.holds(rank) or made.local_shape(rank) != of_ranks[rank] for rank in of_ranks):
+                        shapes[key] = self._same(
+                            key, f"of shape {shapes[key]}, as its parameter, cut as the layout says"
+                        )
+        return shapes
+
+    def _own(self, key: str) -> Shape:
+        """The shape by the rule of the key itself."""
+        shape = self._common_rank(key)
+        if not shape:
+            return ()
+        found = self.matcher.find(key)
+        if found is None:
+            raise LayoutError(
+                f"no rule matches {show(key)}", key=key, hint='a last rule `match: "*"` leaves the rest whole'
+            )
+        rule = self.layout.rules[found[0]]
+        if rule.flat is not None:
+            raise LayoutError(
+                f"{show(key)} is flattened by its rule, and its arrays do not tell its shape",
+                key=key,
+                hint=f"tell it: `shapes={{{key!r}: global_shape}}`, or `reshard.Shard(array, global_shape)`",
+            )
+        stored = rule.stored or tuple(range(len(shape)))
+        if len(stored) != len(shape) or len(rule.cut) > len(shape):
+            n = len(stored) if rule.stored else len(rule.cut)
+            raise LayoutError(f"{show(key)} has {len(shape)} dims, its rule speaks of {n}", key=key)
+        return tuple(self._extent(key, rule, dim, stored.index(dim)) for dim in range(len(shape)))
+
+    def _extent(self, key: str, rule: Rule, dim: int, position: int) -> int:
+        """The global extent of a dim that lies at `position` in the ranks' arrays."""
+        axes = rule.cut[dim] if dim < len(rule.cut) else ()
+        parts: dict[tuple[int, ...], tuple[int, int]] = {}
+        for rank, shape in self.local_shapes[key].items():
+            if rank not in self.at:
+                raise LayoutError(f"the layout has no rank {rank}, which gave {show(key)}", key=key)
+            coordinates = tuple(self.at[rank][axis] for axis in axes)
+            extent, first = parts.setdefault(coordinates, (shape[position], rank))
+            if extent != shape[position]:
+                raise LayoutError(
+                    f"dim {dim} of {show(key)} has {extent} elements on rank {first} and {shape[position]} on rank "
+                    f"{rank}, which under the layout hold the same part of it",
+                    key=key,
+                )
+        n_parts = math.prod(self.layout.mesh[axis] for axis in axes)
+        blocks = rule.blocks.get(dim)
+        if dim in rule.sizes:
+            return sum(rule.sizes[dim])
+        if blocks is not None and not isinstance(blocks, int):
+            return sum(block.size for block in blocks)
+        extents = {extent for extent, _ in parts.values()}
+        if rule.uneven != "ceil" and len(extents) > 1:
+            (a, rank_a), (b, rank_b) = min(parts.values()), max(parts.values())
+            raise LayoutError(
+                f"dim {dim} of {show(key)} has {a} elements on rank {rank_a} and {b} on rank {rank_b}, and its rule "
+                "cuts it evenly",
+                key=key,
+                hint="write `uneven: ceil` in its rule, or the `sizes` of the parts",
+            )
+        if rule.uneven != "ceil":
+            return extents.pop() * n_parts
+        if len(parts) != n_parts:
+            raise LayoutError(
+                f"{len(parts)} of the {n_parts} parts of dim {dim} of {show(key)} were given, and they are uneven",
+                key=key,
+                hint="every rank gives what it holds, or tell the shape in `shapes`",
+            )
+        return sum(extent for extent, _ in parts.values())
+
+    def _guess(self, key: str, of_parameter: Shape) -> Shape:
+        """State: its parameter's shape, unless its arrays cannot be parts of that."""
+        if key not in self.local_shapes:
+            return of_parameter
+        n_dims = len(next(iter(self.local_shapes[key].values())))
+        rule = self.matcher.find(self.parameter[key])
+        is_flat = bool(self.layout.optimizer.flat) or (rule is not None and self.layout.rules[rule[0]].flat is not None)
+        if of_parameter and (n_dims == len(of_parameter) or (is_flat and n_dims == 1)):
+            return of_parameter
+        return self._same(key, "of its parameter's shape, nor")
+
+    def _same(self, key: str, instead: str) -> Shape:
+        """The one shape of all ranks' arrays."""
+        (first, shape), *others = self.local_shapes[key].items()
+        for rank, other in others:
+            if other != shape:
+                raise LayoutError(
+                    f"{show(key)} is neither {instead} the same on all ranks: {shape} on rank {first} and {other} on "
+                    f"rank {rank}",
+                    key=key,
+                    hint="tell its shape in `shapes`",
+                )
+        return shape
+
+    def _common_rank(self, key: str) -> Shape:
+        """One rank's shape, once all have as many dims."""
+        (first, shape), *others = self.local_shapes[key].items()
+        for rank, other in others:
+            if len(other) != len(shape):
+                raise LayoutError(
+                    f"{show(key)} has {len(shape)} dims on rank {first} and {len(other)} on rank {rank}", key=key
+                )
+        return shape
+
+
+def _matcher(layout: LayoutFile) -> Matcher:
+    return Matcher([[Pattern.compile(text) for text in rule.match] for rule in layout.rules])

@@ -1,0 +1,123 @@
+"""How a path becomes a `Checkpoint`: a file, a Hugging Face folder, an iteration folder, or the best one of a root.
+
+`folder` says when an iteration folder is a complete checkpoint, `root` which one of a root is taken. Nothing here
+writes, and damage found later, while bytes are read, is not rolled back from: that is for `verbs.load`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from reshard import _core
+from reshard.checkpoint import Checkpoint
+from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
+from reshard.formats import checkpoint2, huggingface
+from reshard.formats.files import show
+from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, set_sums, unfinished
+from reshard.opening.root import best_of, is_damage, iterations, newer_than, order_of, reason_of
+
+__all__ = [
+    "Chosen",
+    "best_of",
+    "chosen",
+    "is_damage",
+    "iterations",
+    "marks",
+    "newer_than",
+    "open",
+    "open_chosen",
+    "order_of",
+    "reason_of",
+]
+
+_log = logging.getLogger("reshard")
+
+
+def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> Checkpoint:  # noqa: A001
+    """Open a checkpoint, whatever its format.
+
+    Args:
+        path: a `.safetensors` file (any other file is tried as one), a Hugging Face folder, the root of a Checkpoint
+            2.0 tree (the last complete iteration is taken, see `reshard.resume.resolve`), or an iteration folder.
+        method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
+
+    Returns:
+        The opened checkpoint. Close it, or use it as a context manager; arrays that it gave out stay valid.
+
+    Raises:
+        EmptyRootError: there is nothing at `path`, or an empty folder, and it could become a checkpoint root: a run
+            that starts there starts fresh.
+        CheckpointNotFoundError: there is nothing that is a checkpoint.
+        DamagedFileError: what is there violates its format, is not what its manifest says, or is a save that did not
+            end; of a root: every iteration is, each with its reason.
+        CoverageError: the stored shards do not cover a tensor.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.eye(2, dtype=np.float32)}, "w.safetensors")
+        >>> with reshard.open("w.safetensors") as checkpoint:
+        ...     checkpoint.keys(), checkpoint["w"].shape
+        (['w'], (2, 2))
+    """
+    target = Path(path)
+    try:
+        exists = target.exists()
+    except OSError as error:  # a name that is too long, a folder that may not be searched
+        raise StorageError(f"looking for {target}: {error.strerror}", path=str(target), errno=error.errno) from None
+    could_be_root = target.suffix != ".safetensors" and checkpoint2.parse_iteration_folder(target.name) is None
+    if not exists:
+        # A link that leads nowhere was meant to lead somewhere: a disk that is not mounted is no fresh start.
+        kind = EmptyRootError if could_be_root and not target.is_symlink() else CheckpointNotFoundError
+        raise kind(f"there is nothing at {show(str(target))}", path=str(target))
+    if not target.is_dir():
+        return _open_file(target, method)
+    if huggingface.detect(target):
+        return _open_huggingface(target, method)
+    if checkpoint2.is_root(target):
+        return best_of(target, method)
+    if could_be_root and _is_empty(target):
+        raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
+    return open_folder(target, method)
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether there is nothing in a folder but what a first save that never ended leaves behind."""
+    with os.scandir(folder) as entries:
+        return all(entry.name.startswith(".") for entry in entries)
+
+
+# -- files, and folders of others
+
+
+def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
+    index = _core.Index()
+    file = index.add_file(str(path), method=method)
+    with opened_proof(path.parent) as proof:
+        manifest = proof.manifest
+        if manifest is not None and path.name not in manifest.shards:
+            _log.warning("%s is not in the manifest beside it: nothing that is read of it can be verified", path)
+            manifest = None
+        elif manifest is not None:
+            set_sums(index, path.parent, manifest)
+        elif proof.is_damaged and checkpoint2.WRITER_KEY in (index.file_metadata(file) or {}):
+            raise unfinished(path, path.name, proof)
+        for name, *_ in index.file_tensors(file):
+            index.add_whole(name, file)
+        return Checkpoint("safetensors", path, index, manifest, proof.keep_lock() if manifest is not None else None)
+
+
+def _open_huggingface(folder: Path, method: _core.ReadMethod) -> Checkpoint:
+    index = _core.Index()
+    weight_map = huggingface.read_weight_map(folder)
+    if weight_map is None:
+        file = index.add_file(str(folder / huggingface.SINGLE_FILE), method=method)
+        for name, *_ in index.file_tensors(file):
+            index.add_whole(name, file)
+        return Checkpoint("huggingface", folder, index)
+    # Files of a hub cache are symbolic links into its store: here links are followed.
+    files = {name: index.add_file(str(folder / name), method=method) for name in dict.fromkeys(weight_map.values())}
+    for key, name in weight_map.items():
+        index.add_whole(key, files[name])
+    return Checkpoint("huggingface", folder, index)

@@ -1,0 +1,166 @@
+"""The root of a tree: which of its iterations is opened.
+
+In which order they are tried is `resume.resolve`'s to say; here the facts for it are gathered, and the first that can
+be opened is taken. What changes meanwhile is looked at again, since a save that ends may remove what was listed before.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
+from reshard.formats import checkpoint2, huggingface
+from reshard.formats import manifest as manifests
+from reshard.formats.files import show
+from reshard.opening.folder import marks, open_folder
+from reshard.resume import resolve
+
+if TYPE_CHECKING:
+    import os
+
+    from reshard import _core
+    from reshard.checkpoint import Checkpoint
+
+__all__ = ["MAX_LOOKS", "best_of", "is_damage", "iterations", "newer_than", "order_of", "reason_of"]
+
+_log = logging.getLogger("reshard")
+
+MAX_LOOKS = 5  # at a root that changes while it is looked at
+# Not the checkpoint's fault: another one would fare no better, and what is newest must not be lost to them.
+_NOT_DAMAGE = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EINTR, errno.ETIMEDOUT}
+)
+
+
+def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> resolve.Order:
+    """In which order the iterations of a root are tried, and which never are; no shard file is opened.
+
+    Args:
+        root: the root of a Checkpoint 2.0 tree.
+        exact: only this iteration.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> [one.name for one in order_of("output/checkpoint").candidates]  # doctest: +SKIP
+        ['iteration_00000010', 'iteration_00000005']
+    """
+    tracker, fault = checkpoint2.read_tracker(root)
+    return resolve.order(_folders(Path(root)), tracker, fault, exact=exact)
+
+
+def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
+    """Iterations above one that is taken, ascending: they are passed over. Those that a save has recorded are left out.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> newer_than("output/checkpoint", 300)  # doctest: +SKIP
+        (400,)
+    """
+    folders = _folders(Path(root))
+    recorded = resolve.left_behind(folders, checkpoint2.read_tracker(root)[0])
+    return tuple(one.iteration for one in folders if one.iteration > iteration and one.iteration not in recorded)
+
+
+def _folders(root: Path) -> tuple[resolve.Folder, ...]:
+    return tuple(_folder_facts(root, iteration, name) for iteration, name in checkpoint2.list_iterations(root))
+
+
+def iterations(path: str | os.PathLike[str]) -> resolve.Order | None:
+    """Which iterations a checkpoint root offers, in the order in which `open` tries them.
+
+    Args:
+        path: the root; anything else that can be opened is none.
+
+    Returns:
+        As `order_of`; None if `path` is no root.
+
+    Raises:
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> iterations("output/checkpoint").tracker  # doctest: +SKIP
+        10
+    """
+    target = Path(path)
+    if not target.is_dir() or huggingface.detect(target) or not checkpoint2.is_root(target):
+        return None
+    return order_of(target)
+
+
+def _folder_facts(root: Path, iteration: int, name: str) -> resolve.Folder:
+    is_tracked, _ = marks(root / name)
+    try:
+        manifest = manifests.read(root / name)
+    except ReshardError:
+        return resolve.Folder(iteration, name, is_tracked)
+    return resolve.Folder(
+        iteration, name, is_tracked, manifest.epoch, manifest.previous_tracker, tuple(manifest.passed_over)
+    )
+
+
+def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
+    """Open the first candidate of a root that is complete.
+
+    Args:
+        root: the root of a Checkpoint 2.0 tree.
+        method: as in `reshard.open`.
+
+    Raises:
+        DamagedFileError: no candidate is complete; the message names each and its fault.
+        UnsupportedError: a later release wrote the candidate whose turn it is.
+        StorageError: the root cannot be listed, or this process may not read or has no memory or handles left.
+
+    Example:
+        >>> best_of(Path("output/checkpoint")).iteration  # doctest: +SKIP
+        400
+    """
+    before: resolve.Order | None = None
+    for _ in range(MAX_LOOKS):
+        order = order_of(root)
+        if order == before:
+            break
+        before, faults = order, {}
+        for one in order.candidates:
+            try:
+                checkpoint = open_folder(root / one.name, method, one.iteration)
+            except ReshardError as error:
+                if not is_damage(error):
+                    raise
+                faults[one.name] = reason_of(error)
+                continue
+            for warning in order.warnings:
+                _log.warning("%s: %s", root, warning)
+            for name, reason in faults.items():
+                _log.warning("%s passed over: %s", root / name, reason)
+            checkpoint.skipped = tuple(faults.items())
+            return checkpoint
+        # A save that ended, and what retention then removed, may have gone unseen: look again until nothing changes.
+    lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
+    lines += [f"{one.name}: {one.reason}" for one in order.refused]
+    told = "".join(f"\n  {line}" for line in lines)
+    raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{told}", path=str(root))
+
+
+def is_damage(error: ReshardError) -> bool:
+    """Whether an error says that a checkpoint is no good, and not that this process could not look at it.
+
+    A valid manifest of a later version is good: a run must not fall back behind it because an older release reads it.
+    """
+    if isinstance(error, UnsupportedError) and Path(str(error.path)).name == manifests.MANIFEST_FILE:
+        return False
+    return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
+
+
+def reason_of(error: ReshardError) -> str:
+    """Why an iteration is passed over: what is said of a file alone is told together with its name."""
+    name = "" if error.path is None else Path(error.path).name
+    return error.message if name in error.message else f"{name}: {error.message}"

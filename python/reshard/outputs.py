@@ -1,0 +1,84 @@
+"""Arrays that are handed out, and arrays that were given to be filled: checked before the first byte is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reshard import _core, dtypes
+from reshard.errors import ArgumentError, MismatchError, ReshardError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.indexing import Box
+
+__all__ = ["as_array", "check_out", "check_outs", "fill", "keeps_order"]
+
+
+def as_array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The array of a tensor that lies in memory of the core from byte `offset` on."""
+    return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
+
+
+def keeps_order(box: Box) -> bool:
+    """Whether the result has every element of the box, one after the other as in the box."""
+    return all(item in (None, 0, ...) or item == slice(None) for item in box.post)
+
+
+def fill(
+    plan: _core.Plan,
+    out: list[np.ndarray],
+    threads: int | None = None,
+    progress: _core.Progress | None = None,
+) -> None:
+    """Carry a plan out into given arrays, one an array of the plan; an error says what has become of them."""
+    try:
+        # As bytes: numpy refuses to export the types of ml_dtypes under their own format.
+        plan.fill([_bytes(array) for array in out], threads=threads, progress=progress)
+    except ReshardError as error:
+        error.message += " (the arrays given in `out` are undefined now)"
+        raise
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def check_out(key: str, out: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
+    """Refuse an array that a tensor cannot be read into.
+
+    Raises:
+        ArgumentError: it is no array, not writable or not C-contiguous.
+        MismatchError: its dtype or shape is another.
+    """
+    expected, expected_shape = dtypes.numpy_dtype(dtype), dtypes.array_shape(dtype, shape)
+    if not isinstance(out, np.ndarray):
+        raise ArgumentError(f"`out` for `{key}` is a {type(out).__name__}; a numpy array is needed", key=key)
+    if out.dtype != expected or out.shape != expected_shape:
+        raise MismatchError(
+            f"`out` for `{key}` is {out.dtype} of shape {out.shape}; {expected} of shape {expected_shape} is needed",
+            key=key,
+        )
+    if not out.flags.c_contiguous or not out.flags.writeable:
+        raise ArgumentError(f"`out` for `{key}` must be writable and C-contiguous", key=key)
+
+
+def check_outs(
+    out: Mapping[str, np.ndarray], names: list[str], arrays: list[tuple[str, str, tuple[int, ...], int]]
+) -> None:
+    """Refuse given arrays that are not exactly those of a plan, by name, shape and dtype.
+
+    Raises:
+        ArgumentError, MismatchError: as `check_out`, or one is missing or too many.
+    """
+    missing, extra = [name for name in names if name not in out], sorted(set(out) - set(names))
+    if missing or extra:
+        what = f"lacks {missing[:3]}" if missing else f"has {extra[:3]}, which are not loaded"
+        raise ArgumentError(
+            f"`out` {what}; it must hold exactly the {len(names)} arrays that are loaded",
+            hint="choose tensors with `keys=` and `part=`",
+        )
+    for name, dtype, shape, _ in arrays:
+        check_out(name, out[name], dtype, shape)

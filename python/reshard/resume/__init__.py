@@ -1,0 +1,31 @@
+"""What a restarted run goes on from: pure decisions, facts in and a decision out. No disk, no clock, no environment.
+
+In reading order: `resolve` (in which order checkpoints are tried), `facts` (what goes into a decision and what comes
+out), `decision` (the one function), `choose` (which checkpoint is taken), `restore` (what follows from it), `counters`
+(the arithmetic of steps, epochs and samples).
+"""
+
+from __future__ import annotations
+
+from reshard.resume.choose import weigh
+from reshard.resume.counters import BatchSchedule, Scaling, View
+from reshard.resume.decision import decide
+from reshard.resume.facts import CandidateFacts, Facts, ResumeDecision, RunFacts, Verdict
+from reshard.resume.resolve import Candidate, Folder, Order, order
+
+__all__ = [
+    "BatchSchedule",
+    "Candidate",
+    "CandidateFacts",
+    "Facts",
+    "Folder",
+    "Order",
+    "ResumeDecision",
+    "RunFacts",
+    "Scaling",
+    "Verdict",
+    "View",
+    "decide",
+    "order",
+    "weigh",
+]

@@ -1,0 +1,79 @@
+"""Which checkpoint is taken: the first in the order that is whole and that the run can take. Each gets a verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
+from reshard.resume.counters import saved_steps
+from reshard.resume.facts import CandidateFacts, Facts, Verdict
+
+if TYPE_CHECKING:
+    from reshard.config import Config
+
+__all__ = ["name_of", "none_to_take", "weigh"]
+
+
+def weigh(config: Config, facts: Facts) -> tuple[Verdict, ...]:
+    """A verdict on every candidate: the first that is whole and fits is taken.
+
+    Example:
+        >>> from reshard.config import Config
+        >>> from reshard.resume import CandidateFacts, Facts
+        >>> facts = Facts("ckpt", "root", (CandidateFacts("ckpt/iteration_00000005", 5, fault="torn"),))
+        >>> weigh(Config(load_path="ckpt"), facts)
+        (Verdict(path='ckpt/iteration_00000005', iteration=5, taken=False, reason='torn'),)
+    """
+    verdicts: list[Verdict] = []
+    for candidate in facts.candidates:
+        against = candidate.refusal or candidate.fault
+        if against is None and any(verdict.taken for verdict in verdicts):
+            against = "not needed: a better one is taken"  # and nobody need have looked into it
+        against = against or _misfit(config, facts, candidate)
+        verdicts.append(Verdict(candidate.path, candidate.iteration, against is None, against or candidate.why))
+    return tuple(verdicts)
+
+
+def _misfit(config: Config, facts: Facts, candidate: CandidateFacts) -> str | None:
+    """Why a whole checkpoint is none that this run can take."""
+    if not config.resume:
+        return None
+    if facts.kind == "huggingface":
+        return "a Hugging Face folder holds weights alone, no counters and no optimizer"
+    if candidate.common is None:
+        return "it has no common.json: its counters are lost"
+    if saved_steps(candidate.common, candidate.iteration) is None:
+        return "its common.json has neither step_num nor global_step"
+    if candidate.has_optimizer is False and facts.run.has_optimizer:
+        return "it holds no optimizer state"
+    status = candidate.common.ckpt_status
+    if config.healthy_only and status != 0:
+        found = "its health was not recorded" if status is None else "the health monitor found it unhealthy"
+        return f"{found}, and only healthy ones are asked for"
+    return None
+
+
+def none_to_take(config: Config, facts: Facts, verdicts: tuple[Verdict, ...]) -> ReshardError:
+    """The error that lists every candidate; its class says whether something is damaged, unfit or just not there."""
+    if not verdicts:
+        return CheckpointNotFoundError(
+            f"{facts.path} is there and holds no checkpoint",
+            path=facts.path,
+            hint="load_checkpoint names the folder that holds the iteration_<number> folders, or one of these",
+        )
+    hint = "nothing starts from step 0 by itself: repair one, name another folder, or begin in an empty one"
+    error_class: type[ReshardError] = DamagedFileError
+    if all(candidate.refusal for candidate in facts.candidates):
+        error_class = CheckpointNotFoundError
+    elif not any(candidate.fault for candidate in facts.candidates):
+        error_class = UnsupportedError
+        if facts.kind == "huggingface":
+            hint = "its weights can be loaded alone: `resume_training: false`"
+    listed = "\n".join(f"  {name_of(verdict)}: {verdict.reason}" for verdict in verdicts)
+    asked = "resumed from" if config.resume else "loaded"
+    return error_class(f"no checkpoint in {facts.path} can be {asked}:\n{listed}", path=facts.path, hint=hint)
+
+
+def name_of(verdict: Verdict) -> str:
+    """The name of a candidate's folder, without those above it."""
+    return verdict.path.rstrip("/").rpartition("/")[2]

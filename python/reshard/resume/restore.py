@@ -1,0 +1,244 @@
+"""What follows from a choice: the steps that count as done, the data that is skipped, and what to look at.
+
+Three cases: nothing is loaded, the weights alone are, or the training goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from reshard.errors import ArgumentError
+from reshard.resume.counters import (
+    Arithmetic,
+    BatchSchedule,
+    Scaling,
+    View,
+    initial_epoch,
+    saved_steps,
+    scale_steps,
+    view_of,
+)
+from reshard.resume.facts import CandidateFacts, Facts, Restored, ResumeDecision, RunFacts, Verdict
+
+if TYPE_CHECKING:
+    from reshard.config import Config
+    from reshard.formats.checkpoint2_common import CommonInfo
+
+__all__ = ["fresh", "loading", "resumed"]
+
+
+def fresh(
+    config: Config, facts: Facts, verdicts: tuple[Verdict, ...], reasons: list[str], warnings: list[str]
+) -> ResumeDecision:
+    """The decision of a run whose steps count from 0."""
+    run, batches = facts.run, _Batches.of(config, facts.run)
+    return ResumeDecision(
+        fresh=True,
+        next_sink=_next_sink(config, run, 0),
+        next_step=_next_step(run, 0),
+        data_skip_steps=_data_skip(config, 0, reasons),
+        global_batch_size=batches.size_at(0),
+        total_steps=config.total_steps,
+        verdicts=verdicts,
+        reasons=tuple(reasons),
+        warnings=tuple(warnings),
+    )
+
+
+def loading(decision: ResumeDecision, candidate: CandidateFacts, run: RunFacts) -> ResumeDecision:
+    """The decision, and what is to be loaded for it."""
+    reasons, is_resharded = decision.reasons, None
+    if candidate.world_size is not None and run.world_size is not None:
+        is_resharded = candidate.world_size != run.world_size
+    if is_resharded:
+        reasons += (f"saved by {candidate.world_size} ranks, read by {run.world_size}: the shards are cut anew",)
+    return replace(
+        decision,
+        path=candidate.path,
+        iteration=candidate.iteration,
+        is_verified=candidate.is_verified,
+        is_resharded=is_resharded,
+        reasons=reasons,
+    )
+
+
+def resumed(
+    config: Config,
+    run: RunFacts,
+    candidate: CandidateFacts,
+    verdicts: tuple[Verdict, ...],
+    warnings: list[str],
+    *,
+    compatible: bool,
+) -> ResumeDecision:
+    """The decision of a run whose steps count on from the candidate's."""
+    common, reasons = candidate.common, list[str]()
+    saved = None if common is None else saved_steps(common, candidate.iteration)
+    assert common is not None  # the choice made sure
+    assert saved is not None
+    steps, is_eager = saved
+    if is_eager and steps != common.step_num:
+        reasons.append(f"global_step {steps} counts; step_num {common.step_num} is the length of the whole run")
+    if common.step_num is None and common.global_step is None:
+        reasons.append(f"common.json says no step: the folder's number, {steps}, counts")
+    batches = _Batches.of(config, run, common, compatible=compatible)
+    scaling = batches.scale(steps)
+    initial = steps if scaling is None else scaling.steps
+    batches.tell(steps, scaling, reasons, warnings)
+    consumed = batches.consumed_at(steps) if common.consumed_samples is None else common.consumed_samples
+    skip = _data_skip(config, initial, reasons)
+    # The eager loop, whose batch may grow, skips by samples.
+    micro = _micro_skip(config, run, consumed) if is_eager or batches.schedule is not None else None
+    restored: list[Restored] = ["weights", "counters"]
+    if candidate.has_optimizer is not False:
+        restored.insert(1, "optimizer")
+    elif run.has_optimizer is None:
+        warnings.append("the checkpoint holds no optimizer state: an optimizer would start from nothing")
+    restored += ["loss scale"] if common.loss_scale is not None else []
+    restored += ["data position"] if skip or micro else []
+    made = steps if common.global_step is None else common.global_step
+    made_scaled = batches.scale(made)
+    _warn(config, run, initial, scaling, warnings)
+    if run.dataset_changed and skip and config.data_skip_steps is None:
+        warnings.append(
+            f"the first {skip} steps of the new dataset are skipped, as many as were made on the old one: "
+            "say ignore_data_skip, or data_skip_steps"
+        )
+    return ResumeDecision(
+        restored=tuple(restored),
+        initial_step=initial,
+        global_step=made if made_scaled is None else made_scaled.steps,
+        initial_epoch=_initial_epoch(config, run, common, initial, batches),
+        next_sink=_next_sink(config, run, initial),
+        next_step=_next_step(run, initial),
+        consumed_samples=consumed,
+        data_skip_steps=skip,
+        skip_micro_steps=micro,
+        global_batch_size=batches.size_at(consumed),
+        loss_scale=common.loss_scale,
+        total_steps=config.total_steps,
+        scaling=scaling,
+        compatible=compatible,
+        verdicts=verdicts,
+        reasons=tuple(reasons),
+        warnings=tuple(warnings),
+    )
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The batch size that was saved with, that of the run, and how one is made of the other. None: not known."""
+
+    saved: int | None
+    new: int | None
+    schedule: BatchSchedule | None
+    arithmetic: Arithmetic
+
+    @classmethod
+    def of(
+        cls, config: Config, run: RunFacts, common: CommonInfo | None = None, *, compatible: bool = False
+    ) -> _Batches:
+        new = config.global_batch_size if run.global_batch_size is None else run.global_batch_size
+        saved = None if common is None else common.global_batch_size
+        for size in (saved, new, run.base_units):
+            if size is not None and size < 1:
+                raise ArgumentError(f"a batch of {size} samples: expected at least 1")
+        schedule = None
+        if config.rampup is not None:
+            if new is None:
+                raise ArgumentError("a growing batch (rampup_batch_size) needs `global_batch_size`, where it ends")
+            schedule = BatchSchedule(*config.rampup, new, run.base_units or 1)
+        return cls(saved, new, schedule, "exact" if not compatible else "float32" if config.legacy_format else "double")
+
+    def scale(self, steps: int) -> Scaling | None:
+        """Steps at the new size; None where they are the same."""
+        if self.schedule is not None or self.saved is None or self.new is None:
+            return None
+        if self.saved == self.new and self.arithmetic != "float32":  # which loses steps with nothing changed
+            return None
+        return scale_steps(steps, self.saved, self.new, self.arithmetic)
+
+    def consumed_at(self, steps: int) -> int | None:
+        """Samples seen after so many steps of the saved run."""
+        if self.schedule is not None:
+            return self.schedule.consumed_at(steps, compatible=self.arithmetic != "exact")
+        size = self.saved or self.new
+        return None if size is None else steps * size
+
+    def size_at(self, consumed: int | None) -> int | None:
+        """The size of the next step."""
+        if self.schedule is None:
+            return self.new or self.saved
+        return None if consumed is None else self.schedule.size_at(consumed, compatible=self.arithmetic != "exact")
+
+    def tell(self, steps: int, scaling: Scaling | None, reasons: list[str], warnings: list[str]) -> None:
+        """What was scaled and what was rounded, or why nothing was."""
+        if self.schedule is not None:
+            reasons.append("the batch grows with the samples seen: steps are not scaled")
+        elif self.saved is None or self.new is None:
+            sizes = f"{self.saved or 'unknown'} -> {self.new or 'unknown'}"
+            reasons.append(f"global_batch_size {sizes}: steps are not scaled")
+        if scaling is None:
+            return
+        sizes = f"{self.saved} -> {self.new}"
+        reasons.append(f"global_batch_size {sizes}: {steps} steps x {scaling.factor} = {scaling.exact}")
+        if scaling.steps != int(scaling.exact):
+            warnings.append(
+                f"compatible arithmetic makes {scaling.steps} steps of it, where {int(scaling.exact)} is right"
+            )
+        elif scaling.lost_samples:
+            reasons.append(f"rounded down to {scaling.steps} steps: {scaling.lost_samples} samples are seen again")
+
+
+def _initial_epoch(config: Config, run: RunFacts, common: CommonInfo, initial: int, batches: _Batches) -> int:
+    if common.epoch_num is None:
+        return 0 if run.steps_per_epoch is None or config.sink_mode else initial // run.steps_per_epoch
+    if not config.sink_mode or batches.scale(0) is None:
+        return initial_epoch(common.epoch_num, initial, run.steps_per_epoch, sink_mode=config.sink_mode)
+    sizes = {"saved_batch": batches.saved or 1, "new_batch": batches.new or 1}
+    return initial_epoch(
+        common.epoch_num, initial, run.steps_per_epoch, sink_mode=True, **sizes, arithmetic=batches.arithmetic
+    )
+
+
+def _next_sink(config: Config, run: RunFacts, initial: int) -> View | None:
+    if not config.sink_mode or config.sink_size is None or run.steps_per_epoch is None:
+        return None
+    return view_of(initial + config.sink_size, run.steps_per_epoch)
+
+
+def _next_step(run: RunFacts, initial: int) -> View | None:
+    return None if run.steps_per_epoch is None else view_of(initial + 1, run.steps_per_epoch)
+
+
+def _data_skip(config: Config, initial: int, reasons: list[str]) -> int:
+    """Steps of data to skip: none if told so, else what is told, else as many as were made."""
+    if config.ignore_data_skip:
+        reasons.append("ignore_data_skip: the data is read from its beginning")
+        return 0
+    if config.data_skip_steps is not None:
+        reasons.append(f"data_skip_steps: {config.data_skip_steps} steps of data are skipped, as given")
+        return config.data_skip_steps
+    return initial
+
+
+def _micro_skip(config: Config, run: RunFacts, consumed: int | None) -> int | None:
+    if run.base_units is None or consumed is None or config.data_skip_steps is not None:
+        return None
+    return 0 if config.ignore_data_skip else consumed // run.base_units
+
+
+def _warn(config: Config, run: RunFacts, initial: int, scaling: Scaling | None, warnings: list[str]) -> None:
+    """What of the new run does not go together with going on at this step."""
+    total, per_epoch = config.total_steps, run.steps_per_epoch
+    if total is not None and initial >= total:
+        warnings.append(f"the learning-rate curve of total_steps {total} is over at step {initial}")
+    elif total is not None and scaling is not None and scaling.factor != 1:
+        warnings.append(f"total_steps {total} is taken as given: it is not scaled as the steps are")
+    elif total is None and run.dataset_changed:
+        warnings.append("the dataset changed and total_steps is not set: the learning-rate curve changes with it")
+    if config.epochs is not None and per_epoch is not None and initial >= config.epochs * per_epoch:
+        warnings.append(
+            f"step {initial} is past {config.epochs} epochs of {per_epoch} steps: nothing is left to do; raise epochs"
+        )

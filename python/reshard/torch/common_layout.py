@@ -1,0 +1,386 @@
+"""One layout file for all ranks, from what each of them knows of its own tensors.
+
+Ranks that hold the same keys in the same partitions know the same: they compare digests, and only one of each kind
+sends what it knows. From that every rank makes the same layout by itself. The mesh is the coarsest in which every mesh
+dim that any rank knows, and every set of ranks that holds a key, is a run of axes. Patterns are then found for keys
+that are cut alike; what comes out is resolved before it is given out, so a pattern can be clumsy, never wrong.
+
+Where no layout file can say it, the reason is told instead. Nothing here knows of torch or of what is in tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from reshard.errors import LayoutError, MismatchError
+from reshard.group import agree, session
+from reshard.layout.file import LayoutFile
+from reshard.layout.patterns import Pattern, glob_of
+from reshard.layout.resolve import resolve
+from reshard.torch.placements import Partition, Row, digits_of, part_of
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from reshard.group import Group
+    from reshard.torch.placements import Digit
+
+__all__ = ["Known", "distinct", "layout_of"]
+
+Known: TypeAlias = "list[tuple[Any, list[int]]]"
+"""Every value that ranks have, once, with the ranks that have it, ascending."""
+
+_Place: TypeAlias = tuple[tuple[str, ...], int]
+V = TypeVar("V")
+
+
+def distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float) -> list[Known]:
+    """What the ranks know, part by part: each value once, with the ranks that have it.
+
+    Args:
+        group: all its ranks call this.
+        parts: JSON-able values, as many on every rank; or the error that this rank met, which is then raised on all.
+        timeout: seconds that ranks wait for each other.
+
+    Raises:
+        GroupError: a rank did not answer in time.
+        ReshardError: what a rank met.
+
+    Example:
+        >>> from reshard.group import SingleProcess
+        >>> distinct(SingleProcess(), [{"w": 1}, 7], timeout=10)
+        [[({'w': 1}, [0])], [(7, [0])]]
+    """
+    if group.world_size == 1:
+        if isinstance(parts, BaseException):
+            raise parts
+        return [[(part, [0])] for part in parts]
+    channel = session(group, "what ranks hold")
+    digests: list[list[str]] = agree(
+        channel, parts if isinstance(parts, BaseException) else [_digest(part) for part in parts], timeout
+    )
+    assert not isinstance(parts, BaseException)
+    ranks_of: list[dict[str, list[int]]] = [{} for _ in parts]
+    for rank, of_rank in enumerate(digests):
+        for known, digest in zip(ranks_of, of_rank, strict=True):
+            known.setdefault(digest, []).append(rank)
+    # A part that is the same everywhere is sent by nobody.
+    asked = [len(known) > 1 for known in ranks_of]
+    if any(asked):
+        own = [
+            [number, digest, parts[number]]
+            for number, known in enumerate(ranks_of)
+            for digest, ranks in known.items()
+            if asked[number] and ranks[0] == group.rank
+        ]
+        gathered = channel.gather(own, timeout=timeout)
+        sent = None if gathered is None else [entry for of_rank in gathered for entry in of_rank]
+        values = {(number, digest): value for number, digest, value in channel.broadcast(sent, timeout=timeout)}
+    return [
+        [(values[number, digest] if asked[number] else part, ranks) for digest, ranks in ranks_of[number].items()]
+        for number, part in enumerate(parts)
+    ]
+
+
+def layout_of(
+    rows: Sequence[tuple[Row, Sequence[int]]],
+    model: Sequence[tuple[Mapping[str, Partition], Sequence[int]]],
+    optimizer: Sequence[tuple[Mapping[str, Partition], Sequence[int]]] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> tuple[dict[str, object], None] | tuple[None, str]:
+    """The layout in which all ranks hold their tensors, as a layout mapping; or why there is none.
+
+    Args:
+        rows: each row that ranks know, and the ranks that know it.
+        model: partitions by key, and the ranks that hold tensors in just these.
+        optimizer: the same of the state of the optimizer.
+        aliases: other names of keys, which a checkpoint may have instead: they are cut like their tensor.
+
+    Raises:
+        MismatchError: ranks hold tensors of different shape or cut under one key.
+
+    Example:
+        >>> row = Row(2, spans=frozenset({(2, 1, "tp")}))
+        >>> held = {"a.w": Partition((4, 2), ((((2, 1),),),)), "a.b": Partition((4,))}
+        >>> layout_of([(row, [0, 1])], [(held, [0, 1])])[0]
+        {'mesh': {'tp': 2}, 'rules': [{'match': 'a.w', 'cut': ['tp']}, {'match': '*'}]}
+    """
+    held_model, held_optimizer = _Held.of(model), _Held.of(optimizer)
+    try:
+        return _Maker(_one_row(rows), held_model, held_optimizer, aliases or {}).mapping(), None
+    except _UnsaidError as reason:
+        return None, str(reason)
+
+
+class _UnsaidError(Exception):
+    """No layout file can say it."""
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Which tensors there are, and who holds them.
+
+    Attributes:
+        partitions: of each key.
+        holders: the ranks that hold each key, ascending.
+    """
+
+    partitions: dict[str, Partition]
+    holders: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, known: Sequence[tuple[Mapping[str, Partition], Sequence[int]]]) -> _Held:
+        partitions: dict[str, Partition] = {}
+        kinds: dict[str, list[int]] = {}
+        for kind, (held, ranks) in enumerate(known):
+            for key, partition in held.items():
+                first = partitions.setdefault(key, partition)
+                if first.shape == partition.shape and (first.unsaid or partition.unsaid):
+                    partitions[key] = first if first.unsaid else partition
+                elif first != partition:
+                    raise MismatchError(
+                        f"{show(key)} is {_words(first)} on rank {known[kinds[key][0]][1][0]} and {_words(partition)} "
+                        f"on rank {ranks[0]}",
+                        key=key,
+                        hint="different tensors need different names: give stages of a pipeline the names that they "
+                        "have in the whole model",
+                    )
+                kinds.setdefault(key, []).append(kind)
+        # Thousands of keys are held by a handful of sets of ranks.
+        sets: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for of_key in map(tuple, kinds.values()):
+            if of_key not in sets:
+                sets[of_key] = tuple(sorted(rank for kind in of_key for rank in known[kind][1]))
+        return cls(partitions, {key: sets[tuple(of_key)] for key, of_key in kinds.items()})
+
+
+def _words(partition: Partition) -> str:
+    cuts = {dim: [size for line in lines for size in [_size(line)]] for dim, lines in enumerate(partition.cuts)}
+    cut = "".join(f", dim {dim} cut by {' x '.join(map(str, sizes))}" for dim, sizes in cuts.items() if sizes)
+    return f"of shape {partition.shape}{cut}"
+
+
+def _size(line: Iterable[Digit]) -> int:
+    return math.prod(outer // inner for outer, inner in line)
+
+
+def _one_row(rows: Sequence[tuple[Row, Sequence[int]]]) -> Row:
+    """The row that all ranks stand in, with all spans that any of them knows."""
+    orders = {row.order for row, _ in rows}
+    if len(orders) > 1:
+        raise _UnsaidError("the meshes of the ranks order them differently")
+    return Row(rows[0][0].n_ranks, orders.pop(), frozenset().union(*(row.spans for row, _ in rows)))
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the mapping and checks it."""
+
+    row: Row
+    model: _Held
+    optimizer: _Held
+    aliases: Mapping[str, str]
+    axes: dict[str, Digit] = field(default_factory=dict)  # the mesh: the span of each axis, outermost first
+    places: dict[tuple[int, ...], _Place | None] = field(default_factory=dict)  # of each set of ranks
+
+    def mapping(self) -> dict[str, object]:
+        held = {**self.model.partitions, **self.optimizer.partitions}
+        for key, partition in held.items():
+            if partition.unsaid:
+                raise _UnsaidError(f"{show(key)}: {partition.unsaid}")
+        self._make_mesh()
+        shapes = {key: partition.shape for key, partition in held.items()}
+        expected = {
+            key: (*self._cut(partition), self.places[(self.model.holders | self.optimizer.holders)[key]])
+            for key, partition in held.items()
+        }
+        own = list(self.model.partitions)
+        for optimizer, seen in ((None, own), ({"follow": False}, list(held))):
+            mapping = self._mapping({key: expected[key] for key in seen}, held)
+            if optimizer is not None:
+                mapping["optimizer"] = optimizer
+            if self._is_right(mapping, shapes, expected):
+                return mapping
+        raise _UnsaidError("no rules describe how its tensors are cut")
+
+    # -- the mesh
+
+    def _make_mesh(self) -> None:
+        n_ranks = self.row.n_ranks
+        position = {rank: p for p, rank in enumerate(self.row.order or range(n_ranks))}
+        sets = {*self.model.holders.values(), *self.optimizer.holders.values()}
+        free: dict[tuple[int, ...], tuple[int, tuple[Digit, ...]]] = {}
+        for ranks in sets:
+            positions = sorted(position[rank] for rank in ranks)
+            line = digits_of(positions)
+            if line is None or any(n_ranks % outer for outer, _ in line):
+                raise _UnsaidError(f"ranks {_some(ranks)} alone hold some tensors, which is no part of a mesh")
+            free[ranks] = positions[0], line
+        spans = {(outer, inner) for outer, inner, _ in self.row.spans} | {d for _, line in free.values() for d in line}
+        bounds = sorted({1, n_ranks} | {bound for span in spans for bound in span})
+        for inner, outer in itertools.pairwise(bounds):
+            if outer % inner:
+                raise _UnsaidError(f"its meshes do not fit into one: {outer} ranks are no multiple of {inner}")
+        digits = [(outer, inner) for inner, outer in itertools.pairwise(bounds)][::-1]
+        fixed = {
+            ranks: [d for d in digits if not any(o >= d[0] and i <= d[1] for o, i in line)]
+            for ranks, (_, line) in free.items()
+        }
+        self.axes.update(_named(digits, self.row, {digit for of_set in fixed.values() for digit in of_set}))
+        name_of = {digit: name for name, digit in self.axes.items()}
+        for ranks, of_set in fixed.items():
+            at = 0
+            for outer, inner in of_set:
+                at = at * (outer // inner) + free[ranks][0] % outer // inner
+            self.places[ranks] = (tuple(name_of[digit] for digit in of_set), at) if of_set else None
+
+    # -- rules
+
+    def _cut(self, partition: Partition) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[int, tuple[int, ...]], ...]]:
+        """`(cut, sizes)` as a rule has them."""
+        cut, sizes = [], []
+        for dim, lines in enumerate(partition.cuts):
+            names = [[name for digit in line for name in self._axes_in(digit)] for line in lines]
+            cut.append(tuple(itertools.chain.from_iterable(names)))
+            parts = [_size(line) for line in lines]
+            if any(len(of_line) > 1 for of_line in names) and partition.shape[dim] % math.prod(parts):
+                # torch cuts once over several of our axes, and `ceil` would cut once over each.
+                which = itertools.product(*map(range, parts))
+                extent = partition.shape[dim : dim + 1]
+                shapes = (part_of(extent, [list(zip(parts, w, strict=True))])[1] for w in which)
+                sizes.append((dim, tuple(shape[0] for shape in shapes)))
+        return tuple(cut), tuple(sizes)
+
+    def _axes_in(self, digit: Digit) -> Iterator[str]:
+        return (name for name, (outer, inner) in self.axes.items() if outer <= digit[0] and inner >= digit[1])
+
+    def _mapping(self, values: Mapping[str, Any], held: Mapping[str, Partition]) -> dict[str, object]:
+        """The file whose rules and places are for these keys."""
+        mapping: dict[str, object] = {"mesh": {name: outer // inner for name, (outer, inner) in self.axes.items()}}
+        if self.row.order is not None:
+            mapping["ranks"] = list(self.row.order)
+        rules: list[dict[str, object]] = []
+        for (cut, sizes), texts, keys in _grouped({key: value[:2] for key, value in values.items()}, self.aliases):
+            if not cut:
+                continue
+            rule: dict[str, object] = {"match": texts, "cut": [list(axes) or None for axes in cut]}
+            if any(_is_uneven(held[key], dict(sizes)) for key in keys):
+                rule["uneven"] = "ceil"
+            if sizes:
+                rule["sizes"] = {dim: list(parts) for dim, parts in sizes}
+            rules.append(rule)
+        mapping["rules"] = [*rules, {"match": "*"}]
+        grouped = _grouped({key: value[2] for key, value in values.items()}, self.aliases)
+        places = [{"match": texts, "axis": list(at[0]), "at": at[1]} for at, texts, _ in grouped if at is not None]
+        if places:
+            mapping["place"] = places
+        return LayoutFile.from_mapping(mapping).to_mapping()
+
+    def _is_right(
+        self, mapping: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, Any]
+    ) -> bool:
+        try:
+            specs = resolve(LayoutFile.from_mapping(mapping), shapes, self.optimizer.partitions.keys()).specs
+        except LayoutError:
+            return False
+        return all(
+            (_trimmed(spec.cut), spec.sizes, spec.place) == (_trimmed(cut), sizes, () if at is None else (at,))
+            for key, (cut, sizes, at) in expected.items()
+            for spec in [specs[key]]
+        )
+
+
+def _is_uneven(partition: Partition, sizes: Collection[int]) -> bool:
+    return any(
+        partition.shape[dim] % math.prod(map(_size, lines))
+        for dim, lines in enumerate(partition.cuts)
+        if dim not in sizes
+    )
+
+
+def _trimmed(cut: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    while cut and not cut[-1]:
+        cut = cut[:-1]
+    return cut
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _named(digits: Sequence[Digit], row: Row, placing: Collection[Digit]) -> dict[str, Digit]:
+    """A name for each axis: the mesh dim's where one alone is meant, else a made-up one."""
+    names: dict[Digit, set[str]] = {}
+    meant: dict[str, set[Digit]] = {}
+    for outer, inner, name in row.spans:
+        if name is not None:
+            names.setdefault((outer, inner), set()).add(name)
+            meant.setdefault(name, set()).add((outer, inner))
+    named: dict[str, Digit] = {}
+    for digit in digits:
+        usable = sorted(
+            name
+            for name in names.get(digit, ())
+            if len(meant[name]) == 1 and 0 < len(name) <= 256 and name.isprintable()
+        )
+        made_up = (["pp"] if digit in placing else []) + ["dp", *(f"axis{n}" for n in range(len(digits)))]
+        name = usable[0] if usable else next(n for n in made_up if n not in meant and n not in named)
+        named[name] = digit
+    return named
+
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]+(?=\.|$)")
+
+
+def _grouped(values: Mapping[str, V], aliases: Mapping[str, str]) -> list[tuple[V, list[str], list[str]]]:
+    """`(value, patterns, keys)`: patterns that match just the keys of each value, of those that have one.
+
+    Tried of a key, in this order: all its numbers as stars, what stands before its first number, the key itself.
+    """
+    also: dict[str, list[str]] = {}
+    for alias, key in aliases.items():
+        if key in values and alias not in values:
+            also.setdefault(key, []).append(alias)
+    patterns: dict[V, list[str]] = {}
+    keys_of: dict[V, list[str]] = {}
+    covered: set[str] = set()
+    tried: set[str] = set()
+    for key, value in values.items():
+        patterns.setdefault(value, [])
+        keys_of.setdefault(value, []).append(key)
+        if key in covered:
+            continue
+        for pattern in _wide_patterns(key):
+            if pattern in tried:
+                continue
+            tried.add(pattern)
+            matches = Pattern.compile(pattern).matches
+            matched = [other for other in values if matches(other)]
+            if all(values[other] == value for other in matched):
+                patterns[value].append(pattern)
+                covered.update(matched)
+                break
+        else:
+            patterns[value].append(glob_of(key))
+    for key, others in also.items():
+        patterns[values[key]] += map(glob_of, others)
+    return [(value, patterns[value], keys_of[value]) for value in patterns]
+
+
+def _wide_patterns(key: str) -> Iterator[str]:
+    number = _NUMBER.search(key)
+    if number is None or glob_of(key) != key:
+        return
+    yield _NUMBER.sub("*", key)
+    yield key[: number.end()] + (".*" if number.end() < len(key) else "")

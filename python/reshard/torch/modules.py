@@ -1,0 +1,144 @@
+"""The tensors of live modules by name, as a checkpoint names them.
+
+A name is the path of a parameter or buffer through the modules, without the wrappers that people put around a model:
+DDP, `torch.compile`, activation checkpointing. What is tied has one name, the first, and aliases. What lies where on
+which rank is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from reshard.errors import ArgumentError, UnsupportedError
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Named", "ends_of", "named"]
+
+# Names that wrappers give to what they wrap, and that nothing else bears.
+_TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+@dataclass(frozen=True, eq=False)
+class Named:
+    """What a model, or several parts of one, consist of.
+
+    Attributes:
+        tensors: parameters and persistent buffers by key, each once; live.
+        buffers: which of them are buffers.
+        aliases: other names of these tensors, and the key of each.
+        transient: `(module, name in it)` of each buffer that is not persistent, which no checkpoint holds.
+        extra_state: modules that have state of their own besides tensors (`get_extra_state`).
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    aliases: dict[str, str] = field(default_factory=dict)
+    transient: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    extra_state: dict[str, nn.Module] = field(default_factory=dict)
+
+
+def named(model: nn.Module | Sequence[nn.Module]) -> Named:
+    """The tensors of a model by name.
+
+    Args:
+        model: a module; or several, such as the chunks of a pipeline that one rank holds, whose names differ.
+
+    Raises:
+        ArgumentError: two different tensors have the same name.
+        UnsupportedError: a module is wrapped in the first FSDP, or a parameter is not initialised yet.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+        >>> model[1].weight = model[0].weight
+        >>> found = named(model)
+        >>> list(found.tensors), found.aliases
+        (['0.weight', '1.bias'], {'1.weight': '0.weight'})
+    """
+    found = Named()
+    key_of: dict[int, str] = {}
+    for root in model if isinstance(model, Sequence) else [model]:
+        if not isinstance(root, nn.Module):
+            raise ArgumentError(f"`model` is a {type(root).__name__}, expected a torch.nn.Module or several")
+        for prefix, module in _walk(root, ""):
+            _refuse_first_fsdp(module, prefix)
+            if _is_a(module, "FSDPModule", "torch.distributed.fsdp"):
+                module.reshard()  # type: ignore[operator]  # as `state_dict()` does: shards are what is registered then
+            for name, tensor in _own(module):
+                key = prefix + name
+                if name in module._non_persistent_buffers_set:  # noqa: SLF001  there is no other way to know
+                    found.transient[key] = (module, name)
+                    continue
+                if nn.parameter.is_lazy(tensor):
+                    raise UnsupportedError(
+                        f"{show(key)} is not initialised yet", key=key, hint="run a batch through the model first"
+                    )
+                first = key_of.setdefault(id(tensor), key)
+                if first != key:
+                    found.aliases[key] = first
+                elif key in found.tensors and found.tensors[key] is not tensor:
+                    raise ArgumentError(
+                        f"two tensors of the model are named {show(key)}",
+                        key=key,
+                        hint="give its parts the names that they have in the whole model",
+                    )
+                found.tensors[first] = tensor
+                if name in module._buffers:  # noqa: SLF001
+                    found.buffers.add(first)
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                found.extra_state[prefix.removesuffix(".")] = module
+    return found
+
+
+def ends_of(key: str, names: object) -> Iterator[tuple[str, str]]:
+    """`(slot, name)` for each way to read a key as `<slot>.<name>` with a name of `names`; the longest name first.
+
+    Example:
+        >>> list(ends_of("exp_avg.a.w", {"w", "a.w"}))
+        [('exp_avg', 'a.w'), ('exp_avg.a', 'w')]
+    """
+    assert hasattr(names, "__contains__")
+    dot = key.find(".", 1)
+    while dot != -1:
+        if key[dot + 1 :] in names:
+            yield key[:dot], key[dot + 1 :]
+        dot = key.find(".", dot + 1)
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Every module under every name, with its prefix."""
+    yield prefix, module
+    is_replicated = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    for name, child in module._modules.items():  # noqa: SLF001  `named_children` leaves out what comes twice
+        if child is not None:
+            is_transparent = name in _TRANSPARENT or (is_replicated and name == "module")
+            yield from _walk(child, prefix if is_transparent else f"{prefix}{name}.")
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for of_module in (module._parameters, module._buffers):  # noqa: SLF001  both may hold None
+        for name, tensor in of_module.items():
+            if tensor is not None:
+                yield name, tensor
+
+
+def _is_a(module: nn.Module, name: str, package: str) -> bool:
+    """Whether it is of a class that would be slow to import only to ask."""
+    return any(kind.__name__ == name and kind.__module__.startswith(package) for kind in type(module).__mro__)
+
+
+def _refuse_first_fsdp(module: nn.Module, prefix: str) -> None:
+    if _is_a(module, "FullyShardedDataParallel", "torch.distributed.fsdp"):
+        raise UnsupportedError(
+            f"{show(prefix.removesuffix('.') or 'the model')} is wrapped in FullyShardedDataParallel, whose flat "
+            "parameters have no names",
+            hint="use `torch.distributed.fsdp.fully_shard`, the second FSDP; or save and load with `reshard.save` and "
+            "`reshard.load` and a layout with `flat`",
+        )

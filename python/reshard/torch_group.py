@@ -1,0 +1,392 @@
+"""The ranks of a torch.distributed job, over its rendezvous store: the group that most users have.
+
+The store is a key-value server that every such job has; who sends sets a key, who receives asks for it until it is
+there. What is done together is a session, see `reshard.group`. Rank 0 opens it under a name that was never used before,
+and the others find that name under the label; so what a failed session left behind is never read by the next one, and
+a rank that missed a session meets the others in the next. A session that failed on one rank has failed on all that
+still wait in it.
+
+This module never imports torch: it looks at the one that is there.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import queue
+import secrets
+import sys
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from reshard.errors import ArgumentError, GroupError, ReshardError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
+
+__all__ = ["TorchGroup", "TorchSession", "torch_distributed", "torch_group"]
+
+_PART_CHARACTERS = 1 << 20  # the store's server closes the connection of a client that sends 8 MiB at once
+_MAX_PARTS = 4096
+_BATCH = 64  # keys asked for in one request
+_FIRST_SLEEP_S = 0.0005
+_LAST_SLEEP_S = 0.01  # of a wait that lasts: what a save loses at a meeting
+_RANKS_PER_SLEEP = 128  # more ranks ask more rarely: one server answers them all
+_GRACE_S = 1.0  # who waits for a root gives it this much more, so that the root can say for whom it waited in vain
+_LINGER_S = 1.0  # for which the root of a broadcast stays to see it fetched
+_SILENCE_S = 1.5  # a store that has not answered at this time after the deadline is given up
+_MAX_NAMED = 8
+_MAX_MESSAGE = 2000
+
+
+class TorchGroup:
+    """The ranks of a process group of torch.distributed, over its rendezvous store.
+
+    The store is asked through a connection of its own: a thread that waits in the one that torch uses would keep
+    everybody else from it. Each operation here is a session of one operation.
+
+    Args:
+        process_group: None: the default group.
+
+    Raises:
+        ArgumentError: torch.distributed is not initialised, or this process is not a member.
+        UnsupportedError: the process group has no store (backend `mpi`).
+    """
+
+    def __init__(self, process_group: ProcessGroup | None = None) -> None:
+        distributed = torch_distributed()
+        if distributed is None or not distributed.is_initialized():
+            raise ArgumentError("torch.distributed is not initialised", hint="call init_process_group first")
+        process_group = process_group or distributed.group.WORLD
+        self.rank: int = distributed.get_rank(process_group)
+        self.world_size: int = distributed.get_world_size(process_group)
+        if self.rank < 0:
+            raise ArgumentError("this process is not a member of the process group")
+        store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  there is no public way to it
+        if store is None:
+            raise UnsupportedError(
+                f"the process group has no store (backend `{distributed.get_backend(process_group)}`)",
+                hint="pass as `group` an object with rank, world_size, barrier, gather and broadcast",
+            )
+        # Older torch cannot open a second connection. No request here waits, so sharing one is only slower.
+        own = store.clone() if hasattr(store, "clone") else store
+        self._store: Store = distributed.PrefixStore(f"reshard/{process_group.group_name}", own)
+        self._joined: collections.deque[str] = collections.deque(maxlen=1024)
+        self._pid = os.getpid()
+
+    def session(self, label: str) -> TorchSession:
+        """A channel of its own, see `reshard.group.session`."""
+        return TorchSession(self, label)
+
+    def barrier(self, *, timeout: float) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            GroupError: the deadline passed; the message names who is missing.
+        """
+        self.session("barrier").barrier(timeout=timeout)
+
+    def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:
+        """The values of all ranks in rank order at the root, None elsewhere.
+
+        Raises:
+            GroupError: the deadline passed; the message names who is missing.
+            ArgumentError: the value is not JSON-able, or too large.
+        """
+        return self.session("gather").gather(value, root=root, timeout=timeout)
+
+    def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
+        """The root's value, everywhere.
+
+        The root gives the others a second to fetch it: if the store is served by the root's process, and this was the
+        last thing that it did, the value would be gone with it. Whether they do makes no difference to the root.
+
+        Raises:
+            GroupError: the deadline passed.
+            ArgumentError: the value is not JSON-able, or too large.
+        """
+        return self.session("broadcast").broadcast(value, root=root, timeout=timeout)
+
+
+class TorchSession:
+    """One session over the store; used by one thread at a time.
+
+    Keys, all below `reshard/<group>/`:
+
+        <label>                          the token, a random name: set by rank 0 once it is "none", and set to "none"
+                                         by the last rank that joins
+        <token>/joined                   how many have
+        <token>/<operation>/<rank>       what a rank sent: the number of parts, a newline, the first part
+        <token>/<operation>/<rank>/<i>   its other parts, set before the first
+        <token>/<operation>/<rank>/read  how many have read a broadcast: the last one deletes all of it
+        <token>/failed                   why the session is over
+
+    All waiting is asking again and again: a request that waits in the store would block the connection for other
+    threads, could not be interrupted, and prints a warning when its time is up.
+    """
+
+    def __init__(self, group: TorchGroup, label: str) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self._group = group
+        self._label = label
+        self._token: str | None = None
+        self._n_operations = 0
+        self._error: GroupError | None = None
+        self._is_abandoned = False
+        self._longest_sleep_s = _LAST_SLEEP_S * max(1.0, group.world_size / _RANKS_PER_SLEEP)
+
+    def barrier(self, *, timeout: float) -> None:
+        """As told at `TorchGroup`."""
+        end = time.monotonic() + timeout
+        self.gather(None, timeout=timeout)
+        self.broadcast(None, timeout=max(end - time.monotonic(), 0.0))
+
+    def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:
+        """As told at `TorchGroup`."""
+        self._check_root(root)
+        if self.world_size == 1:
+            return [value]
+
+        def work(name: str, deadline: float) -> list[Any] | None:
+            parts = self._parts(value)
+            self._join(name, deadline, timeout)
+            if self.rank != root:
+                self._send(name, parts)
+                return None
+            others = [rank for rank in range(self.world_size) if rank != root]
+            received: dict[int, Any] = {root: json.loads("".join(parts))}
+            for start in range(0, len(others), _BATCH):
+                batch = others[start : start + _BATCH]
+                if not self._wait([self._key(name, rank) for rank in batch], deadline):
+                    missing = [rank for rank in others[start:] if not self._store.check([self._key(name, rank)])]
+                    self._give_up(name, timeout, missing or batch)
+                received |= self._receive(name, batch, last=True)
+            return [received[rank] for rank in range(self.world_size)]
+
+        result: list[Any] | None = self._bounded("gather", work, timeout)
+        return result
+
+    def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
+        """As told at `TorchGroup`."""
+        self._check_root(root)
+        if self.world_size == 1:
+            return value
+
+        def work(name: str, deadline: float) -> Any:
+            parts = self._parts(value) if self.rank == root else []
+            self._join(name, deadline, timeout)
+            if self.rank == root:
+                self._send(name, parts)
+                end = min(deadline, time.monotonic() + max(_LINGER_S, 2 * self._longest_sleep_s))
+                with contextlib.suppress(GroupError, RuntimeError):
+                    self._wait([], end, lambda: not self._store.check([self._key(name, root)]))
+                return json.loads("".join(parts))
+            if not self._wait([self._key(name, root)], deadline + _GRACE_S):
+                self._give_up(name, timeout, [root])
+            return self._receive(name, [root], last=False)[root]
+
+        return self._bounded("broadcast", work, timeout)
+
+    def _bounded(self, kind: str, work: Callable[[str, float], Any], timeout: float) -> Any:
+        """Do one operation in a thread, which is left alone if the store itself stays silent.
+
+        A server whose machine is gone or whose process is stopped answers nothing, not even that time is up.
+        """
+        if os.getpid() != self._group._pid:  # noqa: SLF001
+            raise GroupError(
+                f"{kind} in session `{self._label}`: this process was forked from a rank and is none itself"
+            )
+        if self._error is not None:
+            raise GroupError(self._error.message, hint=self._error.hint, ranks=self._error.ranks)
+        self._n_operations += 1
+        name = f"{kind} {self._n_operations}"
+        ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        deadline = time.monotonic() + timeout
+
+        def run() -> None:
+            try:
+                ended.put((work(name, deadline), None))
+            except RuntimeError as error:  # of the store
+                ended.put((None, self._lost(name, error)))
+            except BaseException as error:  # noqa: BLE001  raised by the caller's thread
+                self._post_failure(error)
+                ended.put((None, error))
+
+        threading.Thread(target=run, name=f"reshard {self._label}: {name}", daemon=True).start()
+        try:
+            result, error = ended.get(timeout=max(timeout, 0.0) + _SILENCE_S)
+        except queue.Empty:
+            self._is_abandoned = True
+            error = GroupError(
+                f"{name} in session `{self._label}`: the rendezvous store did not answer within {timeout:g} s",
+                hint="it is served by rank 0 or by the launcher on its host: see whether that one is alive",
+            )
+        except BaseException:  # Ctrl-C
+            self._is_abandoned = True
+            raise
+        if error is None:
+            return result
+        self._error = error if isinstance(error, GroupError) else GroupError(f"session `{self._label}` has failed")
+        raise error
+
+    @property
+    def _store(self) -> Store:
+        """The store, for as long as somebody waits for this session: a thread that was left alone does nothing more."""
+        if self._is_abandoned:
+            raise GroupError(f"session `{self._label}` was given up")
+        return self._group._store  # noqa: SLF001  two halves of one thing
+
+    def _join(self, name: str, deadline: float, timeout: float) -> None:
+        """Open the session (rank 0) or find it (the others), once."""
+        if self._token is not None:
+            return
+        if self.rank == 0:
+            # Ranks that are late for a session of this label must not find this one in its place.
+            if not self._wait([], deadline, lambda: self._open_token() is None):
+                self._store.set(self._label, "none")
+                self._give_up(name, timeout, [], "not all ranks have come to the session of this label before")
+            self._token = secrets.token_hex(8)
+            self._store.set(self._label, self._token)
+            return
+        joined = self._group._joined  # noqa: SLF001
+        found: str | None = None
+
+        def find() -> bool:
+            nonlocal found
+            found = self._open_token()
+            return found is not None and found not in joined
+
+        if not self._wait([], deadline + _GRACE_S, find):
+            self._give_up(name, timeout, [0])
+        joined.append(str(found))
+        self._token = str(found)
+        if self._store.add(f"{found}/joined", 1) == self.world_size - 1:
+            # Only if it is this session that is open: rank 0 may have given it up and opened the next one.
+            self._store.compare_set(self._label, self._token, "none")
+            self._store.delete_key(f"{found}/joined")
+
+    def _open_token(self) -> str | None:
+        """The session that is open under the label, asked for in the one way that does not wait for it."""
+        found: str = self._store.compare_set(self._label, "none", "none").decode()
+        return None if found == "none" else found
+
+    def _wait(self, keys: Sequence[str], deadline: float, condition: Callable[[], bool] | None = None) -> bool:
+        """Whether all keys are there, or the condition holds, before the deadline.
+
+        Raises:
+            GroupError: another rank has given the session up.
+        """
+        sleep_s = _FIRST_SLEEP_S
+        while not (condition() if condition is not None else self._store.check(list(keys))):
+            failed = f"{self._token}/failed"
+            if self._token is not None and self._store.check([failed]):
+                record = json.loads(self._store.get(failed))
+                raise GroupError(record["message"], hint=record["hint"], ranks=tuple(record["ranks"]))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(sleep_s, left_s))
+            sleep_s = min(1.5 * sleep_s, self._longest_sleep_s)
+        return True
+
+    def _give_up(self, name: str, timeout: float, missing: Sequence[int], why: str = "") -> NoReturn:
+        named = ", ".join(map(str, missing[:_MAX_NAMED])) + (", ..." if len(missing) > _MAX_NAMED else "")
+        who = why or f"no answer of rank{'s' if len(missing) > 1 else ''} {named} of {self.world_size}"
+        raise GroupError(
+            f"{name} in session `{self._label}`: {who} within {timeout:g} s",
+            hint="see the log of that rank for what it met, or allow more time",
+            ranks=tuple(missing),
+        )
+
+    def _post_failure(self, error: BaseException) -> None:
+        """Tell whoever waits in this session that it is over."""
+        if self._token is None:
+            return
+        told = error if isinstance(error, ReshardError) else ReshardError(f"{type(error).__name__}: {error}")
+        record = {
+            "message": told.message,
+            "hint": told.hint,
+            "ranks": list(told.ranks) if isinstance(told, GroupError) else [self.rank],
+        }
+        store = self._group._store  # noqa: SLF001  given up or not
+        try:
+            store.compare_set(f"{self._token}/failed", "", json.dumps(record))  # the first one is the cause
+            if self.rank == 0:
+                store.compare_set(self._label, self._token, "none")
+        except RuntimeError:
+            return  # the store is gone: the others see that for themselves
+
+    def _lost(self, name: str, error: RuntimeError) -> GroupError:
+        return GroupError(
+            f"{name} in session `{self._label}`: the connection to the rendezvous store is lost: {_first_line(error)}",
+            hint="it is served by rank 0 or by the launcher on its host: see whether that one is alive",
+        )
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.world_size:
+            raise ArgumentError(f"`root` is {root}, expected a rank below {self.world_size}")
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"{self._token}/{name}/{rank}"
+
+    @staticmethod
+    def _parts(value: Any) -> list[str]:
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"ranks exchange JSON values, this one is none: {error}") from None
+        if len(text) > _MAX_PARTS * _PART_CHARACTERS:
+            raise ArgumentError(f"ranks exchange at most {_MAX_PARTS * _PART_CHARACTERS} bytes, this is {len(text)}")
+        return [text[start : start + _PART_CHARACTERS] for start in range(0, len(text), _PART_CHARACTERS)]
+
+    def _send(self, name: str, parts: Sequence[str]) -> None:
+        key = self._key(name, self.rank)
+        for i, part in enumerate(parts[1:], 1):
+            self._store.set(f"{key}/{i}", part)
+        self._store.set(key, f"{len(parts)}\n{parts[0]}")
+
+    def _receive(self, name: str, ranks: Sequence[int], *, last: bool) -> dict[int, Any]:
+        """What ranks have sent, whose first parts are there; forgotten by its last reader."""
+        keys = [self._key(name, rank) for rank in ranks]
+        received = {}
+        for rank, key, first in zip(ranks, keys, self._store.multi_get(keys), strict=True):
+            n_parts, _, text = first.partition(b"\n")
+            others = [f"{key}/{i}" for i in range(1, int(n_parts))]
+            received[rank] = json.loads(b"".join([text, *(self._store.get(other) for other in others)]))
+            read = f"{key}/read"
+            # What has come has come, even if the server goes away in this moment.
+            with contextlib.suppress(RuntimeError):
+                if last or self._store.add(read, 1) == self.world_size - 1:
+                    for done in [*others, *([] if last else [read]), key]:
+                        self._store.delete_key(done)
+        return received
+
+
+# One group object, and so one connection, for each process group.
+_TORCH_GROUPS: weakref.WeakKeyDictionary[Any, TorchGroup] = weakref.WeakKeyDictionary()
+
+
+def torch_group(process_group: Any) -> TorchGroup:
+    """The group of a process group, always the same one."""
+    made = _TORCH_GROUPS.get(process_group)
+    if made is None:
+        made = _TORCH_GROUPS[process_group] = TorchGroup(process_group)
+    return made
+
+
+def torch_distributed() -> Any:
+    """`torch.distributed` if somebody has imported it and this torch was built with it, else None."""
+    module = sys.modules.get("torch.distributed")
+    return module if module is not None and module.is_available() else None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:_MAX_MESSAGE]

@@ -1,0 +1,329 @@
+"""Two checkpoints, tensor by tensor, whatever the format and the layout of each.
+
+Equal means that key, dtype, shape and every bit agree: NaN equals itself, and -0.0 is not 0.0. Bytes are compared
+first, and values are looked at only where bytes differ. Both sides are read box by box into the same two buffers, so
+that memory is a budget and not the size of a tensor. Counters and other files beside the tensors are not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from reshard import _core, dtypes, opening
+from reshard.formats.files import parse_size
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from reshard.checkpoint import Checkpoint, Part
+
+__all__ = ["DiffReport", "TensorDifference", "diff"]
+
+_ALIGN_BYTES = 64
+# Compared at a time, so that what a comparison makes stays in the cache. A multiple of 8: a block is whole bytes.
+_BLOCK_ELEMENTS = 1 << 17
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that is not the same in both.
+
+    Attributes:
+        key: its name.
+        kind: "only in a", "only in b", "shape", "dtype" or "values": the first of these that applies.
+        dtype_a: its dtype in the first checkpoint, or None if it is not there.
+        dtype_b: its dtype in the second.
+        shape_a: its global shape in the first, in elements.
+        shape_b: its global shape in the second.
+        n_elements: elements of the tensor.
+        n_different: elements that differ; None where they cannot be compared: a side or the shape is missing. With two
+            dtypes values are compared, in double precision; with one, bits.
+        n_nan: of those, elements that are NaN on one side only.
+        max_abs: the largest absolute difference of two elements, those of `n_nan` left out; None where elements are
+            not compared, and for packed dtypes, whose values are not decoded.
+    """
+
+    key: str
+    kind: Literal["only in a", "only in b", "shape", "dtype", "values"]
+    dtype_a: str | None
+    dtype_b: str | None
+    shape_a: tuple[int, ...] | None
+    shape_b: tuple[int, ...] | None
+    n_elements: int
+    n_different: int | None = None
+    n_nan: int | None = None
+    max_abs: float | None = None
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """What a comparison found.
+
+    Attributes:
+        a: the folder or file that was read as the first checkpoint.
+        b: the second.
+        n_equal: tensors that are the same in both.
+        n_bytes: bytes of tensors that were read of both together.
+        differences: the tensors that are not, in the order of the first checkpoint, then those of the second alone.
+    """
+
+    a: str
+    b: str
+    n_equal: int
+    n_bytes: int
+    differences: tuple[TensorDifference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both hold the same tensors."""
+        return not self.differences
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    part: Part = "all",
+    memory: str | int = "256MiB",
+    threads: int | None = None,
+    progress: _core.Progress | None = None,
+) -> DiffReport:
+    """Compare the tensors of two checkpoints.
+
+    Args:
+        a: anything that `reshard.open` opens.
+        b: another one; its format and layout may differ.
+        part: "model", "optimizer" or "all". Hugging Face folders and plain files hold only model tensors.
+        memory: budget of the buffers, such as "256MiB"; what is used beyond it does not grow with the model.
+        threads: threads of the copies.
+        progress: called as `progress(done_bytes, total_bytes)`.
+
+    Returns:
+        What differs.
+
+    Raises:
+        CheckpointNotFoundError, DamagedFileError, CoverageError, StorageError: one of them cannot be opened or read.
+        ArgumentError: `part` or `memory` is none.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.zeros(4), "b": np.ones(2)}, "a.safetensors")
+        >>> reshard.save_file({"w": np.array([0, 0, 0.5, 0]), "b": np.ones(2)}, "b.safetensors")
+        >>> report = reshard.diff("a.safetensors", "b.safetensors")
+        >>> report.n_equal, [(d.key, d.n_different, d.max_abs) for d in report.differences]
+        (1, [('w', 1, 0.5)])
+    """
+    half_bytes = max(parse_size(memory) // 2, 1)
+    with opening.open(a) as left, opening.open(b) as right:
+        keys, other = left.keys(part), set(right.keys(part))
+        pairs = [_Pair(key, left, right) for key in keys if key in other]
+        n_bytes = sum(sum(pair.n_bytes) for pair in pairs if pair.is_comparable)
+        comparison = _Comparison(left, right, half_bytes, threads)
+        done = 0
+        for batch in _batches([pair for pair in pairs if pair.is_comparable], half_bytes):
+            comparison.compare(batch)
+            done += sum(sum(box.n_bytes) for box in batch)
+            if progress is not None:
+                progress(done, n_bytes)
+        found = {pair.key: difference for pair in pairs if (difference := pair.difference()) is not None}
+        alone = set(keys) - other
+        found |= {key: _alone(left, key, is_a=True) for key in keys if key in alone}
+        differences = [found[key] for key in keys if key in found]
+        here = set(keys)
+        differences += [_alone(right, key, is_a=False) for key in right.keys(part) if key not in here]
+        return DiffReport(str(left.path), str(right.path), len(keys) - len(found), n_bytes, tuple(differences))
+
+
+def _alone(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:
+    info = opened[key]
+    n = math.prod(info.shape)
+    if is_a:
+        return TensorDifference(key, "only in a", info.dtype, None, info.shape, None, n)
+    return TensorDifference(key, "only in b", None, info.dtype, None, info.shape, n)
+
+
+class _Pair:
+    """A tensor that both have, and what was found out about it so far."""
+
+    def __init__(self, key: str, left: Checkpoint, right: Checkpoint) -> None:
+        a, b = left[key], right[key]
+        self.key = key
+        self.dtypes = (a.dtype, b.dtype)
+        self.shapes = (a.shape, b.shape)
+        self.n_bytes = (a.n_bytes, b.n_bytes)
+        packed = [dtypes.is_packed(dtype) for dtype in self.dtypes]
+        self.is_packed = any(packed)
+        # The bits of a packed dtype mean nothing beside those of another dtype.
+        self.is_comparable = a.shape == b.shape and (a.dtype == b.dtype or not self.is_packed)
+        self.found = _Found()
+
+    def difference(self) -> TensorDifference | None:
+        kind: Literal["shape", "dtype", "values"]
+        if self.shapes[0] != self.shapes[1]:
+            kind = "shape"
+        elif self.dtypes[0] != self.dtypes[1]:
+            kind = "dtype"
+        elif self.found.n_different:
+            kind = "values"
+        else:
+            return None
+        n = math.prod(self.shapes[0])
+        facts = (self.key, kind, *self.dtypes, *self.shapes, n)
+        if not self.is_comparable:
+            return TensorDifference(*facts)
+        found = self.found
+        if self.is_packed:
+            return TensorDifference(*facts, found.n_different)
+        return TensorDifference(*facts, found.n_different, found.n_nan, found.max_abs)
+
+
+@dataclass
+class _Found:
+    n_different: int = 0
+    n_nan: int = 0
+    max_abs: float = 0.0
+
+
+# -- what is read at a time
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A region of a pair's tensor, and its bytes on both sides."""
+
+    pair: _Pair
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> tuple[int, int]:
+        n = math.prod(self.shape)
+        a, b = (n * dtypes.bits(dtype) // 8 for dtype in self.pair.dtypes)
+        return a, b
+
+
+def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_Box]]:
+    """Boxes that are read together: small tensors many at a time, large ones in parts."""
+    batch: list[_Box] = []
+    taken = 0
+    for pair in pairs:
+        width = max(dtypes.bits(dtype) for dtype in pair.dtypes)
+        for offset, shape in _boxes(pair.shapes[0], max(max_bytes * 8 // width, 1), width):
+            box = _Box(pair, offset, shape)
+            needed = _aligned(max(box.n_bytes))
+            if batch and taken + needed > max_bytes:
+                yield batch
+                batch, taken = [], 0
+            batch.append(box)
+            taken += needed
+    if batch:
+        yield batch
+
+
+def _boxes(shape: tuple[int, ...], max_elements: int, bits: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Regions that make up a tensor, each as large as may be. A region of packed elements is whole bytes."""
+    n_elements = math.prod(shape)
+    if n_elements <= max_elements:
+        if n_elements:
+            yield (0,) * len(shape), shape
+        return
+    row = n_elements // shape[0]
+    n_rows = max_elements // row
+    if row * bits % 8:
+        n_rows = max(n_rows // 8 * 8, 8)
+    elif bits < 8:
+        n_rows = max(n_rows, 1)
+    if n_rows == 0:
+        for first in range(shape[0]):
+            for offset, extent in _boxes(shape[1:], max_elements, bits):
+                yield (first, *offset), (1, *extent)
+        return
+    for first in range(0, shape[0], n_rows):
+        yield (first, *(0,) * (len(shape) - 1)), (min(n_rows, shape[0] - first), *shape[1:])
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class _Comparison:
+    """Two buffers, filled from both sides and compared, batch after batch."""
+
+    def __init__(self, left: Checkpoint, right: Checkpoint, half_bytes: int, threads: int | None) -> None:
+        self.sides = (left, right)
+        self.threads = threads
+        self.buffers = [np.empty(0, np.uint8) for _ in range(2)]
+        self.half_bytes = half_bytes
+
+    def compare(self, batch: list[_Box]) -> None:
+        arrays = [self._read(side, batch) for side in range(2)]
+        for box, a, b in zip(batch, *arrays, strict=True):
+            _compare(box.pair, a, b)
+
+    def _read(self, side: int, batch: list[_Box]) -> list[np.ndarray]:
+        opened = self.sides[side]
+        request = _core.Request()
+        starts, end = [], 0
+        for i, box in enumerate(batch):
+            request.add_region(str(i), box.pair.key, box.offset, box.shape)
+            starts.append(end)
+            end += _aligned(box.n_bytes[side])
+        if end > self.buffers[side].size:
+            self.buffers[side] = np.empty(end, np.uint8)
+        arrays = [
+            self.buffers[side][start : start + box.n_bytes[side]] for start, box in zip(starts, batch, strict=True)
+        ]
+        opened.plan(request).fill(arrays, threads=self.threads)
+        return arrays
+
+
+# -- bytes, then values
+
+
+def _compare(pair: _Pair, a: np.ndarray, b: np.ndarray) -> None:
+    """Compare the bytes of one box, block by block."""
+    if pair.is_packed:
+        bits = dtypes.bits(pair.dtypes[0])
+        n_bytes = _BLOCK_ELEMENTS * bits // 8
+        for start in range(0, a.size, n_bytes):
+            x, y = a[start : start + n_bytes], b[start : start + n_bytes]
+            if not np.array_equal(x, y):
+                differs = np.unpackbits(x ^ y, bitorder="little").reshape(-1, bits).any(axis=1)
+                pair.found.n_different += int(np.count_nonzero(differs))
+        return
+    values_a, values_b = (side.view(dtypes.numpy_dtype(dtype)) for side, dtype in zip((a, b), pair.dtypes, strict=True))
+    for start in range(0, values_a.size, _BLOCK_ELEMENTS):
+        block = slice(start, start + _BLOCK_ELEMENTS)
+        _compare_block(pair.found, values_a[block], values_b[block])
+
+
+def _compare_block(found: _Found, a: np.ndarray, b: np.ndarray) -> None:
+    if a.dtype == b.dtype:
+        bits = np.dtype(f"u{a.itemsize}")
+        differs = a.view(bits) != b.view(bits)
+        if not differs.any():
+            return
+        a, b = a[differs], b[differs]
+        found.n_different += a.size
+        if a.dtype.kind == "b":  # a byte may hold more than 0 and 1
+            a, b = a.view(np.uint8), b.view(np.uint8)
+        if a.dtype.kind in "iu":
+            # Unsigned subtraction is exact modulo 2**64, which the difference of two integers always fits.
+            wide = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
+            found.max_abs = max(found.max_abs, float(wide.max()))
+            return
+    kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    x, y = a.astype(kind), b.astype(kind)
+    is_nan = np.isnan(x), np.isnan(y)
+    if a.dtype != b.dtype:
+        found.n_different += int(np.count_nonzero((x != y) & ~(is_nan[0] & is_nan[1])))
+    found.n_nan += int(np.count_nonzero(is_nan[0] ^ is_nan[1]))
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.where((x == y) | is_nan[0] | is_nan[1], 0.0, np.abs(x - y))
+    # Of complex infinities the difference can be NaN without an operand being it.
+    found.max_abs = max(found.max_abs, float(np.nan_to_num(distance, nan=np.inf, posinf=np.inf).max(initial=0.0)))

@@ -1,0 +1,411 @@
+"""Resuming: all ranks load the newest checkpoint that proves whole while it is loaded, or none starts.
+
+Rank 0 looks at the root and decides; the others are told which manifest, by its digest, and open the very same. Each
+loads its part, comparing what it touches. Damage on any rank passes the iteration over on all of them, and the next
+older one is taken; why is told in the decision. What is nobody's damage, a layout that does not fit or memory that runs
+out, is raised on all ranks. The damaged checkpoint is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from reshard import opening
+from reshard.config import Config, as_config, split_iteration
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    CoverageError,
+    DamagedFileError,
+    MismatchError,
+    ReshardError,
+    StorageError,
+)
+from reshard.formats import checkpoint2
+from reshard.formats.checkpoint2 import CommonInfo
+from reshard.group import agree, resolve, session
+from reshard.opening.facts import gather
+from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, decide
+from reshard.write import protocol, taken
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    import numpy as np
+
+    from reshard import _core
+    from reshard.checkpoint import Checkpoint, LayoutLike, Part, Verify
+    from reshard.config import ConfigLike
+    from reshard.group import Group
+
+__all__ = ["Loaded", "PendingLoad", "load", "load_async"]
+
+_log = logging.getLogger("reshard")
+
+_SIGHT_SECONDS = 30.0  # for which a file system may show another rank something older
+_FIRST_SLEEP_S, _LAST_SLEEP_S = 0.01, 1.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a run goes on from.
+
+    Attributes:
+        iteration: the iteration that was loaded, or None.
+        state: `{key: array}`, what `Checkpoint.load` returns; empty if the run starts fresh.
+        common: the content of common.json, or None.
+        extra: the state that was saved beside the tensors, by name, with this rank's own values.
+        decision: which checkpoint was taken and which were passed over, and the counters that follow.
+    """
+
+    iteration: int | None
+    state: dict[str, np.ndarray]
+    common: CommonInfo | None
+    extra: dict[str, Any]
+    decision: ResumeDecision
+
+
+def load(
+    root: str | os.PathLike[str] | None = None,
+    layout: LayoutLike | None = None,
+    rank: int | None = None,
+    *,
+    group: object = None,
+    verify: Verify = "touched",
+    config: ConfigLike | None = None,
+    run: RunFacts | None = None,
+    iteration: int | None = None,
+    compatible: bool = False,
+    allow_fresh: bool = False,
+    part: Part | None = None,
+    keys: Collection[str] | None = None,
+    out: Mapping[str, np.ndarray] | None = None,
+    dtype: object = None,
+    copy: bool = True,
+    method: _core.ReadMethod = "auto",
+    threads: int | None = None,
+    progress: _core.Progress | None = None,
+    timeout: float = 1800.0,
+) -> Loaded:
+    """Load what a run goes on from: the last complete checkpoint of a root that proves whole while it is loaded.
+
+    All ranks of the group call this, with the same options but for what each wants loaded, and all load the same
+    iteration. If it is not the newest, the first save afterwards records which ones were passed over.
+
+    Args:
+        root: a checkpoint root. One of its iteration folders names its iteration: damage is then an error. None: what
+            the configuration loads.
+        layout: a `ModelLayout`, a layout file or its mapping; None: whole tensors.
+        rank: the rank in the layout whose arrays are wanted; None: this process's rank in the group.
+        group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
+            None: torch's default group if there is one, else this process alone.
+        verify: "touched" compares every 256 KiB that is read with its sum, "full" first all files, shared out over the
+            ranks; "structure" only sizes and headers.
+        config: a configuration in the original's words: a `Config`, a YAML file or a mapping. None: resume from `root`.
+        run: what is known of the run that starts, such as its batch size.
+        iteration: load this one and no other.
+        compatible: compute the counters as MindSpore Transformers does, rounding errors included.
+        allow_fresh: start from nothing if there are checkpoints and none is whole.
+        part: "model", "optimizer" or "all"; default "all", or "model" if the configuration does not resume.
+        keys: only these tensors.
+        out: arrays that are filled instead of new ones, as in `Checkpoint.load`.
+        dtype: cast the floating-point tensors to this dtype.
+        copy: False gives copy-on-write views where possible, as in `Checkpoint.load`.
+        method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
+        threads: threads of the copy.
+        progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; anew for each attempt.
+        timeout: seconds that a rank waits for the others; the time to load is part of it.
+
+    Returns:
+        What was loaded. An empty or absent root is a fresh start: `decision.fresh`, and no state.
+
+    Raises:
+        DamagedFileError: there are checkpoints and none is whole; each is named with its fault.
+        CheckpointNotFoundError: what is there is no checkpoint.
+        ArgumentError, LayoutError, MismatchError, KeyNotFoundError, UnsupportedError: what is wanted of the checkpoint
+            cannot be had.
+        GroupError: a rank did not answer in time.
+        StorageError: the system failed otherwise than by damage, such as for want of memory or permission.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("run", 100, {"w": np.arange(6.0).reshape(2, 3)})
+        >>> got = reshard.load("run")
+        >>> got.iteration, got.state["w"].shape, got.decision.fresh
+        (100, (2, 3), False)
+    """
+    members = resolve(group)
+    channel = session(members, "load")
+    # In a world of one a layout of several ranks is somebody else's: which of them is meant has to be said.
+    own = members.rank if rank is None and members.world_size > 1 else rank
+
+    def prepare() -> _Terms:
+        if members.world_size > 1:
+            resolve(group, rank)
+        known = run or RunFacts()
+        if known.world_size is None:
+            known = replace(known, world_size=members.world_size)
+        return _Terms(_asked(root, config, iteration), known, compatible, allow_fresh, method)
+
+    def load_from(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
+        with checkpoint:
+            if verify == "full":
+                checkpoint.scrub((members.rank, members.world_size), threads=threads)
+            state = checkpoint.load(
+                layout,
+                None if layout is None else own,
+                part=part or ("model" if decision.restored == ("weights",) else "all"),
+                keys=keys,
+                out=out,
+                dtype=dtype,
+                copy=copy,
+                verify="touched" if verify == "full" else verify,
+                threads=threads,
+                progress=progress,
+            )
+            return Loaded(checkpoint.iteration, state, checkpoint.common, checkpoint.extra(rank=own or 0), decision)
+
+    terms, faults = _attempt(prepare), dict[str, str]()
+    while True:
+        decision, open_it = _choose(channel, terms, faults, timeout)
+        if decision.path is None:
+            return Loaded(None, {}, None, {}, decision)
+        loaded = _attempt(lambda: load_from(open_it(), decision))  # noqa: B023  done before the next round
+        damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
+        told = _agree(channel, damage or (loaded if isinstance(loaded, BaseException) else None), timeout)
+        found = [(number, reason) for number, reason in enumerate(told) if reason is not None]
+        if not found:
+            assert isinstance(loaded, Loaded)
+            _note(Path(decision.path))
+            return loaded
+        del loaded  # its memory is needed for the next
+        number, reason = found[0]
+        faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"
+        _log.warning("%s passed over: %s", decision.path, faults[decision.path])
+
+
+def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:
+    """What is to be loaded, in the words of a configuration."""
+    asked = Config(resume=True) if config is None else as_config(config)
+    if root is not None:
+        asked = replace(asked, load_path=os.fspath(root))
+    elif config is None:
+        raise ArgumentError("`load` needs `root`, or a `config` that says what is loaded")
+    if iteration is None:
+        return asked
+    folder, number = split_iteration(asked.load_path)
+    if number is not None:
+        raise ArgumentError(f"`iteration` is {iteration}, and {asked.load_path} names one already")
+    return replace(asked, load_path=str(Path(folder) / checkpoint2.iteration_folder_name(iteration)))
+
+
+# -- together
+
+
+def _attempt(work: Callable[[], T]) -> T | BaseException:
+    """What the work gives, or the exception in which it ended: the other ranks are waiting to be told."""
+    try:
+        return work()
+    except BaseException as error:  # noqa: BLE001  raised on all ranks
+        return error
+
+
+def _agree(channel: Group, outcome: object, timeout: float) -> list[Any]:
+    """`group.agree`, in which an interrupt of this process stays one."""
+    try:
+        return agree(channel, outcome, timeout)
+    except Exception:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+            raise outcome from None
+        raise
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What is chosen by."""
+
+    config: Config
+    run: RunFacts
+    compatible: bool
+    allow_fresh: bool
+    method: _core.ReadMethod
+
+
+def _choose(
+    channel: Group, terms: _Terms | BaseException, faults: Mapping[str, str], timeout: float
+) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
+    """The same decision on all ranks, and how this one opens what it names.
+
+    Args:
+        channel: all its ranks call this.
+        terms: what is asked for, or why this rank cannot say.
+        faults: folders that have proven damaged while they were loaded, with the reason.
+        timeout: seconds that a rank waits for the others.
+    """
+    opened: dict[str, Checkpoint] = {}
+
+    def look(terms: _Terms) -> list[Any]:
+        facts = gather(terms.config, terms.run, method=terms.method, faults=faults, opened=opened)
+        path = _decide(terms, facts).path
+        chosen = None if path is None else opening.chosen(opened[path])
+        return [asdict(facts), None if chosen is None else chosen.to_value()]
+
+    outcome: object = terms if isinstance(terms, BaseException) else None
+    if channel.rank == 0 and not isinstance(terms, BaseException):
+        outcome = _attempt(lambda: look(terms))
+    value, chosen = _agree(channel, outcome, timeout)[0]
+    assert isinstance(terms, _Terms)
+    decision = _decide(terms, _facts(value))
+    path = str(decision.path)
+    if path in opened:
+        return decision, lambda: opened[path]
+    if chosen is None:
+        return decision, lambda: opening.open(path, method=terms.method)
+    return decision, lambda: _open_same(
+        opening.Chosen.from_value(chosen), terms.method, min(_SIGHT_SECONDS, timeout / 2)
+    )
+
+
+def _decide(terms: _Terms, facts: Facts) -> ResumeDecision:
+    return decide(terms.config, facts, compatible=terms.compatible, allow_fresh=terms.allow_fresh)
+
+
+def _facts(value: dict[str, Any]) -> Facts:
+    """Facts that came as JSON."""
+    candidates = []
+    for one in value["candidates"]:
+        common = one["common"]
+        if common is not None:
+            common = CommonInfo(**{**common, "unknown": tuple(common["unknown"])})
+        candidates.append(CandidateFacts(**{**one, "common": common}))
+    run, warnings = RunFacts(**value["run"]), tuple(value["warnings"])
+    return Facts(**{**value, "candidates": tuple(candidates), "run": run, "warnings": warnings})
+
+
+def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: float) -> Checkpoint:
+    """Open what rank 0 has chosen, once this host sees the same: a network file system may show it later."""
+    deadline, sleep_s = time.monotonic() + patience_s, _FIRST_SLEEP_S
+    while True:
+        try:
+            return opening.open_chosen(chosen, method=method)
+        except (CheckpointNotFoundError, MismatchError) as error:
+            if time.monotonic() > deadline:
+                raise MismatchError(
+                    f"this rank does not see the checkpoint that rank 0 has chosen: {error.message}",
+                    path=chosen.folder,
+                    hint="is the checkpoint root on a file system that all hosts share?",
+                ) from None
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, _LAST_SLEEP_S)
+
+
+def _damage_of(error: ReshardError) -> str | None:
+    """Why a checkpoint is no good, if that is what an error says."""
+    is_about_files = isinstance(error, DamagedFileError | CoverageError | CheckpointNotFoundError | StorageError)
+    return opening.reason_of(error) if is_about_files and opening.is_damage(error) else None
+
+
+def _note(path: Path) -> None:
+    """Remember which newer iterations were passed over: the first save after this load records it."""
+    number = checkpoint2.parse_iteration_folder(path.name)
+    if number is None or not checkpoint2.is_root(path.parent):
+        return
+    newer = opening.newer_than(path.parent, number)
+    if newer:
+        taken.note(path.parent, number, newer)
+        # What is saved from here on is another line of saves, told from what was passed over by its epoch.
+        protocol.release(path.parent)
+    else:
+        taken.forget(path.parent)
+
+
+# -- in the background
+
+
+class PendingLoad:
+    """A load under way in the background. What `load_async` returns.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("pending", 5, {"w": np.zeros(4)})
+        >>> pending = reshard.load_async("pending")
+        >>> pending.result(timeout=60).iteration, pending.done()
+        (5, True)
+    """
+
+    def __init__(self, work: Callable[[], Loaded]) -> None:
+        self._pid = os.getpid()
+        self._result: Loaded | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="reshard-load", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Loaded]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:  # noqa: BLE001  raised where somebody waits for it
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether the load has ended, well or not.
+
+        Raises:
+            ArgumentError: this process is a forked child of the one that loads.
+        """
+        self._check_process()
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> Loaded:
+        """Wait for the load to end.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Returns:
+            What `load` returns.
+
+        Raises:
+            TimeoutError: it has not ended in time. It goes on.
+            ArgumentError: this process is a forked child of the one that loads.
+            ReshardError: whatever `load` raises.
+        """
+        self._check_process()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the load has not ended within {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ArgumentError(
+                f"this load belongs to process {self._pid}, of which this one is a forked child",
+                hint="ask for it in the process that loads",
+            )
+
+
+def _in_background(function: Callable[P, Loaded]) -> Callable[P, PendingLoad]:
+    def start(*args: P.args, **kwargs: P.kwargs) -> PendingLoad:
+        """Begin to load in the background: as `load`, and `result()` gives what it returns.
+
+        Example:
+            >>> pending = load_async("output/checkpoint", layout)  # doctest: +SKIP
+            >>> got = pending.result()  # doctest: +SKIP
+        """
+        return PendingLoad(lambda: function(*args, **kwargs))
+
+    return start
+
+
+load_async = _in_background(load)

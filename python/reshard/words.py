@@ -1,0 +1,31 @@
+"""Foreign text in messages: shown so that it can do no harm, and the known words that are spelt like it."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["nearest", "show"]
+
+_MAX_SHOWN = 256  # characters of a foreign text in a message
+
+
+def nearest(text: str, candidates: Iterable[str], n: int = 3, *, cutoff: float = 0.6) -> list[str]:
+    """Up to `n` candidates that are spelt like the text (at least by `cutoff`, 0 to 1), nearest first."""
+    # difflib is quadratic in the length of the texts; an error message is not worth more than this.
+    near = difflib.get_close_matches(text[:200], [c[:200] for c in candidates][:1000], n=n, cutoff=cutoff)
+    return list(dict.fromkeys(near))
+
+
+def show(text: str) -> str:
+    r"""Foreign text in backticks, safe to print: what could drive a terminal is escaped, what is long is cut.
+
+    Example:
+        >>> show("a" + chr(27) + "[2J")
+        '`a\\x1b[2J`'
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_SHOWN])
+    return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"

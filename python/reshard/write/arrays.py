@@ -1,0 +1,239 @@
+"""What a caller hands over to be saved, as memory with a dtype and a shape: nothing is copied where that can be.
+
+numpy arrays, torch tensors, whatever speaks DLPack or the buffer protocol. A `Shard` says besides where an array lies
+in its tensor. torch is never imported here: who hands over a tensor has imported it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard import _core, dtypes
+from reshard.errors import ArgumentError, MismatchError, UnsupportedError
+from reshard.formats.files import show
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.formats.checkpoint2 import Part
+
+__all__ = ["LocalArray", "Shard", "as_array", "local_arrays"]
+
+_MAX_NAME_BYTES = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """An array that is a part of a tensor, as `save` takes it.
+
+    Attributes:
+        array: what this rank holds: anything that `save` takes as an array.
+        global_shape: shape of the whole tensor, in elements.
+        offset: the array's first element in the tensor, one index a dim. Left out where a layout says it.
+
+    Raises:
+        ArgumentError: shape and offset are no sequences of integers from 0 on, or of different lengths.
+
+    Example:
+        >>> Shard(np.zeros((2, 3)), (4, 3), offset=(2, 0)).offset
+        (2, 0)
+    """
+
+    array: Any
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "global_shape", as_shape(self.global_shape, "the global shape of a shard"))
+        if self.offset is not None:
+            object.__setattr__(self, "offset", as_shape(self.offset, "the offset of a shard"))
+            if len(self.offset) != len(self.global_shape):
+                raise ArgumentError(
+                    f"a shard at {self.offset} of a tensor of shape {self.global_shape}: as many numbers are needed"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class LocalArray:
+    """One array of this rank, ready to be written.
+
+    Attributes:
+        name: its key, or the name of a join.
+        part: "model" or "optimizer".
+        dtype: its safetensors name.
+        shape: in elements.
+        array: the memory, as unsigned integers of the element's width: the buffer protocol has no word for bfloat16.
+        global_shape: what a `Shard` told, or None.
+        offset: what a `Shard` told, or None.
+    """
+
+    name: str
+    part: Part
+    dtype: str
+    shape: tuple[int, ...]
+    array: np.ndarray
+    global_shape: tuple[int, ...] | None = None
+    offset: tuple[int, ...] | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that it takes in a file."""
+        return math.prod(self.shape) * dtypes.bits(self.dtype) // 8
+
+    def buffer(self) -> np.ndarray:
+        """The memory as the core takes it, which goes forwards only; an array that runs backwards is copied."""
+        return self.array.copy() if any(stride < 0 for stride in self.array.strides) else self.array
+
+    def crc32c(self) -> int:
+        """Sum of the bytes, in the order in which they are written."""
+        return _core.crc32c(np.ascontiguousarray(self.array).reshape(-1).view(np.uint8))
+
+
+def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, object] | None) -> dict[str, LocalArray]:
+    """What this rank gave, by name: the model's arrays, then the optimizer's.
+
+    Raises:
+        ArgumentError: a name that cannot stand in a file or stands in both, or a value that is no array.
+        UnsupportedError: a dtype that the format lacks; a sparse, quantized or distributed tensor.
+        MismatchError: a shard that leaves its tensor.
+
+    Example:
+        >>> arrays = local_arrays({"w": np.zeros((2, 3), np.float32)}, None)
+        >>> arrays["w"].dtype, arrays["w"].n_bytes
+        ('F32', 24)
+    """
+    made: dict[str, LocalArray] = {}
+    parts: tuple[tuple[Part, object], ...] = (("model", model), ("optimizer", optimizer))
+    for part, given in parts:
+        if not isinstance(given, Mapping | None):
+            raise ArgumentError(f"`{part}` is a {type(given).__name__}, expected a mapping of names to arrays")
+        for name, value in (given or {}).items():
+            if name in made:
+                raise ArgumentError(
+                    f"{show(name)} names a tensor of the model and one of the optimizer",
+                    key=name,
+                    hint="rename one of them: a reader could not tell which is meant",
+                )
+            made[name] = _local_array(name, value, part)
+    return made
+
+
+def as_array(value: object) -> tuple[np.ndarray, str]:
+    """The value as an array over the same memory where that can be, and its dtype.
+
+    Args:
+        value: a numpy array or scalar; a torch tensor (one on a device is copied to the host); anything with DLPack
+            or the buffer protocol. Big-endian arrays are turned round, in a copy.
+
+    Raises:
+        ArgumentError: it is none of these.
+        UnsupportedError: the format lacks the dtype, or a tensor has no one array.
+
+    Example:
+        >>> as_array(memoryview(b"abc"))
+        (array([97, 98, 99], dtype=uint8), 'U8')
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _of_tensor(value, torch)
+    array: np.ndarray | None = None
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+    elif hasattr(value, "__dlpack__"):
+        try:
+            array = np.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            # numpy's DLPack knows neither bfloat16 nor the 8-bit floats; what has them often has an array of them too.
+            if not hasattr(value, "__array__"):
+                raise UnsupportedError(f"a {type(value).__name__} cannot be had as an array: {error}") from error
+            array = np.asarray(value)
+    elif not isinstance(value, str):
+        try:
+            array = np.asarray(memoryview(value))  # type: ignore[arg-type]
+        except (TypeError, ValueError, NotImplementedError):
+            array = None
+    if array is None:
+        raise ArgumentError(
+            f"expected an array, a tensor, or what has DLPack or the buffer protocol, found {type(value).__name__}",
+            hint="numbers are saved as arrays (`np.int64(7)`); other state belongs into `extra`",
+        )
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return array, dtypes.name_of(array.dtype)
+
+
+def as_shape(value: Sequence[object], what: str) -> tuple[int, ...]:
+    """A sequence of integers from 0 on, numpy's included. Raises ArgumentError if it is none."""
+    try:
+        numbers = tuple(operator.index(one) for one in value)  # type: ignore[arg-type]
+    except TypeError:
+        numbers = (-1,)
+    if any(n < 0 for n in numbers):
+        raise ArgumentError(f"{what} is {value!r}, expected integers from 0 on")
+    return numbers
+
+
+def _local_array(name: object, value: object, part: Part) -> LocalArray:
+    _check_name(name)
+    assert isinstance(name, str)
+    shard = value if isinstance(value, Shard) else None
+    try:
+        array, dtype = as_array(value if shard is None else shard.array)
+        shape = dtypes.tensor_shape(dtype, array.shape)
+    except (ArgumentError, MismatchError, UnsupportedError) as error:
+        raise type(error)(f"saving {show(name)}: {error.message}", key=name, hint=error.hint) from error
+    if shard is not None and shard.offset is not None:
+        ends = [first + n for first, n in zip(shard.offset, shape, strict=False)]
+        if len(shape) != len(shard.offset) or any(e > n for e, n in zip(ends, shard.global_shape, strict=True)):
+            raise MismatchError(
+                f"{show(name)}: a shard of shape {shape} at {shard.offset} leaves the tensor of shape "
+                f"{shard.global_shape}",
+                key=name,
+            )
+    integers = array.view(f"u{array.itemsize}")
+    told = (None, None) if shard is None else (shard.global_shape, shard.offset)
+    return LocalArray(name, part, dtype, shape, integers, *told)
+
+
+def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:
+    """A tensor's memory as an array, for every dtype: both sides can look at it as integers of the same width."""
+    try:
+        name = dtypes.parse_dtype(tensor.dtype)
+    except UnsupportedError:
+        raise UnsupportedError(f"tensors of dtype {tensor.dtype} have no place in a safetensors file") from None
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(f"a tensor of layout {tensor.layout} has no one array", hint="pass `tensor.to_dense()`")
+    if hasattr(tensor, "to_local"):
+        raise UnsupportedError("a distributed tensor has no one array", hint="pass `tensor.to_local()` in a `Shard`")
+    if tensor.device.type == "meta":
+        raise UnsupportedError("a tensor on device `meta` has no content")
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.device.type != "cpu":
+        plain = plain.cpu()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+    array: np.ndarray = plain.view(integers).numpy()
+    return array.view(dtypes.numpy_dtype(name)), name
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise ArgumentError(f"the name of a tensor must be text, found {type(name).__name__}")
+    try:
+        n_bytes = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"the name of a tensor has no UTF-8 form: {error}") from error
+    if name == "__metadata__" or not 1 <= n_bytes <= _MAX_NAME_BYTES:
+        raise ArgumentError(
+            f"{show(name)} cannot name a tensor: a name has from 1 to {_MAX_NAME_BYTES} bytes, and `__metadata__` is "
+            "taken",
+            key=name,
+        )
+    if any(c < " " or "\x7f" <= c < "\xa0" for c in name):
+        raise ArgumentError(f"{show(name)} has a control character in it", key=name)

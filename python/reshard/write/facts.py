@@ -1,0 +1,342 @@
+"""What each rank tells of its arrays, and the plan of an iteration that follows from what all of them told.
+
+The facts of a rank are one JSON value: names, dtypes and shapes, never contents. Rank 0 gathers them, finds the global
+shapes (told, or by the layout read backwards), proves that every rank has what it should, and plans. Everything here is
+pure; where ranks disagree, the error names the key and the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from reshard import dtypes
+from reshard.errors import ArgumentError, LayoutError, MismatchError
+from reshard.formats.files import show
+from reshard.layout.invert import check_local_shapes, global_shapes, join_members
+from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from reshard.formats.checkpoint2 import Part
+    from reshard.layout import ModelLayout
+    from reshard.write.arrays import LocalArray
+    from reshard.write.iteration import Box, IterationPlan
+
+__all__ = ["Fact", "RankFacts", "check_options", "facts_of", "plan_iteration", "planned_bytes"]
+
+Shape = tuple[int, ...]
+
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a rank tells of one array.
+
+    Attributes:
+        name: its key, or the name of a join.
+        part: "model" or "optimizer".
+        dtype: its safetensors name.
+        shape: in elements.
+        offset: its first element in the tensor, where a `Shard` told that.
+        sum: crc32c of its bytes, where replicas are to be compared.
+    """
+
+    name: str
+    part: Part
+    dtype: str
+    shape: Shape
+    offset: Shape | None = None
+    sum: int | None = None
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank tells.
+
+    Attributes:
+        host: the machine; different ones need a folder that they share.
+        options: what must be the same on all ranks, by name.
+        arrays: its arrays.
+        shapes: the global shapes that it was told.
+    """
+
+    host: str
+    options: Mapping[str, object]
+    arrays: tuple[Fact, ...]
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as a value that ranks can exchange."""
+        rows = [[f.name, f.part, f.dtype, list(f.shape), _listed(f.offset), f.sum] for f in self.arrays]
+        shapes = {key: list(shape) for key, shape in self.shapes.items()}
+        return {"host": self.host, "options": dict(self.options), "arrays": rows, "shapes": shapes}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RankFacts:
+        """What `to_json` of a rank gave."""
+        arrays = tuple(
+            Fact(name, part, dtype, tuple(shape), None if offset is None else tuple(offset), sum_)
+            for name, part, dtype, shape, offset, sum_ in value["arrays"]
+        )
+        shapes = {key: tuple(shape) for key, shape in value["shapes"].items()}
+        return cls(value["host"], value["options"], arrays, shapes)
+
+
+def facts_of(
+    arrays: Iterable[LocalArray],
+    shapes: Mapping[str, Shape],
+    *,
+    host: str,
+    options: Mapping[str, object],
+    has_layout: bool,
+    sums: bool,
+) -> RankFacts:
+    """The facts of this rank.
+
+    Args:
+        arrays: what it gave.
+        shapes: the global shapes that the caller told.
+        host: the machine.
+        options: what must be the same on all ranks.
+        has_layout: whether a layout says where arrays lie; else their shards do.
+        sums: whether to take the sum of each array, so that replicas can be compared.
+
+    Raises:
+        ArgumentError: an array says too much or too little about where it lies.
+        MismatchError: a shard and `shapes` tell different shapes.
+    """
+    if shapes and not has_layout:
+        raise ArgumentError("`shapes` was given without `layout`", hint="give `reshard.Shard(array, shape, offset)`")
+    told = dict(shapes)
+    facts = []
+    for array in arrays:
+        if array.offset is not None and has_layout:
+            raise ArgumentError(
+                f"{show(array.name)} is a shard with an offset, and the layout says where it lies",
+                key=array.name,
+                hint="leave out the offset, or the layout",
+            )
+        if array.global_shape is not None:
+            if array.offset is None and not has_layout:
+                raise ArgumentError(
+                    f"{show(array.name)} is a shard without an offset, and there is no layout to say where it lies",
+                    key=array.name,
+                    hint="write `reshard.Shard(array, global_shape, offset)`, or give `layout`",
+                )
+            if told.setdefault(array.name, array.global_shape) != array.global_shape:
+                raise MismatchError(
+                    f"{show(array.name)} is of shape {told[array.name]} in `shapes`, and {array.global_shape} in its "
+                    "shard",
+                    key=array.name,
+                )
+        sum_ = array.crc32c() if sums else None
+        facts.append(Fact(array.name, array.part, array.dtype, array.shape, array.offset, sum_))
+    return RankFacts(host, options, tuple(facts), told)
+
+
+def plan_iteration(
+    ranks: Sequence[RankFacts], layout: ModelLayout | None, *, prefix: str | None, dedup: bool, strict: bool
+) -> IterationPlan:
+    """Plan who writes what.
+
+    Args:
+        ranks: the facts of rank 0, 1, 2, ...
+        layout: how the tensors are cut; None: the shards say it, or there is one rank and its arrays are whole.
+        prefix: first part of the names of the shard files.
+        dedup: write each shard once instead of once for every rank that holds it.
+        strict: refuse a tensor whose layout metadata.json cannot express.
+
+    Raises:
+        ArgumentError, LayoutError, MismatchError, CoverageError, UnsupportedError: what the ranks told does not make
+            whole tensors, or they disagree; the message names key and ranks.
+
+    Example:
+        >>> facts = RankFacts("host", {}, (Fact("w", "model", "F32", (2, 3)),))
+        >>> plan_iteration([facts], None, prefix=None, dedup=True, strict=False).files[0].name
+        'model-0000000-0000001.safetensors'
+    """
+    found: dict[str, dict[int, Fact]] = {}
+    for rank, facts in enumerate(ranks):
+        for fact in facts.arrays:
+            found.setdefault(fact.name, {})[rank] = fact
+    for name, of_ranks in found.items():
+        _check_same(name, {rank: fact.part for rank, fact in of_ranks.items()}, "of the {}")
+        _check_same(name, {rank: fact.dtype for rank, fact in of_ranks.items()}, "{}")
+    told: dict[str, tuple[Shape, int]] = {}
+    for rank, facts in enumerate(ranks):
+        for name, shape in facts.shapes.items():
+            other, first = told.setdefault(name, (shape, rank))
+            if other != shape:
+                raise MismatchError(
+                    f"the global shape of {show(name)} is {other} on rank {first} and {shape} on rank {rank}", key=name
+                )
+    # The model's keys first, in the order in which ascending ranks first name them.
+    found = dict(sorted(found.items(), key=lambda item: next(iter(item[1].values())).part != "model"))
+    shapes = {name: shape for name, (shape, _) in told.items()}
+    if layout is None:
+        plan = _by_boxes(found, shapes, len(ranks), prefix=prefix, dedup=dedup, strict=strict)
+    else:
+        plan = _by_layout(found, shapes, len(ranks), layout, prefix=prefix, dedup=dedup, strict=strict)
+    _compare_replicas(plan, found)
+    return plan
+
+
+def _by_boxes(
+    found: Mapping[str, Mapping[int, Fact]], shapes: Mapping[str, Shape], n_ranks: int, *,
+    prefix: str | None, dedup: bool, strict: bool,
+) -> IterationPlan:  # fmt: skip
+    tensors: dict[str, WholeTensor] = {}
+    boxes: dict[str, dict[int, Box]] = {}
+    for name, of_ranks in found.items():
+        boxes[name] = {}
+        for rank, fact in of_ranks.items():
+            if fact.offset is None and fact.shape and n_ranks > 1:
+                raise ArgumentError(
+                    f"rank {rank} of {n_ranks} gave {show(name)} as a plain array: whole, or a part of a tensor?",
+                    key=name,
+                    hint="give `layout`, or `reshard.Shard(array, global_shape, offset)`",
+                )
+            offset = (0,) * len(fact.shape) if fact.offset is None else fact.offset
+            boxes[name][rank] = (offset, fact.shape)
+        first = next(iter(of_ranks.values()))
+        tensors[name] = WholeTensor(first.dtype, shapes.get(name, first.shape), first.part)
+    return plan_boxes(tensors, boxes, n_ranks, prefix=prefix, dedup=dedup, strict=strict)
+
+
+def _by_layout(
+    found: Mapping[str, Mapping[int, Fact]], told: Mapping[str, Shape], n_ranks: int, layout: ModelLayout, *,
+    prefix: str | None, dedup: bool, strict: bool,
+) -> IterationPlan:  # fmt: skip
+    ranks = sorted(layout.ranks or range(math.prod(layout.mesh.values())))
+    if ranks != list(range(n_ranks)):
+        raise LayoutError(
+            f"the layout is one of {len(ranks)} ranks, from {ranks[0]} to {ranks[-1]}; {n_ranks} ranks save together",
+            hint="every rank of the layout calls `save`, with what it holds",
+        )
+    parts: dict[str, Part] = {name: next(iter(of_ranks.values())).part for name, of_ranks in found.items()}
+    told, members = _with_members(layout, found, parts, told)
+    unknown = [key for key in told if key not in found and not any(key in keys for keys in members.values())]
+    if unknown:
+        some = ", ".join(show(key) for key in unknown[:_MAX_NAMED])
+        raise ArgumentError(f"`shapes` tells of {some}, of which no rank gave an array", key=unknown[0])
+    for name, keys in members.items():
+        parts |= dict.fromkeys(keys, parts[name])
+    optimizer_keys = {key for key, part in parts.items() if part == "optimizer"} - members.keys()
+    alone = {
+        name: {rank: fact.shape for rank, fact in of_ranks.items()}
+        for name, of_ranks in found.items()
+        if name not in members
+    }
+    shapes = global_shapes(layout, alone, told, optimizer_keys)
+    bound = layout.bind(shapes, optimizer_keys=optimizer_keys)
+    check_local_shapes(
+        bound, {name: {rank: fact.shape for rank, fact in of_ranks.items()} for name, of_ranks in found.items()}
+    )
+    dtype_of = {name: next(iter(of_ranks.values())).dtype for name, of_ranks in found.items()}
+    for name, keys in members.items():
+        dtype_of |= dict.fromkeys(keys, dtype_of[name])
+    # The model first here too: members of joins stand at the end otherwise.
+    keys_in_order = sorted(shapes, key=lambda key: parts[key] != "model")
+    tensors = {key: WholeTensor(dtype_of[key], shapes[key], parts[key]) for key in keys_in_order}
+    return plan_layout(tensors, bound, prefix=prefix, dedup=dedup, strict=strict, mapping=layout.to_mapping())
+
+
+def _with_members(
+    layout: ModelLayout, found: Mapping[str, object], parts: Mapping[str, Part], told: Mapping[str, Shape]
+) -> tuple[dict[str, Shape], dict[str, list[str]]]:
+    """The shapes that are known, and the keys of each array that is a join.
+
+    State that is joined has its parameters' shapes, which need not be told once more.
+    """
+    joins = {rule.flat.join for rule in layout.rules if rule.flat is not None and rule.flat.join is not None}
+    shapes = dict(told)
+    members: dict[str, list[str]] = {}
+    for name in found:
+        if name in joins and name not in told:
+            slot = ""
+        elif parts[name] == "optimizer" and layout.optimizer.follow:
+            slots = [name[: -len(join)] for join in joins if name.endswith(f".{join}")]
+            if not slots:
+                continue
+            slot = min(slots, key=len)  # the longest name of a join
+            of_parameters = join_members(layout, name[len(slot) :], told)
+            shapes |= {
+                slot + key: told[key] for key in of_parameters if slot + key not in told and slot + key not in found
+            }
+        else:
+            continue
+        members[name] = join_members(layout, name[len(slot) :], [key for key in shapes if key not in found], slot)
+        if not members[name]:
+            raise ArgumentError(
+                f"{show(name)} is several tensors joined into one array, and it does not tell which",
+                key=name,
+                hint="tell the global shape of each of them in `shapes`",
+            )
+    return shapes, members
+
+
+def check_options(ranks: Sequence[RankFacts]) -> None:
+    """Refuse ranks that do not mean the same save. Raises ArgumentError, which names the option and the ranks."""
+    for name, value in ranks[0].options.items():
+        for rank, facts in enumerate(ranks):
+            other = facts.options.get(name)
+            if other != value:
+                raise ArgumentError(
+                    f"`{name}` is {value!r} on rank 0 and {other!r} on rank {rank}; all ranks save the same"
+                )
+
+
+def _check_same(name: str, values: Mapping[int, str], text: str) -> None:
+    (first, value), *others = values.items()
+    for rank, other in others:
+        if other != value:
+            raise MismatchError(
+                f"{show(name)} is {text.format(value)} on rank {first} and {text.format(other)} on rank {rank}",
+                key=name,
+            )
+
+
+def _compare_replicas(plan: IterationPlan, found: Mapping[str, Mapping[int, Fact]]) -> None:
+    """Refuse copies of a shard that differ, where their sums were taken."""
+    differing = []
+    for name, groups in plan.holders.items():
+        for group in groups:
+            sums = {rank: found[name][rank].sum for rank in group}
+            if len(set(sums.values())) > 1:
+                differing.append((name, group, sums))
+    if differing:
+        name, group, sums = differing[0]
+        odd = [rank for rank in group if sums[rank] != sums[group[0]]]
+        more = f"; and {len(differing) - 1} more shards" if len(differing) > 1 else ""
+        others = [rank for rank in group if rank not in odd]
+        raise MismatchError(
+            f"{show(name)}: the copies that ranks {_ranks(others)} hold differ from those of ranks {_ranks(odd)}{more}",
+            key=name,
+            hint="replicas have drifted apart: find out which is right before it is saved",
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _listed(numbers: Shape | None) -> list[int] | None:
+    return None if numbers is None else list(numbers)
+
+
+def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:
+    """Bytes of all arrays that the plan writes.
+
+    Example:
+        >>> facts = [RankFacts("host", {}, (Fact("w", "model", "F32", (2, 3)),))]
+        >>> planned_bytes(plan_iteration(facts, None, prefix=None, dedup=True, strict=False), facts)
+        24
+    """
+    sizes = [
+        {fact.name: math.prod(fact.shape) * dtypes.bits(fact.dtype) // 8 for fact in facts.arrays} for facts in ranks
+    ]
+    return sum(sizes[file.rank][name] for file in plan.files for name in file.arrays)

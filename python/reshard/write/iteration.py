@@ -1,0 +1,401 @@
+"""What goes into which file of a Checkpoint 2.0 iteration: planned once, then carried out by `save` and by `convert`.
+
+A plan says which rank writes which arrays into which file of which name, and how `metadata.json` and, where that one
+has no words, `tiles.json` describe them. It is made from dtypes, global shapes and either a bound layout or the boxes
+that ranks hold. Where the arrays' bytes come from, and how folders are published, is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard import _core, dtypes
+from reshard.errors import ReshardError, UnsupportedError
+from reshard.formats import checkpoint2, tiles
+from reshard.formats.checkpoint2_metadata import expressible, write_metadata
+from reshard.formats.checkpoint2_shards import FilePlan, Shard, TensorRecord, World, assign, shards_of
+from reshard.formats.files import show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+    from pathlib import Path
+    from typing import Any
+
+    from reshard.formats.checkpoint2 import Part
+    from reshard.layout import BoundLayout
+
+__all__ = [
+    "Box",
+    "IterationPlan",
+    "JointProgress",
+    "RankFile",
+    "WholeTensor",
+    "describe_cut",
+    "file_order",
+    "plan_boxes",
+    "plan_layout",
+    "write_descriptions",
+]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape of what a rank holds of a tensor, in elements."""
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """What is known of a tensor before it is cut.
+
+    Attributes:
+        dtype: its safetensors name.
+        shape: the global shape, in elements.
+        part: "model" or "optimizer".
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    part: Part
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One shard file to be.
+
+    Attributes:
+        name: its name.
+        rank: the rank that writes it.
+        arrays: names of the arrays in it, in the order in which they lie.
+    """
+
+    name: str
+    rank: int
+    arrays: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class IterationPlan:
+    """Everything about an iteration but the bytes of its tensors.
+
+    Attributes:
+        files: the shard files; a rank that writes nothing of a part has no file of it.
+        records: the tensors that metadata.json describes.
+        world: the mesh it describes them on.
+        assigned: the files, as metadata.json needs them.
+        prefix: first part of the names of the files.
+        tiles: the content of tiles.json; None where there is nothing to tell.
+        holders: by array name, the groups of ranks whose copies hold the same bytes.
+        not_expressible: tensors that are only in tiles.json, with the reason.
+        warnings: what deserves a look.
+    """
+
+    files: tuple[RankFile, ...]
+    records: tuple[TensorRecord, ...]
+    world: World
+    assigned: FilePlan
+    prefix: str | None
+    tiles: tiles.TilesFile | None
+    holders: Mapping[str, list[tuple[int, ...]]]
+    not_expressible: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def plan_layout(
+    tensors: Mapping[str, WholeTensor],
+    bound: BoundLayout,
+    *,
+    prefix: str | None = None,
+    dedup: bool = True,
+    strict: bool = False,
+    mapping: Mapping[str, Any] | None = None,
+) -> IterationPlan:
+    """Plan tensors that are cut by a layout.
+
+    Args:
+        tensors: those that are written, by key; the layout may be bound to more.
+        bound: the layout, bound to the tensors of the whole checkpoint.
+        prefix: first part of the names of the shard files.
+        dedup: write each shard once instead of once for every rank that holds it.
+        strict: refuse a tensor whose layout metadata.json cannot express.
+        mapping: the layout file as a mapping, kept in tiles.json.
+
+    Raises:
+        UnsupportedError: `strict`, and a tensor is not expressible.
+        ArgumentError: a prefix that cannot stand in a name; a key in both parts.
+        LayoutError: as `BoundLayout.local_names`.
+
+    Example:
+        >>> from reshard.layout import ModelLayout
+        >>> layout = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]})
+        >>> tensors = {"w": WholeTensor("F32", (4, 2), "model")}
+        >>> plan = plan_layout(tensors, layout.bind({"w": (4, 2)}))
+        >>> [(file.rank, file.arrays, file.name) for file in plan.files][1]
+        (1, ('w',), 'model-0000001-0000002.safetensors')
+    """
+    checkpoint2.check_prefix(prefix)
+    world = World(tuple(bound.mesh.axes), tuple(bound.ranks))
+    records = [_record(key, tensor, bound) for key, tensor in tensors.items()]
+    joined = {key for join in bound.joins for key in join.keys}
+    reasons = {key: "it is joined with others into one array" for key in tensors if key in joined}
+    reasons |= _reasons((record for record in records if record.key not in joined), world)
+    warnings = (*bound.warnings, *_inexpressible(reasons, strict=strict))
+    shards = shards_of((record for record in records if record.key not in joined), world)
+    shards += _joined_shards(tensors, bound)
+    assigned = assign(shards, world, dedup=dedup)
+    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
+    dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
+    files = _files(assigned, prefix, dtype_of)
+    builder = tiles.Builder()
+    for file in files:
+        describe_cut(builder, bound, tensors, file, reasons)
+    return IterationPlan(
+        files,
+        tuple(record for record in records if record.key not in reasons),
+        world,
+        assigned,
+        prefix,
+        builder.build(mapping) if len(builder) else None,
+        _holders(shards),
+        reasons,
+        warnings,
+    )
+
+
+def plan_boxes(
+    tensors: Mapping[str, WholeTensor],
+    boxes: Mapping[str, Mapping[int, Box]],
+    n_ranks: int,
+    *,
+    prefix: str | None = None,
+    dedup: bool = True,
+    strict: bool = False,
+) -> IterationPlan:
+    """Plan tensors of which each rank holds a box, by no layout. What every rank holds whole, metadata.json describes.
+
+    Args:
+        tensors: those that are written, by key.
+        boxes: what each rank holds of a key. Equal boxes are replicas; others must not overlap.
+        n_ranks: the world size.
+        prefix: as in `plan_layout`.
+        dedup: as in `plan_layout`.
+        strict: as in `plan_layout`.
+
+    Raises:
+        CoverageError: the boxes leave a part of a tensor uncovered, or overlap.
+        UnsupportedError, ArgumentError: as `plan_layout`.
+
+    Example:
+        >>> tensors = {"w": WholeTensor("F32", (4,), "model")}
+        >>> plan = plan_boxes(tensors, {"w": {0: ((0,), (1,)), 1: ((1,), (3,))}}, 2)
+        >>> [file.rank for file in plan.files], list(plan.not_expressible)
+        ([0, 1], ['w'])
+    """
+    checkpoint2.check_prefix(prefix)
+    world = World((("dp", n_ranks),))
+    held = {key: _by_box(boxes[key]) for key in tensors}
+    reasons: dict[str, str] = {}
+    records = []
+    for key, tensor in tensors.items():
+        whole = ((0,) * len(tensor.shape), tensor.shape)
+        if set(held[key]) == {whole} and len(held[key][whole]) == n_ranks:
+            records.append(TensorRecord(key, tensor.dtype, tensor.shape, tensor.part))
+        else:
+            reasons[key] = "each rank holds a box of it, and no layout says which"
+    reasons |= _reasons(records, world)
+    shards = []
+    for key, tensor in tensors.items():
+        bits = dtypes.bits(tensor.dtype)
+        for number, ((_, shape), ranks) in enumerate(held[key].items()):
+            shards.append(Shard(key, tensor.part, number, ranks, math.prod(shape) * bits))
+    assigned = assign(shards, world, dedup=dedup)
+    files = _files(assigned, prefix, {key: tensor.dtype for key, tensor in tensors.items()})
+    builder = tiles.Builder()
+    for file in files:
+        for key in file.arrays:
+            if key in reasons:
+                offset, shape = boxes[key][file.rank]
+                own = ((offset, shape, 0, _row_major(shape)),) if 0 not in shape else ()
+                stored = tiles.StoredArray(file.name, key, shape, own)
+                builder.add(key, tensors[key].dtype, tensors[key].shape, stored)
+    content = builder.build() if len(builder) else None
+    _prove(content)
+    warnings = _inexpressible(reasons, strict=strict)
+    described = tuple(record for record in records if record.key not in reasons)
+    return IterationPlan(files, described, world, assigned, prefix, content, _holders(shards), reasons, warnings)
+
+
+def write_descriptions(plan: IterationPlan, folder: Path, *, mode: int, durable: bool) -> None:
+    """Write metadata.json, and tiles.json if there is something to tell in it.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    write_metadata(
+        folder / checkpoint2.METADATA_FILE,
+        plan.records,
+        plan.world,
+        plan.assigned,
+        prefix=plan.prefix,
+        mode=mode,
+        durable=durable,
+    )
+    if plan.tiles is not None:
+        tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=durable)
+
+
+def file_order(arrays: Collection[str], dtype_of: Mapping[str, str]) -> tuple[str, ...]:
+    """The order of arrays in a file: wide elements first, as safetensors has it, so that every tensor begins on a
+    multiple of its element.
+
+    Example:
+        >>> file_order(["a", "b", "c"], {"a": "U8", "b": "F32", "c": "F32"})
+        ('b', 'c', 'a')
+    """  # noqa: D205  the reason belongs to the sentence
+    return tuple(sorted(arrays, key=lambda name: (-dtypes.bits(dtype_of[name]), name)))
+
+
+def describe_cut(
+    builder: tiles.Builder,
+    bound: BoundLayout,
+    tensors: Mapping[str, WholeTensor],
+    file: RankFile,
+    described: Collection[str],
+) -> None:
+    """Tell tiles.json of the arrays in a file that hold a part of a key in `described`."""
+    members = {join.name: join.keys for join in bound.joins}
+    for array in file.arrays:
+        keys = [key for key in members.get(array, (array,)) if key in described]
+        if not keys:
+            continue
+        by_key: dict[str, list[_core.Tile]] = {key: [] for key in keys}
+        if array in by_key:
+            layout = bound.layouts[array]
+            shape, by_key[array] = layout.local_shape(file.rank), layout.tiles(file.rank)
+        else:
+            last = bound.request_of(file.rank, [array]).last()
+            assert last is not None
+            shape, tiles_of_all = last
+            for key, tile in tiles_of_all:
+                by_key[key].append(tile)
+        for key, own in by_key.items():
+            # Flattened blocks that share an uncut block are cut at different places of it.
+            overlapping = bool(bound.specs[key].flat)
+            stored = tiles.StoredArray(file.name, array, shape, tuple(own))
+            builder.add(key, tensors[key].dtype, tensors[key].shape, stored, overlapping=overlapping)
+
+
+class JointProgress:
+    """Progress over several files as one."""
+
+    def __init__(self, call: _core.Progress | None, total_bytes: int) -> None:
+        self._call = call
+        self._total_bytes = total_bytes
+        self._before = 0
+
+    def of_file(self, n_bytes: int) -> Callable[[int, int], object] | None:
+        """The callback for the next file."""
+        start, call = self._before, self._call
+        self._before += n_bytes
+        return None if call is None else lambda done, _: call(start + done, self._total_bytes)
+
+
+# -- helpers
+
+
+def _record(key: str, tensor: WholeTensor, bound: BoundLayout) -> TensorRecord:
+    spec = bound.specs[key]
+    return TensorRecord(
+        key=key,
+        dtype=tensor.dtype,
+        shape=spec.shape,
+        part=tensor.part,
+        cut=spec.cut,
+        uneven=spec.uneven,
+        sizes=spec.sizes,
+        blocks=spec.blocks,
+        flat=spec.flat,
+        stored=spec.stored,
+        place=spec.place,
+    )
+
+
+def _reasons(records: Iterable[TensorRecord], world: World) -> dict[str, str]:
+    return {record.key: reason for record in records if (reason := expressible(record, world)) is not None}
+
+
+def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> list[Shard]:
+    """The distinct parts of joined arrays, and who holds each: found by what they consist of."""
+    holders: dict[tuple[str, int, tuple[object, ...]], list[int]] = {}
+    for rank in sorted(bound.ranks) if bound.joins else ():
+        names = set(bound.local_names(rank, list(tensors)))
+        for join in bound.joins:
+            if join.name in names and tensors.keys() >= set(join.keys):
+                last = bound.request_of(rank, [join.name]).last()
+                assert last is not None
+                (n_elements,), parts = last
+                holders.setdefault((join.name, n_elements, tuple(parts)), []).append(rank)
+    members = {join.name: join.keys for join in bound.joins}
+    shards, numbers = [], dict.fromkeys(members, 0)
+    for (name, n_elements, _), ranks in holders.items():
+        part = tensors[members[name][0]].part
+        shards.append(Shard(name, part, numbers[name], tuple(ranks), n_elements * 8))
+        numbers[name] += 1
+    return shards
+
+
+def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ...]:
+    """The one warning for tensors that the original will not see, or the error. Who carries out the plan logs it."""
+    if not reasons:
+        return ()
+    key, reason = next(iter(reasons.items()))
+    some = ", ".join(show(key) for key in list(reasons)[:5]) + (", ..." if len(reasons) > 5 else "")
+    text = (
+        f"metadata.json cannot express the layout of {len(reasons)} tensors ({some}): {show(key)}: {reason}. "
+        "They are described in tiles.json, which MindSpore Transformers ignores: there they keep their initial values"
+    )
+    if strict:
+        raise UnsupportedError(text, key=key, hint="choose another layout for them, or leave out `strict_format`")
+    return (text,)
+
+
+def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[RankFile, ...]:
+    return tuple(RankFile(file.name(prefix), file.rank, file_order(file.keys, dtype_of)) for file in assigned.files)
+
+
+def _holders(shards: Iterable[Shard]) -> dict[str, list[tuple[int, ...]]]:
+    holders: dict[str, list[tuple[int, ...]]] = {}
+    for shard in shards:
+        holders.setdefault(shard.key, []).append(shard.holders)
+    return holders
+
+
+def _by_box(boxes: Mapping[int, Box]) -> dict[Box, tuple[int, ...]]:
+    """The ranks of each box, ascending."""
+    ranks: dict[Box, list[int]] = {}
+    for rank in sorted(boxes):
+        ranks.setdefault(boxes[rank], []).append(rank)
+    return {box: tuple(of_box) for box, of_box in ranks.items()}
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _prove(content: tiles.TilesFile | None) -> None:
+    """Prove that what the boxes store covers every tensor: the same proof that a reader will ask for."""
+    if content is None:
+        return
+    index = _core.Index()
+    files: dict[str, int] = {}
+    for key, tensor in content.tensors.items():
+        stored = []
+        for one in tensor.stored:
+            if one.file not in files:
+                files[one.file] = index.add_file(one.file)  # nothing is opened
+            stored.append((files[one.file], one.name, one.shape, one.tiles))
+        try:
+            index.add_tiles(key, tensor.dtype, tensor.shape, stored)
+        except ReshardError as error:
+            error.message = f"the boxes that the ranks hold of {show(key)}: {error.message}"
+            raise
+    index.prove()

@@ -1,0 +1,403 @@
+"""Saving a checkpoint: every rank gives what it holds, and the iteration appears whole or not at all.
+
+The ranks meet three times. First each tells rank 0 its names, dtypes and shapes, and rank 0 answers who writes what
+(`facts`, `iteration`). Then rank 0 claims the root and makes a staging folder, into which each rank writes its files.
+Last each tells the sums of what it wrote, and rank 0 describes, seals and publishes (`together`, `protocol`).
+
+With `blocking=False` a save returns after the first meeting and a snapshot of the files to be; the rest goes on in the
+background. Here stands what one rank brings along; nothing is known of how folders are published.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from reshard import _core
+from reshard.errors import ArgumentError
+from reshard.formats import checkpoint2, mounts, state
+from reshard.formats.checkpoint2_common import CommonInfo
+from reshard.formats.files import show
+from reshard.formats.save_log import SaveRecord
+from reshard.group import resolve, session
+from reshard.layout import as_layout
+from reshard.write import background, retention
+from reshard.write.arrays import LocalArray, Shard, as_shape, local_arrays
+from reshard.write.background import PendingSave
+from reshard.write.facts import RankFacts, check_options, facts_of, plan_iteration, planned_bytes
+from reshard.write.together import Planned, SaveReport, ShardFile, Share, Terms, carry_out, meet, outcome_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from reshard.layout import ModelLayout
+    from reshard.layout.model import LayoutLike
+
+__all__ = ["PendingSave", "SaveReport", "Shard", "save"]
+
+_EPOCH = "1970-01-01T00:00:00+00:00"
+_METADATA = {"format": "ms", "reshard": _core.__version__}
+_WINDOWS_BYTES = 64 << 20
+_COMMON_KEYS = tuple(name for name in CommonInfo.__dataclass_fields__ if name != "unknown")
+
+
+@overload
+def save(
+    root: str | os.PathLike[str],
+    iteration: int,
+    model: Mapping[str, object],
+    optimizer: Mapping[str, object] | None = None,
+    common: CommonInfo | Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    layout: LayoutLike | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    prefix: str | None = None,
+    keep: int | None = None,
+    dedup: bool = True,  # noqa: FBT001, FBT002
+    group: object = None,
+    *,
+    rank: int | None = None,
+    blocking: Literal[True] = True,
+    durable: bool = True,
+    format: Literal["checkpoint2"] = "checkpoint2",
+    keep_every: int | None = None,
+    keep_best: tuple[str, int] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    check_replicas: bool = False,
+    verify_after_save: bool = False,
+    strict_format: bool = False,
+    rollback: bool = False,
+    takeover: bool = False,
+    timeout: float = 600.0,
+    threads: int | None = None,
+    progress: _core.Progress | None = None,
+) -> SaveReport: ...
+@overload
+def save(
+    root: str | os.PathLike[str],
+    iteration: int,
+    model: Mapping[str, object],
+    optimizer: Mapping[str, object] | None = None,
+    common: CommonInfo | Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    layout: LayoutLike | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    prefix: str | None = None,
+    keep: int | None = None,
+    dedup: bool = True,  # noqa: FBT001, FBT002
+    group: object = None,
+    *,
+    rank: int | None = None,
+    blocking: Literal[False],
+    durable: bool = True,
+    format: Literal["checkpoint2"] = "checkpoint2",
+    keep_every: int | None = None,
+    keep_best: tuple[str, int] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    check_replicas: bool = False,
+    verify_after_save: bool = False,
+    strict_format: bool = False,
+    rollback: bool = False,
+    takeover: bool = False,
+    timeout: float = 600.0,
+    threads: int | None = None,
+    progress: _core.Progress | None = None,
+) -> PendingSave[SaveReport]: ...
+def save(  # noqa: PLR0917
+    root: str | os.PathLike[str],
+    iteration: int,
+    model: Mapping[str, object],
+    optimizer: Mapping[str, object] | None = None,
+    common: CommonInfo | Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    layout: LayoutLike | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    prefix: str | None = None,
+    keep: int | None = None,
+    dedup: bool = True,  # noqa: FBT001, FBT002  the order and the names are those of the original's options
+    group: object = None,
+    *,
+    rank: int | None = None,
+    blocking: bool = True,
+    durable: bool = True,
+    format: Literal["checkpoint2"] = "checkpoint2",  # noqa: A002
+    keep_every: int | None = None,
+    keep_best: tuple[str, int] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    check_replicas: bool = False,
+    verify_after_save: bool = False,
+    strict_format: bool = False,
+    rollback: bool = False,
+    takeover: bool = False,
+    timeout: float = 600.0,
+    threads: int | None = None,
+    progress: _core.Progress | None = None,
+) -> SaveReport | PendingSave[SaveReport]:
+    """Save an iteration, all ranks together: it is published whole and on the disk, or the root is as it was.
+
+    Every rank of the group calls this with what it holds, and with the same options. What the ranks are asked besides
+    (`common`, `metrics`, plain `extra`, retention) is taken from rank 0.
+
+    Args:
+        root: the checkpoint root; made if it is missing.
+        iteration: the number. One that is there is replaced, in one step. A lower one than the tracker's is refused,
+            but for the first save after `reshard.load` took an older one.
+        model: this rank's arrays by key: numpy arrays, torch tensors, anything with DLPack or the buffer protocol,
+            contiguous or not; or `reshard.Shard`s of them.
+        optimizer: the same for the state of the optimizer. State named `<slot>.<key>` follows its parameter.
+        common: `CommonInfo`, written as it is; or a mapping of some of its fields. `step_num` and `global_step` that
+            are not given are the iteration.
+        extra: any other state by name: numbers, text, bytes, lists, tuples, mappings, arrays, tensors. A value wrapped
+            in `reshard.per_rank` is kept for each rank.
+        layout: how the arrays are cut: a `ModelLayout`, a layout file or its mapping. Every rank gives its own cut,
+            and global shapes follow from those of all ranks. None: in a world of one all arrays are whole; else each
+            array is a `Shard` with its offset, and only `tiles.json` describes it.
+        shapes: with a layout, global shapes by key: of flattened tensors, and of those that are joined into one array.
+        prefix: first part of the names of the shard files.
+        keep: keep the newest `keep` complete iterations and remove older ones; None: remove nothing.
+        dedup: write each shard once, balanced over its holders, instead of once for every rank that holds it.
+        group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
+            None: torch's default group if there is one, else this process alone.
+        rank: what the caller takes to be its rank, to be checked.
+        blocking: False returns as soon as this rank's part is copied; what happens to the arrays then is no matter.
+            One save at a time goes on in the background: the next one first waits for it, and raises its error.
+        durable: sync everything before it is published. False survives a crash of the process, not of the machine.
+        format: the only one so far.
+        keep_every: keep every iteration that is a multiple of this.
+        keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric.
+        metrics: numbers by name, such as the loss: kept in `saves.jsonl` beside the checkpoints.
+        check_replicas: compare the sums of all copies of a shard first.
+        verify_after_save: read back what was written, past the page cache, before it is published.
+        strict_format: refuse tensors whose layout metadata.json cannot express, instead of describing them in
+            tiles.json, which only this package reads.
+        rollback: allow an iteration below the tracker's.
+        takeover: end the claim of another process that seems to be alive.
+        timeout: seconds that a rank waits for the others in each of the three meetings, the time to write included.
+        threads: threads of the copies.
+        progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; from the thread in the
+            background if `blocking` is False.
+
+    Returns:
+        What was saved; with `blocking=False` a `PendingSave`, whose `result()` returns that.
+
+    Raises:
+        ArgumentError, LayoutError, MismatchError, CoverageError, UnsupportedError: what the ranks gave is not whole
+            tensors, or cannot be written; the message names key and ranks.
+        GroupError: a rank did not answer in time. Nothing is published, unless only rank 0's last word was lost.
+        StorageError: a write failed, or there is no room.
+        DestinationExistsError: another process is saving into this root.
+        ReshardError: a rank failed otherwise: the message names it and what it met.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> report = reshard.save("output", 100, {"w": np.arange(6.0).reshape(2, 3)}, common={"global_batch_size": 32})
+        >>> report.n_files, reshard.open("output").iteration
+        (1, 100)
+    """
+    started = time.monotonic()
+    members = resolve(group, rank)
+    channel = session(members, f"save {iteration}"[:200])
+    terms = Terms(
+        root=Path(root),
+        iteration=iteration,
+        durable=durable,
+        verify=verify_after_save,
+        rollback=rollback,
+        takeover=takeover,
+        timeout=timeout,
+        threads=threads,
+        keep=keep,
+        keep_every=keep_every,
+        keep_best=keep_best,
+    )
+    agreed = {"prefix": prefix, "dedup": dedup, "blocking": blocking, "strict_format": strict_format}
+
+    def prepare() -> _Own:
+        background.finish_previous(timeout)
+        if format != "checkpoint2":
+            raise ArgumentError(f'`format` is {format!r}; "checkpoint2" is accepted')
+        checkpoint2.iteration_folder_name(iteration)
+        _check_retention(keep, keep_every, keep_best)
+        own_layout = None if layout is None else as_layout(layout)
+        arrays = local_arrays(model, optimizer)
+        facts = facts_of(
+            arrays.values(),
+            {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
+            host=_host(),
+            options=agreed | _agreed(terms, own_layout),
+            has_layout=own_layout is not None,
+            sums=check_replicas,
+        )
+        counters = _common_info(common, iteration)
+        # Made now, so that a metric that is no number is refused before anything is written.
+        record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
+        state_files = _extra(extra, members.rank, copy=not blocking)
+        return _Own(arrays, facts, own_layout, counters, record, state_files)
+
+    # What fails on this rank alone must reach the others as a value: they are waiting.
+    own = outcome_of(prepare)
+    planned: Planned | None = None
+
+    def decide(told: list[Any]) -> list[tuple[int, str, tuple[str, ...]]]:
+        nonlocal planned
+        assert isinstance(own, _Own)
+        facts = [RankFacts.from_json(one) for one in told]
+        check_options(facts)
+        _check_shared(terms.root, facts)
+        planned = _plan(facts, told, own.layout, prefix=prefix, dedup=dedup, strict=strict_format)
+        return [(file.rank, file.name, file.arrays) for file in planned.plan.files]
+
+    files = meet(channel, own.facts.to_json() if isinstance(own, _Own) else own, decide, timeout)
+    assert isinstance(own, _Own)
+    arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in files if of == members.rank}
+    if blocking:
+        ready = [_shard_file(name, arrays, threads) for name, arrays in arrays_of.items()]
+        share = Share(ready, own.extra, own.common, own.record)
+        return carry_out(terms, channel, share, planned, started=started, progress=progress)
+    snapshots = outcome_of(lambda: [_snapshot(name, arrays, threads) for name, arrays in arrays_of.items()])
+    share = Share(snapshots, own.extra, own.common, own.record)
+    stall_seconds = time.monotonic() - started
+    work = functools.partial(carry_out, terms, channel, share, planned, started=started, stall_seconds=stall_seconds)
+    return background.start(iteration, work, progress, exit_seconds=timeout)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What this rank brings along."""
+
+    arrays: dict[str, LocalArray]
+    facts: RankFacts
+    layout: ModelLayout | None
+    common: CommonInfo
+    record: SaveRecord
+    extra: tuple[str, dict[str, np.ndarray]] | None
+
+
+_last_plan: tuple[bytes, Planned] | None = None
+
+
+def _plan(facts: Sequence[RankFacts], told: Sequence[Any], layout: ModelLayout | None, **options: Any) -> Planned:
+    """The plan of this save, which mostly is that of the last one: a step apart, a run saves the same tensors."""
+    global _last_plan  # noqa: PLW0603  a value that can be made again at any time
+    same = [[one["arrays"], one["shapes"]] for one in told]
+    key = hashlib.blake2b(json.dumps([same, str(layout), options]).encode()).digest()
+    last = _last_plan
+    if last is None or last[0] != key:
+        plan = plan_iteration(facts, layout, **options)
+        last = _last_plan = (key, Planned(plan, planned_bytes(plan, facts)))
+    return last[1]
+
+
+def _agreed(terms: Terms, layout: ModelLayout | None) -> dict[str, object]:
+    """What must be the same on all ranks."""
+    return {
+        "root": os.fspath(terms.root),
+        "iteration": terms.iteration,
+        "durable": terms.durable,
+        "layout": None if layout is None else hashlib.blake2b(str(layout).encode()).hexdigest()[:16],
+    }
+
+
+def _check_retention(keep: int | None, keep_every: int | None, keep_best: tuple[str, int] | None) -> None:
+    """Refuse what would be a mere warning once the iteration is saved."""
+    if keep is None:
+        if keep_every is not None or keep_best is not None:
+            raise ArgumentError("`keep_every` and `keep_best` say what is kept besides the newest: give `keep`, too")
+        return
+    retention.plan([], tracker=None, keep=keep, keep_every=keep_every)
+    if keep_best is not None:
+        is_pair = isinstance(keep_best, tuple | list) and len(keep_best) == 2
+        if not is_pair or not isinstance(keep_best[0], str) or type(keep_best[1]) is not int or keep_best[1] < 1:
+            raise ArgumentError(f"`keep_best` is {keep_best!r}, expected the name of a metric and a number from 1 on")
+
+
+def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: int) -> CommonInfo:
+    if isinstance(common, CommonInfo):
+        return common
+    if not isinstance(common, Mapping | None):
+        raise ArgumentError(f"`common` is a {type(common).__name__}, expected a CommonInfo or a mapping of its fields")
+    given = dict(common or {})
+    for name in given:
+        if name not in _COMMON_KEYS:
+            raise ArgumentError(
+                f"`common` has {show(str(name))}, and common.json holds exactly {', '.join(_COMMON_KEYS)}: its reader "
+                "refuses any other",
+                hint=f"put it into `extra={{{str(name)[:80]!r}: ...}}`",
+            )
+    return CommonInfo(**{"step_num": iteration, "global_step": iteration} | given)  # type: ignore[arg-type]
+
+
+def _extra(extra: Mapping[str, object] | None, rank: int, *, copy: bool) -> tuple[str, dict[str, np.ndarray]] | None:
+    """This rank's share of `extra`, as it is written: rank 0 everything, the others what is kept for each rank."""
+    if not isinstance(extra, Mapping | None):
+        raise ArgumentError(f"`extra` is a {type(extra).__name__}, expected a mapping of names to state")
+    own = {}
+    for name, value in (extra or {}).items():
+        if isinstance(value, state.PerRank):
+            own[name] = value.value
+        elif rank == 0:
+            own[name] = value
+    if not own:
+        return None
+    text, arrays = state.dump(own)
+    return text, {name: array.copy() for name, array in arrays.items()} if copy else dict(arrays)
+
+
+def _host() -> str:
+    """What tells one machine from another: the name alone may be that of every container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:
+    hosts = {one.host for one in facts}
+    if len(hosts) > 1 and not mounts.is_shared(root, os.environ.get("SHARED_PATHS")):
+        raise ArgumentError(
+            f"{len(hosts)} hosts save together, and {root} is not on a file system that they are known to share",
+            path=str(root),
+            hint="save to a network file system, or name the folder in the environment variable SHARED_PATHS",
+        )
+
+
+def _shard_file(name: str, arrays: list[LocalArray], threads: int | None) -> ShardFile:
+    def write(path: str, **options: Any) -> _core.Written:
+        # Arrays that must be copied to be written are copied here, a file at a time.
+        return _core.write_arrays(
+            path, _tensors(arrays), metadata=_METADATA, windows=_windows(), threads=threads, **options
+        )
+
+    return ShardFile(name, sum(array.n_bytes for array in arrays), write)
+
+
+_kept = threading.local()
+
+
+def _windows() -> _core.Windows:
+    """This thread's windows, kept from save to save: touching fresh memory costs more than filling it."""
+    if not hasattr(_kept, "windows"):
+        _kept.windows = _core.Windows(_WINDOWS_BYTES)
+    windows: _core.Windows = _kept.windows
+    return windows
+
+
+def _snapshot(name: str, arrays: list[LocalArray], threads: int | None) -> ShardFile:
+    snapshot = background.snapshot_pool().take(_tensors(arrays), metadata=_METADATA, threads=threads)
+    return ShardFile(name, snapshot.n_bytes, functools.partial(snapshot.write, threads=threads))
+
+
+def _tensors(arrays: list[LocalArray]) -> list[tuple[str, str, tuple[int, ...], np.ndarray]]:
+    return [(array.name, array.dtype, array.shape, array.buffer()) for array in arrays]

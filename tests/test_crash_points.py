@@ -1,0 +1,258 @@
+"""A process ends before every single change that it makes to the file system: in a save, in the replacement of an
+iteration, in recovery and in retention. What was acknowledged is found, what is found is whole, the next save works.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.small_saves import all_held, debris, folders, found, found_by_the_original, killed_at, killed_at_step, save
+
+from reshard import _core
+from reshard.write import protocol, retention, staging
+from reshard.write.staging import Abilities
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+OLD = {(100, 0), (200, 0)}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Iterator[Path]:
+    """A root with two iterations, whose writer is dead; in memory, as a kill loses nothing that a disk would keep."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield filled(Path(folder) / "base")
+
+
+def filled(root: Path) -> Path:
+
+    def act() -> None:
+        for iteration, version in sorted(OLD):
+            save(root, iteration, version, durable=False)
+
+    restarted(act)
+    return root
+
+
+def restarted(act: Callable[[], Any]) -> Any:
+    """As a new process would, once the old one is dead: what was held here before is given back."""
+    try:
+        return act()
+    finally:
+        protocol.release()
+
+
+def copies(base: Path) -> Iterator[tuple[int, Path]]:
+    """Fresh copies of a root, one a crash."""
+    for number in range(1000):
+        root = base.with_name(f"root{number}")
+        shutil.copytree(base, root, symlinks=True)
+        yield number, root
+        shutil.rmtree(root)
+
+
+def with_abilities(monkeypatch: pytest.MonkeyPatch, abilities: Abilities | None) -> None:
+    if abilities is not None:
+        monkeypatch.setattr(staging, "_probe", lambda _: abilities)
+
+
+def check_next_save(root: Path, iteration: int, version: int) -> None:
+    restarted(partial(save, root, iteration, version, durable=False))
+    assert found(root) == (iteration, version)
+    assert found_by_the_original(root) == (iteration, version)
+    assert not debris(root)
+
+
+ALL = Abilities(renames_folders=True, exchanges=True)
+NO_EXCHANGE = Abilities(renames_folders=True, exchanges=False)
+IN_PLACE = Abilities(renames_folders=False, exchanges=False)
+
+
+def signature(root: Path) -> frozenset[str]:
+    """What lies where, without the random parts of names: crashes that leave the same need not be recovered twice."""
+    return frozenset(
+        re.sub("[0-9a-f]{16,}", "*", f"{path.relative_to(root)} {path.is_dir() or path.stat().st_size}")
+        for path in root.rglob("*")
+    )
+
+
+@pytest.mark.parametrize(
+    ("abilities", "following"),
+    [(None, 300), (None, 350), (IN_PLACE, 300)],
+    ids=["then the same again", "then a later one", "in place"],
+)
+def test_killed_in_a_save(
+    abilities: Abilities | None, following: int, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_abilities(monkeypatch, abilities)
+    outcomes, seen = [], set()
+    for number, root in copies(base):
+        was_killed = killed_at(number, partial(save, root, 300, 1))
+        if was_killed and signature(root) in seen:
+            continue
+        seen.add(signature(root))
+        state = found(root)
+        assert state in ({(200, 0), (300, 1)} if was_killed else {(300, 1)})
+        assert found_by_the_original(root) in {(200, 0), state}
+        assert all_held(root) >= OLD
+        outcomes.append(state)
+        restarted(partial(protocol.recover, root))
+        assert all_held(root) >= OLD | {state}
+        assert found(root) in {state, (300, 1)}
+        assert found_by_the_original(root) == found(root)
+        check_next_save(root, following, 2)
+        assert all_held(root) >= OLD
+        if not was_killed:
+            break
+    assert len(outcomes) > 15
+    assert outcomes == sorted(outcomes), "once it is published it stays so"
+
+
+@pytest.mark.parametrize("abilities", [ALL, NO_EXCHANGE, IN_PLACE], ids=["exchange", "by way of the trash", "in place"])
+def test_killed_while_an_iteration_is_replaced(
+    abilities: Abilities, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_abilities(monkeypatch, abilities)
+    seen = set()
+    for number, root in copies(base):
+        was_killed = killed_at(number, partial(save, root, 200, 1))
+        if was_killed and signature(root) in seen:
+            continue
+        seen.add(signature(root))
+        old_or_new = {(200, 0), (200, 1)} if was_killed else {(200, 1)}
+        if abilities == ALL:
+            assert found(root) in old_or_new
+            assert found_by_the_original(root) in old_or_new
+        assert found(root) in {(100, 0)} | old_or_new
+        restarted(partial(protocol.recover, root))
+        assert (100, 0) in all_held(root)
+        if abilities == IN_PLACE:
+            assert found(root) in {(100, 0)} | old_or_new
+        else:
+            assert found(root) in old_or_new
+            assert found_by_the_original(root) == found(root)
+        check_next_save(root, 200 if len(seen) % 2 else 250, 2)
+        if not was_killed:
+            break
+    assert len(seen) > 15
+
+
+@pytest.mark.parametrize("iteration", [200, 300], ids=["replacement", "new"])
+def test_killed_by_a_signal_at_a_named_step(iteration: int, base: Path) -> None:
+    for number, root in copies(base):
+        was_killed = killed_at_step(number, partial(save, root, iteration, 1))
+        assert found(root) in ({(200, 0), (iteration, 1)} if was_killed else {(iteration, 1)})
+        assert found_by_the_original(root) in {(200, 0), (iteration, 1)}
+        assert len(all_held(root)) >= len(OLD)
+        check_next_save(root, 300, 2)
+        if not was_killed:
+            break
+    assert number > 15
+
+
+@pytest.mark.parametrize(
+    ("abilities", "iteration"),
+    [(ALL, 200), (NO_EXCHANGE, 200), (ALL, 300), (IN_PLACE, 300)],
+    ids=["replaced by exchange", "replaced by way of the trash", "new", "new, in place"],
+)
+def test_killed_in_the_recovery_of_a_killed_save(
+    abilities: Abilities, iteration: int, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_abilities(monkeypatch, abilities)
+    seen = set()
+    for number, crashed in copies(base):
+        was_killed = killed_at_step(number, partial(save, crashed, iteration, 1))
+        if not was_killed:
+            break
+        if signature(crashed) in seen:
+            continue
+        seen.add(signature(crashed))
+        root = crashed.with_name("recovered")
+        shutil.copytree(crashed, root)
+        restarted(partial(protocol.recover, root))
+        expected, whole = found(root), all_held(root)
+        shutil.rmtree(root)
+        for again in range(100):
+            shutil.copytree(crashed, root)
+            was_killed = killed_at(again, partial(protocol.recover, root))
+            restarted(partial(protocol.recover, root))
+            assert (found(root), all_held(root)) == (expected, whole)
+            shutil.rmtree(root)
+            if not was_killed:
+                break
+        check_next_save(crashed, 350, 2)
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["rename", "in place"])
+def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill() -> None:
+        for iteration in (300, 400, 500):
+            save(base, iteration, durable=False)
+
+    restarted(fill)
+    if is_in_place:
+        refuse_folder_renames(monkeypatch)
+        with_abilities(monkeypatch, IN_PLACE)
+    for number, root in copies(base):
+        was_killed = killed_at(number, partial(retention.apply, root, keep=2))
+        assert found(root) == (500, 0)
+        assert found_by_the_original(root) == (500, 0)
+        whole = sorted(all_held(root))
+        assert whole[-2:] == [(400, 0), (500, 0)]
+        for iteration, folder in folders(root).items():
+            # What is not whole is not left looking as if it were of the original.
+            assert (iteration, 0) in whole or (folder / ".unfinished").exists() or not [*folder.iterdir()]
+        restarted(partial(protocol.recover, root))
+        assert not restarted(partial(warnings_of_retention, root))
+        assert all_held(root) == {(400, 0), (500, 0)}
+        check_next_save(root, 600, 0)
+        if not was_killed:
+            break
+    assert number > 10
+
+
+def warnings_of_retention(root: Path) -> list[str]:
+    return list(retention.apply(root, keep=2).warnings)
+
+
+def refuse_folder_renames(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., None] = _core.rename
+
+    def rename(source: str, target: str, *, exchange: bool) -> None:
+        if Path(source).is_dir():
+            raise OSError(22, "Invalid argument")
+        real(source, target, exchange=exchange)
+
+    monkeypatch.setattr(_core, "rename", rename)
+
+
+def test_the_harness_notices_what_it_is_for(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracker before the folder, the mistake of the original: some crash must be found to be one too many."""
+    real = staging.move_tracker
+
+    def put_in_place(attempt: Any, claim: Any) -> None:
+        real(attempt.root, attempt.iteration, durable=False)
+        placed(attempt, claim)
+
+    placed = protocol._put_in_place
+    monkeypatch.setattr(protocol, "_put_in_place", put_in_place)
+    n_caught = 0
+    for number, root in copies(base):
+        was_killed = killed_at_step(number, partial(save, root, 300, 1))
+        try:
+            found_by_the_original(root)
+        except AssertionError:
+            n_caught += 1
+        if not was_killed:
+            break
+    assert n_caught

@@ -1,0 +1,145 @@
+"""`reshard.verify`: all damage is named, with file, tensors and bytes; what is whole is called whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import save_file
+from tests import sealed
+from tests.sealed import CHUNK, FILES
+
+import reshard
+from reshard.cli import main
+from reshard.errors import CheckpointNotFoundError
+from reshard.formats import manifest as manifests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SAMPLE = Path(__file__).parent / "data" / "mindspore" / "ckpt2" / "checkpoint"
+SHAPE = (400, 500)  # a rank's half: 400,000 bytes in two chunks
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    sealed.make(root, 5)
+    sealed.make(root, 10, SHAPE, previous_tracker=5)
+    return root
+
+
+def flip(path: Path, *at: int) -> None:
+    data = bytearray(path.read_bytes())
+    for place in at:
+        data[place] ^= 16
+    path.write_bytes(data)
+
+
+def test_what_is_whole(root: Path) -> None:
+    told: list[tuple[int, int]] = []
+    report = reshard.verify(root, progress=lambda done, total: told.append((done, total)))
+    assert report.ok
+    assert [(one.iteration, one.verified, one.faults) for one in report.checkpoints] == [(10, True, ()), (5, True, ())]
+    folder = root / "iteration_00000010"
+    on_disk = [path for path in folder.iterdir() if path.name not in ("manifest.json", ".tracked")]
+    assert report.checkpoints[0].n_files == len(on_disk)
+    assert report.checkpoints[0].n_bytes == sum(path.stat().st_size for path in on_disk)
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1] > 1_600_000
+
+
+def test_file_tensors_and_bytes_are_named(root: Path) -> None:
+    folder = root / "iteration_00000010"
+    entry = manifests.read(folder).shards[FILES["model", 1]]
+    flip(folder / FILES["model", 1], entry.header_bytes + 2, entry.n_bytes - 1)
+    flip(folder / FILES["opt", 0], CHUNK + 7)
+    flip(folder / FILES["opt", 1], 9)
+    flip(folder / "common.json", 3)
+    report = reshard.verify(root)
+    assert not report.ok
+    newest, oldest = report.checkpoints
+    assert oldest.faults == ()
+    found = {(fault.file, fault.begin, fault.end, fault.tensors) for fault in newest.faults}
+    first, second = (0, CHUNK), (CHUNK, entry.n_bytes)
+    assert found == {
+        ("common.json", None, None, ()),
+        (FILES["model", 1], 0, entry.n_bytes, ("b", "w")),  # both chunks, told as one range
+        (FILES["opt", 0], second[0], manifests.read(folder).shards[FILES["opt", 0]].n_bytes, ("adam_m.w",)),
+        (FILES["opt", 1], *first, ()),
+    }
+    messages = {fault.file: fault.message for fault in newest.faults}
+    assert "`w`" in messages[FILES["model", 1]]
+    assert "header" in messages[FILES["opt", 1]]
+    (only,) = reshard.verify(folder / FILES["opt", 0]).checkpoints
+    assert [(fault.file, fault.begin) for fault in only.faults] == [(FILES["opt", 0], CHUNK)]
+    assert reshard.verify(folder / FILES["model", 0]).ok
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+CASES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file removed": (lambda folder: (folder / FILES["opt", 1]).unlink(), FILES["opt", 1]),
+    "a file cut": (lambda folder: (folder / FILES["opt", 1]).write_bytes(b"x" * 100), FILES["opt", 1]),
+    "metadata removed": (lambda folder: (folder / "metadata.json").unlink(), "metadata.json"),
+    "sums removed": (lambda folder: (folder / "checksums.bin").unlink(), "checksums.bin"),
+    "sums altered": (lambda folder: flip(folder / "checksums.bin", 5), "checksums.bin"),
+    "the manifest altered": (lambda folder: flip(folder / "manifest.json", 50), "manifest.json"),
+    "the manifest removed": (lambda folder: (folder / "manifest.json").unlink(), "manifest"),
+    "everything removed": (empty, "no checkpoint"),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_other_damage(what: str, root: Path) -> None:
+    CASES[what][0](root / "iteration_00000010")
+    newest, oldest = reshard.verify(root).checkpoints
+    assert oldest.faults == ()
+    assert len(newest.faults) == 1
+    assert CASES[what][1] in f"{newest.faults[0].file}: {newest.faults[0].message}"
+
+
+def test_sealed_files_that_are_no_checkpoint_together(root: Path) -> None:
+    folder = root / "iteration_00000010"
+    (folder / FILES["model", 1]).unlink()
+    sealed.seal(folder, 10)
+    (fault,) = reshard.verify(folder).checkpoints[0].faults
+    assert FILES["model", 1] in fault.message
+
+
+def test_without_a_manifest() -> None:
+    report = reshard.verify(SAMPLE)
+    assert report.ok
+    assert [(one.iteration, one.verified, one.n_bytes) for one in report.checkpoints] == [(10, False, 0), (5, False, 0)]
+
+
+def test_a_file_of_its_own(tmp_path: Path) -> None:
+    save_file({"w": np.ones(3)}, tmp_path / "w.safetensors")
+    assert [one.verified for one in reshard.verify(tmp_path / "w.safetensors").checkpoints] == [False]
+    (tmp_path / "w.safetensors").write_bytes(b"torn")
+    assert not reshard.verify(tmp_path / "w.safetensors").ok
+    with pytest.raises(CheckpointNotFoundError):
+        reshard.verify(tmp_path / "nothing")
+
+
+def test_the_command(root: Path) -> None:
+    whole = CliRunner().invoke(main, ["verify", str(root)])
+    assert whole.exit_code == 0
+    assert "iteration_00000010: whole, 7 files" in whole.stdout
+    flip(root / "iteration_00000005" / FILES["opt", 0], -1)
+    damaged = CliRunner().invoke(main, ["verify", str(root)])
+    assert damaged.exit_code == 1
+    assert "iteration_00000005: damaged, 1 fault\n  opt-0000000-0000002.safetensors: bytes 0 to" in damaged.stdout
+    told = json.loads(CliRunner().invoke(main, ["verify", str(root), "--json"]).stdout)
+    assert (told["ok"], [len(one["faults"]) for one in told["checkpoints"]]) == (False, [0, 1])
+    assert told["checkpoints"][1]["faults"][0]["tensors"] == ["adam_m.w"]
+    original = CliRunner().invoke(main, ["verify", str(SAMPLE)])
+    assert (original.exit_code, original.stdout.count("unverified")) == (0, 2)
