@@ -264,7 +264,9 @@ class _Restore:
         """State that is new keeps its dtype; where its parameter is cast, state of the same dtype is cast likewise."""
         saved = self.loaded.get(name)
         same = saved is not None and dtypes.name_of(saved.dtype) == dtypes.parse_dtype(tensor.dtype)
-        return tensor.to(parameter.dtype) if self.cast and same and tensor.is_floating_point() else tensor
+        # Counters of steps are exact.
+        is_cast = self.cast and same and tensor.ndim > 0 and tensor.is_floating_point()
+        return tensor.to(parameter.dtype) if is_cast else tensor
 
     # -- doing it
 
