@@ -23,7 +23,6 @@ import torch
 import fresh
 import model
 import reshard
-import reshard.checkpoint
 import reshard.interop
 import reshard.layout
 import reshard.verbs.convert
@@ -41,7 +40,7 @@ def load_rank(path: Path, method: Method) -> float:
     """A rank's slices into fresh memory."""
 
     def load(keys: Collection[str] | None) -> dict[str, np.ndarray]:
-        with reshard.checkpoint.open(path, method=method) as checkpoint:
+        with reshard.open(path, method=method) as checkpoint:
             return checkpoint.load(model.LAYOUT, RANK, keys=keys)
 
     return _time_load(path, load, lambda found: model.check_rank(path, found, RANK), 2 * model.own_bytes(path, RANK))
@@ -69,7 +68,7 @@ def load_whole(path: Path, method: Method) -> float:
     """Whole tensors into fresh memory."""
 
     def load(keys: Collection[str] | None) -> dict[str, np.ndarray]:
-        with reshard.checkpoint.open(path, method=method) as checkpoint:
+        with reshard.open(path, method=method) as checkpoint:
             return checkpoint.load(keys=keys)
 
     return _time_load(path, load, lambda found: model.check_whole(path, found), path.stat().st_size)
@@ -90,14 +89,14 @@ def load_whole_stock(path: Path) -> float:
 
 def load_given(path: Path) -> float:
     """Whole tensors into arrays that exist and are warm."""
-    with reshard.checkpoint.open(path) as checkpoint:
+    with reshard.open(path) as checkpoint:
         given = checkpoint.load()
     for array in given.values():
         array.view(np.uint16)[...] = 1
 
     def load(keys: Collection[str] | None) -> dict[str, np.ndarray]:
         out = given if keys is None else {key: given[key] for key in keys}
-        with reshard.checkpoint.open(path) as checkpoint:
+        with reshard.open(path) as checkpoint:
             return checkpoint.load(keys=keys, out=out)
 
     return _time_load(path, load, lambda found: model.check_whole(path, found), 0)
@@ -107,7 +106,7 @@ def load_views(path: Path) -> float:
     """Whole tensors as views of the file, of which no byte is read."""
 
     def load(keys: Collection[str] | None) -> dict[str, np.ndarray]:
-        with reshard.checkpoint.open(path) as checkpoint:
+        with reshard.open(path) as checkpoint:
             return checkpoint.load(keys=keys, copy=False)
 
     return _time_load(path, load, lambda found: model.check_whole(path, found), 0)

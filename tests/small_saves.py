@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.errors import StorageError
-from reshard.write import protocol, steps
+from reshard.write import claims, protocol, steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -209,24 +209,25 @@ _CHANGES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "write", "
 
 
 @contextlib.contextmanager
-def stopped_at(number: int, act: Callable[[], None], *, sync: bool = False) -> Iterator[list[str]]:
-    """Call `act` before the change of the file system with this number, from 0. Gives the names of all changes."""
+def stopped_at(number: int, act: Callable[[], None], *, lasting: bool = False) -> Iterator[list[str]]:
+    """Call `act` before the change of the file system with this number, from 0; `lasting`: before all later ones too.
+
+    Gives the names of all changes. Nothing is synced: only a loss of power, which this is not, asks for that.
+    """
     seen: list[str] = []
     real: dict[str, Any] = {name: getattr(os, name) for name in (*_CHANGES, "open")}
     real_rename = _core.rename
-    pid = os.getpid()
 
     def count(name: str, *args: Any) -> None:
         seen.append(f"{name} {' '.join(map(str, args))}")
-        if len(seen) == number + 1 and os.getpid() == pid:
+        if len(seen) == number + 1 or (lasting and len(seen) > number):
             act()
 
     def wrap(name: str) -> Any:
         def call(*args: Any, **more: Any) -> Any:
             if name != "open" or args[1] & os.O_CREAT:
                 count(name, *args[:2])
-            # A killed process loses nothing that it wrote: only a loss of power asks for syncs.
-            return None if name == "fsync" and not sync else real[name](*args, **more)
+            return None if name == "fsync" else real[name](*args, **more)
 
         return call
 
@@ -243,6 +244,33 @@ def stopped_at(number: int, act: Callable[[], None], *, sync: bool = False) -> I
         for name, function in real.items():
             setattr(os, name, function)
         _core.rename = real_rename
+
+
+class KilledError(BaseException):
+    """No handler of ours catches this, and after it nothing changes any more."""
+
+
+def killed_at(number: int, act: Callable[[], Any]) -> bool:
+    """Run `act` as a process that is killed before one of its changes; whether it came that far.
+
+    Not a process of its own, which would cost more than all else here: after the point no change reaches the file
+    system, whatever still runs, and what the process held is forgotten. Signals that are real are sent at the named
+    steps, by `killed_at_step`.
+    """
+
+    def die() -> None:
+        raise KilledError
+
+    try:
+        with stopped_at(number, die, lasting=True):
+            act()
+    except KilledError:
+        return True
+    finally:
+        for claim in claims._held.values():
+            claims._drop(claim)
+        claims._held.clear()
+    return False
 
 
 @contextlib.contextmanager
@@ -314,11 +342,11 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_at(number: int, act: Callable[[], Any], how: Any = stopped_at) -> bool:
-    """Run `act` in a process that is killed before one of its changes; whether it came that far."""
+def killed_at_step(number: int, act: Callable[[], Any]) -> bool:
+    """Run `act` in a process that is killed before one of its named steps; whether it came that far."""
 
     def run() -> bool:
-        with how(number, kill_self):
+        with stopped_at_step(number, kill_self):
             act()
         return True
 

@@ -585,7 +585,17 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
 
 
 def test_every_command_has_help_with_examples() -> None:
-    assert sorted(main.commands) == ["convert", "demo", "diff", "explain", "inspect", "verify"]
+    assert sorted(main.commands) == [
+        "convert",
+        "demo",
+        "diff",
+        "explain",
+        "inspect",
+        "pin",
+        "prune",
+        "unpin",
+        "verify",
+    ]
     for name in ("", *main.commands):
         text = run(*([name] if name else []), "--help").stdout
         assert "Examples:" in text

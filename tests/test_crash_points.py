@@ -1,22 +1,22 @@
-"""A process is killed before every single change that it makes to the file system: in a save, in the replacement of an
+"""A process ends before every single change that it makes to the file system: in a save, in the replacement of an
 iteration, in recovery and in retention. What was acknowledged is found, what is found is whole, the next save works.
 """
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
 import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests import small_saves
-from tests.small_saves import all_held, debris, folders, found, found_by_the_original, in_child, killed_at, save
+from tests.small_saves import all_held, debris, folders, found, found_by_the_original, killed_at, killed_at_step, save
 
 from reshard import _core
-from reshard.write import claims, protocol, retention, staging
+from reshard.write import protocol, retention, staging
 from reshard.write.staging import Abilities
 
 if TYPE_CHECKING:
@@ -26,16 +26,29 @@ OLD = {(100, 0), (200, 0)}
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A root with two iterations, whose writer is dead."""
-    root = tmp_path / "base"
+def base(tmp_path: Path) -> Iterator[Path]:
+    """A root with two iterations, whose writer is dead; in memory, as a kill loses nothing that a disk would keep."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield filled(Path(folder) / "base")
+
+
+def filled(root: Path) -> Path:
 
     def act() -> None:
         for iteration, version in sorted(OLD):
             save(root, iteration, version, durable=False)
 
-    in_child(act)
+    restarted(act)
     return root
+
+
+def restarted(act: Callable[[], Any]) -> Any:
+    """As a new process would, once the old one is dead: what was held here before is given back."""
+    try:
+        return act()
+    finally:
+        protocol.release()
 
 
 def copies(base: Path) -> Iterator[tuple[int, Path]]:
@@ -53,7 +66,7 @@ def with_abilities(monkeypatch: pytest.MonkeyPatch, abilities: Abilities | None)
 
 
 def check_next_save(root: Path, iteration: int, version: int) -> None:
-    in_child(lambda: save(root, iteration, version, durable=False))
+    restarted(partial(save, root, iteration, version, durable=False))
     assert found(root) == (iteration, version)
     assert found_by_the_original(root) == (iteration, version)
     assert not debris(root)
@@ -92,7 +105,7 @@ def test_killed_in_a_save(
         assert found_by_the_original(root) in {(200, 0), state}
         assert all_held(root) >= OLD
         outcomes.append(state)
-        in_child(partial(protocol.recover, root))
+        restarted(partial(protocol.recover, root))
         assert all_held(root) >= OLD | {state}
         assert found(root) in {state, (300, 1)}
         assert found_by_the_original(root) == found(root)
@@ -120,7 +133,7 @@ def test_killed_while_an_iteration_is_replaced(
             assert found(root) in old_or_new
             assert found_by_the_original(root) in old_or_new
         assert found(root) in {(100, 0)} | old_or_new
-        in_child(partial(protocol.recover, root))
+        restarted(partial(protocol.recover, root))
         assert (100, 0) in all_held(root)
         if abilities == IN_PLACE:
             assert found(root) in {(100, 0)} | old_or_new
@@ -131,6 +144,19 @@ def test_killed_while_an_iteration_is_replaced(
         if not was_killed:
             break
     assert len(seen) > 15
+
+
+@pytest.mark.parametrize("iteration", [200, 300], ids=["replacement", "new"])
+def test_killed_by_a_signal_at_a_named_step(iteration: int, base: Path) -> None:
+    for number, root in copies(base):
+        was_killed = killed_at_step(number, partial(save, root, iteration, 1))
+        assert found(root) in ({(200, 0), (iteration, 1)} if was_killed else {(iteration, 1)})
+        assert found_by_the_original(root) in {(200, 0), (iteration, 1)}
+        assert len(all_held(root)) >= len(OLD)
+        check_next_save(root, 300, 2)
+        if not was_killed:
+            break
+    assert number > 15
 
 
 @pytest.mark.parametrize(
@@ -144,7 +170,7 @@ def test_killed_in_the_recovery_of_a_killed_save(
     with_abilities(monkeypatch, abilities)
     seen = set()
     for number, crashed in copies(base):
-        was_killed = killed_at(number, partial(save, crashed, iteration, 1), small_saves.stopped_at_step)
+        was_killed = killed_at_step(number, partial(save, crashed, iteration, 1))
         if not was_killed:
             break
         if signature(crashed) in seen:
@@ -152,13 +178,13 @@ def test_killed_in_the_recovery_of_a_killed_save(
         seen.add(signature(crashed))
         root = crashed.with_name("recovered")
         shutil.copytree(crashed, root)
-        in_child(partial(protocol.recover, root))
+        restarted(partial(protocol.recover, root))
         expected, whole = found(root), all_held(root)
         shutil.rmtree(root)
         for again in range(100):
             shutil.copytree(crashed, root)
-            was_killed = killed_at(again, partial(protocol.recover, root), changes_of_recovery)
-            in_child(partial(protocol.recover, root))
+            was_killed = killed_at(again, partial(protocol.recover, root))
+            restarted(partial(protocol.recover, root))
             assert (found(root), all_held(root)) == (expected, whole)
             shutil.rmtree(root)
             if not was_killed:
@@ -167,28 +193,13 @@ def test_killed_in_the_recovery_of_a_killed_save(
     assert len(seen) > 5
 
 
-@contextlib.contextmanager
-def changes_of_recovery(number: int, act: Callable[[], None]) -> Iterator[None]:
-    """Counts from where the root is claimed: killed before, recovery has done nothing yet."""
-    with contextlib.ExitStack() as stack:
-        hold = claims.hold
-
-        def hold_first(*args: Any, **how: Any) -> Any:
-            claim = hold(*args, **how)
-            stack.enter_context(small_saves.stopped_at(number, act))
-            return claim
-
-        claims.hold = hold_first
-        yield
-
-
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["rename", "in place"])
 def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill() -> None:
         for iteration in (300, 400, 500):
             save(base, iteration, durable=False)
 
-    in_child(fill)
+    restarted(fill)
     if is_in_place:
         refuse_folder_renames(monkeypatch)
         with_abilities(monkeypatch, IN_PLACE)
@@ -200,9 +211,9 @@ def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pyte
         assert whole[-2:] == [(400, 0), (500, 0)]
         for iteration, folder in folders(root).items():
             # What is not whole is not left looking as if it were of the original.
-            assert (iteration, 0) in whole or (folder / ".unfinished").exists()
-        in_child(partial(protocol.recover, root))
-        assert not in_child(partial(warnings_of_retention, root))
+            assert (iteration, 0) in whole or (folder / ".unfinished").exists() or not [*folder.iterdir()]
+        restarted(partial(protocol.recover, root))
+        assert not restarted(partial(warnings_of_retention, root))
         assert all_held(root) == {(400, 0), (500, 0)}
         check_next_save(root, 600, 0)
         if not was_killed:
@@ -237,7 +248,7 @@ def test_the_harness_notices_what_it_is_for(base: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(protocol, "_put_in_place", put_in_place)
     n_caught = 0
     for number, root in copies(base):
-        was_killed = killed_at(number, partial(save, root, 300, 1), small_saves.stopped_at_step)
+        was_killed = killed_at_step(number, partial(save, root, 300, 1))
         try:
             found_by_the_original(root)
         except AssertionError:

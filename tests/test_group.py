@@ -63,7 +63,7 @@ VALUES: list[Any] = [
     'a\nb"\\\u2028',
     "half a pair \ud800",
     {"a": [True, None, {"b": []}]},
-    "\U0001f600" * 400_000,  # 5 MB: the store refuses messages of 8 MiB, and each of these is written as 12 letters
+    "\U0001f600" * 800_000,  # 9.6 MB, 12 letters each: the store closes the connection at messages of 8 MiB
 ]
 
 
@@ -88,7 +88,7 @@ def test_agreeing_on_values() -> None:
     with Job(3, work) as job:
         for value in job.values():
             assert value == [[{"r": 0}, {"r": 1}, {"r": 2}], [True] * 3, [True, 1, 1]]
-            assert value[2][0] is True
+            assert [type(entry) for entry in value[2]] == [bool, int, int]
 
 
 def test_agreeing_that_ranks_failed() -> None:
@@ -115,7 +115,7 @@ def test_agreeing_that_ranks_failed() -> None:
             assert (told["two classes"]["error"], told["foreign"]["error"]) == ("ReshardError", "ReshardError")
             assert told["two classes"]["text"] == "rank 0: torn\nrank 2: full"
             assert told["foreign"]["text"] == "rank 2: MemoryError: too much"
-            assert all(told[name]["seconds"] < SHORT for name in faults)
+            assert all(told[name]["seconds"] < LONG / 2 for name in faults)
             assert told["after"] == [7, 7, 7]
 
 
@@ -162,7 +162,7 @@ def test_a_rank_killed_in_the_middle_of_a_message() -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
 
             group._store = Deadly()  # type: ignore[assignment]
-        return timed(lambda: agree(channel, "x" * 5_000_000, SHORT))
+        return timed(lambda: agree(channel, "x" * 5_000_000, 4 * SHORT))
 
     with Job(3, work) as job:
         first, killed, last = job.outcomes()
@@ -170,7 +170,7 @@ def test_a_rank_killed_in_the_middle_of_a_message() -> None:
         for said in (first, last):
             assert said is not None
             assert (said["value"]["error"], said["value"]["ranks"]) == ("GroupError", [1])
-            assert said["value"]["seconds"] < SHORT + LATE
+            assert said["value"]["seconds"] < 4 * SHORT + LATE
 
 
 def test_rank_0_gone() -> None:
@@ -200,7 +200,7 @@ def test_a_failure_in_one_rank_ends_the_session_for_all_at_once() -> None:
     assert "ranks exchange JSON values" in first[0]["text"]
     assert "value" in second[0]  # it had sent its part and learns of it in the next operation
     assert [told[1]["error"] for told in (first, second, third)] == ["GroupError"] * 3
-    assert all(entry["seconds"] < SHORT for told in (first, second, third) for entry in told[:2])
+    assert all(entry["seconds"] < LONG / 2 for told in (first, second, third) for entry in told[:2])
 
 
 def test_a_store_that_is_silent_or_gone() -> None:
@@ -312,7 +312,12 @@ def test_messages_of_sessions_of_one_label_are_not_mixed() -> None:
         assert job.values() == [list(range(30))] * 2
 
 
-@pytest.mark.skipif(not hasattr(torch._C._distributed_c10d.Store, "list_keys"), reason="this torch does not list keys")
+needs_list_keys = pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d.Store, "list_keys"), reason="this torch does not list keys"
+)
+
+
+@needs_list_keys
 def test_nothing_is_left_in_the_store() -> None:
     def work(group: TorchGroup) -> Any:
         channel = session(group, "save")
@@ -327,6 +332,19 @@ def test_nothing_is_left_in_the_store() -> None:
 
     with Job(3, work) as job:
         assert job.values() == [["barrier", "save"]] * 3
+
+
+@needs_list_keys
+def test_a_broadcast_is_fetched_before_its_root_goes_away() -> None:
+    def work(group: TorchGroup) -> Any:
+        for i in range(20):
+            assert session(group, "news").broadcast(i, timeout=LONG) == i
+            if group.rank == 0:
+                assert not [key for key in group._store.list_keys() if "broadcast" in key]
+        return timed(lambda: session(group, "others").broadcast(1, timeout=LONG)) if group.rank == 0 else None
+
+    with Job(3, work) as job:
+        assert job.values()[0]["seconds"] < LATE  # a second for those who never come
 
 
 def test_a_forked_child_is_no_rank() -> None:

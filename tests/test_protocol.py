@@ -623,8 +623,17 @@ def test_without_locks_claims_alone_keep_writers_apart(root: Path, monkeypatch: 
 
     monkeypatch.setattr(fcntl, "flock", flock)
     monkeypatch.setattr(claims, "_WATCH_SECONDS", 0.1)
+    real = claims._watch
+    watched: list[str] = []
+
+    def watch(root: Path, writers: Path, beats: dict[str, int]) -> dict[str, int]:
+        watched.extend(beats)
+        return real(root, writers, beats)
+
+    monkeypatch.setattr(claims, "_watch", watch)
     foreign_claim(root).write_bytes(b"")  # somebody may be writing it at this moment
     save(root, 100)
+    assert watched == ["epoch_7"]
     assert in_child(partial(refusal, root)) == "ClaimedError"
     assert names(root / ".writers") == ["epoch_8"]
 
@@ -848,16 +857,19 @@ def test_a_tracker_that_was_set_back_by_hand_is_obeyed(root: Path) -> None:
 
 def test_the_old_one_is_not_given_up_for_a_new_one_whose_name_may_not_last(root: Path) -> None:
     save(root, 100)
-
-    def fail_to_sync(name: str) -> None:
-        if name == "sync root":
-            fail_with(errno.EIO)()
-
     attempt = protocol.begin(root, 100)
     manifest = protocol.seal(attempt, write_files(attempt.staging, 100, 1), world_size=2)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError):
-        patch.setattr(steps, "fsync_folder", lambda folder: fail_to_sync(f"sync {folder.name}"))
-        protocol.publish(attempt, manifest)
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        if os.path.samestat(os.fstat(handle), root.stat()):
+            fail_with(errno.EIO)()
+        real(handle)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(StorageError):
+            protocol.publish(attempt, manifest)
     protocol.abandon(attempt)
     assert held(attempt.folder) == (100, 1)
     assert held(attempt.staging) == (100, 0)
@@ -874,10 +886,10 @@ def test_what_made_room_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch)
     assert all_held(root) == set()
     assert recovered(root) == ["iteration 100 was being replaced, and is put back"]
     assert all_held(root) == {(100, 0)}
-    assert not staging.put_back(root, root / ".staging" / f"100.9.{'0' * 32}", durable=True)
     # What retention left in the trash is not meant.
     (root / "iteration_00000100").rename(root / ".trash" / f"100.{'0' * 32}")
     assert recovered(root) == []
+    assert not staging.put_back(root, root / ".staging" / f"100.9.{'0' * 32}", durable=True)
     assert all_held(root) == set()
 
 

@@ -96,6 +96,7 @@ def facts(*numbers: int, **changes: Any) -> list[Facts]:
         (facts(1, 2, 3), {"tracker": 1, "keep": 1}, []),
         # refused at a roll-back: it does not count
         (facts(1, 2, 3, 4, passed_over=[3]), {"tracker": 4, "keep": 2}, [1, 3]),
+        (facts(1, 2, 3, passed_over=[3]), {"tracker": 3, "keep": 1}, [1]),
         # never the last verified one
         (facts(1, 2, 3, 4, unverified=[2, 3, 4]), {"tracker": 4, "keep": 2}, [2]),
         (facts(1, 2, 3, 4, unverified=[3, 4]), {"tracker": 4, "keep": 2}, [1]),
@@ -259,7 +260,6 @@ def test_after_a_roll_back_what_was_refused_does_not_count(root: Path) -> None:
     save(root, 150, rollback=True, passed_over=(200, 300))
     assert retention.apply(root, keep=1).iterations == (100,)
     assert iterations(root) == [150, 200, 300]
-    protocol.release()
     save(root, 200, 1)  # made anew: from here on it counts
     save(root, 350)
     assert retention.apply(root, keep=2, dry_run=True).iterations == (150, 300)
@@ -333,6 +333,18 @@ def test_a_number_of_best_ones_that_is_none(root: Path) -> None:
     fill(root, 100)
     with pytest.raises(ArgumentError, match="`keep_best` names a metric and a number from 1 on, not 0"):
         retention.apply(root, keep=1, keep_best=("loss", 0))
+
+
+def test_the_manifest_goes_first_and_for_good(root: Path) -> None:
+    fill(root, 100, 200)
+    with stopped_at(1000, lambda: None) as seen:
+        retention.apply(root, keep=1)
+    kinds = [line.split(" ")[0] for line in seen]
+    first = kinds.index("unlink")
+    assert kinds.index("rename") < first
+    assert seen[first] == "unlink manifest.json"
+    assert kinds[first + 1] == "fsync"
+    assert kinds[first + 2] == "unlink"
 
 
 # -- others at the same time

@@ -38,6 +38,7 @@ from reshard.errors import (
 )
 from reshard.formats import manifest
 from reshard.write import protocol
+from reshard.write.facts import plan_iteration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -388,6 +389,7 @@ def test_no_room_leaves_the_old_checkpoint_and_no_debris(small_disk: Path, monke
     before = {path: path.stat().st_ino for path in small_disk.rglob("*") if path.is_file()}
     with pytest.raises(StorageError, match="bytes free"):  # seen before a byte is written
         reshard.save(small_disk, 2, big)
+    monkeypatch.setattr("reshard.write.save._last_plan", None)
     monkeypatch.setattr("reshard.write.save.planned_bytes", lambda plan, facts: 0)
     with pytest.raises(StorageError) as error:  # and met while writing
         reshard.save(small_disk, 2, big)
@@ -414,6 +416,22 @@ def told_shapes(mapping: dict[str, Any], checkpoint: Checkpoint) -> dict[str, tu
     return told
 
 
+def states_of(mapping: dict[str, Any], checkpoint: Checkpoint) -> set[str]:
+    """The keys and joins that are given as the optimizer's: a join of both parts is the model's, with all its keys."""
+    joins: dict[str, list[str]] = {}
+    for key in checkpoint.tensors:
+        join = rule_of(mapping, key, checkpoint.shapes, checkpoint.optimizer_keys).join
+        if join is not None:
+            joins.setdefault(join, []).append(key)
+    states = set(checkpoint.optimizer_keys)
+    for join, keys in joins.items():
+        if states >= set(keys):
+            states.add(join)
+        else:
+            states -= set(keys)
+    return states
+
+
 def is_without_gaps(mapping: dict[str, Any]) -> bool:
     ranks = mesh_ranks(mapping)
     return sorted(ranks) == list(range(len(ranks)))
@@ -431,6 +449,7 @@ def test_what_ranks_save_under_any_layout_is_the_checkpoint() -> None:
         as_shards = data.draw(st.booleans())
         seen.update(kinds(mapping))
         told = told_shapes(mapping, checkpoint)
+        states = states_of(mapping, checkpoint)
         world_size = len(mesh_ranks(mapping))
         with tempfile.TemporaryDirectory() as name:
             root = Path(name)
@@ -441,10 +460,7 @@ def test_what_ranks_save_under_any_layout_is_the_checkpoint() -> None:
                 model: dict[str, object] = {}
                 optimizer: dict[str, object] = {}
                 for key, value in own.items():
-                    is_state = key in checkpoint.optimizer_keys or (
-                        key not in checkpoint.tensors and not key.startswith("joined.")
-                    )
-                    part = optimizer if is_state else model
+                    part = optimizer if key in states else model
                     part[key] = value
                     if as_shards and key in told:
                         part[key] = reshard.Shard(value, shapes.pop(key))
@@ -461,7 +477,7 @@ def test_what_ranks_save_under_any_layout_is_the_checkpoint() -> None:
             assert len({report.digest for report in reports}) == 1
             with reshard.open(root) as opened:
                 assert as_bytes(opened.load()) == as_bytes(checkpoint.tensors)
-                assert sorted(opened.keys("optimizer")) == sorted(checkpoint.optimizer_keys)
+                assert set(opened.keys("optimizer")) == states & checkpoint.tensors.keys()
                 expressible = {k: a for k, a in checkpoint.tensors.items() if k not in opened.tiled_keys()}
             if {str(a.dtype) for a in checkpoint.tensors.values()} <= KNOWN:
                 assert as_bytes(original_reader.read_tree(root)) == as_bytes(expressible)
@@ -573,6 +589,36 @@ def test_ranks_that_write_nothing(tmp_path: Path) -> None:
     )  # fmt: skip
     assert [report.n_files for report in reports] == [1] * 4
     assert original_reader.read_tree(tmp_path)["global_step"] == 8
+
+
+def test_a_plan_serves_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reshard.write import save as module
+
+    made: list[int] = []
+    real = plan_iteration
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(module, "plan_iteration", counted)
+    monkeypatch.setattr(module, "_last_plan", None)
+    narrow = np.zeros(3, np.int8)
+    cases: list[tuple[int, dict[str, Array], dict[str, Any]]] = [
+        (1, {"w": ZEROS}, {}),
+        (0, {"w": ZEROS + 1}, {"common": {"epoch_num": 2}}),
+        (1, {"w": ZEROS, "v": ZEROS}, {}),
+        (1, {"w": np.zeros(3), "v": ZEROS}, {}),
+        (1, {"w": narrow, "v": ZEROS}, {}),
+        (1, {"w": narrow, "v": ZEROS}, {"prefix": "x"}),
+        (0, {"w": narrow + 1, "v": ZEROS}, {"prefix": "x"}),
+    ]
+    for iteration, (n_made, model, options) in enumerate(cases):
+        made.clear()
+        reshard.save(tmp_path, iteration, model, durable=False, **options)
+        assert len(made) == n_made
+        with reshard.open(tmp_path) as opened:
+            assert as_bytes(opened.load()) == as_bytes(model)
 
 
 def test_hosts_that_share_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

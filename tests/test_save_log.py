@@ -150,7 +150,7 @@ def test_a_line_that_is_no_json(data: bytes, tmp_path: Path) -> None:
     assert math.isnan(got.metrics["norm"])
 
 
-def test_only_the_end_of_a_huge_log_is_read(tmp_path: Path) -> None:
+def test_only_the_end_of_a_huge_log_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / SAVE_LOG_FILE
     append(tmp_path, record(1))
     with path.open("r+b") as file:
@@ -158,6 +158,7 @@ def test_only_the_end_of_a_huge_log_is_read(tmp_path: Path) -> None:
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + json.dumps(line(iteration=2)).encode() + b"\n")
     assert [entry.iteration for entry in read(tmp_path)] == [2]
+    assert caplog.text == ""  # the line of which the end was read first is not taken for a torn one
 
 
 def test_something_else_altogether(tmp_path: Path) -> None:

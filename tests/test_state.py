@@ -120,7 +120,7 @@ def test_tensors_of_every_dtype(dtype: torch.dtype) -> None:
             dump(tensor)
         return
     check(tensor)
-    check([tensor[:1].reshape(()), tensor[:0], tensor[:6].reshape(2, 3).T, tensor.reshape(2, 1, -1)])
+    check([tensor[:1].reshape(()), tensor[:0], tensor[:6].reshape(2, 3).T, tensor[::2], tensor.reshape(2, 1, -1)])
     check({"dtype": dtype})
 
 
@@ -234,8 +234,9 @@ def test_a_readable_text() -> None:
 
 
 def test_equal_states_make_equal_texts() -> None:
-    texts = {dump({"s": set(order)})[0] for order in (["b", "a", 1 << 70], [1 << 70, "a", "b"], ["a", 1 << 70, "b"])}
-    assert len(texts) == 1
+    one, other = {0, 8}, {8, 0}
+    assert list(one) != list(other)  # equal all the same
+    assert dump(one) == dump(other)
 
 
 class Colour(enum.IntEnum):
@@ -357,7 +358,8 @@ def test_a_damaged_value(node: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["float7", "onnx", "_dynamo", "Tensor", "__dict__"])
-def test_a_torch_dtype_is_a_dtype(name: str) -> None:
+def test_a_torch_dtype_is_a_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__getattr__", lambda name: pytest.fail(f"torch was asked to import {name}"))
     with pytest.raises(UnsupportedError, match="this torch has no dtype"):
         load(file({"!torch.dtype": name}), {})
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.verbs.convert import ConvertReport, convert
     from reshard.verbs.diff import DiffReport, TensorDifference, diff
     from reshard.verbs.load import Loaded, PendingLoad, load, load_async
+    from reshard.verbs.prune import Removed, pin, prune, unpin
     from reshard.verbs.verify import VerifyReport, verify
     from reshard.write.save import PendingSave, SaveReport, Shard, save
 
@@ -39,6 +40,7 @@ __all__ = [
     "ModelLayout",
     "PendingLoad",
     "PendingSave",
+    "Removed",
     "ReshardError",
     "SaveReport",
     "Shard",
@@ -54,9 +56,12 @@ __all__ = [
     "load_file",
     "open",
     "per_rank",
+    "pin",
+    "prune",
     "safe_open",
     "save",
     "save_file",
+    "unpin",
     "verify",
 ]
 
@@ -69,6 +74,7 @@ _HOMES = {
     "ModelLayout": "reshard.layout",
     "PendingLoad": "reshard.verbs.load",
     "PendingSave": "reshard.write.save",
+    "Removed": "reshard.verbs.prune",
     "SaveReport": "reshard.write.save",
     "Shard": "reshard.write.save",
     "StoredShard": "reshard.checkpoint",
@@ -82,9 +88,12 @@ _HOMES = {
     "load_file": "reshard.interop",
     "open": "reshard.opening",
     "per_rank": "reshard.formats.state",
+    "pin": "reshard.verbs.prune",
+    "prune": "reshard.verbs.prune",
     "safe_open": "reshard.interop",
     "save": "reshard.write.save",
     "save_file": "reshard.interop",
+    "unpin": "reshard.verbs.prune",
     "verify": "reshard.verbs.verify",
 }
 

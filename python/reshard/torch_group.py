@@ -12,6 +12,7 @@ This module never imports torch: it looks at the one that is there.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import queue
@@ -39,6 +40,7 @@ _FIRST_SLEEP_S = 0.0005
 _LAST_SLEEP_S = 0.05
 _RANKS_PER_SLEEP = 1024  # larger worlds ask more seldom: the one server answers at most some 20,000 questions a second
 _GRACE_S = 1.0  # who waits for a root gives it this much more, so that the root can say for whom it waited in vain
+_LINGER_S = 1.0  # for which the root of a broadcast stays to see it fetched
 _SILENCE_S = 1.5  # a store that has not answered at this time after the deadline is given up
 _MAX_NAMED = 8
 _MAX_MESSAGE = 2000
@@ -101,7 +103,10 @@ class TorchGroup:
         return self.session("gather").gather(value, root=root, timeout=timeout)
 
     def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
-        """The root's value, everywhere. The root does not wait for the others.
+        """The root's value, everywhere.
+
+        The root gives the others a second to fetch it: if the store is served by the root's process, and this was the
+        last thing that it did, the value would be gone with it. Whether they do makes no difference to the root.
 
         Raises:
             GroupError: the deadline passed.
@@ -180,6 +185,9 @@ class TorchSession:
             self._join(name, deadline, timeout)
             if self.rank == root:
                 self._send(name, parts)
+                end = min(deadline, time.monotonic() + max(_LINGER_S, 2 * self._longest_sleep_s))
+                with contextlib.suppress(GroupError, RuntimeError):
+                    self._wait([], end, lambda: not self._store.check([self._key(name, root)]))
                 return json.loads("".join(parts))
             if not self._wait([self._key(name, root)], deadline + _GRACE_S):
                 self._give_up(name, timeout, [root])
@@ -354,9 +362,11 @@ class TorchSession:
             others = [f"{key}/{i}" for i in range(1, int(n_parts))]
             received[rank] = json.loads(b"".join([text, *(self._store.get(other) for other in others)]))
             read = f"{key}/read"
-            if last or self._store.add(read, 1) == self.world_size - 1:
-                for done in [key, *others, *([] if last else [read])]:
-                    self._store.delete_key(done)
+            # What has come has come, even if the server goes away in this moment.
+            with contextlib.suppress(RuntimeError):
+                if last or self._store.add(read, 1) == self.world_size - 1:
+                    for done in [*others, *([] if last else [read]), key]:
+                        self._store.delete_key(done)
         return received
 
 

@@ -14,6 +14,7 @@ from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
+from reshard.cli.prune import pin, prune, unpin
 from reshard.cli.verify import verify
 
 __all__ = ["main"]
@@ -31,6 +32,7 @@ def main() -> None:
       reshard convert hf/ tp4/ --layout tp4.yaml
       reshard diff output/checkpoint hf/ --part model
       reshard explain output/checkpoint --global-batch-size 512
+      reshard verify output/checkpoint
       reshard demo
 
     Exit codes: 0 done, 1 refused or damaged, 2 usage, 130 interrupted.
@@ -42,4 +44,7 @@ main.add_command(verify)
 main.add_command(convert)
 main.add_command(diff)
 main.add_command(explain)
+main.add_command(prune)
+main.add_command(pin)
+main.add_command(unpin)
 main.add_command(demo)

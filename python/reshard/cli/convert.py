@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import click
@@ -49,8 +50,15 @@ __all__ = ["convert"]
 @click.option(
     "--modes", type=click.Choice(["original"]), help="File permissions as MindSpore Transformers sets them (0400)."
 )
+@click.option(
+    "--share",
+    metavar="I/N",
+    help="Write the I-th of N shares, I from 0; whoever writes the last one publishes. Default: by torchrun or Slurm.",
+)
 @command
-def convert(src: str, dst: str, *, no_dedup: bool, no_sync: bool, as_json: bool, **options: Any) -> None:
+def convert(
+    src: str, dst: str, *, no_dedup: bool, no_sync: bool, share: str | None, as_json: bool, **options: Any
+) -> None:
     """Write the checkpoint SRC again as DST: in another format, layout, file size or dtype.
 
     SRC is a .safetensors file, a Hugging Face folder, a checkpoint root or one of its iteration folders. DST appears
@@ -63,7 +71,9 @@ def convert(src: str, dst: str, *, no_dedup: bool, no_sync: bool, as_json: bool,
       reshard convert output/checkpoint tp4/ --layout tp4.yaml --iteration 7
       reshard convert output/checkpoint all.safetensors --to safetensors
       reshard convert hf/ small/ --max-shard-size 500MB --dtype bfloat16
+      reshard convert output/checkpoint hf/ --share 0/4      a fourth of the work, on one of four machines
     """
+    options["share"] = _launched() if share is None else _parsed(share)
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.convert(src, dst, dedup=not no_dedup, durable=not no_sync, progress=progress, **options)
     # What is in the report was often logged as well, with where it came from before it.
@@ -71,7 +81,11 @@ def convert(src: str, dst: str, *, no_dedup: bool, no_sync: bool, as_json: bool,
     if as_json:
         echo_json({**dataclasses.asdict(report), "warnings": warnings})
         return
-    echo(f"wrote {shown(report.path)}")
+    if report.pending:
+        others = ", ".join(map(str, report.pending[:8])) + (", ..." if len(report.pending) > 8 else "")
+        echo(f"wrote share {options['share'][0]} of {options['share'][1]}; to be written before it appears: {others}")
+    else:
+        echo(f"wrote {shown(report.path)}")
     echo(
         f"{report.to}, {report.n_tensors} tensors, {report.n_files} file{'s' if report.n_files != 1 else ''}, "
         f"{size(report.n_bytes)} in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}"
@@ -80,3 +94,19 @@ def convert(src: str, dst: str, *, no_dedup: bool, no_sync: bool, as_json: bool,
         warn(warning)
     if report.not_expressible:
         echo(f"hint: `reshard inspect {shown(dst)}` marks them", err=True)
+
+
+def _parsed(share: str) -> tuple[int, int]:
+    index, slash, count = share.partition("/")
+    if not (slash and index.isascii() and index.isdigit() and count.isascii() and count.isdigit()):
+        raise click.BadParameter(f"{share!r} is not I/N, such as 0/4 for the first of four", param_hint="--share")
+    return int(index), int(count)
+
+
+def _launched() -> tuple[int, int] | None:
+    """The share of a process that torchrun or Slurm started beside others."""
+    for rank, of in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        index, count = os.environ.get(rank, ""), os.environ.get(of, "")
+        if index.isascii() and index.isdigit() and count.isascii() and count.isdigit():
+            return (int(index), int(count)) if int(count) > 1 else None
+    return None

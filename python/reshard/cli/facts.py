@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reshard.checkpoint import Checkpoint, TensorInfo
+    from reshard.formats.save_log import SaveRecord
     from reshard.layout import BoundLayout, ModelLayout
     from reshard.resume.resolve import Order
 
@@ -70,6 +71,7 @@ class Facts:
     layout: ModelLayout | None
     layout_reason: str | None  # why there is no layout
     files: list[tuple[str, int]]  # name and bytes
+    saves: list[SaveRecord]  # the log of the root, the oldest first
     parts: dict[str, dict[str, Any]]  # totals of "model" and "optimizer"
 
     @property
@@ -86,6 +88,7 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
         checkpoint: opened from it.
         everything: look into every iteration, however many there are.
     """
+    from reshard.formats import save_log
     from reshard.opening import iterations
 
     layout: ModelLayout | None = None
@@ -110,6 +113,7 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
         layout=layout,
         layout_reason=reason,
         files=[(file.name, file.n_bytes) for file in checkpoint.files()],
+        saves=[] if order is None else save_log.read(path),
         parts=_parts(rows),
     )
 

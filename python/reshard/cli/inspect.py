@@ -31,16 +31,19 @@ from reshard.cli.output import (
 from reshard.errors import KeyNotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.cli.facts import Facts, Iteration, Row
+    from reshard.formats.manifest import Manifest
+    from reshard.formats.save_log import SaveRecord
 
 __all__ = ["inspect"]
 
 _MAX_PLAIN = 24  # tensors that are listed one by one
 _MAX_ROWS = 60  # lines of the summary
 _MAX_ITERATIONS = 20  # that are listed
+_MAX_SAVES = 10
 _MIN_KEY = 36  # columns for the keys of a table; with less they get lines of their own
 _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 
@@ -116,6 +119,9 @@ def _json(facts: Facts, rows: list[Row]) -> dict[str, Any]:
         "iteration": checkpoint.iteration,
         "iterations": None if facts.iterations is None else [dataclasses.asdict(one) for one in facts.iterations],
         "tracker_reason": facts.tracker_reason,
+        "verified": checkpoint.verified,
+        "manifest": _json_manifest(checkpoint.manifest),
+        "saves": [{**dataclasses.asdict(save), "metrics": _finite(save.metrics)} for save in facts.saves],
         "common": None if checkpoint.common is None else dataclasses.asdict(checkpoint.common),
         "parts": facts.parts,
         "mesh": None if layout is None else layout.mesh,
@@ -126,6 +132,18 @@ def _json(facts: Facts, rows: list[Row]) -> dict[str, Any]:
         "unseen_by_mindspore": facts.unseen,
         "tensors": {row.key: _json_row(row, facts.checkpoint, with_shards=len(rows) == 1) for row in rows},
     }
+
+
+def _json_manifest(manifest: Manifest | None) -> dict[str, Any] | None:
+    if manifest is None:
+        return None
+    names = ("iteration", "epoch", "attempt", "world_size", "previous_tracker", "passed_over", "writer", "saved_at")
+    return {**{name: getattr(manifest, name) for name in names}, "digest": manifest.digest}
+
+
+def _finite(metrics: Mapping[str, int | float]) -> dict[str, object]:
+    """JSON has no infinity and no NaN: they are told as text."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
 def _json_row(row: Row, checkpoint: Checkpoint, *, with_shards: bool) -> dict[str, Any]:
@@ -149,6 +167,9 @@ def _print_page(facts: Facts, *, everything: bool) -> None:
     if facts.iterations is not None:
         _print_iterations(facts, facts.iterations, everything=everything)
         echo()
+    if facts.saves:
+        _print_saves(facts.saves if everything else facts.saves[-_MAX_SAVES:], len(facts.saves))
+        echo()
     _print_title(facts)
     echo_facts(_lines(facts))
     echo()
@@ -170,6 +191,12 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         text = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
         more = f"; not known here: {', '.join(map(shown, unknown[:8]))}" if unknown else ""
         lines.append(("common", (text or "no counters") + more))
+    manifest = checkpoint.manifest
+    if manifest is not None:
+        ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
+        lines.append(("manifest", f"saved {shown(manifest.saved_at)} by {ranks}, {shown(manifest.writer)}"))
+    elif checkpoint.format == "checkpoint2":
+        lines.append(("manifest", "none: unverified, only the structure can be checked"))
     for part, told in sorted(facts.parts.items()):  # model, optimizer
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in told["dtypes"].most_common())
         elements = "parameters" if part == "model" else "elements"
@@ -227,6 +254,19 @@ def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everythi
     if facts.tracker_reason is not None:
         lines.append(("no tracker", shown(facts.tracker_reason)))
     echo_facts(lines)
+
+
+def _print_saves(saves: Sequence[SaveRecord], n_saves: int) -> None:
+    """The log of saves, the newest first."""
+    metrics = list(dict.fromkeys(name for save in saves for name in save.metrics))
+    table = plain_table("saved at", "iteration", "size", "took", "stall", *map(shown, metrics), right=("iteration",))
+    for save in reversed(saves):
+        values = (f"{save.metrics[name]:.6g}" if name in save.metrics else "" for name in metrics)
+        took = (f"{save.wall_s:.1f} s", f"{save.stall_s:.1f} s")
+        table.add_row(shown(save.saved_at), str(save.iteration), size(save.n_bytes), *took, *values)
+    echo_table(table)
+    if len(saves) < n_saves:
+        echo(f"and {n_saves - len(saves)} older saves; --all lists them")
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Loader:
             "!frozenset": lambda items: frozenset(self._set(items)),
             "!dict": lambda items: dict(self._pairs(items)),
             "!ordered": lambda items: OrderedDict(self._pairs(items)),
-            "!counter": lambda items: _counter(self._pairs(items)),
+            "!counter": lambda items: Counter(dict(self._pairs(items))),
         }
         self._leaves: dict[str, Callable[[Any], Any]] = {
             "!int": self._int,
@@ -163,7 +163,7 @@ class Loader:
         self._check(isinstance(content, list) and len(content) == 2, "a scalar is not a dtype and its bytes")
         dtype, data = self._dtype(content[0]), self._bytes(content[1])
         self._check(dtype.kind not in "SU", "a scalar is text")
-        self._check(len(data) == dtype.itemsize > 0, f"a scalar of dtype {dtype} has {len(data)} bytes")
+        self._check(len(data) == dtype.itemsize, f"a scalar of dtype {dtype} has {len(data)} bytes")
         value: np.generic = np.frombuffer(data, dtype)[0]
         return value
 
@@ -173,7 +173,7 @@ class Loader:
             self._check(stored.dtype == dtype and stored.shape == shape, f"array {content[0]!a} is of another form")
             return stored
         n_bytes = math.prod(shape) * dtype.itemsize
-        is_whole = stored.dtype == np.uint8 and stored.shape == (n_bytes,) and dtype.itemsize > 0
+        is_whole = stored.dtype == np.uint8 and stored.shape == (n_bytes,)
         self._check(is_whole, f"array {content[0]!a} does not have {n_bytes} bytes")
         try:
             return (
@@ -215,7 +215,7 @@ class Loader:
         if spelling in _ML_DTYPES:
             return _ML_DTYPES[spelling]
         try:
-            dtype = np.dtype(spelling) if _NUMPY_DTYPE.fullmatch(spelling) else None
+            dtype: np.dtype[Any] | None = np.dtype(spelling) if _NUMPY_DTYPE.fullmatch(spelling) else None
         except TypeError:
             dtype = None
         # numpy has spellings beside the one that it prints, and a dtype of the safetensors format has its name there.
@@ -285,12 +285,6 @@ def _torch() -> Any:
     except ImportError:
         return None
     return torch
-
-
-def _counter(pairs: list[tuple[Any, Any]]) -> Counter[Any]:
-    made: Counter[Any] = Counter()
-    dict.update(made, pairs)  # the values may be any, and are not added up
-    return made
 
 
 def float_name(value: float) -> str:

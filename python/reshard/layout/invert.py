@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import LayoutError, MismatchError
 from reshard.layout.bind import core_layout
-from reshard.layout.patterns import Matcher, Pattern, show
+from reshard.layout.patterns import Matcher, Pattern
 from reshard.layout.resolve import resolve, state_of
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -16,7 +16,7 @@ from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
 from reshard.formats import checkpoint2, huggingface
 from reshard.formats.files import show
 from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, set_sums, unfinished
-from reshard.opening.root import best_of, is_damage, iterations, order_of, reason_of
+from reshard.opening.root import best_of, is_damage, iterations, newer_than, order_of, reason_of
 
 __all__ = [
     "Chosen",
@@ -25,6 +25,7 @@ __all__ = [
     "is_damage",
     "iterations",
     "marks",
+    "newer_than",
     "open",
     "open_chosen",
     "order_of",

@@ -36,7 +36,7 @@ def gather(
     run: RunFacts | None = None,
     *,
     method: _core.ReadMethod = "auto",
-    passed_over: Mapping[str, str] | None = None,
+    faults: Mapping[str, str] | None = None,
     opened: dict[str, Checkpoint] | None = None,
 ) -> Facts:
     """Look at what a configuration wants to load.
@@ -48,7 +48,7 @@ def gather(
         config: what is to be loaded, and what is asked of it.
         run: the run that is about to start.
         method: how files are read, as in `reshard.open`.
-        passed_over: folders that have proven damaged already, while they were loaded, with the reason: by their name.
+        faults: what has proven damaged already, while it was loaded: why, by its path.
         opened: filled with the checkpoint that would be taken, opened, by its path; None: it is closed again.
 
     Raises:
@@ -62,7 +62,7 @@ def gather(
     """
     path = Path(config.load_path)
     facts = Facts(config.load_path, "absent", run=run or RunFacts())
-    look = _Look(config, facts, method, passed_over or {}, opened)
+    look = _Look(config, facts, method, faults or {}, opened)
     if not config.load_path:
         return facts
     root, iteration = split_iteration(config.load_path)
@@ -92,7 +92,7 @@ class _Look:
     config: Config
     facts: Facts
     method: _core.ReadMethod
-    passed_over: Mapping[str, str]
+    faults: Mapping[str, str]
     opened: dict[str, Checkpoint] | None
 
     def at_one(self, path: Path, kind: Kind) -> Facts:
@@ -123,9 +123,9 @@ class _Look:
 
     def _candidate(self, path: Path, iteration: int | None, why: str, kind: Kind) -> CandidateFacts:
         """What a candidate holds, or its fault."""
-        if path.name in self.passed_over:
+        if str(path) in self.faults:
             number = split_iteration(str(path))[1] if iteration is None else iteration
-            return CandidateFacts(str(path), number, why, fault=self.passed_over[path.name])
+            return CandidateFacts(str(path), number, why, fault=self.faults[str(path)])
         try:
             checkpoint = (
                 open_path(path, method=self.method) if kind != "root" else open_folder(path, self.method, iteration)

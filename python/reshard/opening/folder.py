@@ -32,6 +32,7 @@ __all__ = ["Chosen", "Proof", "chosen", "marks", "open_chosen", "open_folder", "
 _log = logging.getLogger("reshard")
 
 _MAX_METADATA_BYTES = 4 << 30
+_MAX_TRIES = 3  # to open what is saved again meanwhile
 
 Unlisted: TypeAlias = tuple[tuple[str, str, tuple[int, ...], tuple[str, ...]], ...]
 
@@ -109,36 +110,49 @@ def open_folder(
         >>> open_folder(Path("output/checkpoint/iteration_00000005"), "auto").iteration  # doctest: +SKIP
         5
     """
+    for n_left in reversed(range(_MAX_TRIES)):
+        with opened_proof(folder) as proof:
+            try:
+                return _open_proven(folder, proof, method, iteration, known)
+            except ReshardError:
+                # If it was saved again meanwhile, parts of two saves were looked at as if they were one.
+                if n_left == 0 or proof.is_still_that_of(folder):
+                    raise
+    raise AssertionError  # not reached
+
+
+def _open_proven(
+    folder: Path, proof: Proof, method: _core.ReadMethod, iteration: int | None, known: Chosen | None
+) -> Checkpoint:
     if iteration is None:
         iteration = checkpoint2.parse_iteration_folder(folder.resolve().name)
-    with opened_proof(folder) as proof:
-        manifest = proof.manifest
-        if manifest is not None and known is None:
-            manifests.check_sizes(folder, manifest)
-            _warn_of_strangers(folder, manifest)
-        described = _read_description(folder, manifest)
-        digest = described.digest if manifest is None else manifest.digest
-        if known is not None and known.digest != digest:
-            raise MismatchError(
-                f"{show(str(folder))} has the digest {digest} here, and {known.digest} on the rank that chose it",
-                path=str(folder),
-            )
-        index, rest = _index(folder, described, manifest, method)
-        if manifest is not None:
-            set_sums(index, folder, manifest)
-        if described.tiles is not None:
-            _add_tiles(index, folder, described.tiles)
-        is_checkpoint2 = described.metadata is not None or described.common is not None or described.tiles is None
-        if known is not None:
-            unlisted = known.unlisted
-        else:
-            if manifest is None and (is_checkpoint2 or iteration is not None):
-                _refuse_unfinished(index, folder, proof)
-            unlisted = _unlisted(index, folder, rest)
-        _add_unlisted(index, unlisted)
-        checkpoint = Checkpoint(
-            "checkpoint2" if is_checkpoint2 else "safetensors", folder, index, manifest, proof.keep_lock()
+    manifest = proof.manifest
+    if manifest is not None and known is None:
+        manifests.check_sizes(folder, manifest)
+        _warn_of_strangers(folder, manifest)
+    described = _read_description(folder, manifest)
+    digest = described.digest if manifest is None else manifest.digest
+    if known is not None and known.digest != digest:
+        raise MismatchError(
+            f"{show(str(folder))} has the digest {digest} here, and {known.digest} on the rank that chose it",
+            path=str(folder),
         )
+    index, rest = _index(folder, described, manifest, method)
+    if manifest is not None:
+        set_sums(index, folder, manifest)
+    if described.tiles is not None:
+        _add_tiles(index, folder, described.tiles)
+    is_checkpoint2 = described.metadata is not None or described.common is not None or described.tiles is None
+    if known is not None:
+        unlisted = known.unlisted
+    else:
+        if manifest is None and (is_checkpoint2 or iteration is not None):
+            _refuse_unfinished(index, folder, proof)
+        unlisted = _unlisted(index, folder, rest)
+    _add_unlisted(index, unlisted)
+    checkpoint = Checkpoint(
+        "checkpoint2" if is_checkpoint2 else "safetensors", folder, index, manifest, proof.keep_lock()
+    )
     checkpoint.iteration, checkpoint.common = iteration, described.common
     checkpoint._tiles = described.tiles  # noqa: SLF001  made here, as all of it
     checkpoint._chosen = Chosen(str(folder), iteration, digest, unlisted)  # noqa: SLF001
@@ -180,6 +194,14 @@ class Proof:
         """The lock, for whoever closes it from now on."""
         lock, self._lock = self._lock, None
         return lock
+
+    def is_still_that_of(self, folder: Path) -> bool:
+        """Whether the folder has the manifest that was read, or still has none."""
+        try:
+            now = manifests.read(folder).digest
+        except ReshardError:
+            now = None
+        return now == (None if self.manifest is None else self.manifest.digest)
 
     def release(self) -> None:
         """End the lock, if nobody keeps it."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.checkpoint import Checkpoint
 
-__all__ = ["MAX_LOOKS", "best_of", "is_damage", "iterations", "order_of", "reason_of"]
+__all__ = ["MAX_LOOKS", "best_of", "is_damage", "iterations", "newer_than", "order_of", "reason_of"]
 
 _log = logging.getLogger("reshard")
 
@@ -50,10 +50,28 @@ def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> resol
         >>> [one.name for one in order_of("output/checkpoint").candidates]  # doctest: +SKIP
         ['iteration_00000010', 'iteration_00000005']
     """
-    folder = Path(root)
-    tracker, fault = checkpoint2.read_tracker(folder)
-    folders = [_folder_facts(folder, iteration, name) for iteration, name in checkpoint2.list_iterations(folder)]
-    return resolve.order(tuple(folders), tracker, fault, exact=exact)
+    tracker, fault = checkpoint2.read_tracker(root)
+    return resolve.order(_folders(Path(root)), tracker, fault, exact=exact)
+
+
+def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
+    """Iterations above one that is taken, ascending: they are passed over. Those that a save has recorded are left out.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> newer_than("output/checkpoint", 300)  # doctest: +SKIP
+        (400,)
+    """
+    folders = _folders(Path(root))
+    recorded = resolve.left_behind(folders, checkpoint2.read_tracker(root)[0])
+    return tuple(one.iteration for one in folders if one.iteration > iteration and one.iteration not in recorded)
+
+
+def _folders(root: Path) -> tuple[resolve.Folder, ...]:
+    return tuple(_folder_facts(root, iteration, name) for iteration, name in checkpoint2.list_iterations(root))
 
 
 def iterations(path: str | os.PathLike[str]) -> resolve.Order | None:
@@ -135,9 +153,9 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
 def is_damage(error: ReshardError) -> bool:
     """Whether an error says that a checkpoint is no good, and not that this process could not look at it.
 
-    What a later release wrote is good: a run must not fall back behind it because it was started with an older one.
+    A valid manifest of a later version is good: a run must not fall back behind it because an older release reads it.
     """
-    if isinstance(error, UnsupportedError):
+    if isinstance(error, UnsupportedError) and Path(str(error.path)).name == manifests.MANIFEST_FILE:
         return False
     return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
 

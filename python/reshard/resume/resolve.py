@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from reshard.errors import ArgumentError
 
-__all__ = ["Candidate", "Folder", "Order", "Policy", "order"]
+__all__ = ["Candidate", "Folder", "Order", "Policy", "left_behind", "order"]
 
 Policy: TypeAlias = Literal["tracker", "tracker_only", "highest"]
 
@@ -119,7 +119,7 @@ def order(
         tracker = None
     if exact is not None and all(folder.iteration != exact for folder in folders):
         warnings.append(f"there is no folder of iteration {exact}, which was asked for")
-    left_behind = _left_behind(folders, tracker)
+    behind = left_behind(folders, tracker)
     first: list[tuple[Folder, str]] = []  # above the tracker
     then: list[Candidate] = []
     refused: list[Candidate] = []
@@ -129,8 +129,8 @@ def order(
         if exact is not None:
             refusal = None if iteration == exact else f"iteration {exact} was asked for"
             reason = "asked for"
-        elif iteration in left_behind:
-            by = left_behind[iteration]
+        elif iteration in behind:
+            by = behind[iteration]
             refusal = f"passed over by the run that saved iteration {by}"
         elif policy == "highest":
             reason = "next from the highest down"
@@ -172,7 +172,7 @@ def _fault_above(folder: Folder, tracker: int) -> str | None:
     return None
 
 
-def _left_behind(folders: tuple[Folder, ...], tracker: int | None) -> dict[int, int]:
+def left_behind(folders: tuple[Folder, ...], tracker: int | None) -> dict[int, int]:
     """Iterations that a later run passed over, each with the iteration that says so.
 
     What was saved under such a number by that run itself or after it is another checkpoint, told by its epoch. And if

@@ -7,21 +7,26 @@ destination, within the memory budget, into a staging folder that is published w
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from reshard import _core, dtypes, opening
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats.files import parse_size
+from reshard.group import agree, resolve, session
+from reshard.layout import as_layout
 from reshard.verbs.destinations import WRITER_KEY, Job, Options, to_huggingface, to_safetensors
+from reshard.verbs.shares import Share, Shared, digest_of
 from reshard.verbs.to_checkpoint2 import to_checkpoint2
+from reshard.write.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from reshard.checkpoint import LayoutLike, Part
+    from reshard.group import Group
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
@@ -40,6 +45,7 @@ class ConvertReport:
         n_bytes: bytes of the shard files.
         seconds: how long it took.
         not_expressible: keys whose layout metadata.json cannot say, with the reason; the original does not see them
+        pending: shares that are yet to be written, by others, before anything is published.
         warnings: what deserves a look.
     """
 
@@ -49,6 +55,7 @@ class ConvertReport:
     n_files: int
     n_bytes: int
     seconds: float
+    pending: tuple[int, ...] = ()
     not_expressible: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -71,6 +78,9 @@ def convert(
     overwrite: bool = False,
     strict_format: bool = False,
     modes: Literal["original"] | None = None,
+    share: tuple[int, int] | None = None,
+    group: object = None,
+    timeout: float = 3600.0,
     progress: _core.Progress | None = None,
 ) -> ConvertReport:
     """Write a checkpoint again in another format, layout, file size or dtype.
@@ -94,13 +104,19 @@ def convert(
         strict_format: refuse tensors whose layout metadata.json cannot express, instead of describing them in
             tiles.json, which only this package reads.
         modes: "original" gives files the permissions that MindSpore Transformers gives (shard files 0400).
+        share: `(i, n)`, i from 0: write the i-th of n shares of the files, on any machine that sees source and
+            destination, and publish if it was the last. A share that was cut short is given again.
+        group: a `reshard.group.Group` or a process group of torch.distributed, all of whose ranks make this call: each
+            writes its share, and all return when it is published.
+        timeout: seconds that ranks of a group wait for each other.
         progress: called as `progress(done_bytes, total_bytes)`.
 
     Returns:
-        What was written.
+        What was written; of a share that is not the last, what this share wrote.
 
     Raises:
         DestinationExistsError: `dst` holds something, and `overwrite` was not given or does not cover it.
+        ClaimedError: another process writes into the checkpoint root `dst`.
         ArgumentError: options that contradict each other, or `dst` inside `src` or the reverse.
         LayoutError, CoverageError, MismatchError, UnsupportedError: the source or the layout does not allow it.
         DamagedFileError, StorageError: reading or writing failed. In every case the destination is as it was.
@@ -115,6 +131,33 @@ def convert(
         >>> reshard.open(dst).iteration
         7
     """
+    if group is not None:
+        if share is not None:
+            raise ArgumentError("`share` and `group` exclude each other: a group has a share for each rank")
+        return _convert_together(
+            resolve(group),
+            timeout,
+            lambda share: convert(
+                src,
+                dst,
+                to=to,
+                part=part,
+                layout=layout,
+                iteration=iteration,
+                prefix=prefix,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                dedup=dedup,
+                memory=memory,
+                threads=threads,
+                durable=durable,
+                overwrite=overwrite,
+                strict_format=strict_format,
+                modes=modes,
+                share=share,
+                progress=progress,
+            ),
+        )
     started = time.monotonic()
     source, target = Path(src), Path(dst)
     chosen = _target(to, layout)
@@ -139,6 +182,23 @@ def convert(
         if not keys:
             raise ArgumentError(f"{source} holds no tensors of that part; there is nothing to write", path=str(source))
         job = Job(opened, keys, target, options, overwrite)
+        if share is not None:
+            if is_one_file:
+                raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
+            asked: list[object] = [
+                chosen,
+                part,
+                iteration,
+                prefix,
+                options.dtype,
+                max_shard_size,
+                dedup,
+                durable,
+                overwrite,
+                modes,
+            ]
+            asked.append(None if layout is None else as_layout(layout).to_mapping())
+            job = replace(job, shared=_shared(job, Share(*share), asked, in_root=chosen == "checkpoint2"))
         if chosen == "huggingface":
             written = to_huggingface(job, parse_size(max_shard_size))
         elif chosen == "safetensors":
@@ -161,9 +221,39 @@ def convert(
         n_files=written.n_files,
         n_bytes=written.n_bytes,
         seconds=time.monotonic() - started,
+        pending=tuple(written.pending),
         not_expressible=written.not_expressible,
         warnings=tuple(written.warnings),
     )
+
+
+def _shared(job: Job, share: Share, asked: list[object], *, in_root: bool) -> Shared:
+    digest = digest_of(
+        job.source, {"asked": asked, "n": share.count, "keys": job.keys, "to": str(job.target.resolve())}
+    )
+    if in_root:
+        return Shared(share, job.target / STAGING_FOLDER / f"share-{digest}")
+    return Shared(share, job.target.parent / f".{job.target.name[:150]}.share-{digest}.staging")
+
+
+def _convert_together(
+    group: Group, timeout: float, convert_share: Callable[[tuple[int, int] | None], ConvertReport]
+) -> ConvertReport:
+    """Each rank its share; all of them return when the last is published, or one has failed."""
+    if group.world_size == 1:
+        return convert_share(None)
+    report: ConvertReport | None = None
+    outcome: object = None
+    try:
+        report = convert_share((group.rank, group.world_size))
+        outcome = [report.path, report.n_files, report.n_bytes, list(report.pending)]
+    except Exception as error:  # noqa: BLE001  every rank learns of it, and raises it
+        outcome = error
+    shares = agree(session(group, "convert"), outcome, timeout)
+    assert report is not None
+    # The path of whoever published it: of a Checkpoint 2.0 the iteration folder.
+    path = next((share[0] for share in shares if not share[3]), report.path)
+    return replace(report, path=max(path, *(share[0] for share in shares), key=len), pending=())
 
 
 def _target(to: Target | None, layout: LayoutLike | None) -> Target:

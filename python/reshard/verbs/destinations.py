@@ -14,14 +14,19 @@ from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import huggingface, tiles
 from reshard.formats.files import write_file_atomically
 from reshard.layout import BoundLayout, ModelLayout, as_layout
-from reshard.write.commit import made_folder, published_file, published_folder
+from reshard.verbs.shares import assign, committing, missing, place, record, told
+from reshard.write.commit import as_storage_error, made_folder, published_file, published_folder
 from reshard.write.iteration import JointProgress, RankFile, WholeTensor, describe_cut, file_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.verbs.shares import Shared
+    from reshard.write.protocol import Told as FileTold
+
+    Produce = Callable[[Path], Mapping[str, FileTold]]
 
 __all__ = [
     "WRITER_KEY",
@@ -31,6 +36,7 @@ __all__ = [
     "as_file",
     "bind",
     "file_sizes",
+    "produced",
     "to_huggingface",
     "to_safetensors",
     "whole_tensors",
@@ -72,15 +78,17 @@ class Job:
     target: Path
     options: Options
     overwrite: bool
+    shared: Shared | None = None
 
 
 @dataclass
 class Written:
-    """What was written where."""
+    """What was written where; `pending`: shares that others have yet to write before anything is published."""
 
     path: Path
     n_files: int
     n_bytes: int
+    pending: list[int] = field(default_factory=list)
     not_expressible: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -114,9 +122,33 @@ def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> 
     }
 
 
-def _write(job: Job, folder: Path, files: list[File]) -> int:
-    """Stream the files; their bytes."""
-    return sum(written.n_bytes for written in write_files(job, folder, files, file_sizes(job, files)).values())
+@contextlib.contextmanager
+def produced(job: Job, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
+    """How the folder that is published gets its files: a function that fills it, or what to report instead.
+
+    Not shared: they are streamed into it. Shared: our share is written first, unless it is there, into the folder where
+    shares gather; if it was the last, all have their place.
+    """
+    if job.shared is None:
+        yield lambda folder: write_files(job, folder, files, sizes)
+        return
+    share, gathered = job.shared.share, job.shared.folder
+    with as_storage_error("make", gathered):
+        gathered.mkdir(mode=job.options.folder_mode, parents=True, exist_ok=True)
+    own = told(gathered, share)
+    if own is None:
+        chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
+        written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
+        record(gathered, share, written, mode=job.options.file_mode, durable=job.options.durable)
+        own = told(gathered, share) or {}
+    report = Written(job.target, len(own), sum(one.n_bytes for one in own.values()))
+    report.pending = missing(gathered, share.count)
+    if report.pending:
+        yield report
+        return
+    with committing(gathered) as is_ours:
+        names = [file.name for file in files]
+        yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
 
 
 # -- Hugging Face and plain files
@@ -132,8 +164,17 @@ def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
         File(huggingface.file_name(number, len(shards)), _whole(job.source, keys))
         for number, keys in enumerate(shards, 1)
     ]
+    with produced(job, files, file_sizes(job, files)) as fill:
+        if isinstance(fill, Written):
+            return fill
+        return _publish_huggingface(job, files, shards, sizes, fill)
+
+
+def _publish_huggingface(
+    job: Job, files: list[File], shards: list[list[str]], sizes: list[tuple[str, int]], fill: Produce
+) -> Written:
     with _folder(job) as folder:
-        n_bytes = _write(job, folder, files)
+        n_bytes = _n_bytes(fill(folder))
         if len(files) > 1:
             weight_map = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
             total = sum(size for _, size in sizes)
@@ -142,6 +183,10 @@ def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
                 folder / huggingface.INDEX_FILE, text, job.options.file_mode, durable=job.options.durable
             )
     return Written(job.target, len(files), n_bytes)
+
+
+def _n_bytes(written: Mapping[str, FileTold]) -> int:
+    return sum(one.n_bytes for one in written.values())
 
 
 def _whole(source: Checkpoint, keys: list[str]) -> _core.Request:
@@ -161,7 +206,8 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
             made_folder(parent, mode=job.options.folder_mode, durable=durable),
             published_file(job.target, replace=job.overwrite, durable=durable) as path,
         ):
-            n_bytes = _write(job, parent, [File(path.name, _whole(job.source, job.keys))])
+            files = [File(path.name, _whole(job.source, job.keys))]
+            n_bytes = _n_bytes(write_files(job, parent, files, file_sizes(job, files)))
         return Written(job.target, 1, n_bytes)
     _check_folder_free(job)
     bound = bind(job.source, layout)
@@ -176,11 +222,14 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
             file = RankFile(f"rank_{rank}.safetensors", rank, file_order(names, dtype_of))
             describe_cut(builder, bound, tensors, file, tensors)
             files.append(as_file(bound, file))
-    with _folder(job) as folder:
-        n_bytes = _write(job, folder, files)
-        if len(builder):
-            content = builder.build(None if layout is None else as_layout(layout).to_mapping())
-            tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
+    with produced(job, files, file_sizes(job, files)) as fill:
+        if isinstance(fill, Written):
+            return fill
+        with _folder(job) as folder:
+            n_bytes = _n_bytes(fill(folder))
+            if len(builder):
+                content = builder.build(None if layout is None else as_layout(layout).to_mapping())
+                tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
     return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
 
 

@@ -32,7 +32,7 @@ from reshard.formats.checkpoint2 import CommonInfo
 from reshard.group import agree, resolve, session
 from reshard.opening.facts import gather
 from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, decide
-from reshard.write import taken
+from reshard.write import protocol, taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -189,9 +189,8 @@ def load(
             return loaded
         del loaded  # its memory is needed for the next
         number, reason = found[0]
-        name = Path(decision.path).name
-        faults[name] = reason if members.world_size == 1 else f"rank {number}: {reason}"
-        _log.warning("%s passed over: %s", decision.path, faults[name])
+        faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"
+        _log.warning("%s passed over: %s", decision.path, faults[decision.path])
 
 
 def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:
@@ -255,7 +254,7 @@ def _choose(
     opened: dict[str, Checkpoint] = {}
 
     def look(terms: _Terms) -> list[Any]:
-        facts = gather(terms.config, terms.run, method=terms.method, passed_over=faults, opened=opened)
+        facts = gather(terms.config, terms.run, method=terms.method, faults=faults, opened=opened)
         path = _decide(terms, facts).path
         chosen = None if path is None else opening.chosen(opened[path])
         return [asdict(facts), None if chosen is None else chosen.to_value()]
@@ -320,9 +319,11 @@ def _note(path: Path) -> None:
     number = checkpoint2.parse_iteration_folder(path.name)
     if number is None or not checkpoint2.is_root(path.parent):
         return
-    newer = tuple(iteration for iteration, _ in checkpoint2.list_iterations(path.parent) if iteration > number)
+    newer = opening.newer_than(path.parent, number)
     if newer:
         taken.note(path.parent, number, newer)
+        # What is saved from here on is another line of saves, told from what was passed over by its epoch.
+        protocol.release(path.parent)
     else:
         taken.forget(path.parent)
 

@@ -12,7 +12,7 @@ from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import checkpoint2, manifest
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.layout import as_layout
-from reshard.verbs.destinations import Written, as_file, bind, file_sizes, whole_tensors, write_files
+from reshard.verbs.destinations import Written, as_file, bind, file_sizes, produced, whole_tensors
 from reshard.write import protocol, steps
 from reshard.write.claims import LOCK_FILE, WRITERS_FOLDER
 from reshard.write.commit import made_folder
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.checkpoint import LayoutLike
-    from reshard.verbs.destinations import Job
+    from reshard.verbs.destinations import Job, Produce
+    from reshard.write.iteration import IterationPlan
 
 __all__ = ["to_checkpoint2"]
 
@@ -65,9 +66,26 @@ def to_checkpoint2(
     files = [as_file(bound, file) for file in plan.files]
     for warning in plan.warnings[len(bound.warnings) :]:  # those of the layout are in the log already
         _log.warning("%s", warning)
+    sizes = file_sizes(job, files)
+    with produced(job, files, sizes) as fill:
+        if isinstance(fill, Written):
+            return fill
+        return _publish(job, iteration, plan, sum(sizes), fill, n_ranks=len(bound.ranks), original_modes=original_modes)
+
+
+def _publish(
+    job: Job,
+    iteration: int,
+    plan: IterationPlan,
+    planned_bytes: int,
+    fill: Produce,
+    *,
+    n_ranks: int,
+    original_modes: bool,
+) -> Written:
+    folder_name = checkpoint2.iteration_folder_name(iteration)
     warnings = list(plan.warnings)
     options = job.options
-    sizes = file_sizes(job, files)
     is_new, was_there = not job.target.exists(), os.path.lexists(job.target / folder_name)
     with (
         made_folder(job.target, mode=options.folder_mode, durable=options.durable),
@@ -76,14 +94,14 @@ def to_checkpoint2(
         attempt = protocol.begin(
             job.target,
             iteration,
-            planned_bytes=sum(sizes),
+            planned_bytes=0 if job.shared else planned_bytes,  # of shares they are written
             durable=options.durable,
             overwrite=job.overwrite,
             rollback=True,
             folder_mode=options.folder_mode,
         )
         try:
-            written = write_files(job, attempt.staging, files, sizes)
+            written = fill(attempt.staging)
             write_descriptions(plan, attempt.staging, mode=options.file_mode, durable=options.durable)
             common = job.source.common or CommonInfo()
             common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=options.durable)
@@ -91,7 +109,7 @@ def to_checkpoint2(
             sealed = protocol.seal(
                 attempt,
                 {name: (one, rank_of[name]) for name, one in written.items()},
-                world_size=len(bound.ranks),
+                world_size=n_ranks,
                 ckpt_status=common.ckpt_status,
                 file_mode=options.file_mode,
             )
@@ -110,7 +128,13 @@ def to_checkpoint2(
             job.target.chmod(0o750)
             (job.target / checkpoint2.TRACKER_FILE).chmod(0o640)
     n_bytes = sum(one.n_bytes for one in written.values())
-    return Written(job.target / folder_name, len(files), n_bytes, dict(plan.not_expressible), warnings)
+    return Written(
+        job.target / folder_name,
+        len(plan.files),
+        n_bytes,
+        not_expressible=dict(plan.not_expressible),
+        warnings=warnings,
+    )
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["made_folder", "published_file", "published_folder", "sync_folder"]
+__all__ = ["as_storage_error", "made_folder", "published_file", "published_folder", "sync_folder"]
 
 _log = logging.getLogger("reshard")
 
@@ -51,13 +51,13 @@ def made_folder(path: Path, *, mode: int, durable: bool) -> Iterator[None]:
     missing = missing[: next((i for i, folder in enumerate(missing) if folder.exists()), len(missing))]
     made: list[Path] = []
     try:
-        with _as_storage_error("make", path):
+        with as_storage_error("make", path):
             for folder in reversed(missing):
                 folder.mkdir(mode=mode, exist_ok=True)
                 made.append(folder)
         yield
         if durable:
-            with _as_storage_error("sync", path):
+            with as_storage_error("sync", path):
                 for folder in reversed(made):
                     sync_folder(folder.parent)
     except BaseException:
@@ -83,14 +83,14 @@ def published_file(target: Path, *, replace: bool, durable: bool) -> Iterator[Pa
     staging = target.parent / f".{target.name[:200]}.{secrets.token_hex(8)}.staging"
     try:
         yield staging
-        with _as_storage_error("publish", target):
+        with as_storage_error("publish", target):
             _rename(staging, target, replace=replace)
     except BaseException:
         with contextlib.suppress(OSError):
             staging.unlink()
         raise
     if durable:
-        with _as_storage_error("sync", target):
+        with as_storage_error("sync", target):
             sync_folder(target.parent)
 
 
@@ -119,11 +119,11 @@ def published_folder(
         StorageError: a rename or a sync failed. `target` is as it was, unless the message says otherwise.
     """
     staging = staging_parent / f".{target.name[:200]}.{secrets.token_hex(8)}.staging"
-    with _as_storage_error("write", target):
+    with as_storage_error("write", target):
         staging.mkdir(mode=mode)
     try:
         yield staging
-        with _as_storage_error("publish", target):
+        with as_storage_error("publish", target):
             is_exchanged = _publish(staging, target, replace=replace, durable=durable, keep=keep)
     except BaseException:
         # Only files, which is all that is written here: after an interrupt in the very exchange this is the old
@@ -133,7 +133,7 @@ def published_folder(
     if is_exchanged:
         _remove_replaced(staging, target, keep)
     if durable:
-        with _as_storage_error("sync", target):
+        with as_storage_error("sync", target):
             for folder in dict.fromkeys((target, target.parent, staging_parent)):
                 sync_folder(folder)
 
@@ -172,7 +172,7 @@ def _rename(staging: Path, target: Path, *, replace: bool) -> None:
 def _remove_replaced(old: Path, target: Path, keep: Callable[[Path], bool]) -> None:
     """Remove the old folder, once the folders in it that are kept have moved over: they cannot have two names."""
     if not old.is_symlink():
-        with _as_storage_error(f"move what was in the replaced folder, now {old}, to", target):
+        with as_storage_error(f"move what was in the replaced folder, now {old}, to", target):
             for entry in [
                 entry for entry in old.iterdir() if entry.is_dir() and not entry.is_symlink() and keep(entry)
             ]:
@@ -192,7 +192,8 @@ def _remove_files(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _as_storage_error(doing: str, target: Path) -> Iterator[None]:
+def as_storage_error(doing: str, target: Path) -> Iterator[None]:
+    """Tell a failure of the system as what was being done to which file or folder."""
     try:
         yield
     except OSError as error:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reshard.write.arrays import LocalArray
     from reshard.write.iteration import Box, IterationPlan
 
-__all__ = ["Fact", "RankFacts", "facts_of", "plan_iteration", "planned_bytes"]
+__all__ = ["Fact", "RankFacts", "check_options", "facts_of", "plan_iteration", "planned_bytes"]
 
 Shape = tuple[int, ...]
 
@@ -159,7 +159,6 @@ def plan_iteration(
         >>> plan_iteration([facts], None, prefix=None, dedup=True, strict=False).files[0].name
         'model-0000000-0000001.safetensors'
     """
-    _check_options(ranks)
     found: dict[str, dict[int, Fact]] = {}
     for rank, facts in enumerate(ranks):
         for fact in facts.arrays:
@@ -280,7 +279,8 @@ def _with_members(
     return shapes, members
 
 
-def _check_options(ranks: Sequence[RankFacts]) -> None:
+def check_options(ranks: Sequence[RankFacts]) -> None:
+    """Refuse ranks that do not mean the same save. Raises ArgumentError, which names the option and the ranks."""
     for name, value in ranks[0].options.items():
         for rank, facts in enumerate(ranks):
             other = facts.options.get(name)

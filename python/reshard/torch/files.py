@@ -1,0 +1,186 @@
+"""`load_file` and `save_file` of `safetensors.torch`, durable and on several threads.
+
+The files are plain safetensors files, and what either package writes the other reads. Tied tensors (the same memory,
+shape and strides under several names), which stock `save_file` refuses, are stored once, under the first of their
+names as stock `save_model` does it, and the header says under which others they go (`ALIASES`). `load_file` gives
+them back tied; a reader that does not know of it finds the one name. Tensors that overlap otherwise are stored in full,
+each for itself. No module is known here, only tensors by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from reshard import _core, dtypes
+from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
+from reshard.formats.strict_json import parse_json
+from reshard.opening import open as open_checkpoint
+from reshard.torch.checks import shown
+from reshard.torch.tensors import as_tensor, from_tensor
+
+__all__ = ["ALIASES", "load_file", "save_file"]
+
+ALIASES = "reshard.aliases"
+"""Key in the header's metadata; its text is a JSON mapping of each further name to the name that is stored."""
+
+_METHODS: dict[str | None, _core.ReadMethod] = {None: "auto", "mmap": "map", "pread": "read"}
+
+
+def load_file(
+    filename: str | os.PathLike[str],
+    device: str | int | torch.device = "cpu",
+    *,
+    backend: Literal["mmap", "pread"] | None = None,
+) -> dict[str, torch.Tensor]:
+    """All tensors by name, in memory of their own.
+
+    Args:
+        filename: a safetensors file, or anything else that `reshard.open` takes.
+        device: where they go. To another device than the CPU they go one by one, so that the host need not hold all.
+        backend: "mmap" maps the file, "pread" reads it; by default the file system decides.
+
+    Returns:
+        Tensors by name; names that were tied when they were saved here share their memory.
+
+    Raises:
+        ArgumentError: an unknown device or backend.
+        CheckpointNotFoundError: there is nothing of this name.
+        DamagedFileError: the file violates its format.
+        UnsupportedError: this torch has no dtype for a tensor.
+
+    Example:
+        >>> w = torch.arange(6.0).reshape(2, 3)
+        >>> save_file({"w": w, "tied": w, "turned": w.T}, "model.safetensors")
+        >>> loaded = load_file("model.safetensors")
+        >>> loaded["turned"].shape, loaded["tied"].data_ptr() == loaded["w"].data_ptr()
+        (torch.Size([3, 2]), True)
+    """
+    if backend not in _METHODS:
+        raise ArgumentError(f'unknown backend {backend!r}, expected "mmap", "pread" or None')
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"unknown device {device!r}: {error}") from error
+    with open_checkpoint(filename, method=_METHODS[backend]) as checkpoint:
+        names = {name: checkpoint[name].dtype for name in checkpoint.keys()}  # noqa: SIM118 - a method that sorts
+        aliases = _read_aliases(checkpoint._index, names)  # noqa: SLF001 - as all of this package
+        if place.type == "cpu":
+            arrays = checkpoint.load()
+            tensors = {name: _as_tensor(arrays[name], dtype) for name, dtype in names.items()}
+        else:
+            tensors = {name: _as_tensor(checkpoint.read(name), dtype).to(place) for name, dtype in names.items()}
+    return tensors | {alias: tensors[name].detach() for alias, name in aliases.items()}
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors into one `.safetensors` file, which appears whole and is on the disk on return.
+
+    A file of this name is replaced. Strided tensors are written as if they were contiguous, on the way.
+
+    Args:
+        tensors: dense ones by name, of any dtype of the format. Those on a device are first copied, all at once.
+        filename: the file to write; its folder must exist.
+        metadata: text by key, for the file's header.
+
+    Raises:
+        ArgumentError: a name or metadata is no text, a value is no tensor, or `ALIASES` is given as metadata.
+        UnsupportedError: a dtype that the format lacks (complex128); a sparse, quantized, distributed or meta tensor.
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: the system refused the write.
+
+    Example:
+        >>> save_file({"w": torch.ones(2, 3, dtype=torch.bfloat16).T}, "model.safetensors", {"format": "pt"})
+        >>> load_file("model.safetensors")["w"].shape
+        torch.Size([3, 2])
+    """
+    if not isinstance(tensors, Mapping):
+        raise ArgumentError(f"expected a mapping of name to tensor, found {type(tensors).__name__}")
+    for name, tensor in tensors.items():
+        _check_text("name of a tensor", name)
+        if name == "__metadata__":
+            raise ArgumentError("a tensor cannot be named `__metadata__`: the header keeps its text there", key=name)
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"saving `{name}`: expected a tensor, found {type(tensor).__name__}", key=name)
+    texts = dict(metadata or {})
+    for key, text in texts.items():
+        _check_text("key of the metadata", key)
+        _check_text(f"value of the metadata `{key}`", text)
+    if ALIASES in texts:
+        raise ArgumentError(f"metadata `{ALIASES}` is written by `save_file` itself")
+    aliases = _find_aliases(tensors)
+    if aliases:
+        texts[ALIASES] = json.dumps(aliases, sort_keys=True)
+    entries = []
+    for name, tensor in tensors.items():
+        if name in aliases:
+            continue
+        is_far = tensor.device.type not in {"cpu", "meta"}
+        try:
+            array, dtype = from_tensor(tensor.detach().cpu() if is_far else tensor)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"saving `{name}`: {error.message}", key=name, hint=error.hint) from error
+        # The buffer protocol has no word for bfloat16 and the narrow floats: the bytes travel as integers.
+        entries.append((name, dtype, dtypes.tensor_shape(dtype, array.shape), array.view(f"u{array.itemsize}")))
+    # The order that stock files have: wide dtypes first, and each dtype by name.
+    entries.sort(key=lambda entry: (-dtypes.bits(entry[1]), entry[0]))
+    # The mode of a file that `open` makes: 0666 less umask.
+    _core.write_arrays(os.fsdecode(filename), entries, metadata=texts if aliases else metadata, mode=0o666)
+
+
+def _as_tensor(array: object, dtype: str) -> torch.Tensor:
+    return as_tensor(array, dtype if dtypes.is_packed(dtype) else None)  # type: ignore[arg-type]
+
+
+def _find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Each further name of a tensor, and its first: what is the same memory, seen in the same way."""
+    first: dict[object, str] = {}
+    aliases = {}
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or hasattr(tensor, "to_local"):
+            continue
+        if tensor.numel() == 0:
+            continue  # there is nothing to share, and all of them lie at address 0
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        kept = first.setdefault((*view, tensor.is_conj(), tensor.is_neg()), name)
+        if kept != name:
+            aliases[name] = kept
+    return aliases
+
+
+def _read_aliases(index: _core.Index, names: Mapping[str, str]) -> dict[str, str]:
+    """What the headers say of further names."""
+    aliases: dict[str, str] = {}
+    for file in range(index.n_files):
+        text = (index.file_metadata(file) or {}).get(ALIASES)
+        if text is None:
+            continue
+        path = index.file_path(file)
+        found = parse_json(text.encode(), f"{path}: {ALIASES}")
+        if not isinstance(found, dict):
+            raise DamagedFileError(f"metadata `{ALIASES}` is {shown(found)}, expected a mapping", path=path)
+        for alias, name in found.items():
+            if alias in names or alias in aliases or not isinstance(name, str) or name not in names:
+                raise DamagedFileError(
+                    f"metadata `{ALIASES}` says {shown(name)} of {shown(alias)}, "
+                    "expected the name of a stored tensor, of a name that is not stored",
+                    path=path,
+                )
+            aliases[alias] = name
+    return aliases
+
+
+def _check_text(what: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ArgumentError(f"a {what} must be text, found {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"a {what} has no UTF-8 form: {error}") from error

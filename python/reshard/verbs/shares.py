@@ -1,0 +1,235 @@
+"""A conversion that several processes or machines share: each writes some of the files, whoever finds all publishes.
+
+The shares meet in a folder on the destination's file system, named by a digest of the source and the options, so that
+only shares of one and the same conversion meet. Each leaves its files and then, last, `share-<i>.json`, which tells of
+their sizes and sums. Nobody waits for anybody: no claim is held, no message is sent. A share that was cut short is
+written again by giving it again, one that is there is not. The files get second names in the folder that is published,
+so that a crash in mid-publication costs no work.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
+from reshard.formats.files import write_file_atomically
+from reshard.formats.strict_json import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from reshard import _core
+    from reshard.checkpoint import Checkpoint
+
+__all__ = ["Share", "Shared", "Told", "assign", "committing", "digest_of", "missing", "place", "record", "told"]
+
+_MAX_SHARES = 65536
+_MAX_RECORD_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the work this is.
+
+    Attributes:
+        index: from 0.
+        count: how many shares there are.
+
+    Raises:
+        ArgumentError: the index is not from 0 to the count less 1.
+
+    Example:
+        >>> Share(1, 4).name
+        'share-1.json'
+    """
+
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not (type(self.index) is type(self.count) is int and 0 <= self.index < self.count <= _MAX_SHARES):
+            raise ArgumentError(
+                f"`share` is ({self.index!r}, {self.count!r}); the index is from 0 to the count less 1, "
+                f"and there are at most {_MAX_SHARES}",
+                hint="the first of four shares is (0, 4)",
+            )
+
+    @property
+    def name(self) -> str:
+        """The file that tells of it."""
+        return _name(self.index)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A share and where it meets the others.
+
+    Attributes:
+        share: which one it is.
+        folder: where the files of all shares gather.
+    """
+
+    share: Share
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a share tells of a file that it has written: what `_core.Written` does."""
+
+    n_bytes: int
+    header_bytes: int
+    header_sum: int
+    sums: bytes
+
+
+def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
+    """What two shares must agree on: the source's files and everything that was asked for.
+
+    Args:
+        source: the opened source.
+        options: JSON-able.
+    """
+    folder = source.path if source.path.is_dir() else source.path.parent
+    files = [(file.name, file.n_bytes, (folder / file.name).stat().st_mtime_ns) for file in source.files()]
+    proof = None if source.manifest is None else source.manifest.digest
+    text = json.dumps([str(source.path.resolve()), proof, files, options], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def assign(sizes: Sequence[int], n_shares: int) -> list[int]:
+    """The share that writes each file: large ones first, each to the share with the least so far.
+
+    Example:
+        >>> assign([10, 40, 30, 10], 2)
+        [1, 0, 1, 0]
+    """
+    loads = [0] * n_shares
+    chosen = [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        chosen[i] = min(range(n_shares), key=loads.__getitem__)
+        loads[chosen[i]] += sizes[i] + 1  # empty files are spread too
+    return chosen
+
+
+def record(folder: Path, share: Share, written: Mapping[str, _core.Written], *, mode: int, durable: bool) -> None:
+    """Tell that a share is written: its files are synced already.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    files = {
+        name: [one.n_bytes, one.header_bytes, one.header_sum, base64.b64encode(one.sums).decode()]
+        for name, one in written.items()
+    }
+    text = json.dumps({"version": 1, "files": files})
+    write_file_atomically(folder / share.name, text, mode, durable=durable)
+
+
+def told(folder: Path, share: Share) -> dict[str, Told] | None:
+    """What a share told of its files; None if it is not there, or its files are not.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    try:
+        content: Any = read_json(folder / share.name, _MAX_RECORD_BYTES)
+        files = {
+            name: Told(n_bytes, header_bytes, header_sum, base64.b64decode(sums, validate=True))
+            for name, (n_bytes, header_bytes, header_sum, sums) in content["files"].items()
+        }
+        if all((folder / name).lstat().st_size == one.n_bytes for name, one in files.items()):
+            return files
+    except (StorageError, PermissionError):
+        raise
+    except (ReshardError, OSError, KeyError, TypeError, ValueError, AttributeError):
+        pass  # cut short, or something else: it is written again
+    return None
+
+
+def missing(folder: Path, n_shares: int) -> list[int]:
+    """The shares that have not told of their files yet."""
+    try:
+        names = set(os.listdir(folder))  # noqa: PTH208  names alone
+    except FileNotFoundError:
+        names = set()
+    return [index for index in range(n_shares) if _name(index) not in names]
+
+
+@contextlib.contextmanager
+def committing(folder: Path) -> Iterator[bool]:
+    """Whether it is up to this process to publish: nobody else is doing it, or has done it.
+
+    If the block ends well, the folder of the shares is removed.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        if not os.path.lexists(folder):  # whoever had the lock before was quicker
+            yield False
+            return
+        yield True
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(handle)
+
+
+def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> dict[str, Told]:
+    """Give the files of all shares a name in the folder that is published; what they told.
+
+    Raises:
+        DamagedFileError: a share does not hold what it told of; it is to be written again.
+        StorageError: the system failed.
+    """
+    all_told: dict[str, Told] = {}
+    for index in range(n_shares):
+        share = told(folder, Share(index, n_shares))
+        if share is None:
+            with contextlib.suppress(OSError):
+                (folder / _name(index)).unlink()
+            raise DamagedFileError(
+                f"share {index} of {n_shares} does not hold the files that it told of",
+                path=str(folder / _name(index)),
+                hint=f"write it again: share=({index}, {n_shares})",
+            )
+        all_told |= share
+    if set(all_told) != set(names):
+        odd = min(set(all_told) ^ set(names))
+        raise DamagedFileError(
+            f"the shares in {folder} and this conversion disagree on {odd}",
+            path=str(folder),
+            hint="remove that folder and convert again",
+        )
+    for name in names:
+        try:
+            os.link(folder / name, target / name, follow_symlinks=False)
+        except OSError:
+            # A file system without second names: then the file moves.
+            try:
+                (folder / name).rename(target / name)
+            except OSError as error:
+                raise StorageError(
+                    f"moving {folder / name}: {error.strerror}", path=str(folder / name), errno=error.errno
+                ) from error
+    return all_told
+
+
+def _name(index: int) -> str:
+    return f"share-{index}.json"
