@@ -14,7 +14,7 @@ import torch
 from reshard import dtypes
 from reshard.errors import MismatchError
 from reshard.torch.modules import ends_of
-from reshard.torch.optimizers import Record, Wanted, restore_options
+from reshard.torch.optimizers import Record, Wanted, options_of, set_options
 from reshard.torch.tensors import as_tensor
 from reshard.words import show
 
@@ -112,6 +112,7 @@ class _Restore:
     fills: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # key, live, loaded
     wanted: list[Wanted] = field(default_factory=list)
     calls: list[tuple[Callable[[Any], object], Any]] = field(default_factory=list)
+    options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)  # of groups
     record: Record | None = None
     _used: set[str] = field(default_factory=set)
 
@@ -209,6 +210,7 @@ class _Restore:
             for one_live in live.lives:
                 own = (self._known_name(name) for name in one_live.names.values())
                 self.missing += [f"options.{name}" for name in own if name not in names]
+            self.options = options_of(live.lives, self.record, self._known_name)
 
     # -- how it fits
 
@@ -294,8 +296,8 @@ class _Restore:
         for call, value in self.calls:
             call(value)
         # Last: schedulers have set learning rates when they were made.
-        if self.record is not None:
-            restore_options(self.described.live.lives, self.record, self._known_name)
+        for group, options in self.options:
+            set_options(group, options)
 
 
 def _tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
