@@ -471,6 +471,36 @@ def test_another_optimizer_is_refused() -> None:
     assert apply(describe(model), arrays, extra) == Report()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("modules", [1], "`extra` has `modules` of type list, expected a mapping of names"),
+        ("objects", {1: 2}, "`extra` has `objects` of type dict, expected a mapping of names"),
+        ("optimizer", {"groups": []}, "the record of the optimizer in `extra` is not one"),
+        ("optimizer", {"groups": [7], "slots": [], "state": {}}, "is not one"),
+        ("optimizer", {"groups": [], "slots": [[1]], "state": {}}, "is not one"),
+        ("optimizer", {"groups": [], "slots": [], "state": {"w": 3}}, "is not one"),
+    ],
+)
+def test_extra_state_of_another_form_is_refused(name: str, value: Any, message: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    arrays, extra = fitting(model, optimizer)
+    with pytest.raises(MismatchError, match=message):
+        apply(describe(model, optimizer), arrays, {**extra, name: value})
+
+
+def test_options_cannot_replace_parameters() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    arrays, extra = fitting(model, optimizer)
+    extra["optimizer"]["groups"][0]["options"] |= {"params": [], "param_names": ["x"], "lr": 0.5}
+    apply(describe(model, optimizer), arrays, extra)
+    assert len(optimizer.param_groups[0]["params"]) == 2
+    assert "param_names" not in optimizer.param_groups[0]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_groups_may_be_made_otherwise() -> None:
     """Options follow the parameters, whatever groups these are in; an empty group takes its place in the list."""
     model = nn.Linear(2, 2)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Live", "Record", "Wanted", "live_optimizers", "merged", "options_of", "plain", "record_of", "set_options"]
 
+_OURS = ("params", "param_names")  # what a group has that is no option
+
 
 @dataclass(frozen=True, eq=False)
 class Live:
@@ -83,12 +85,12 @@ class Record:
             slots = {str(name): tuple(map(str, slots)) for slots, names in value["slots"] for name in names}
             groups = [
                 {
-                    "class": str(g["class"]),
-                    "index": int(g["index"]),
-                    "options": dict(g["options"]),
-                    "params": g["params"],
+                    "class": str(group["class"]),
+                    "index": int(group["index"]),
+                    "options": {str(name): option for name, option in group["options"].items() if name not in _OURS},
+                    "params": [str(name) for name in group["params"]],
                 }
-                for g in value["groups"]
+                for group in value["groups"]
             ]
             state = {str(name): dict(values) for name, values in value["state"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -162,7 +164,7 @@ def record_of(lives: Iterable[Live]) -> tuple[dict[str, torch.Tensor], Record]:
     record = Record()
     for live in lives:
         for index, group in enumerate(live.optimizer.param_groups):
-            options = {name: plain(value) for name, value in group.items() if name not in ("params", "param_names")}
+            options = {name: plain(value) for name, value in group.items() if name not in _OURS}
             names = [live.names[id(p)] for p in group["params"]]
             record.groups.append({"class": live.kind, "index": index, "options": options, "params": names})
         for name, (parameter, _) in live.owned().items():

@@ -87,7 +87,9 @@ def apply(
         >>> model.weight.tolist()
         [[3.0, 4.0]]
     """
-    restore = _Restore(described, loaded, extra or {}, cast=cast)
+    parts = {name: _part(extra or {}, name) for name in ("aliases", "modules", "objects", "optimizer")}
+    parts["aliases"] = {name: str(key) for name, key in parts["aliases"].items()}
+    restore = _Restore(described, loaded, parts, cast=cast)
     restore.match_model()
     restore.match_transient(has_init=init is not None)
     restore.match_optimizers()
@@ -105,7 +107,7 @@ class _Restore:
 
     described: Described
     loaded: Mapping[str, np.ndarray]
-    extra: Mapping[str, Any]
+    extra: Mapping[str, Mapping[str, Any]]
     cast: bool
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -122,7 +124,7 @@ class _Restore:
         others: dict[str, list[str]] = {}
         for alias, key in self.described.aliases.items():
             others.setdefault(key, []).append(alias)
-        saved_aliases = self.extra.get("aliases", {})
+        saved_aliases = self.extra["aliases"]
         empty: list[str] = []
         for key, local in self.described.model.items():
             # What is tied now may have had another first name, or may not have been tied.
@@ -152,7 +154,7 @@ class _Restore:
 
     def match_optimizers(self) -> None:
         lives = self.described.live.lives
-        if "optimizer" in self.extra and lives:
+        if self.extra["optimizer"] and lives:
             self.record = Record.from_value(self.extra["optimizer"])
         given = self._state_arrays(lives)
         kinds = {name: group["class"] for group in (self.record or Record()).groups for name in group["params"]}
@@ -193,7 +195,7 @@ class _Restore:
         if not has_extra:
             return
         live = self.described.live
-        modules, objects = self.extra.get("modules", {}), self.extra.get("objects", {})
+        modules, objects = self.extra["modules"], self.extra["objects"]
         for name, module in live.named.extra_state.items():
             if name in modules:
                 self.calls.append((module.set_extra_state, modules[name]))
@@ -220,7 +222,7 @@ class _Restore:
         if name in self.record.slots:
             return name
         also = [alias for alias, key in self.described.aliases.items() if key == name]
-        also += [self.extra.get("aliases", {}).get(name, name)]
+        also += [self.extra["aliases"].get(name, name)]
         return next((other for other in also if other in self.record.slots), name)
 
     def _state_arrays(self, lives: Iterable[Live]) -> dict[str, dict[str, np.ndarray]]:
@@ -298,6 +300,14 @@ class _Restore:
         # Last: schedulers have set learning rates when they were made.
         for group, options in self.options:
             set_options(group, options)
+
+
+def _part(extra: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A part of the extra state, as plain as it is written."""
+    value = extra.get(name, {})
+    if type(value) is not dict or not all(isinstance(key, str) for key in value):
+        raise MismatchError(f"`extra` has {show(name)} of type {type(value).__name__}, expected a mapping of names")
+    return value
 
 
 def _tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
