@@ -197,6 +197,16 @@ def test_a_run_goes_on_bit_for_bit(name: str, into: str) -> None:
     assert same(everything, expected)
 
 
+def test_lists_of_tensors_are_kept_with_all_that_belongs_to_them() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["LBFGS"](model)
+    step(model, optimizer, 0)
+    described = describe(model, optimizer)
+    assert described.optimizer == {}
+    (state,) = described.extra["optimizer"]["state"].values()
+    assert {"old_dirs", "ro", "d", "t", "n_iter"} <= set(state)
+
+
 def test_every_optimizer_of_torch_is_tested() -> None:
     known = {name.split()[0] for name in OPTIMIZERS} | {"SparseAdam"}
     kinds = {k for k, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, torch.optim.Optimizer)}
@@ -241,6 +251,17 @@ class Warmup:
         return min(1.0, (epoch + 1) / self.n)
 
 
+class Curve(lr_scheduler.LRScheduler):
+    """A scheduler of somebody's own that keeps a function, which no file can hold."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.curve: Callable[[int], float] = lambda epoch: 0.5**epoch
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [rate * self.curve(self.last_epoch) for rate in self.base_lrs]
+
+
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
     "LambdaLR object": lambda o: lr_scheduler.LambdaLR(o, Warmup(4)),
@@ -259,6 +280,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
     "SequentialLR": sequential,
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([sequential(o), lr_scheduler.ExponentialLR(o, 0.9)]),
+    "own": Curve,
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=4),
 }
 

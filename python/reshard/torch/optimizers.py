@@ -354,9 +354,7 @@ def options_of(
                         hint="make the groups of the optimizer as they were",
                     )
             if saved:
-                found.append((group, saved[0]["options"]))
-                if live.local is not live.optimizer:
-                    found.append((live.local.param_groups[index], saved[0]["options"]))
+                found.append((group, saved[0]["options"]))  # a ZeroRedundancyOptimizer hands them on at each step
     return found
 
 

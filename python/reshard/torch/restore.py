@@ -13,7 +13,6 @@ import torch
 
 from reshard import dtypes
 from reshard.errors import MismatchError
-from reshard.torch.modules import ends_of
 from reshard.torch.optimizers import Record, Wanted, options_of, set_options
 from reshard.torch.tensors import as_tensor
 from reshard.words import show
@@ -229,19 +228,15 @@ class _Restore:
         """The arrays of the optimizers' state: `{name: {slot: array}}`; all that is left is unexpected."""
         name_of: dict[str, str] = {name: name for live in lives for name in live.names.values()}
         name_of |= {alias: name_of[key] for alias, key in self.described.aliases.items() if key in name_of}
-        slots = self.record.slots if self.record is not None else {}
         found: dict[str, dict[str, np.ndarray]] = {}
         for key, array in self.loaded.items():
             if key in self._used:
                 continue
-            readings = list(ends_of(key, name_of))
-            # A name can be the end of another: what was saved tells which is meant.
-            known = (one for one in readings if one[0] in slots.get(one[1], ()))
-            reading = next(known, readings[0] if readings else None)
-            if reading is None:
-                self.unexpected.append(key)
+            slot, _, name = key.partition(".")  # no slot has a dot in it
+            if name in name_of:
+                found.setdefault(name_of[name], {})[slot] = array
             else:
-                found.setdefault(name_of[reading[1]], {})[reading[0]] = array
+                self.unexpected.append(key)
         return found
 
     def _checked(self, key: str, local: torch.Tensor, array: np.ndarray) -> torch.Tensor:
