@@ -172,13 +172,18 @@ def begin(
             )
         _check_space(root, planned_bytes, durable=durable)
         number = secrets.token_hex(16)
-        if staging.abilities(claim).renames_folders:
-            work = root / STAGING_FOLDER / str(StagedName(iteration, claim.epoch, number))
-            steps.make_folder(work, folder_mode, durable=durable)
-        else:
-            work = folder
-            staging.make_in_place(folder, f"{claim.epoch}.{number}", folder_mode, durable=durable)
-    return Attempt(root, iteration, claim.epoch, number, work, tracker, durable, overwrite)
+        in_staging = staging.abilities(claim).renames_folders
+        work = root / STAGING_FOLDER / str(StagedName(iteration, claim.epoch, number)) if in_staging else folder
+        attempt = Attempt(root, iteration, claim.epoch, number, work, tracker, durable, overwrite)
+        try:
+            if in_staging:
+                steps.make_folder(work, folder_mode, durable=durable)
+            else:
+                staging.make_in_place(folder, f"{claim.epoch}.{number}", folder_mode, durable=durable)
+        except StorageError:
+            abandon(attempt)  # it may be made, and not durable
+            raise
+    return attempt
 
 
 def seal(
