@@ -410,6 +410,21 @@ def test_a_save_that_fails_as_it_begins_leaves_nothing(
     assert place > 1
 
 
+def test_what_a_failed_replacement_left_goes_with_the_next_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process, which goes on: a whole iteration on the disk that nobody would remove before it ends."""
+    save(root, 100)
+    with monkeypatch.context() as patch:
+        patch.setattr("reshard.write.trash.discard", lambda *_, **__: steps.rename(root / "nothing", root / "there"))
+        with pytest.raises(StorageError):
+            save(root, 100, 1)
+    (left,) = (root / ".staging").iterdir()
+    assert held(left) == (100, 0)
+    assert found(root) == (100, 1)
+    save(root, 200)
+    assert not debris(root)
+    assert all_held(root) == {(100, 1), (200, 0)}
+
+
 def test_nothing_is_synced_again_after_a_sync_that_failed(root: Path) -> None:
     save(root, 100)
     for place in range(1000):
