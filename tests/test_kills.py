@@ -177,7 +177,7 @@ def draw(rng: random.Random, number: int) -> Life:
         layout=rng.choice(LAYOUTS[world_size]),
         steps=tuple(steps),
         n_saves=None if number % 12 == 7 else rng.choice((0, 0, 0, 1, 1, 2)),
-        moment=rng.random() * 1.3,
+        moment=rng.random(),
         order=tuple(rng.sample(range(world_size), world_size)),
         gap_s=rng.choice((0, 0, 0.001, 0.005)),
     )
