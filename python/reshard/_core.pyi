@@ -353,7 +353,7 @@ def write_arrays(
     tensors: Sequence[tuple[str, str, Sequence[int], object]],
     *,
     metadata: Mapping[str, str] | None = None,
-    memory_bytes: int = 268435456,
+    windows: Windows | None = None,
     threads: int | None = None,
     durable: bool = True,
     direct: bool = True,

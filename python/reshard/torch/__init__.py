@@ -1,7 +1,9 @@
 """What torch users get on top of `reshard`: this package imports torch, and `import reshard` does not import it."""
 
+from reshard.torch.checkpointer import Checkpointer
 from reshard.torch.files import load_file, save_file
+from reshard.torch.health import LossHealth
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.tensors import as_tensor, from_tensor
 
-__all__ = ["ElasticSampler", "as_tensor", "from_tensor", "load_file", "save_file"]
+__all__ = ["Checkpointer", "ElasticSampler", "LossHealth", "as_tensor", "from_tensor", "load_file", "save_file"]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from reshard.config import ConfigLike
     from reshard.group import Group
 
-__all__ = ["Loaded", "PendingLoad", "load", "load_async"]
+__all__ = ["Loaded", "PendingLoad", "load", "load_async", "load_with"]
 
 _log = logging.getLogger("reshard")
 
@@ -144,49 +144,127 @@ def load(
         (100, (2, 3), False)
     """
     members = resolve(group)
-    channel = session(members, "load")
     # In a world of one a layout of several ranks is somebody else's: which of them is meant has to be said.
     own = members.rank if rank is None and members.world_size > 1 else rank
 
-    def prepare() -> _Terms:
+    def check() -> None:
         if members.world_size > 1:
             resolve(group, rank)
+
+    def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
+        state = checkpoint.load(
+            layout,
+            None if layout is None else own,
+            part=part or ("model" if decision.restored == ("weights",) else "all"),
+            keys=keys,
+            out=out,
+            dtype=dtype,
+            copy=copy,
+            verify="touched" if verify == "full" else verify,
+            threads=threads,
+            progress=progress,
+        )
+        return Loaded(checkpoint.iteration, state, checkpoint.common, checkpoint.extra(rank=own or 0), decision)
+
+    decision, loaded = load_with(
+        read,
+        root,
+        group=members,
+        check=check,
+        scrub=verify == "full",
+        config=config,
+        run=run,
+        iteration=iteration,
+        compatible=compatible,
+        allow_fresh=allow_fresh,
+        method=method,
+        threads=threads,
+        timeout=timeout,
+    )
+    return Loaded(None, {}, None, {}, decision) if loaded is None else loaded
+
+
+def _nothing() -> None:
+    """What there is to check where nothing can be wrong."""
+
+
+def load_with(
+    read: Callable[[Checkpoint, ResumeDecision], T],
+    root: str | os.PathLike[str] | None = None,
+    *,
+    group: object = None,
+    check: Callable[[], None] = _nothing,
+    scrub: bool = False,
+    config: ConfigLike | None = None,
+    run: RunFacts | None = None,
+    iteration: int | None = None,
+    compatible: bool = False,
+    allow_fresh: bool = False,
+    method: _core.ReadMethod = "auto",
+    threads: int | None = None,
+    timeout: float = 1800.0,
+) -> tuple[ResumeDecision, T | None]:
+    """What `load` is made of: `read` takes what it wants of the checkpoint that is chosen, and of the next one if that
+    proves damaged.
+
+    Args:
+        read: called with the open checkpoint and the decision, once for each checkpoint that is tried. What it returns
+            of one that another rank finds damaged is thrown away.
+        root: as in `load`, and so are the other arguments.
+        group: all its ranks call this.
+        check: called first; what it raises is raised on all ranks.
+        scrub: compare all files with their sums first, shared out over the ranks.
+        config: see `load`.
+        run: see `load`.
+        iteration: see `load`.
+        compatible: see `load`.
+        allow_fresh: see `load`.
+        method: see `load`.
+        threads: see `load`.
+        timeout: see `load`.
+
+    Returns:
+        The decision, and what `read` returned; None for a fresh start.
+
+    Raises:
+        ReshardError: as `load`, and what `read` raises on any rank.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("with", 100, {"w": np.arange(6.0)})
+        >>> decision, keys = load_with(lambda checkpoint, _: checkpoint.keys(), "with")
+        >>> decision.iteration, keys
+        (100, ['w'])
+    """
+    members = resolve(group)
+    channel = session(members, "load")
+
+    def prepare() -> _Terms:
+        check()
         known = run or RunFacts()
         if known.world_size is None:
             known = replace(known, world_size=members.world_size)
         return _Terms(_asked(root, config, iteration), known, compatible, allow_fresh, method)
 
-    def load_from(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
+    def read_from(checkpoint: Checkpoint, decision: ResumeDecision) -> T:
         with checkpoint:
-            if verify == "full":
+            if scrub:
                 checkpoint.scrub((members.rank, members.world_size), threads=threads)
-            state = checkpoint.load(
-                layout,
-                None if layout is None else own,
-                part=part or ("model" if decision.restored == ("weights",) else "all"),
-                keys=keys,
-                out=out,
-                dtype=dtype,
-                copy=copy,
-                verify="touched" if verify == "full" else verify,
-                threads=threads,
-                progress=progress,
-            )
-            return Loaded(checkpoint.iteration, state, checkpoint.common, checkpoint.extra(rank=own or 0), decision)
+            return read(checkpoint, decision)
 
     terms, faults = _attempt(prepare), dict[str, str]()
     while True:
         decision, open_it = _choose(channel, terms, faults, timeout)
         if decision.path is None:
-            return Loaded(None, {}, None, {}, decision)
-        loaded = _attempt(lambda: load_from(open_it(), decision))  # noqa: B023  done before the next round
+            return decision, None
+        loaded = _attempt(lambda: read_from(open_it(), decision))  # noqa: B023  done before the next round
         damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
         told = _agree(channel, damage or (loaded if isinstance(loaded, BaseException) else None), timeout)
         found = [(number, reason) for number, reason in enumerate(told) if reason is not None]
         if not found:
-            assert isinstance(loaded, Loaded)
+            assert not isinstance(loaded, BaseException)
             _note(Path(decision.path))
-            return loaded
+            return decision, loaded
         del loaded  # its memory is needed for the next
         number, reason = found[0]
         faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"

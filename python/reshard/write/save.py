@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ __all__ = ["PendingSave", "SaveReport", "Shard", "save"]
 
 _EPOCH = "1970-01-01T00:00:00+00:00"
 _METADATA = {"format": "ms", "reshard": _core.__version__}
+_WINDOWS_BYTES = 64 << 20
 _COMMON_KEYS = tuple(name for name in CommonInfo.__dataclass_fields__ if name != "unknown")
 
 
@@ -374,9 +376,22 @@ def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:
 def _shard_file(name: str, arrays: list[LocalArray], threads: int | None) -> ShardFile:
     def write(path: str, **options: Any) -> _core.Written:
         # Arrays that must be copied to be written are copied here, a file at a time.
-        return _core.write_arrays(path, _tensors(arrays), metadata=_METADATA, threads=threads, **options)
+        return _core.write_arrays(
+            path, _tensors(arrays), metadata=_METADATA, windows=_windows(), threads=threads, **options
+        )
 
     return ShardFile(name, sum(array.n_bytes for array in arrays), write)
+
+
+_kept = threading.local()
+
+
+def _windows() -> _core.Windows:
+    """This thread's windows, kept from save to save: touching fresh memory costs more than filling it."""
+    if not hasattr(_kept, "windows"):
+        _kept.windows = _core.Windows(_WINDOWS_BYTES)
+    windows: _core.Windows = _kept.windows
+    return windows
 
 
 def _snapshot(name: str, arrays: list[LocalArray], threads: int | None) -> ShardFile:

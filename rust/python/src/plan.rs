@@ -11,7 +11,6 @@ use reshard_core::memory::{Memory, Stores};
 use reshard_core::plan::{Plan as CorePlan, PlanSource};
 use reshard_core::verify::verify;
 use reshard_core::writer;
-use reshard_core::{Error, Kind};
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 
@@ -20,7 +19,6 @@ const OWN_MEMORY_BYTES: u64 = 2 << 20;
 /// Smaller ones share memory of this size.
 const SHARED_MEMORY_BYTES: u64 = 8 << 20;
 const ALIGN_BYTES: u64 = 64;
-const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
 
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Plan(pub(crate) CorePlan<'static>);
@@ -207,34 +205,6 @@ impl Plan {
             direct,
             mode,
         };
-        let Some(windows) = windows else {
-            let mut windows = raise(py, writer::Windows::new(DEFAULT_MEMORY_BYTES))?;
-            return write_plan(
-                py,
-                &path,
-                &self.0,
-                &options,
-                &mut windows,
-                threads,
-                progress,
-            );
-        };
-        // Waiting for another thread here would keep the interpreter from it.
-        let busy = |_| {
-            Error::new(
-                Kind::Argument,
-                "another thread writes through these windows",
-            )
-        };
-        let mut windows = raise(py, windows.try_lock().map_err(busy))?;
-        write_plan(
-            py,
-            &path,
-            &self.0,
-            &options,
-            &mut windows,
-            threads,
-            progress,
-        )
+        write_plan(py, &path, &self.0, &options, windows, threads, progress)
     }
 }

@@ -13,7 +13,9 @@ use reshard_core::{Error, Kind};
 use reshard_core::{snapshot, writer};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, TryLockResult};
+use std::sync::{Arc, Mutex};
+
+const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
 
 type Tensors<'py> = Vec<(String, String, Vec<u64>, Bound<'py, PyAny>)>;
 
@@ -52,12 +54,6 @@ impl Written {
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Windows(Mutex<writer::Windows>);
 
-impl Windows {
-    pub(crate) fn try_lock(&self) -> TryLockResult<std::sync::MutexGuard<'_, writer::Windows>> {
-        self.0.try_lock()
-    }
-}
-
 #[pymethods]
 impl Windows {
     #[new]
@@ -71,10 +67,25 @@ pub(crate) fn write_plan(
     path: &Path,
     plan: &CorePlan<'_>,
     options: &writer::Options,
-    windows: &mut writer::Windows,
+    windows: Option<&Windows>,
     threads: Option<i64>,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Written> {
+    let own;
+    let windows = if let Some(windows) = windows {
+        windows
+    } else {
+        own = Windows::new(py, DEFAULT_MEMORY_BYTES)?;
+        &own
+    };
+    // Waiting for another thread here would keep the interpreter from it.
+    let busy = |_| {
+        Error::new(
+            Kind::Argument,
+            "another thread writes through these windows",
+        )
+    };
+    let windows = &mut *raise(py, windows.0.try_lock().map_err(busy))?;
     let control = Control::default();
     // Whatever its size, a write waits for the disk: signals are heeded.
     let written = run(py, threads, plan.n_bytes(), progress, &control, || {
@@ -128,14 +139,14 @@ impl Lent {
 }
 
 #[pyfunction]
-#[pyo3(signature = (path, tensors, *, metadata=None, memory_bytes=268_435_456, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
+#[pyo3(signature = (path, tensors, *, metadata=None, windows=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
 #[expect(clippy::too_many_arguments, reason = "the options of a file")]
 pub(crate) fn write_arrays(
     py: Python<'_>,
     path: PathBuf,
     tensors: Tensors<'_>,
     metadata: Option<BTreeMap<String, String>>,
-    memory_bytes: u64,
+    windows: Option<&Windows>,
     threads: Option<i64>,
     durable: bool,
     direct: bool,
@@ -150,8 +161,7 @@ pub(crate) fn write_arrays(
         direct,
         mode,
     };
-    let mut windows = raise(py, writer::Windows::new(memory_bytes))?;
-    write_plan(py, &path, &plan, &options, &mut windows, threads, progress)
+    write_plan(py, &path, &plan, &options, windows, threads, progress)
 }
 
 #[pyfunction]

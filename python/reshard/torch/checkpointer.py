@@ -1,0 +1,850 @@
+"""The three lines of a trainer: `Checkpointer`, `resume` and `step`.
+
+    checkpointer = Checkpointer("output/checkpoint", save_every=500, keep=5)
+    decision = checkpointer.resume(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    for step in range(decision.initial_step + 1, n_steps + 1):
+        ...
+        checkpointer.step(step, loss=loss)
+
+Here is put together what others do: `state` makes arrays of what is live, `reshard.save` writes them, `load_with` chooses
+what is resumed from, `loading` reads it, `emergency` brings the ranks to the same step when a signal came. What is
+decided here is when to save, what belongs into a checkpoint besides tensors, and what to do if a save fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import secrets
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+
+from reshard.config import Config, as_config
+from reshard.errors import (
+    ArgumentError,
+    CoverageError,
+    LayoutError,
+    MismatchError,
+    ReshardError,
+    UnsupportedError,
+)
+from reshard.formats.state import PerRank, per_rank
+from reshard.group import agree, resolve, session
+from reshard.resume import RunFacts
+from reshard.torch import environment as environments
+from reshard.torch import rng
+from reshard.torch.checks import MAX_SEED, count
+from reshard.torch.emergency import EXIT_CODE, Rendezvous, Signals, board_of
+from reshard.torch.health import LossHealth
+from reshard.torch.loading import read_for
+from reshard.torch.sampler import ElasticSampler
+from reshard.torch.state import apply, describe
+from reshard.verbs.load import load_with
+from reshard.words import show
+from reshard.write.save import save as save_iteration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from reshard.checkpoint import Verify
+    from reshard.config import ConfigLike
+    from reshard.resume import ResumeDecision
+    from reshard.torch.health import Health
+    from reshard.torch.loading import Read
+    from reshard.torch.state import Described
+    from reshard.write.save import PendingSave, SaveReport
+
+__all__ = ["Checkpointer", "seconds_of"]
+
+_log = logging.getLogger("reshard")
+
+_DURATION = re.compile(
+    r"\s*(?:([0-9.]+)\s*(?:h|hours?))?\s*(?:([0-9.]+)\s*min(?:utes?)?)?\s*(?:([0-9.]+)\s*(?:s|sec|seconds?))?\s*"
+)
+_MAX_FAILURES = 3  # saves in a row that may fail before the run is told by an error
+_LAST_WORDS_S = 5.0
+# What is wrong with the call or with the tensors is wrong at the next save too.
+_HOPELESS = (ArgumentError, CoverageError, LayoutError, MismatchError, UnsupportedError)
+
+
+class Checkpointer:
+    """Saves a training run and resumes it: model, optimizer, schedulers, data position, random state, on any ranks.
+
+    Every rank makes one with the same arguments and makes the same calls. `resume` comes first: it says what the run
+    consists of, and fills it from the newest checkpoint that proves whole, if there is one. `step` comes at the end of
+    every step.
+
+    As a context manager it waits for the last save at the end of the block; else call `close`.
+
+    Signals (SIGTERM and SIGUSR1): when one reaches any rank, all save at the same step, the next or the one after it,
+    wait until it is published and exit with code 75; with 128 + the signal's number if the save failed. `step` is where
+    that happens.
+
+    Args:
+        root: the checkpoint root.
+        prefix: first part of the names of shard files.
+        save_every: steps from one save to the next; or a time, "30min", "1h30min", "90s", by rank 0's clock; None: save
+            only when asked.
+        keep: the newest iterations that are kept; None: all.
+        keep_every: keep every iteration that is a multiple of this.
+        keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric, such as "loss".
+        async_save: write in the background; the step waits only until its tensors are copied.
+        dedup: write each shard once instead of once for every rank that holds it.
+        verify: how what is loaded is proven, as in `reshard.load`.
+        verify_after_save: read back what was written before it is published.
+        group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
+            None: torch's default group if there is one, else this process alone.
+        mesh: the mesh of all ranks, where tensors do not tell it.
+        health: called after each step as `health(step, loss, metrics)`, says whether the run is healthy; a checkpoint
+            is marked with what it said of its step. Default: the loss is finite. Rank 0's counts.
+        healthy_only: resume only from checkpoints that were marked healthy.
+        environment: what is to be recorded of the run besides versions and hardware: the arguments `config`, `dataset`
+            and `code` of `reshard.torch.environment.record`.
+        strict_environment: refuse to resume in an environment that may change numbers. Otherwise differences are
+            warnings of the decision.
+        seed: the seed from which random streams are derived in another world; None: what torch was seeded with on
+            rank 0.
+        coordinate: where this rank's random streams belong, by mesh axis, as in `reshard.torch.rng.capture`.
+        signals: that ask for a save and the end.
+        grace_s: seconds from a signal until ranks stop waiting for each other.
+        save_on_exception: save as well when the block ends in an exception, if all ranks' blocks do within `grace_s`
+            and no optimizer was in the midst of its step. Such a checkpoint stands at the last complete step, but
+            random streams and buffers may have moved on in the step that failed; resuming from it says so.
+        durable: as in `reshard.save`.
+        timeout: seconds that ranks wait for each other in one meeting, the time to write or to read included.
+        threads: threads of copies.
+
+    Raises:
+        ArgumentError: `save_every` is neither steps nor a time.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with Checkpointer("run", save_every=2, signals=()) as checkpointer:
+        ...     start = checkpointer.resume(model=model, optimizer=optimizer).initial_step
+        ...     for step in range(start + 1, 5):
+        ...         loss = model(torch.ones(2)).square().sum()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         checkpointer.step(step, loss=loss)
+        >>> Checkpointer("run", signals=()).resume(model=model, optimizer=optimizer).initial_step
+        4
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        prefix: str | None = None,
+        save_every: int | str | None = None,
+        keep: int | None = 5,
+        keep_every: int | None = None,
+        keep_best: tuple[str, int] | None = None,
+        async_save: bool = True,
+        dedup: bool = True,
+        verify: Verify = "touched",
+        verify_after_save: bool = False,
+        group: object = None,
+        mesh: DeviceMesh | None = None,
+        health: Health | None = None,
+        healthy_only: bool = False,
+        environment: Mapping[str, Any] | None = None,
+        strict_environment: bool = False,
+        seed: int | None = None,
+        coordinate: Mapping[str, int] | None = None,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        grace_s: float = 25.0,
+        save_on_exception: bool = False,
+        durable: bool = True,
+        timeout: float = 1800.0,
+        threads: int | None = None,
+    ) -> None:
+        self._root = Path(root)
+        self._every_steps, self._every_s = _interval(save_every)
+        self._options: dict[str, Any] = {
+            "prefix": prefix,
+            "keep": keep,
+            "keep_every": keep_every,
+            "keep_best": keep_best,
+            "dedup": dedup,
+            "verify_after_save": verify_after_save,
+            "durable": durable,
+            "threads": threads,
+        }
+        self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only)
+        self._async, self._verify, self._mesh = async_save, verify, mesh
+        self._save_optimizer = True
+        self._health: Health = health or LossHealth()
+        self._environment, self._strict_environment = dict(environment or {}), strict_environment
+        self._coordinate, self._timeout, self._grace_s = coordinate, timeout, grace_s
+        self._save_on_exception = save_on_exception
+        self._root_seed = None if seed is None else count("seed", seed, 0, MAX_SEED)
+        self._group = resolve(group)
+        self._signals = Signals(signals)
+        self._run: _Run | None = None
+
+    @classmethod
+    def from_config(cls, config: ConfigLike, **options: Any) -> Self:
+        """Made of a configuration in the original's words: a YAML file, a mapping or a `Config`.
+
+        It says what is loaded, which may be another root or one iteration, and whether the counters go on; where to
+        save, how often and how; and the rules of data and health.
+
+        Args:
+            config: the configuration; its digest is recorded in the environment.
+            options: further arguments of `Checkpointer`, which count more than what the configuration says. `root` is
+                where it saves.
+
+        Raises:
+            ConfigError: the configuration is not one.
+            ArgumentError: it does not say where to save, and `root` is not given.
+
+        Example:
+            >>> checkpointer = Checkpointer.from_config({
+            ...     "load_checkpoint": "run", "resume_training": True, "output_dir": "out",
+            ...     "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": 500, "async_save": True}],
+            ... }, signals=())
+        """
+        known = as_config(config)
+        said = {
+            "root": known.save_path or (known.load_path if known.resume else None) or None,
+            "prefix": known.prefix,
+            "save_every": known.save_every,
+            "keep": known.keep,
+            "async_save": known.async_save,
+            "dedup": known.dedup,
+        }
+        given = said | options
+        if given["root"] is None:
+            raise ArgumentError(
+                "the configuration does not say where to save", hint="give `root`, or `output_dir` in it"
+            )
+        if not isinstance(config, Config):
+            text = dict(config) if isinstance(config, Mapping) else Path(config).read_text(encoding="utf-8")
+            given["environment"] = {"config": text} | dict(given.get("environment") or {})
+        made = cls(**given)
+        made._config = replace(known, healthy_only=known.healthy_only or bool(options.get("healthy_only")))
+        made._save_optimizer = known.save_optimizer
+        return made
+
+    # ------------------------------------------------------------------------------------------------------ resuming
+
+    def resume(
+        self,
+        *,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: object = None,
+        scheduler: object = None,
+        sampler: object = None,
+        extra: Mapping[str, object] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        init: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None,
+        device: torch.device | str | None = None,
+        check: Callable[[Mapping[str, Any]], bool | None] | None = None,
+        grown: bool = False,
+        allow_fresh: bool = False,
+    ) -> ResumeDecision:
+        """Say what the run consists of, and go on from the newest checkpoint that proves whole, if there is one.
+
+        Args:
+            model: a module, plain or in DDP, FSDP2, tensor parallel; or several, such as stages of a pipeline. Tensors
+                on the device `meta` get their content here.
+            optimizer: one of torch's, or several; it need not have made a step.
+            scheduler: anything with `state_dict` and `load_state_dict`.
+            sampler: the same. `step` moves an `ElasticSampler` on; one that the checkpoint knows nothing of skips the
+                steps that the decision says.
+            extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is kept; of what is
+                wrapped in `reshard.per_rank` each rank's, which fits the same number of ranks only.
+            strict: what is missing in the checkpoint or in the run is an error; else a warning of the decision.
+            cast: convert floating-point tensors to the dtype of the live ones, instead of refusing them.
+            init: fills buffers that no checkpoint holds, as in `reshard.torch.state.apply`.
+            device: where tensors on the device `meta` get their content.
+            check: called after everything is restored but the random state, as `check(saved)`, with `step`, `loss` and
+                the metrics at the save: to run a forward pass and compare. False refuses to go on.
+            grown: the dataset is the saved one with samples appended, as in `ElasticSampler.load_state_dict`.
+            allow_fresh: start from nothing if there are checkpoints and none is whole.
+
+        Returns:
+            What the run goes on from: `initial_step` steps count as done. What differs from the saved run is in its
+            `warnings` and `reasons`.
+
+        Raises:
+            ArgumentError: an object without state; `resume` was called before.
+            MismatchError: tensors or objects do not fit, `check` refused, or the environment differs and is strict.
+            DamagedFileError, CheckpointNotFoundError, UnsupportedError, GroupError, StorageError: as `reshard.load`.
+        """
+        if self._run is not None:
+            raise ArgumentError("`resume` was called before", hint="make another Checkpointer")
+        run = _Run.of(model, optimizer, scheduler, sampler, extra or {})
+        members = self._group
+        described = self._describe(run)
+        facts = RunFacts(has_optimizer=optimizer is not None or None, **_facts_of(sampler))
+        weights_only = False
+
+        def read(checkpoint: Any, decision: ResumeDecision) -> Read:
+            nonlocal weights_only
+            weights_only = decision.restored == ("weights",)
+            part = "model" if weights_only or optimizer is None else "all"
+            threads, verify = self._options["threads"], "touched" if self._verify == "full" else self._verify
+            return read_for(described, checkpoint, members.rank, part=part, verify=verify, threads=threads)
+
+        decision, found = load_with(
+            read,
+            group=members,
+            scrub=self._verify == "full",
+            config=self._config,
+            run=facts,
+            allow_fresh=allow_fresh,
+            threads=self._options["threads"],
+            timeout=self._timeout,
+        )
+        told: list[str] = []
+        if found is not None:
+            saved = {} if weights_only else found.extra
+            self._together(
+                lambda: self._restore(run, described, found, saved, decision, told, strict, cast, init, device, grown)
+            )
+            if check is not None and "run" in saved:
+                self._together(lambda: _check(check, saved["run"]))
+            if "rng" in saved or "run" in saved:
+                self._together(lambda: self._restore_random(saved, decision, told))
+            told += self._compare_environment(saved)
+        self._begin(run, decision)
+        for line in told:
+            _log.warning("resume: %s", line)
+        return replace(decision, warnings=(*decision.warnings, *told))
+
+    def _describe(self, run: _Run) -> Described:
+        optimizer = run.optimizer if self._save_optimizer else None
+        return describe(
+            run.model, optimizer, objects=run.objects, mesh=self._mesh, group=self._group, timeout=self._timeout
+        )
+
+    def _restore(
+        self, run: _Run, described: Described, found: Read, saved: Mapping[str, Any], decision: ResumeDecision,
+        told: list[str], strict: bool, cast: bool, init: Any, device: Any, grown: bool,
+    ) -> None:  # fmt: skip
+        report = apply(
+            described, found.arrays, saved.get("trainer"), strict=strict, cast=cast, init=init, device=device
+        )
+        if report.missing:
+            told.append(f"the checkpoint lacks {', '.join(map(show, report.missing[:8]))}")
+        if report.unexpected:
+            told.append(f"the run has no place for {', '.join(map(show, report.unexpected[:8]))}")
+        told += _restore_sampler(run.sampler, saved, decision, self._config, grown=grown, strict=strict)
+        kept = saved.get("per rank", {})
+        same_world = found.world_size == self._group.world_size
+        for name, one in run.per_rank.items():
+            if name in kept and same_world:
+                one.load_state_dict(kept[name])
+            elif saved:
+                why = f"`{name}` is kept for each rank, and " + (
+                    f"{found.world_size} ranks saved it, {self._group.world_size} load it"
+                    if not same_world
+                    else "the checkpoint does not have it"
+                )
+                if strict:
+                    raise MismatchError(why, key=name, hint="`strict=False` goes on without it")
+                told.append(why)
+        if decision.scaling is not None and decision.scaling.factor != 1 and run.has_scheduler:
+            told.append(
+                "the batch size changed, and with it the number of steps: the scheduler goes on where it was, and "
+                f"steps from {decision.initial_step}"
+            )
+        if saved.get("run", {}).get("interrupted"):
+            told.append(
+                f"saved after an exception in the step after {decision.initial_step}: random streams and buffers may "
+                "have moved on in it"
+            )
+
+    def _restore_random(self, saved: Mapping[str, Any], decision: ResumeDecision, told: list[str]) -> None:
+        members = self._group
+        iteration = decision.iteration or 0
+        seed = saved.get("run", {}).get("root_seed")
+        self._root_seed = self._root_seed if seed is None else count("root_seed", seed, 0, MAX_SEED)
+        if "rng" in saved:
+            state = dict(saved["rng"]) | ({} if seed is None else {"root_seed": seed})
+            report = rng.restore(
+                state,
+                iteration=iteration,
+                rank=members.rank,
+                world_size=members.world_size,
+                coordinate=self._coordinate,
+            )
+        else:
+            place = {"rank": members.rank} if self._coordinate is None else self._coordinate
+            report = rng.derive(self._root_seed or 0, iteration, place, reason="this rank saved none")
+        if report.derived:
+            told.append(f"random streams {', '.join(report.derived)} are derived anew: {report.reason}")
+
+    def _compare_environment(self, saved: Mapping[str, Any]) -> list[str]:
+        """Rank 0's differences, on all ranks."""
+        if "environment" not in saved:
+            return []
+        compare = environments.check if self._strict_environment else environments.compare
+        values = self._together(
+            lambda: (
+                [str(one) for one in compare(saved["environment"], self._record())] if self._group.rank == 0 else None
+            )
+        )
+        return list(values[0])
+
+    def _record(self) -> dict[str, Any]:
+        sizes = None
+        if self._mesh is not None and self._mesh.mesh_dim_names is not None:
+            sizes = dict(zip(self._mesh.mesh_dim_names, self._mesh.mesh.shape, strict=True))
+        return environments.record(**{"world_size": self._group.world_size, "mesh": sizes} | self._environment)
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """Do something on all ranks: what one raises, all raise."""
+        outcome: Any
+        try:
+            outcome = work()
+        except Exception as error:  # noqa: BLE001  the others are waiting to be told
+            outcome = error
+        return agree(session(self._group, "resume"), outcome, self._timeout)
+
+    def _begin(self, run: _Run, decision: ResumeDecision) -> None:
+        """Everything is in place: agree on what the run is known by."""
+        seed = torch.initial_seed() % (MAX_SEED + 1) if self._root_seed is None else self._root_seed
+        word, self._root_seed = self._together(lambda: [secrets.token_hex(8), seed])[0]
+        board = board_of(self._group)
+        if board is None and self._every_s is not None:
+            raise ArgumentError(
+                "saving by the clock needs a group on which ranks can leave word for each other",
+                hint="give `save_every` in steps, or the group the methods `post(name, text)` and `read(name)`",
+            )
+        run.rendezvous = None if board is None else Rendezvous(self._group, board, word)
+        run.last = run.saved = decision.initial_step
+        run.above = decision.iteration if decision.iteration is not None and self._saves_where_it_loads(decision) else 0
+        if self._save_on_exception:
+            run.watch()
+        self._run = run
+
+    def _saves_where_it_loads(self, decision: ResumeDecision) -> bool:
+        return decision.path is not None and Path(decision.path).resolve().parent == self._root.resolve()
+
+    # -------------------------------------------------------------------------------------------------------- saving
+
+    def step(self, step: int, *, loss: object = None, metrics: Mapping[str, Any] | None = None) -> None:
+        """A step is complete: move the sampler on, save if it is time, and heed signals.
+
+        To be called by all ranks at the end of every step, when the optimizer and the schedulers have made theirs. A
+        save that fails for want of room or of an answer is logged, and training goes on; the third in a row raises.
+
+        Args:
+            step: its number, counting on from the decision's `initial_step`; the iteration, if it is saved. Where
+                steps were left out (`step` is called for every tenth), the sampler moves on by so many.
+            loss: of this step, for health and the log: a number or a tensor of one element.
+            metrics: other numbers by name, for the log of saves.
+
+        Raises:
+            ArgumentError: `resume` was not called; the step does not count up.
+            SystemExit: a signal came, and the save is done (code 75) or failed.
+            ReshardError: what is to be saved cannot be, or three saves in a row have failed.
+        """
+        run = self._running()
+        n_new = count("step", step) - run.last
+        if n_new < 1:
+            raise ArgumentError(f"step {step} is complete, and so was step {run.last} before it: steps count up")
+        run.last = step
+        run.n_updates = 0
+        if isinstance(run.sampler, ElasticSampler):
+            run.sampler.step(n_new)
+        run.loss, run.metrics = _number(loss), {name: _number(value) for name, value in (metrics or {}).items()}
+        run.healthy = self._health(step, run.loss, run.metrics)
+        is_due = self._every_steps is not None and step % self._every_steps == 0
+        if run.rendezvous is None:
+            self._step_without_board(step, is_due=is_due)
+            return
+        by_clock = (
+            self._every_s is not None and self._group.rank == 0 and time.monotonic() - run.saved_at >= self._every_s
+        )
+        if self._signals.seen is not None:
+            left_s = max(self._grace_s - self._signals.age_s(), _LAST_WORDS_S)
+            who = f"{self._signals.seen} on rank {self._group.rank}"
+            run.rendezvous.ask(step, who, leave=True, seconds=left_s)
+        elif by_clock:
+            run.rendezvous.ask(step, "it is time", leave=False, seconds=self._timeout)
+        try:
+            notice = run.rendezvous.look(step, self._timeout)
+        except ReshardError as error:
+            if self._signals.seen is not None:
+                self._leave(f"the ranks did not meet: {error}", saved=False)
+            self._failed(error, "the ranks did not meet to save")
+            notice = None
+        if notice is not None and notice.leave:
+            self._save_and_leave(step, notice.why, notice.seconds)
+        if is_due or notice is not None:
+            self._save_due(step)
+
+    def save(self, step: int | None = None, *, blocking: bool | None = None) -> SaveReport | PendingSave[SaveReport]:
+        """Save now, whatever is due. All ranks call it.
+
+        Args:
+            step: the iteration; None: the step that was last told to `step`.
+            blocking: whether to wait until it is published; None: as `async_save` says.
+
+        Returns:
+            What was saved, or the save in progress.
+
+        Raises:
+            ReshardError: as `reshard.save`, also if the save before, in the background, had failed.
+        """
+        run = self._running()
+        return self._save(
+            run.last if step is None else count("step", step),
+            blocking=not self._async if blocking is None else blocking,
+        )
+
+    def wait(self, timeout: float | None = None) -> SaveReport | None:
+        """Wait for the save in the background, if there is one.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Returns:
+            What was saved last in the background; None: nothing was.
+
+        Raises:
+            TimeoutError: it has not ended in time.
+            ReshardError: it failed.
+        """
+        run = self._run
+        if run is None or run.pending is None:
+            return None
+        pending = run.pending
+        try:
+            report = pending.result(timeout)
+        except TimeoutError as error:
+            if not isinstance(error, ReshardError):
+                raise
+            run.pending = None
+            raise
+        except BaseException:
+            run.pending = None
+            raise
+        return report
+
+    def close(self) -> None:
+        """Wait for the save in the background, and leave signals to whoever had them before.
+
+        Raises:
+            ReshardError: that save failed.
+        """
+        self._signals.close()
+        run = self._run
+        if run is not None:
+            run.unwatch()
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            if self._save_on_exception and not isinstance(error, SystemExit):
+                self._save_after(error)
+            self.close()
+        except Exception as other:  # noqa: BLE001  what ended the block matters more
+            _log.error("closing the checkpointer: %s", other)
+
+    # ------------------------------------------------------------------------------------------------------ one save
+
+    def _running(self) -> _Run:
+        if self._run is None:
+            raise ArgumentError("`resume` has not been called, which says what there is to save")
+        return self._run
+
+    def _save(self, step: int, *, blocking: bool, timeout: float | None = None, interrupted: bool = False) -> Any:
+        """Save; the error of the save before is not raised, but told to whoever waits for that one."""
+        run, members = self._running(), self._group
+        described = self._describe(run)
+        extra: dict[str, Any] = {
+            "trainer": described.extra,
+            "run": {
+                "step": step,
+                "root_seed": self._root_seed,
+                "loss": run.loss,
+                "metrics": run.metrics,
+                "interrupted": interrupted,
+            },
+            "rng": per_rank(
+                rng.capture(
+                    rank=members.rank,
+                    world_size=members.world_size,
+                    coordinate=self._coordinate,
+                    root_seed=self._root_seed,
+                )
+            ),
+        }
+        if run.sampler is not None:
+            extra["sampler"] = run.sampler.state_dict()
+        if run.per_rank:
+            extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
+        if members.rank == 0:
+            run.record = run.record or self._record()
+            extra["environment"] = run.record
+        known = {name: value for name, value in run.metrics.items() if value is not None}
+        saved = save_iteration(
+            self._root,
+            step,
+            **described.saving(),
+            common=self._common(run, step),
+            extra=extra,
+            group=members,
+            blocking=blocking,
+            metrics=known if run.loss is None else {"loss": run.loss} | known,
+            rollback=step < run.above,
+            timeout=self._timeout if timeout is None else timeout,
+            **self._options,
+        )
+        run.saved, run.saved_at = step, time.monotonic()
+        run.above = 0
+        run.pending = None if blocking else saved
+        return saved
+
+    def _common(self, run: _Run, step: int) -> dict[str, Any]:
+        common: dict[str, Any] = {"step_num": step, "global_step": step}
+        if isinstance(run.sampler, ElasticSampler):
+            common["epoch_num"] = run.sampler.epoch
+            common["global_batch_size"] = run.sampler.global_batch_size
+        if run.healthy is not None:
+            common["ckpt_status"] = 0 if run.healthy else 1
+        return common
+
+    def _save_due(self, step: int) -> None:
+        """Save in `step`: what fails for a while costs a checkpoint, not the training."""
+        run = self._running()
+        try:
+            self.wait(self._timeout)
+        except (ReshardError, TimeoutError) as error:
+            self._failed(error, "the save in the background failed")
+        try:
+            self._save(step, blocking=not self._async)
+        except ReshardError as error:
+            self._failed(error, f"iteration {step} is not saved")
+        else:
+            if not self._async:
+                run.n_failures = 0
+
+    def _failed(self, error: BaseException, what: str) -> None:
+        run = self._running()
+        run.n_failures += 1
+        if isinstance(error, _HOPELESS) or run.n_failures >= _MAX_FAILURES:
+            raise error
+        _log.error("%s: %s (the training goes on)", what, error)
+
+    # -------------------------------------------------------------------------------------------------- before the end
+
+    def _step_without_board(self, step: int, *, is_due: bool) -> None:
+        """A group without a board: signals are heeded where a save is due, all ranks having come there anyway."""
+        if not is_due:
+            return
+        seen = [why for why in self._together(lambda: self._signals.seen) if why is not None]
+        if seen:
+            self._save_and_leave(step, seen[0], self._grace_s)
+        self._save_due(step)
+
+    def _save_and_leave(self, step: int, why: str, seconds: float) -> NoReturn:
+        """Save within so many seconds and end the process. What was under way in the background is waited for."""
+        run = self._running()
+        deadline = time.monotonic() + seconds
+        _log.warning("%s: saving iteration %d, then leaving", why, step)
+        try:
+            self.wait(seconds)
+        except (ReshardError, TimeoutError) as error:
+            _log.error("the save in the background failed: %s", error)
+            run.saved = -1  # whatever it was
+        saved, message = True, f"iteration {step} is saved"
+        if run.saved != step:
+            try:
+                self._save(step, blocking=True, timeout=max(deadline - time.monotonic(), _LAST_WORDS_S))
+            except ReshardError as error:
+                saved, message = False, f"iteration {step} is not saved: {error}"
+        self._leave(message, saved=saved)
+
+    def _leave(self, message: str, *, saved: bool) -> NoReturn:
+        try:
+            # Rank 0 may serve the store: it leaves last.
+            session(self._group, "leaving").gather(None, timeout=_LAST_WORDS_S)
+        except ReshardError as error:
+            _log.debug("leaving: %s", error)
+        _log.log(logging.WARNING if saved else logging.ERROR, "%s; leaving", message)
+        number = self._signals.number or signal.SIGTERM
+        self._signals.close()
+        raise SystemExit(EXIT_CODE if saved else 128 + number)
+
+    def _save_after(self, error: BaseException) -> None:
+        """Save where the last complete step ended, if the exception has left it as it was, on all ranks."""
+        run = self._run
+        if run is None or run.last == run.saved:
+            return
+        own = [run.last, run.n_updates == 0 and not run.is_updating]
+        what = f"{type(error).__name__} in the step after {run.last}"
+        states = agree(session(self._group, "exception"), own, self._grace_s)
+        if any(state != [run.last, True] for state in states):
+            _log.error("%s: nothing is saved, the ranks are not at the end of one step: %s", what, states)
+            return
+        self.wait(self._grace_s)
+        self._save(run.last, blocking=True, timeout=self._grace_s, interrupted=True)
+        _log.warning("%s: iteration %d is saved", what, run.last)
+
+
+class _Run:
+    """What is trained, and where it stands."""
+
+    def __init__(self, model: Any, optimizer: Any, sampler: Any, objects: dict[str, Any], own: dict[str, Any]) -> None:
+        self.model, self.optimizer, self.sampler = model, optimizer, sampler
+        self.objects, self.per_rank = objects, own
+        self.has_scheduler = "scheduler" in objects
+        self.last = self.saved = 0  # the last complete step, the last one that was saved
+        self.saved_at = time.monotonic()
+        self.above = 0  # the newest iteration of the root, where the steps of this run begin below it
+        self.loss: float | None = None
+        self.metrics: dict[str, float | None] = {}
+        self.healthy: bool | None = None
+        self.pending: PendingSave[SaveReport] | None = None
+        self.record: dict[str, Any] | None = None
+        self.rendezvous: Rendezvous | None = None
+        self.n_failures = 0
+        self.n_updates = 0  # steps of optimizers since the last complete step
+        self.is_updating = False
+        self._hooks: list[Any] = []
+
+    @classmethod
+    def of(cls, model: Any, optimizer: Any, scheduler: Any, sampler: Any, extra: Mapping[str, Any]) -> _Run:
+        own = {name: one.value for name, one in extra.items() if isinstance(one, PerRank)}
+        objects = {name: one for name, one in extra.items() if name not in own}
+        if scheduler is not None:
+            if "scheduler" in extra:
+                raise ArgumentError("`extra` has an object named `scheduler`, and there is one as `scheduler`")
+            objects["scheduler"] = scheduler
+        for name, one in {**own, **({} if sampler is None else {"sampler": sampler})}.items():
+            if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
+                raise ArgumentError(f"`{name}` is a {type(one).__name__} without `state_dict` and `load_state_dict`")
+        return cls(model, optimizer, sampler, objects, own)
+
+    def watch(self) -> None:
+        """Know when an optimizer is in the midst of its step."""
+        optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+
+        def before(*_: Any) -> None:
+            self.is_updating = True
+
+        def after(*_: Any) -> None:
+            self.is_updating = False
+            self.n_updates += 1
+
+        for one in optimizers:
+            if isinstance(one, torch.optim.Optimizer):
+                self._hooks += [one.register_step_pre_hook(before), one.register_step_post_hook(after)]
+
+    def unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def seconds_of(text: str) -> float:
+    """A time in words as seconds.
+
+    Raises:
+        ArgumentError: it is none.
+
+    Example:
+        >>> seconds_of("30min"), seconds_of("1h30min"), seconds_of("90 s")
+        (1800.0, 5400.0, 90.0)
+    """
+    match = _DURATION.fullmatch(text)
+    try:
+        parts = [float(part or 0) for part in match.groups()] if match else []
+    except ValueError:
+        parts = []
+    total = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
+    if not total > 0:
+        raise ArgumentError(f'{text!r} is no time; "30min", "1h30min" and "90s" are')
+    return total
+
+
+def _interval(save_every: int | str | None) -> tuple[int | None, float | None]:
+    if isinstance(save_every, str):
+        return None, seconds_of(save_every)
+    return (None if save_every is None else count("save_every", save_every, 1)), None
+
+
+def _facts_of(sampler: object) -> dict[str, Any]:
+    if not isinstance(sampler, ElasticSampler):
+        return {}
+    return {"global_batch_size": sampler.global_batch_size, "steps_per_epoch": sampler.steps_per_epoch}
+
+
+def _restore_sampler(
+    sampler: Any, saved: Mapping[str, Any], decision: ResumeDecision, config: Config, *, grown: bool, strict: bool
+) -> list[str]:
+    """Put the sampler where the data is gone on with; what was done."""
+    if sampler is None:
+        if "sampler" not in saved:
+            return []
+        if strict:
+            raise MismatchError(
+                "the checkpoint has the state of a sampler, and the run has none", hint="`strict=False` goes on without"
+            )
+        return ["the run has no place for `sampler`"]
+    if "sampler" not in saved:
+        if isinstance(sampler, ElasticSampler) and decision.data_skip_steps:
+            sampler.step(decision.data_skip_steps)
+            return [f"the checkpoint has no sampler: {decision.data_skip_steps} steps of data are skipped"]
+        return []
+    if not isinstance(sampler, ElasticSampler):
+        sampler.load_state_dict(saved["sampler"])
+        return []
+    return sampler.load_state_dict(
+        saved["sampler"],
+        ignore_data_skip=config.ignore_data_skip,
+        data_skip_steps=config.data_skip_steps,
+        grown=grown,
+    )
+
+
+def _check(check: Callable[[Mapping[str, Any]], bool | None], run: Mapping[str, Any]) -> None:
+    saved = {"step": run["step"], "loss": run["loss"], **run["metrics"]}
+    if check(saved) is False:
+        raise MismatchError(
+            f"what was restored does not behave as it did when it was saved at step {run['step']}: `check` refuses it",
+            hint="see whether code and data are the same",
+        )
+
+
+def _number(value: Any) -> float | None:
+    """A loss or a metric as a number."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+    number = float(value)
+    return number if math.isfinite(number) or math.isnan(number) else number
