@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.training import Run, whole_run
@@ -22,7 +22,7 @@ STEPS = 9
 def test_interrupted_is_never_interrupted(tmp_path: Path, n_ranks: int, options: str) -> None:
     expected = whole_run(tmp_path / "whole", n_ranks, f"{options} --save-every 100", steps=STEPS)
     folder = tmp_path / "torn"
-    lines = {}
+    lines: dict[int, Any] = {}
     for stop, mode in ((3, ""), (6, "--async-save")):
         with Run(folder, n_ranks, f"{options} --save-every 2 {mode}", steps=STEPS) as run:
             run.until(stop)
@@ -37,7 +37,7 @@ def test_interrupted_is_never_interrupted(tmp_path: Path, n_ranks: int, options:
 def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     """Cut anew at each start: the same samples, and the same losses but for the order of sums."""
     history = [(4, "--tp 2 --fsdp", 3), (2, "--tp 2", 5), (3, "--fsdp", 7), (4, "--tp 2", 9), (3, "--tp 3", 11)]
-    lines = {}
+    lines: dict[int, Any] = {}
     for n_ranks, options, stop in history:
         run = whole_run(tmp_path / "torn", n_ranks, f"{options} --save-every 100 --dropout 0", steps=stop)
         assert min(run.lines) == len(lines) + 1

@@ -9,6 +9,7 @@ The log is a pipe to the test: a line is an event that can be waited for.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import select
@@ -16,9 +17,13 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+import torch._dynamo  # noqa: F401  what DTensor imports when it is first used: here once, instead of in every rank
 from tests.ranks import Job
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from reshard.examples.train_gpt import arguments, train
+from reshard.examples.train_gpt import GPT, arguments, parallel, train
+from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from reshard.group import TorchGroup
 
 PATIENCE_S = 60
+torch.set_num_threads(1)  # a forked rank has none of the threads that this process would have made by then
 
 
 class Run:
@@ -117,3 +123,27 @@ def whole_run(folder: Path, n_ranks: int, options: str = "", *, steps: int = 12)
     with Run(folder, n_ranks, options, steps=steps) as run:
         assert run.codes() == [0] * n_ranks
         return run
+
+
+def gathered(folder: Path, n_steps: int, *, dp: int, tp: int, fsdp: bool) -> dict[str, str]:
+    """Resume the example's model, make steps and save; all its tensors, whole, as digests by name."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(dp)
+    model = parallel(GPT(0.0), mesh, fsdp=fsdp)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with Checkpointer(folder, signals=(), mesh=mesh) as made:
+        start = made.resume(model=model, optimizer=optimizer).initial_step
+        for step in range(start + 1, start + n_steps + 1):
+            ids = torch.randint(0, 13, (2, 8), generator=torch.Generator().manual_seed(step))
+            model(ids).square().mean().backward()
+            optimizer.step()
+            made.step(step)
+        if n_steps:
+            made.save(blocking=True)
+    found = {}
+    for name, parameter in model.named_parameters():
+        for slot, value in {"": parameter, **optimizer.state[parameter]}.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            data = whole.detach().contiguous().numpy().tobytes()
+            found[f"{slot}.{name.removeprefix('module.')}"] = hashlib.blake2b(data).hexdigest()
+    return found

@@ -4,8 +4,9 @@ r"""A small GPT that learns to add, trained on any number of processes, killed a
         --dp 2 --tp 2
 
 Start it again with the same `--out` and it goes on where the last checkpoint was saved: on as many processes, with
-every loss the same to the last bit as if nothing had happened; on others, or cut otherwise (`--dp`, `--tp`, `--fsdp`), with the
-same samples in the same order. The three lines that do it are marked in `train`. Everything runs on the CPU, over gloo.
+every loss the same to the last bit as if nothing had happened; on others, or cut otherwise (`--dp`, `--tp`, `--fsdp`),
+with the same samples in the same order. The three lines that do it are marked in `train`. Everything runs on the CPU,
+over gloo.
 
 The log gets a line of JSON a step: `step`, `loss` (the mean over all ranks, as `float.hex` writes it), `samples` (the
 ids that all ranks read in that step), `world_size`.
@@ -19,6 +20,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 # Before torch is imported, which takes seconds, in which the launcher may die.
 _LAUNCHER = os.getppid()
@@ -26,8 +29,10 @@ _LAUNCHER = os.getppid()
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F  # noqa: N812  as everybody calls it
 from torch.utils.data import DataLoader, Dataset
@@ -132,10 +137,10 @@ def replicated(model: GPT, mesh: DeviceMesh) -> nn.Module:
     ddp = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp"))
     n_ranks = mesh["dp"].size()
 
-    def mean(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def mean(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         for gradient in bucket.gradients():
             dist.all_reduce(gradient, group=group)
-            gradient /= n_ranks
+            gradient.div_(n_ranks)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
@@ -147,10 +152,10 @@ def replicated(model: GPT, mesh: DeviceMesh) -> nn.Module:
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """What DDP does, for a model whose parameters are cut over `tp`, which DDP does not take."""
     for parameter in model.parameters():
-        gradient = parameter.grad
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # type: ignore[union-attr]
+        gradient: Any = parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         dist.all_reduce(local, group=mesh.get_group("dp"))
-        local /= mesh["dp"].size()
+        local.div_(mesh["dp"].size())
 
 
 def train(args: argparse.Namespace) -> None:
@@ -187,7 +192,7 @@ def train(args: argparse.Namespace) -> None:
     )
     start = checkpointer.resume(model=model, optimizer=optimizer, scheduler=schedule, sampler=sampler)  # <- line 2
     step = start.initial_step
-    log = open(args.log, "a", encoding="utf-8") if args.log and dist.get_rank() == 0 else None  # noqa: SIM115
+    log = Path(args.log).open("a", encoding="utf-8") if args.log and dist.get_rank() == 0 else None  # noqa: SIM115
     with checkpointer:
         while step < args.steps:
             for ids, lines in loader:
@@ -205,7 +210,7 @@ def train(args: argparse.Namespace) -> None:
                 samples = [torch.empty_like(ids) for _ in range(dp)]
                 dist.all_gather(samples, ids, group=sums)
                 if log is not None:
-                    line = {"step": step, "loss": mean.item().hex(), "samples": torch.cat(samples).tolist()}
+                    line = {"step": step, "loss": float(mean).hex(), "samples": torch.cat(samples).tolist()}
                     print(json.dumps(line | {"world_size": world_size}), file=log, flush=True)
                 checkpointer.step(step, loss=mean)  # <- line 3: saves when it is due, or when a signal came
                 if step >= args.steps:
@@ -247,7 +252,7 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         train(args)
     finally:

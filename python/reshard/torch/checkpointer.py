@@ -6,17 +6,16 @@
         ...
         checkpointer.step(step, loss=loss)
 
-Here is put together what others do: `state` makes arrays of what is live, `reshard.save` writes them, `load_with` chooses
-what is resumed from, `loading` reads it, `emergency` brings the ranks to the same step when a signal came. What is
-decided here is when to save, what belongs into a checkpoint besides tensors, and what to do if a save fails.
+Here is put together what others do: `state` makes arrays of what is live, `reshard.save` writes them, `load_with`
+chooses what is resumed from, `loading` reads it and `resuming` puts it back, `emergency` brings the ranks to the same
+step when a signal came. What is decided here is when to save, what belongs into a checkpoint besides tensors, and what
+to do if a save fails.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import re
 import secrets
 import signal
 import time
@@ -36,7 +35,7 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.formats.state import PerRank, per_rank
+from reshard.formats.state import per_rank
 from reshard.group import agree, resolve, session
 from reshard.resume import RunFacts
 from reshard.torch import environment as environments
@@ -45,10 +44,19 @@ from reshard.torch.checks import MAX_SEED, count
 from reshard.torch.emergency import EXIT_CODE, Rendezvous, Signals, board_of
 from reshard.torch.health import LossHealth
 from reshard.torch.loading import read_for
+from reshard.torch.resuming import (
+    How,
+    check_restored,
+    refuse_lonely_model,
+    restore_objects,
+    restore_random,
+    restore_sampler,
+    restore_tensors,
+)
+from reshard.torch.run import Run, interval, number_of
 from reshard.torch.sampler import ElasticSampler
-from reshard.torch.state import apply, describe
+from reshard.torch.state import describe
 from reshard.verbs.load import load_with
-from reshard.words import show
 from reshard.write.save import save as save_iteration
 
 if TYPE_CHECKING:
@@ -58,7 +66,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from reshard.checkpoint import Verify
+    from reshard.checkpoint import Checkpoint, Verify
     from reshard.config import ConfigLike
     from reshard.resume import ResumeDecision
     from reshard.torch.health import Health
@@ -66,13 +74,10 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
     from reshard.write.save import PendingSave, SaveReport
 
-__all__ = ["Checkpointer", "seconds_of"]
+__all__ = ["Checkpointer"]
 
 _log = logging.getLogger("reshard")
 
-_DURATION = re.compile(
-    r"\s*(?:([0-9.]+)\s*(?:h|hours?))?\s*(?:([0-9.]+)\s*min(?:utes?)?)?\s*(?:([0-9.]+)\s*(?:s|sec|seconds?))?\s*"
-)
 _MAX_FAILURES = 3  # saves in a row that may fail before the run is told by an error
 _LAST_WORDS_S = 5.0
 # What is wrong with the call or with the tensors is wrong at the next save too.
@@ -173,7 +178,7 @@ class Checkpointer:
         threads: int | None = None,
     ) -> None:
         self._root = Path(root)
-        self._every_steps, self._every_s = _interval(save_every)
+        self._every_steps, self._every_s = interval(save_every)
         self._options: dict[str, Any] = {
             "prefix": prefix,
             "keep": keep,
@@ -184,7 +189,7 @@ class Checkpointer:
             "durable": durable,
             "threads": threads,
         }
-        self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only)
+        self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
         self._async, self._verify, self._mesh = async_save, verify, mesh
         self._save_optimizer = True
         self._health: Health = health or LossHealth()
@@ -194,7 +199,8 @@ class Checkpointer:
         self._root_seed = None if seed is None else count("seed", seed, 0, MAX_SEED)
         self._group = resolve(group)
         self._signals = Signals(signals)
-        self._run: _Run | None = None
+        self._is_leaving = False
+        self._run: Run | None = None
 
     @classmethod
     def from_config(cls, config: ConfigLike, **options: Any) -> Self:
@@ -236,7 +242,8 @@ class Checkpointer:
             text = dict(config) if isinstance(config, Mapping) else Path(config).read_text(encoding="utf-8")
             given["environment"] = {"config": text} | dict(given.get("environment") or {})
         made = cls(**given)
-        made._config = replace(known, healthy_only=known.healthy_only or bool(options.get("healthy_only")))
+        healthy_only = known.healthy_only or bool(options.get("healthy_only"))
+        made._config = replace(known, healthy_only=healthy_only, sink_mode=False)  # a loop in torch makes single steps
         made._save_optimizer = known.save_optimizer
         return made
 
@@ -289,107 +296,92 @@ class Checkpointer:
         """
         if self._run is not None:
             raise ArgumentError("`resume` was called before", hint="make another Checkpointer")
-        run = _Run.of(model, optimizer, scheduler, sampler, extra or {})
+        run = Run(model, optimizer, scheduler, sampler, extra or {})
         members = self._group
-        described = self._describe(run)
-        facts = RunFacts(has_optimizer=optimizer is not None or None, **_facts_of(sampler))
-        weights_only = False
+        described = self._describe(run, optimizer)
+        how = How(strict, cast, init, device, grown)
+        is_weights_alone = False
 
-        def read(checkpoint: Any, decision: ResumeDecision) -> Read:
-            nonlocal weights_only
-            weights_only = decision.restored == ("weights",)
-            part = "model" if weights_only or optimizer is None else "all"
-            threads, verify = self._options["threads"], "touched" if self._verify == "full" else self._verify
-            return read_for(described, checkpoint, members.rank, part=part, verify=verify, threads=threads)
+        def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Read:
+            nonlocal is_weights_alone
+            is_weights_alone = decision.restored == ("weights",)
+            return read_for(
+                described,
+                checkpoint,
+                members.rank,
+                part="model" if is_weights_alone or optimizer is None else "all",
+                verify="touched" if self._verify == "full" else self._verify,
+                threads=self._options["threads"],
+            )
 
         decision, found = load_with(
             read,
             group=members,
             scrub=self._verify == "full",
             config=self._config,
-            run=facts,
+            run=_facts_of(run.sampler),
             allow_fresh=allow_fresh,
             threads=self._options["threads"],
             timeout=self._timeout,
         )
         told: list[str] = []
         if found is not None:
-            saved = {} if weights_only else found.extra
-            self._together(
-                lambda: self._restore(run, described, found, saved, decision, told, strict, cast, init, device, grown)
-            )
-            if check is not None and "run" in saved:
-                self._together(lambda: _check(check, saved["run"]))
-            if "rng" in saved or "run" in saved:
-                self._together(lambda: self._restore_random(saved, decision, told))
-            told += self._compare_environment(saved)
+            saved = {} if is_weights_alone else found.extra
+
+            def restore() -> list[str]:
+                return [
+                    *([] if is_weights_alone else refuse_lonely_model(run, found, saved, how)),
+                    *restore_tensors(described, found, saved, how),
+                    *restore_objects(run, found, saved, members.world_size, how),
+                    *restore_sampler(run.sampler, saved, decision, self._config, how),
+                ]
+
+            told += self._together(restore)[members.rank]
+            told += self._restore_rest(saved, decision, check)
+            if decision.scaling is not None and decision.scaling.factor != 1 and run.has_scheduler:
+                told.append(
+                    "the batch size changed, and with it the number of steps: the scheduler goes on where it was, and "
+                    f"steps from {decision.initial_step}"
+                )
         self._begin(run, decision)
         for line in told:
             _log.warning("resume: %s", line)
         return replace(decision, warnings=(*decision.warnings, *told))
 
-    def _describe(self, run: _Run) -> Described:
-        optimizer = run.optimizer if self._save_optimizer else None
+    def _describe(self, run: Run, optimizer: object) -> Described:
         return describe(
             run.model, optimizer, objects=run.objects, mesh=self._mesh, group=self._group, timeout=self._timeout
         )
 
-    def _restore(
-        self, run: _Run, described: Described, found: Read, saved: Mapping[str, Any], decision: ResumeDecision,
-        told: list[str], strict: bool, cast: bool, init: Any, device: Any, grown: bool,
-    ) -> None:  # fmt: skip
-        report = apply(
-            described, found.arrays, saved.get("trainer"), strict=strict, cast=cast, init=init, device=device
-        )
-        if report.missing:
-            told.append(f"the checkpoint lacks {', '.join(map(show, report.missing[:8]))}")
-        if report.unexpected:
-            told.append(f"the run has no place for {', '.join(map(show, report.unexpected[:8]))}")
-        told += _restore_sampler(run.sampler, saved, decision, self._config, grown=grown, strict=strict)
-        kept = saved.get("per rank", {})
-        same_world = found.world_size == self._group.world_size
-        for name, one in run.per_rank.items():
-            if name in kept and same_world:
-                one.load_state_dict(kept[name])
-            elif saved:
-                why = f"`{name}` is kept for each rank, and " + (
-                    f"{found.world_size} ranks saved it, {self._group.world_size} load it"
-                    if not same_world
-                    else "the checkpoint does not have it"
+    def _restore_rest(
+        self,
+        saved: Mapping[str, Any],
+        decision: ResumeDecision,
+        check: Callable[[Mapping[str, Any]], bool | None] | None,
+    ) -> list[str]:
+        """What comes after everything that is trained: the check, then the random streams, which it may have used."""
+        members, told = self._group, list[str]()
+        known = saved.get("run")
+        if known is not None:
+            if check is not None:
+                self._together(lambda: check_restored(check, known))
+            self._root_seed = count("root_seed", known["root_seed"], 0, MAX_SEED)
+            told += self._together(
+                lambda: restore_random(
+                    saved,
+                    decision.iteration or 0,
+                    rank=members.rank,
+                    world_size=members.world_size,
+                    coordinate=self._coordinate,
+                    root_seed=self._root_seed or 0,
                 )
-                if strict:
-                    raise MismatchError(why, key=name, hint="`strict=False` goes on without it")
-                told.append(why)
-        if decision.scaling is not None and decision.scaling.factor != 1 and run.has_scheduler:
-            told.append(
-                "the batch size changed, and with it the number of steps: the scheduler goes on where it was, and "
-                f"steps from {decision.initial_step}"
-            )
-        if saved.get("run", {}).get("interrupted"):
-            told.append(
-                f"saved after an exception in the step after {decision.initial_step}: random streams and buffers may "
-                "have moved on in it"
-            )
-
-    def _restore_random(self, saved: Mapping[str, Any], decision: ResumeDecision, told: list[str]) -> None:
-        members = self._group
-        iteration = decision.iteration or 0
-        seed = saved.get("run", {}).get("root_seed")
-        self._root_seed = self._root_seed if seed is None else count("root_seed", seed, 0, MAX_SEED)
-        if "rng" in saved:
-            state = dict(saved["rng"]) | ({} if seed is None else {"root_seed": seed})
-            report = rng.restore(
-                state,
-                iteration=iteration,
-                rank=members.rank,
-                world_size=members.world_size,
-                coordinate=self._coordinate,
-            )
-        else:
-            place = {"rank": members.rank} if self._coordinate is None else self._coordinate
-            report = rng.derive(self._root_seed or 0, iteration, place, reason="this rank saved none")
-        if report.derived:
-            told.append(f"random streams {', '.join(report.derived)} are derived anew: {report.reason}")
+            )[members.rank]
+            if known["interrupted"]:
+                told.append(
+                    f"saved after an exception in the step after {known['step']}: random streams and buffers may have "
+                    "moved on in it"
+                )
+        return told + self._compare_environment(saved)
 
     def _compare_environment(self, saved: Mapping[str, Any]) -> list[str]:
         """Rank 0's differences, on all ranks."""
@@ -418,7 +410,7 @@ class Checkpointer:
             outcome = error
         return agree(session(self._group, "resume"), outcome, self._timeout)
 
-    def _begin(self, run: _Run, decision: ResumeDecision) -> None:
+    def _begin(self, run: Run, decision: ResumeDecision) -> None:
         """Everything is in place: agree on what the run is known by."""
         seed = torch.initial_seed() % (MAX_SEED + 1) if self._root_seed is None else self._root_seed
         word, self._root_seed = self._together(lambda: [secrets.token_hex(8), seed])[0]
@@ -465,7 +457,8 @@ class Checkpointer:
         run.n_updates = 0
         if isinstance(run.sampler, ElasticSampler):
             run.sampler.step(n_new)
-        run.loss, run.metrics = _number(loss), {name: _number(value) for name, value in (metrics or {}).items()}
+        run.loss = None if loss is None else number_of(loss)
+        run.metrics = {name: number_of(value) for name, value in (metrics or {}).items()}
         run.healthy = self._health(step, run.loss, run.metrics)
         is_due = self._every_steps is not None and step % self._every_steps == 0
         if run.rendezvous is None:
@@ -546,7 +539,8 @@ class Checkpointer:
         Raises:
             ReshardError: that save failed.
         """
-        self._signals.close()
+        if not self._is_leaving:
+            self._signals.close()
         run = self._run
         if run is not None:
             run.unwatch()
@@ -570,15 +564,17 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------------------------------ one save
 
-    def _running(self) -> _Run:
+    def _running(self) -> Run:
         if self._run is None:
             raise ArgumentError("`resume` has not been called, which says what there is to save")
         return self._run
 
-    def _save(self, step: int, *, blocking: bool, timeout: float | None = None, interrupted: bool = False) -> Any:
-        """Save; the error of the save before is not raised, but told to whoever waits for that one."""
+    def _save(
+        self, step: int, *, blocking: bool, timeout: float | None = None, interrupted: bool = False
+    ) -> SaveReport | PendingSave[SaveReport]:
+        """Save, whatever is due."""
         run, members = self._running(), self._group
-        described = self._describe(run)
+        described = self._describe(run, run.optimizer if self._save_optimizer else None)
         extra: dict[str, Any] = {
             "trainer": described.extra,
             "run": {
@@ -604,8 +600,9 @@ class Checkpointer:
         if members.rank == 0:
             run.record = run.record or self._record()
             extra["environment"] = run.record
-        known = {name: value for name, value in run.metrics.items() if value is not None}
-        saved = save_iteration(
+        metrics = run.metrics if run.loss is None else {**run.metrics, "loss": run.loss}
+        save_any: Any = save_iteration  # which of two things it returns is said by a variable
+        saved = save_any(
             self._root,
             step,
             **described.saving(),
@@ -613,7 +610,7 @@ class Checkpointer:
             extra=extra,
             group=members,
             blocking=blocking,
-            metrics=known if run.loss is None else {"loss": run.loss} | known,
+            metrics=metrics,
             rollback=step < run.above,
             timeout=self._timeout if timeout is None else timeout,
             **self._options,
@@ -621,12 +618,14 @@ class Checkpointer:
         run.saved, run.saved_at = step, time.monotonic()
         run.above = 0
         run.pending = None if blocking else saved
-        return saved
+        result: SaveReport | PendingSave[SaveReport] = saved
+        return result
 
-    def _common(self, run: _Run, step: int) -> dict[str, Any]:
+    def _common(self, run: Run, step: int) -> dict[str, Any]:
         common: dict[str, Any] = {"step_num": step, "global_step": step}
         if isinstance(run.sampler, ElasticSampler):
-            common["epoch_num"] = run.sampler.epoch
+            # The epoch of the step that was made, from 1.
+            common["epoch_num"] = run.sampler.epoch + (run.sampler.consumed > 0)
             common["global_batch_size"] = run.sampler.global_batch_size
         if run.healthy is not None:
             common["ckpt_status"] = 0 if run.healthy else 1
@@ -690,9 +689,9 @@ class Checkpointer:
         except ReshardError as error:
             _log.debug("leaving: %s", error)
         _log.log(logging.WARNING if saved else logging.ERROR, "%s; leaving", message)
-        number = self._signals.number or signal.SIGTERM
-        self._signals.close()
-        raise SystemExit(EXIT_CODE if saved else 128 + number)
+        # Handlers stay: launchers send another signal to whoever is left when the first rank ends.
+        self._is_leaving = True
+        raise SystemExit(EXIT_CODE if saved else 128 + (self._signals.number or signal.SIGTERM))
 
     def _save_after(self, error: BaseException) -> None:
         """Save where the last complete step ended, if the exception has left it as it was, on all ranks."""
@@ -710,141 +709,10 @@ class Checkpointer:
         _log.warning("%s: iteration %d is saved", what, run.last)
 
 
-class _Run:
-    """What is trained, and where it stands."""
-
-    def __init__(self, model: Any, optimizer: Any, sampler: Any, objects: dict[str, Any], own: dict[str, Any]) -> None:
-        self.model, self.optimizer, self.sampler = model, optimizer, sampler
-        self.objects, self.per_rank = objects, own
-        self.has_scheduler = "scheduler" in objects
-        self.last = self.saved = 0  # the last complete step, the last one that was saved
-        self.saved_at = time.monotonic()
-        self.above = 0  # the newest iteration of the root, where the steps of this run begin below it
-        self.loss: float | None = None
-        self.metrics: dict[str, float | None] = {}
-        self.healthy: bool | None = None
-        self.pending: PendingSave[SaveReport] | None = None
-        self.record: dict[str, Any] | None = None
-        self.rendezvous: Rendezvous | None = None
-        self.n_failures = 0
-        self.n_updates = 0  # steps of optimizers since the last complete step
-        self.is_updating = False
-        self._hooks: list[Any] = []
-
-    @classmethod
-    def of(cls, model: Any, optimizer: Any, scheduler: Any, sampler: Any, extra: Mapping[str, Any]) -> _Run:
-        own = {name: one.value for name, one in extra.items() if isinstance(one, PerRank)}
-        objects = {name: one for name, one in extra.items() if name not in own}
-        if scheduler is not None:
-            if "scheduler" in extra:
-                raise ArgumentError("`extra` has an object named `scheduler`, and there is one as `scheduler`")
-            objects["scheduler"] = scheduler
-        for name, one in {**own, **({} if sampler is None else {"sampler": sampler})}.items():
-            if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
-                raise ArgumentError(f"`{name}` is a {type(one).__name__} without `state_dict` and `load_state_dict`")
-        return cls(model, optimizer, sampler, objects, own)
-
-    def watch(self) -> None:
-        """Know when an optimizer is in the midst of its step."""
-        optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
-
-        def before(*_: Any) -> None:
-            self.is_updating = True
-
-        def after(*_: Any) -> None:
-            self.is_updating = False
-            self.n_updates += 1
-
-        for one in optimizers:
-            if isinstance(one, torch.optim.Optimizer):
-                self._hooks += [one.register_step_pre_hook(before), one.register_step_post_hook(after)]
-
-    def unwatch(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-
-# ---------------------------------------------------------------------------------------------------------------- parts
-
-
-def seconds_of(text: str) -> float:
-    """A time in words as seconds.
-
-    Raises:
-        ArgumentError: it is none.
-
-    Example:
-        >>> seconds_of("30min"), seconds_of("1h30min"), seconds_of("90 s")
-        (1800.0, 5400.0, 90.0)
-    """
-    match = _DURATION.fullmatch(text)
-    try:
-        parts = [float(part or 0) for part in match.groups()] if match else []
-    except ValueError:
-        parts = []
-    total = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
-    if not total > 0:
-        raise ArgumentError(f'{text!r} is no time; "30min", "1h30min" and "90s" are')
-    return total
-
-
-def _interval(save_every: int | str | None) -> tuple[int | None, float | None]:
-    if isinstance(save_every, str):
-        return None, seconds_of(save_every)
-    return (None if save_every is None else count("save_every", save_every, 1)), None
-
-
-def _facts_of(sampler: object) -> dict[str, Any]:
+def _facts_of(sampler: object) -> RunFacts:
+    # Whether an optimizer is missing is seen later: plain SGD has no tensors, and is there all the same.
     if not isinstance(sampler, ElasticSampler):
-        return {}
-    return {"global_batch_size": sampler.global_batch_size, "steps_per_epoch": sampler.steps_per_epoch}
-
-
-def _restore_sampler(
-    sampler: Any, saved: Mapping[str, Any], decision: ResumeDecision, config: Config, *, grown: bool, strict: bool
-) -> list[str]:
-    """Put the sampler where the data is gone on with; what was done."""
-    if sampler is None:
-        if "sampler" not in saved:
-            return []
-        if strict:
-            raise MismatchError(
-                "the checkpoint has the state of a sampler, and the run has none", hint="`strict=False` goes on without"
-            )
-        return ["the run has no place for `sampler`"]
-    if "sampler" not in saved:
-        if isinstance(sampler, ElasticSampler) and decision.data_skip_steps:
-            sampler.step(decision.data_skip_steps)
-            return [f"the checkpoint has no sampler: {decision.data_skip_steps} steps of data are skipped"]
-        return []
-    if not isinstance(sampler, ElasticSampler):
-        sampler.load_state_dict(saved["sampler"])
-        return []
-    return sampler.load_state_dict(
-        saved["sampler"],
-        ignore_data_skip=config.ignore_data_skip,
-        data_skip_steps=config.data_skip_steps,
-        grown=grown,
+        return RunFacts(has_optimizer=False)
+    return RunFacts(
+        global_batch_size=sampler.global_batch_size, steps_per_epoch=sampler.steps_per_epoch, has_optimizer=False
     )
-
-
-def _check(check: Callable[[Mapping[str, Any]], bool | None], run: Mapping[str, Any]) -> None:
-    saved = {"step": run["step"], "loss": run["loss"], **run["metrics"]}
-    if check(saved) is False:
-        raise MismatchError(
-            f"what was restored does not behave as it did when it was saved at step {run['step']}: `check` refuses it",
-            hint="see whether code and data are the same",
-        )
-
-
-def _number(value: Any) -> float | None:
-    """A loss or a metric as a number."""
-    if value is None:
-        return None
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        if hasattr(value, "full_tensor"):
-            value = value.full_tensor()
-    number = float(value)
-    return number if math.isfinite(number) or math.isnan(number) else number

@@ -1,11 +1,12 @@
 """Saving before the machine is taken away: how ranks that learn of it at different steps save at the same one.
 
-A signal only sets a flag. At the end of its step the rank that saw it posts a *notice* on a board, "save at step s + 1",
-and every rank looks at the board at the end of each of its steps: one question to the rendezvous store, no collective.
-At the step of the notice, or the first one after it, a rank asks the others where they are. If all are at the same
-step, that is where they save. If some had run further than the notice thought (their devices still compute what the
-host has long queued), all now know the highest step, and meet again one step after it, to which nobody has come yet. So no
-assumption of how far ranks drift apart can make them save different steps, or wait for each other for ever.
+A signal only sets a flag. At the end of its step the rank that saw it posts a *notice* on a board, "save at step
+s + 1", and every rank looks at the board at the end of each of its steps: one question to the rendezvous store, no
+collective. At the step of the notice, or the first one after it, a rank asks the others where they are. If all are at
+the same step, that is where they save. If some had run further than the notice thought (their devices still compute
+what the host has long queued), all now know the highest step, and meet again one step after it, to which nobody has
+come yet. So no assumption of how far ranks drift apart can make them save different steps, or wait for ever: who is
+ahead has done his part of all that the others still wait for.
 
 The board is also how a save by the clock comes about: rank 0's clock counts, and its notice tells the others.
 

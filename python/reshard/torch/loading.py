@@ -1,8 +1,8 @@
 """A checkpoint's arrays for this rank, as far as possible straight into live memory.
 
-Who calls has described what is live (`state.describe`); what comes out goes to `state.apply`. An array whose live tensor
-lies on the host in one piece is read into that tensor's own memory; others get memory of their own. Which checkpoint is
-read is decided elsewhere, and nothing of what is read is interpreted.
+Who calls has described what is live (`state.describe`); what comes out goes to `state.apply`. An array whose live
+tensor lies on the host in one piece is read into that tensor's own memory; others get memory of their own. Which
+checkpoint is read is decided elsewhere, and nothing of what is read is interpreted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.checkpoint import Checkpoint, Part, Verify
-    from reshard.formats.checkpoint2 import CommonInfo
     from reshard.torch.state import Described
 
 __all__ = ["Read", "read_for"]
@@ -33,13 +32,13 @@ class Read:
     Attributes:
         arrays: by key, this rank's parts.
         extra: the state beside the tensors, by name, with this rank's own values.
-        common: the counters.
+        has_optimizer: whether there is state of an optimizer.
         world_size: ranks that saved it; None: not known.
     """
 
     arrays: dict[str, np.ndarray]
     extra: dict[str, Any]
-    common: CommonInfo | None
+    has_optimizer: bool
     world_size: int | None
 
 
@@ -106,7 +105,7 @@ def read_for(
             name, dtype, shape, _ = plan.arrays[number]
             arrays[name] = as_array(*place, dtype, shape)
     world_size = None if checkpoint.manifest is None else checkpoint.manifest.world_size
-    return Read(arrays, checkpoint.extra(rank), checkpoint.common, world_size)
+    return Read(arrays, checkpoint.extra(rank=rank), bool(checkpoint.keys("optimizer")), world_size)
 
 
 def _own_keys(described: Described, keys: list[str]) -> list[str]:
@@ -130,13 +129,13 @@ def _box_layout(described: Described, rank: int) -> dict[str, object]:
     also: dict[str, list[str]] = {}
     for alias, key in described.aliases.items():
         also.setdefault(key, []).append(alias)
-    boxes: dict[tuple[object, ...], list[str]] = {}
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for key, tensor in (described.model | described.optimizer).items():
         offset, whole = described.offsets[key], described.shapes[key]
         box = (offset, tuple(dtypes.tensor_shape(dtypes.parse_dtype(tensor.dtype), tuple(tensor.shape))), whole)
         boxes.setdefault(box, []).extend(map(glob_of, [key, *also.get(key, ())]))
     rules: list[dict[str, object]] = []
-    for (offset, own, whole), names in boxes.items():  # type: ignore[misc]
+    for (offset, own, whole), names in boxes.items():
         sizes = {
             d: [first, n, total - first - n]
             for d, (first, n, total) in enumerate(zip(offset, own, whole, strict=True))

@@ -204,12 +204,11 @@ def load_with(
     threads: int | None = None,
     timeout: float = 1800.0,
 ) -> tuple[ResumeDecision, T | None]:
-    """What `load` is made of: `read` takes what it wants of the checkpoint that is chosen, and of the next one if that
-    proves damaged.
+    """What `load` is made of: `read` takes what it wants of the checkpoint that is chosen, or of the next best.
 
     Args:
-        read: called with the open checkpoint and the decision, once for each checkpoint that is tried. What it returns
-            of one that another rank finds damaged is thrown away.
+        read: called with the open checkpoint and the decision, for one after the other until no rank finds damage. What
+            it returned of a damaged one is thrown away.
         root: as in `load`, and so are the other arguments.
         group: all its ranks call this.
         check: called first; what it raises is raised on all ranks.

@@ -1,0 +1,188 @@
+"""What was read of a checkpoint goes back into a run: tensors, objects, the data position, random streams.
+
+Each function does one thing on one rank and returns sentences on what is not as it was, which the decision to resume
+then tells. In which order, and that all ranks fare alike, is the checkpointer's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import MismatchError
+from reshard.torch import rng
+from reshard.torch.sampler import ElasticSampler
+from reshard.torch.state import apply
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from reshard.config import Config
+    from reshard.resume import ResumeDecision
+    from reshard.torch.loading import Read
+    from reshard.torch.run import Run
+    from reshard.torch.state import Described
+
+__all__ = [
+    "How",
+    "check_restored",
+    "refuse_lonely_model",
+    "restore_objects",
+    "restore_random",
+    "restore_sampler",
+    "restore_tensors",
+]
+
+_MAX_NAMED = 8
+
+
+@dataclass(frozen=True)
+class How:
+    """How strictly, as the arguments of `Checkpointer.resume` say it."""
+
+    strict: bool
+    cast: bool
+    init: Callable[[str, torch.Tensor], torch.Tensor | None] | None
+    device: torch.device | str | None
+    grown: bool
+
+
+def refuse_lonely_model(run: Run, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
+    """See that a checkpoint that a run goes on from holds an optimizer, if the run has one.
+
+    Raises:
+        MismatchError: it does not, and it matters.
+    """
+    if run.optimizer is None or "optimizer" in saved.get("trainer", {}) or found.has_optimizer:
+        return []
+    if how.strict:
+        raise MismatchError(
+            "the checkpoint holds no state of an optimizer, and the run has one",
+            hint="`strict=False` lets the optimizer begin anew",
+        )
+    return ["the checkpoint holds no state of an optimizer: it begins anew"]
+
+
+def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
+    """Parameters, buffers, optimizers, schedulers and what else has state.
+
+    Raises:
+        MismatchError: they do not fit.
+    """
+    report = apply(
+        described,
+        found.arrays,
+        saved.get("trainer"),
+        strict=how.strict,
+        cast=how.cast,
+        init=how.init,
+        device=how.device,
+    )
+    told = []
+    if report.missing:
+        told.append(f"the checkpoint lacks {_some(report.missing)}")
+    if report.unexpected:
+        told.append(f"the run has no place for {_some(report.unexpected)}")
+    return told
+
+
+def restore_objects(run: Run, found: Read, saved: Mapping[str, Any], world_size: int, how: How) -> list[str]:
+    """What every rank keeps for itself, which fits the same number of ranks alone.
+
+    Raises:
+        MismatchError: it does not fit, and it matters.
+    """
+    told = []
+    kept = saved.get("per rank", {})
+    is_same = found.world_size == world_size
+    for name, one in run.per_rank.items():
+        if name in kept and is_same:
+            one.load_state_dict(kept[name])
+        elif saved:
+            why = "the checkpoint does not have it"
+            if not is_same:
+                why = f"{found.world_size} ranks saved it, and {world_size} load it"
+            told.append(f"{show(name)} is kept for each rank, and {why}")
+    told += [f"the run has no place for {show(str(name))}" for name in kept if name not in run.per_rank]
+    if told and how.strict:
+        raise MismatchError("; ".join(told), hint="`strict=False` goes on without")
+    return told
+
+
+def restore_sampler(
+    sampler: Any, saved: Mapping[str, Any], decision: ResumeDecision, config: Config, how: How
+) -> list[str]:
+    """Put the sampler where the data is gone on with.
+
+    Raises:
+        MismatchError: the run has no sampler, and the checkpoint has; or its data is not the saved one.
+    """
+    if sampler is None:
+        if "sampler" not in saved:
+            return []
+        if how.strict:
+            raise MismatchError(
+                "the checkpoint has the state of a sampler, and the run has none", hint="`strict=False` goes on without"
+            )
+        return ["the run has no place for the sampler's state"]
+    if "sampler" not in saved:
+        if isinstance(sampler, ElasticSampler) and decision.data_skip_steps:
+            sampler.step(decision.data_skip_steps)
+            return [f"the checkpoint has no sampler: {decision.data_skip_steps} steps of data are skipped"]
+        return []
+    if not isinstance(sampler, ElasticSampler):
+        sampler.load_state_dict(saved["sampler"])
+        return []
+    return sampler.load_state_dict(
+        saved["sampler"],
+        ignore_data_skip=config.ignore_data_skip,
+        data_skip_steps=config.data_skip_steps,
+        grown=how.grown,
+    )
+
+
+def check_restored(check: Callable[[Mapping[str, Any]], bool | None], run: Mapping[str, Any]) -> None:
+    """Ask the caller's check whether the run behaves as it did.
+
+    Raises:
+        MismatchError: it does not.
+    """
+    if check({**run["metrics"], "step": run["step"], "loss": run["loss"]}) is False:
+        raise MismatchError(
+            f"what was restored does not behave as it did when it was saved at step {run['step']}: `check` refuses it",
+            hint="see whether code and data are the same",
+        )
+
+
+def restore_random(
+    saved: Mapping[str, Any],
+    iteration: int,
+    *,
+    rank: int,
+    world_size: int,
+    coordinate: Mapping[str, int] | None,
+    root_seed: int,
+) -> list[str]:
+    """Random streams as they were; in another world new ones, under the rule of `rng`."""
+    if "rng" in saved:
+        report = rng.restore(
+            {**saved["rng"], "root_seed": root_seed},
+            iteration=iteration,
+            rank=rank,
+            world_size=world_size,
+            coordinate=coordinate,
+        )
+    else:
+        place = {"rank": rank} if coordinate is None else coordinate
+        report = rng.derive(root_seed, iteration, place, reason="fewer ranks saved")
+    if not report.derived:
+        return []
+    return [f"random streams {', '.join(report.derived)} are derived anew: {report.reason}"]
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(map(show, names[:_MAX_NAMED])) + more

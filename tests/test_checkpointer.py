@@ -1,0 +1,664 @@
+"""The three lines of a trainer: what they save, when, and what comes back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from tests.ranks import Job
+from tests.training import gathered
+from torch import nn
+from torch.optim import lr_scheduler
+
+import reshard
+from reshard.errors import ArgumentError, DamagedFileError, GroupError, MismatchError, StorageError
+from reshard.group import SingleProcess
+from reshard.torch import Checkpointer, ElasticSampler, LossHealth, checkpointer
+from reshard.torch.run import interval
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from reshard.group import TorchGroup
+
+
+class Counter:
+    """Anything with state."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n, "seen": {self.n}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["seen"] == {state["n"]}
+        self.n = state["n"]
+
+
+class Trainer:
+    """A small training with everything in it that can be restored."""
+
+    def __init__(self, seed: int = 0, *, n: int = 64, batch: int = 4, width: int = 4) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self.model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.schedule = lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.sampler = ElasticSampler(n, seed, True, batch, 0, 1)
+        self.counter = Counter()
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.schedule,
+            "sampler": self.sampler,
+            "extra": {"counter": self.counter},
+        }
+
+    def step(self) -> float:
+        ids = next(iter(self.sampler.batches()))
+        noise = random.random() + float(np.random.rand())
+        batch = torch.tensor([[i, i % 3, 1.0] for i in ids])
+        loss: torch.Tensor = (self.model(batch) - batch.mean() * noise).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.counter.n += len(ids)
+        return float(loss.detach())
+
+    def run(self, made: Checkpointer, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last + 1):
+            losses.append(self.step())
+            made.step(step, loss=losses[-1])
+        return losses
+
+
+def make(root: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(root, **{"signals": (), "durable": False} | options)
+
+
+@contextmanager
+def resumed(root: Path, seed: int = 0, *, trainer: Trainer | None = None, **options: Any) -> Iterator[Any]:
+    trainer = trainer or Trainer(seed)
+    with make(root, **options) as made:
+        yield trainer, made, made.resume(**trainer.parts())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run of 12 steps that nothing happens to."""
+    with resumed(tmp_path_factory.mktemp("whole")) as (trainer, made, _):
+        losses: list[float] = trainer.run(made, 1, 12)
+        return losses
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_resumed_run_is_the_same_run(tmp_path: Path, whole: list[float], async_save: bool) -> None:
+    with resumed(tmp_path, save_every=3, async_save=async_save) as (trainer, made, decision):
+        assert decision.fresh
+        losses = trainer.run(made, 1, 8)
+    with resumed(tmp_path, seed=99, save_every=3, async_save=async_save) as (trainer, made, decision):
+        assert (decision.initial_step, decision.warnings) == (6, ())
+        assert (trainer.counter.n, trainer.sampler.total, trainer.schedule.last_epoch) == (24, 24, 6)
+        assert losses[:6] + trainer.run(made, 7, 12) == whole
+    assert [line.iteration for line in reshard.formats.save_log.read(tmp_path)] == [3, 6, 9, 12]
+
+
+def test_live_tensors_are_filled_in_place(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=1) as (trainer, made, _):
+        trainer.run(made, 1, 2)
+        before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
+    trainer = Trainer(5)
+    places = {key: tensor.data_ptr() for key, tensor in trainer.model.state_dict().items()}
+    with resumed(tmp_path, trainer=trainer):
+        after = trainer.model.state_dict()
+        assert {key: tensor.data_ptr() for key, tensor in after.items()} == places
+        assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
+
+def test_model_on_meta_gets_its_content(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=1) as (trainer, made, _):
+        trainer.run(made, 1, 1)
+    with torch.device("meta"):
+        model = Trainer().model
+    with make(tmp_path) as made:
+        made.resume(model=model, strict=False)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True))
+
+
+# -- when to save
+
+
+def test_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(checkpointer.time, "monotonic", lambda: now)
+    monkeypatch.setattr("reshard.torch.run.time.monotonic", lambda: now)
+    with resumed(tmp_path, save_every="30min", async_save=False, keep=None) as (trainer, made, _):
+        for step in range(1, 8):
+            now += 700
+            trainer.run(made, step, step)
+    assert sorted(path.name for path in tmp_path.glob("iteration_*")) == ["iteration_00000003", "iteration_00000006"]
+
+
+def test_ranks_save_by_the_clock_of_rank_0(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> list[int]:
+        trainer = Trainer()
+        seconds = "0.05s" if group.rank == 0 else "100h"
+        with make(tmp_path, save_every=seconds, keep=None, async_save=False) as made:
+            made.resume(model=trainer.model)
+            step = 0
+            while step < 3 or not list(tmp_path.glob("iteration_*")) or step < 3:
+                step += 1
+                group.barrier(timeout=30)
+                made.step(step)
+                if step > 10_000:
+                    break
+                # All leave at the same step.
+                if group.broadcast(bool(list(tmp_path.glob("iteration_*"))), timeout=30):
+                    break
+            return [step]
+
+    with Job(2, work) as job:
+        first, second = job.values()
+    assert first == second
+    assert first[0] < 10_000
+
+
+def test_without_an_interval_only_save_saves(tmp_path: Path) -> None:
+    with resumed(tmp_path) as (trainer, made, _):
+        trainer.run(made, 1, 4)
+        assert not list(tmp_path.glob("iteration_*"))
+        assert made.wait() is None
+        assert made.save(blocking=True).iteration == 4
+        trainer.run(made, 5, 5)
+        assert made.save().result(60).iteration == 5
+        assert made.wait().iteration == 5
+
+
+@pytest.mark.parametrize("text", ["", "30", "min", "1.2.3s", "0s", "1min 1h", "-5s"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match="is no time"):
+        interval(text)
+
+
+def test_steps_count_up(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    with pytest.raises(ArgumentError, match="`resume` has not been called"):
+        made.step(1)
+    trainer = Trainer()
+    made.resume(**trainer.parts())
+    with pytest.raises(ArgumentError, match="called before"):
+        made.resume(**trainer.parts())
+    made.step(1)
+    made.step(5)
+    assert trainer.sampler.total == 5 * 4
+    with pytest.raises(ArgumentError, match="step 5 is complete, and so was step 5"):
+        made.step(5)
+
+
+# -- saves that fail
+
+
+def test_failed_saves_are_told_and_the_third_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, failing = checkpointer.save_iteration, {2, 3, 5, 6, 7}
+
+    def save(root: Path, step: int, **options: Any) -> Any:
+        if step in failing:
+            raise StorageError("no room", errno=28)
+        return real(root, step, **options)
+
+    monkeypatch.setattr(checkpointer, "save_iteration", save)
+    with make(tmp_path, save_every=1, async_save=False) as made:
+        trainer = Trainer()
+        made.resume(**trainer.parts())
+        with caplog.at_level(logging.ERROR, "reshard"):
+            trainer.run(made, 1, 6)
+        assert [line for line in caplog.messages if "is not saved" in line] == [
+            f"iteration {step} is not saved: no room (the training goes on)" for step in (2, 3, 5, 6)
+        ]
+        with pytest.raises(StorageError, match="no room"):
+            trainer.run(made, 7, 7)
+        with pytest.raises(StorageError, match="no room"):
+            made.save(7)
+    assert reshard.open(tmp_path).iteration == 4
+
+
+def test_failure_in_the_background_is_never_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "root"
+    with resumed(root, save_every=1) as (trainer, made, _):
+        trainer.run(made, 1, 1)
+        made.wait()
+        root.rename(tmp_path / "away")
+        root.write_text("no folder")
+        with pytest.raises(Exception, match="root"):  # noqa: PT011  of whatever class
+            for step in range(2, 9):
+                trainer.run(made, step, step)
+        root.unlink()
+        (tmp_path / "away").rename(root)
+    assert any("the training goes on" in line for line in caplog.messages)
+
+
+def test_what_cannot_be_saved_at_all_raises_at_once(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=1) as (trainer, made, _):
+        trainer.counter.n = object()
+        with pytest.raises(ArgumentError, match="counter"):
+            made.step(1)
+
+
+# -- what is recorded, and compared
+
+
+def test_unhealthy_checkpoints_are_marked_and_passed_over(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=1, health=LossHealth(spike=3.0, window=2)) as (_, made, _):
+        for step, loss in enumerate([2.0, 2.1, 1.9, 50.0, float("nan")], 1):
+            made.step(step, loss=torch.tensor([loss]), metrics={"norm": np.float32(0.5)})
+    marks = {n: reshard.open(tmp_path / f"iteration_{n:08d}").common.ckpt_status for n in range(1, 6)}
+    assert marks == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
+    lines = reshard.formats.save_log.read(tmp_path)
+    assert [line.metrics["norm"] for line in lines] == [0.5] * 5
+    assert lines[3].metrics["loss"] == 50.0
+    with resumed(tmp_path) as (_, _, decision):
+        assert decision.initial_step == 5
+    with resumed(tmp_path, healthy_only=True) as (_, made, decision):
+        assert decision.initial_step == 3
+        made.step(4, loss=2.0)
+        made.save(blocking=True)
+    assert reshard.open(tmp_path).iteration == 4
+
+
+def test_environment_is_compared(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=1, environment={"dataset": "v1", "config": {"lr": 1}}) as (trainer, made, _):
+        trainer.run(made, 1, 1)
+    with resumed(tmp_path, environment={"dataset": "v2", "config": {"lr": 1}}) as (_, _, decision):
+        assert decision.warnings == ("breaks exactness: dataset was 'v1', is 'v2'",)
+    with pytest.raises(MismatchError, match="dataset was 'v1', is 'v2'"):
+        make(tmp_path, environment={"dataset": "v2"}, strict_environment=True).resume(**Trainer().parts())
+
+
+def test_check_sees_what_was_restored(tmp_path: Path, whole: list[float]) -> None:
+    with resumed(tmp_path, save_every=2) as (trainer, made, _):
+        losses = trainer.run(made, 1, 2)
+    seen = []
+
+    def check(saved: Any) -> bool:
+        seen.append(dict(saved))
+        torch.rand(100)  # a forward pass may draw
+        return len(seen) == 1
+
+    trainer = Trainer(9)
+    with make(tmp_path) as made:
+        made.resume(**trainer.parts(), check=check)
+        assert seen == [{"step": 2, "loss": losses[-1]}]
+        assert losses + trainer.run(made, 3, 12) == whole
+    with pytest.raises(MismatchError, match="`check` refuses it"):
+        make(tmp_path).resume(**trainer.parts(), check=check)
+
+
+# -- what does not fit
+
+
+def test_what_is_missing_or_left_over_is_refused_or_told(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=1) as (trainer, made, _):
+        trainer.run(made, 1, 1)
+    parts = Trainer(3).parts()
+    for change, named in (
+        ({"extra": {}}, "objects.counter"),
+        ({"extra": {"counter": Counter(), "other": Counter()}}, "objects.other"),
+        ({"scheduler": None}, "objects.scheduler"),
+        ({"sampler": None}, "sampler"),
+        ({"model": nn.Sequential(*parts["model"], nn.Linear(1, 1)), "optimizer": None}, "4.weight"),
+    ):
+        with pytest.raises(MismatchError, match=named):
+            make(tmp_path).resume(**parts | change)
+        decision = make(tmp_path).resume(**parts | change, strict=False)
+        assert any(named in line for line in decision.warnings), (named, decision.warnings)
+    with pytest.raises(MismatchError, match="of shape"):
+        make(tmp_path).resume(**Trainer(width=5).parts())
+    half = Trainer()
+    half.model.to(torch.bfloat16)
+    with pytest.raises(MismatchError, match="F32 in the checkpoint and BF16 in the trainer"):
+        make(tmp_path).resume(model=half.model, strict=False)
+    make(tmp_path).resume(model=half.model, strict=False, cast=True)
+    wanted = trainer.model[0].weight.to(torch.bfloat16)
+    assert torch.equal(half.model[0].weight, wanted)
+
+
+def test_objects_without_state_are_refused(tmp_path: Path) -> None:
+    for parts, named in (
+        ({"extra": {"thing": 7}}, "thing"),
+        ({"sampler": 7}, "sampler"),
+        ({"extra": {"own": reshard.per_rank(7)}}, "own"),
+        ({"extra": {"scheduler": Counter()}, "scheduler": Counter()}, "scheduler"),
+    ):
+        with pytest.raises(ArgumentError, match=f"`{named}`"):
+            make(tmp_path).resume(model=Trainer().model, **parts)
+
+
+def test_damage_is_passed_over_and_the_run_goes_on(tmp_path: Path, whole: list[float]) -> None:
+    with resumed(tmp_path, save_every=2, async_save=False) as (trainer, made, _):
+        losses = trainer.run(made, 1, 6)
+    file = next((tmp_path / "iteration_00000006").glob("opt-*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with resumed(tmp_path, save_every=2, seed=4) as (trainer, made, decision):
+        assert decision.initial_step == 4
+        assert any("iteration_00000006 passed over" in line for line in decision.warnings)
+        assert losses[:4] + trainer.run(made, 5, 12) == whole
+    for name in tmp_path.glob("iteration_*/manifest.json"):
+        name.write_text("{}")
+    with pytest.raises(DamagedFileError, match="no checkpoint in"):
+        make(tmp_path).resume(**Trainer().parts())
+    assert make(tmp_path).resume(**Trainer().parts(), allow_fresh=True).fresh
+
+
+# -- the data
+
+
+def test_larger_batch_scales_steps_and_reads_on(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=8) as (trainer, made, _):
+        trainer.run(made, 1, 8)
+        done = trainer.sampler.total
+    with resumed(tmp_path, trainer=Trainer(batch=8), save_every=1) as (trainer, made, decision):
+        assert (decision.initial_step, trainer.sampler.total) == (4, done)
+        assert any("the scheduler goes on where it was" in line for line in decision.warnings)
+        trainer.run(made, 5, 6)
+    with resumed(tmp_path, trainer=Trainer(batch=8)) as (trainer, made, decision):
+        assert (decision.initial_step, trainer.sampler.total) == (6, done + 16)
+
+
+def test_other_data_needs_a_word(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=5) as (trainer, made, _):
+        trainer.run(made, 1, 5)
+    with pytest.raises(MismatchError, match="the dataset has 80 samples, that of the state 64"):
+        make(tmp_path).resume(**Trainer(n=80).parts())
+    for words, expected in (
+        ({"ignore_data_skip": True}, 0),
+        ({"data_skip_steps": 3}, 12),
+    ):
+        trainer = Trainer(n=80)
+        config = {"load_checkpoint": str(tmp_path), "resume_training": True, "trainer": words}
+        decision = Checkpointer.from_config(config, signals=()).resume(**trainer.parts())
+        assert (decision.initial_step, trainer.sampler.consumed) == (5, expected)
+    trainer = Trainer(n=80)
+    decision = make(tmp_path).resume(**trainer.parts(), grown=True)
+    assert trainer.sampler.consumed == 20
+    assert any("epoch 0 ends with the 64" in line for line in decision.warnings)
+
+
+def test_checkpoint_without_a_sampler_skips_by_steps(tmp_path: Path) -> None:
+    model = Trainer().model
+    reshard.save(tmp_path, 6, model.state_dict())
+    sampler = ElasticSampler(64, 0, True, 4, 0, 1)
+    decision = make(tmp_path).resume(model=model, sampler=sampler)
+    assert (decision.initial_step, sampler.total) == (6, 24)
+
+
+# -- configuration
+
+
+def test_configuration_in_the_original_words(tmp_path: Path, whole: list[float]) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        f"""
+output_dir: {tmp_path}/out
+load_checkpoint: {tmp_path}/out/checkpoint
+resume_training: true
+callbacks:
+  - type: CheckpointMonitor
+    prefix: net
+    save_checkpoint_steps: 2
+    keep_checkpoint_max: 1
+    async_save: true
+"""
+    )
+    with Checkpointer.from_config(path, signals=()) as made:
+        trainer = Trainer()
+        assert made.resume(**trainer.parts()).fresh
+        losses = trainer.run(made, 1, 7)
+    root = tmp_path / "out" / "checkpoint"
+    assert [one.name for one in root.glob("iteration_*/net-*")] == [
+        "net-model-0000000-0000001.safetensors",
+        "net-opt-0000000-0000001.safetensors",
+    ] or len(list(root.glob("iteration_00000006/net-*"))) == 2
+    with Checkpointer.from_config(path, signals=(), save_every=None) as made:
+        trainer = Trainer(8)
+        assert made.resume(**trainer.parts()).initial_step == 6
+        assert losses[:6] + trainer.run(made, 7, 12) == whole
+    # Weights alone: everything else begins anew.
+    trainer, words = Trainer(8), {"load_checkpoint": str(root), "output_dir": str(tmp_path / "tuned")}
+    with Checkpointer.from_config(words, signals=()) as made:
+        decision = made.resume(**trainer.parts())
+        assert (decision.initial_step, decision.restored, trainer.sampler.total) == (0, ("weights",), 0)
+        trainer.run(made, 1, 1)
+    with pytest.raises(ArgumentError, match="does not say where to save"):
+        Checkpointer.from_config({"load_checkpoint": str(root)}, signals=())
+
+
+# -- the end of the block
+
+
+def test_exception_saves_the_last_complete_step(tmp_path: Path) -> None:
+    class StopError(Exception):
+        pass
+
+    with pytest.raises(StopError), resumed(tmp_path, save_on_exception=True) as (trainer, made, _):
+        trainer.run(made, 1, 3)
+        raise StopError
+    with resumed(tmp_path, save_on_exception=True) as (trainer, made, decision):
+        assert decision.initial_step == 3
+        assert any("after an exception in the step after 3" in line for line in decision.warnings)
+        trainer.run(made, 4, 4)
+    with pytest.raises(StopError), resumed(tmp_path, save_on_exception=True) as (trainer, made, _):
+        trainer.run(made, 4, 4)
+        trainer.step()  # the parameters are those of step 5, which is not complete
+        raise StopError
+    with pytest.raises(StopError), resumed(tmp_path) as (trainer, made, _):
+        trainer.run(made, 4, 4)
+        raise StopError
+    assert reshard.open(tmp_path).iteration == 3
+
+
+def test_exception_on_one_rank_saves_nothing(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> str:
+        trainer = Trainer()
+        ok = "no error"
+        try:
+            with make(tmp_path, save_on_exception=True, grace_s=0.5) as made:
+                made.resume(model=trainer.model, optimizer=trainer.optimizer)
+                made.step(1)
+                group.barrier(timeout=30)
+                if group.rank == 1:
+                    raise KeyError("a")
+        except KeyError:
+            ok = "its own error"
+        return ok
+
+    with Job(2, work) as job:
+        assert job.values() == ["no error", "its own error"]
+    assert not list(tmp_path.glob("iteration_*"))
+
+
+def test_exception_on_all_ranks_saves(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> str:
+        trainer = Trainer()
+        try:
+            with make(tmp_path, save_on_exception=True) as made:
+                made.resume(model=trainer.model, optimizer=trainer.optimizer)
+                made.step(1)
+                raise KeyError(group.rank)  # noqa: TRY301
+        except KeyError as error:
+            return str(error)
+
+    with Job(2, work) as job:
+        assert job.values() == ["0", "1"]
+    assert reshard.open(tmp_path).iteration == 1
+
+
+# -- several ranks
+
+
+def test_streams_and_private_state_of_ranks(tmp_path: Path) -> None:
+    def work(n_before: int | None, group: TorchGroup) -> Any:
+        torch.manual_seed(7 + group.rank)
+        model = nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            model.bias.fill_(1.0)
+        own = Counter()
+        with make(tmp_path, async_save=False) as made:
+            decision = made.resume(model=model, extra={"own": reshard.per_rank(own)}, strict=n_before != 3)
+            counted = own.n
+            if decision.fresh:
+                own.n = 10 + group.rank
+                made.step(1)
+                made.save()
+            return [torch.rand(1).item(), random.random(), counted, list(decision.warnings)]
+
+    with Job(3, lambda group: work(None, group)) as job:
+        before = job.values()
+    with Job(3, lambda group: work(3, group)) as job:
+        same = job.values()
+    assert [one[0] for one in same] == [one[0] for one in before]
+    assert [one[2] for one in same] == [10, 11, 12]
+    with Job(4, lambda group: work(3, group)) as job:
+        more = job.values()
+    draws = [one[n] for one in (*before, *more) for n in (0, 1)]
+    assert len(set(draws)) == len(draws)
+    assert all("are derived anew" in " ".join(one[3]) for one in more)
+    assert all("3 ranks saved it, and 4 load it" in " ".join(one[3]) for one in more)
+    with Job(2, lambda group: work(None, group)) as job:
+        assert {one["error"] for one in job.outcomes() if one is not None} == {"MismatchError"}
+
+
+def test_optimizer_is_cut_anew_bit_for_bit(tmp_path: Path) -> None:
+    """What ranks hold after a restart under another mesh is what they held, gathered."""
+    def work(n_steps: int, dp: int, tp: int, fsdp: bool, group: TorchGroup) -> Any:
+        del group
+        return gathered(tmp_path, n_steps, dp=dp, tp=tp, fsdp=fsdp)
+
+    with Job(4, lambda group: work(2, 2, 2, True, group)) as job:
+        (expected, *others) = job.values()
+    assert others == [expected] * 3
+    assert len(expected) > 50
+    for n_ranks, dp, tp, fsdp in ((3, 1, 3, False), (2, 2, 1, True), (2, 1, 2, False)):
+        with Job(n_ranks, lambda group: work(0, dp, tp, fsdp, group)) as job:  # noqa: B023  over before the next
+            assert job.values() == [expected] * n_ranks
+
+
+def test_tensors_that_no_layout_can_say(tmp_path: Path) -> None:
+    """Ranks 0 and 3 alone hold a layer, which is no part of a mesh: boxes are saved, and loaded as boxes."""
+
+    def work(group: TorchGroup) -> Any:
+        model = nn.ModuleDict({"all": nn.Linear(2, 2)})
+        if group.rank in (0, 3):
+            model["some"] = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with make(tmp_path, async_save=False) as made:
+            decision = made.resume(model=model, optimizer=optimizer)
+            if decision.fresh:
+                with torch.no_grad():
+                    for n, parameter in enumerate(model.parameters()):
+                        parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) + n)
+                sum(p.sum() for p in model.parameters()).backward()
+                optimizer.step()
+                made.step(1)
+                made.save()
+            state = [optimizer.state[p]["exp_avg"].tolist() for p in model.parameters()]
+            return [decision.initial_step, [p.tolist() for p in model.parameters()], state]
+
+    with Job(4, work) as job:
+        before = job.values()
+    with Job(4, work) as job:
+        after = job.values()
+    assert [one[0] for one in after] == [1] * 4
+    assert [one[1:] for one in after] == [one[1:] for one in before]
+    assert reshard.open(tmp_path)["some.weight"].shape == (2, 3)
+
+
+class Ring(SingleProcess):
+    """A group of a user's own, which has no board."""
+
+    world_size = 2
+
+    def __init__(self, inner: TorchGroup) -> None:
+        self.rank, self._inner = inner.rank, inner
+
+    def barrier(self, *, timeout: float) -> None:
+        self._inner.barrier(timeout=timeout)
+
+    def gather(self, value: Any, *, root: int = 0, timeout: float) -> Any:
+        return self._inner.gather(value, root=root, timeout=timeout)
+
+    def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
+        return self._inner.broadcast(value, root=root, timeout=timeout)
+
+
+def test_group_of_ones_own_heeds_signals_where_a_save_is_due(tmp_path: Path) -> None:
+    import os
+    import signal
+
+    def work(group: TorchGroup) -> Any:
+        made = Checkpointer(tmp_path, save_every=3, group=Ring(group), durable=False)
+        made.resume(model=Trainer().model)
+        step = 0
+        try:
+            while True:
+                step += 1
+                if step == 5 and group.rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                made.step(step)
+        except SystemExit as end:
+            return [step, end.code]
+
+    with Job(2, work) as job:
+        assert job.values() == [[6, 75]] * 2
+    assert reshard.open(tmp_path).iteration == 6
+
+
+def test_clock_needs_a_board(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> None:
+        with pytest.raises(ArgumentError, match="post"):
+            make(tmp_path, save_every="1h", group=Ring(group)).resume(model=Trainer().model)
+
+    with Job(2, work) as job:
+        job.values()
+
+
+def test_lost_rank_costs_a_save_and_not_the_training(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> Any:
+        with make(tmp_path, save_every=1, timeout=0.5, async_save=False) as made:
+            made.resume(model=Trainer().model)
+            if group.rank == 1:
+                return "gone"
+            made.step(1)
+            with pytest.raises(GroupError, match="rank 1 of 2"):
+                made.save()
+            return "there"
+
+    with Job(2, work) as job:
+        assert job.values() == ["there", "gone"]
+    assert not list(tmp_path.glob("iteration_*"))
+
+
+def test_extra_arrays_are_proven_like_shards(tmp_path: Path) -> None:
+    extra = {"mean": np.arange(6.0), "own": reshard.per_rank(np.ones(3, np.float32))}
+    reshard.save(tmp_path, 1, {"w": np.zeros(2)}, extra=extra)
+    found = reshard.open(tmp_path).extra()
+    assert found["mean"].tolist() == [0, 1, 2, 3, 4, 5]
+    manifest = json.loads((tmp_path / "iteration_00000001" / "manifest.json").read_text())
+    assert "extra-0000000.arrays" in manifest["shards"]
