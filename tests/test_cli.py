@@ -232,6 +232,7 @@ def test_convert_says_what_it_wrote(tmp_path: Path, model: Path) -> None:
 def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = inspect.signature(reshard.convert).parameters.items()
     defaults = {name: one.default for name, one in parameters if one.default is not one.empty}
+    del defaults["group"], defaults["timeout"]  # for programs: a process of a launcher takes its share
     seen: dict[str, Any] = {}
 
     class Stop(reshard.ReshardError):
@@ -243,7 +244,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reshard, "convert", stand_in)
     args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --max-shard-size 1MB"
-    more = "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes original"
+    more = "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes original --share 1/3"
     assert run("convert", *args.split(), *more.split()).exit_code == 1
     assert seen == {
         "src": "a",
@@ -262,6 +263,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "overwrite": True,
         "strict_format": True,
         "modes": "original",
+        "share": (1, 3),
         "progress": None,
     }
     seen.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -386,6 +387,42 @@ def test_an_error_at_any_change_is_a_failed_save_at_worst(iteration: int, root: 
         if len(seen) <= place:
             break
     assert place > 30
+
+
+@pytest.mark.parametrize("abilities", [None, Abilities(renames_folders=False, exchanges=False)], ids=["", "in place"])
+def test_a_save_that_fails_as_it_begins_leaves_nothing(
+    abilities: Abilities | None, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process may live on for weeks, and recovery is for what dead ones left."""
+    if abilities is not None:
+        monkeypatch.setattr(staging, "_probe", lambda _: abilities)
+    save(root, 100)
+    for place in range(20):
+        attempt = None
+        with stopped_at(place, fail_with(errno.EIO)) as seen, contextlib.suppress(StorageError):
+            attempt = protocol.begin(root, 200)
+        if attempt is not None:
+            protocol.abandon(attempt)
+        assert not debris(root)
+        assert found(root) == (100, 0)
+        if len(seen) <= place:
+            break
+    assert place > 1
+
+
+def test_what_a_failed_replacement_left_goes_with_the_next_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process, which goes on: a whole iteration on the disk that nobody would remove before it ends."""
+    save(root, 100)
+    with monkeypatch.context() as patch:
+        patch.setattr("reshard.write.trash.discard", lambda *_, **__: steps.rename(root / "nothing", root / "there"))
+        with pytest.raises(StorageError):
+            save(root, 100, 1)
+    (left,) = (root / ".staging").iterdir()
+    assert held(left) == (100, 0)
+    assert found(root) == (100, 1)
+    save(root, 200)
+    assert not debris(root)
+    assert all_held(root) == {(100, 1), (200, 0)}
 
 
 def test_nothing_is_synced_again_after_a_sync_that_failed(root: Path) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -154,6 +155,44 @@ def test_random_bits_anywhere(root: Path) -> None:
         path.write_bytes(data)
     assert set(counts) == {200}  # nothing in these files is without meaning
     assert_is(reshard.load(root), 300)
+
+
+@pytest.mark.parametrize("name", ["tiles.json", "extra-0000000.json", "extra-0000000.arrays"])
+def test_every_bit_and_length_of_what_only_this_package_writes(name: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for iteration in (1, 2):
+        extra = {"a": np.arange(2) + iteration, "b": (iteration, "x")}
+        model = {"w": np.full(3, iteration).astype(ml_dtypes.float8_e5m2)}  # metadata.json has no name for these
+        reshard.save(root, iteration, model, extra=extra, durable=False)
+    path = folder_of(root, 2) / name
+    data = path.read_bytes()
+
+    def is_found() -> bool:
+        try:
+            with reshard.open(path.parent) as opened:
+                opened.extra()
+        except DamagedFileError:
+            return True
+        return False
+
+    def is_passed_over() -> bool:
+        got = reshard.load(root)
+        assert got.state["w"].tolist() == [got.iteration] * 3
+        assert (got.extra["a"][0], got.extra["b"]) == (got.iteration, (got.iteration, "x"))
+        return got.iteration == 1
+
+    assert not is_found()
+    assert not is_passed_over()
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        assert is_found(), bit
+        assert bit % 101 or is_passed_over(), bit
+    for length in (*range(len(data)), len(data) + 1):
+        path.write_bytes((data + b"\0")[:length])
+        assert is_found(), length
+        assert length % 29 or is_passed_over(), length
 
 
 # -- the run goes on from where it went back to

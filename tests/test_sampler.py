@@ -341,6 +341,15 @@ def test_scenarios_of_the_documents_one_after_the_other() -> None:
     assert told.state_dict() == first.state_dict()
 
 
+def test_new_data_of_the_same_length_is_counted_from_its_own_beginning() -> None:
+    first, told = make(20, 4), make(20, 4)
+    first.load_state_dict(state_at(), ignore_data_skip=True)  # in epoch 1
+    first.step(7)
+    told.load_state_dict(first.state_dict(), data_skip_steps=7)
+    assert (told.epoch, told.consumed) == (2, 8)
+    assert told.state_dict() == first.state_dict()
+
+
 @pytest.mark.parametrize("n", [8, 40])
 def test_data_replaced_between_epochs_is_read_from_its_beginning(n: int) -> None:
     sampler = make(n, 4)

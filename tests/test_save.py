@@ -288,6 +288,47 @@ def test_old_iterations_go_and_the_log_stays(tmp_path: Path) -> None:
     assert records[1].n_bytes == manifest.read(tmp_path / "iteration_00000020").n_bytes
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_arrays_in_extra_come_back(tmp_path: Path, *, blocking: bool) -> None:
+    """They are proven by sums of their own, like shards."""
+
+    def work(group: Any) -> Any:
+        extra = {
+            "rng": reshard.per_rank(np.arange(3) + group.rank),
+            "seen": {"z": np.float16(2), "t": torch.ones(2, dtype=torch.bfloat16), "big": SQUARE.repeat(9000)},
+        }
+        return reshard.save(
+            tmp_path, 1, {"w": SQUARE}, extra=extra, group=group, timeout=20, verify_after_save=True,
+            layout={"mesh": {"dp": 2}, "rules": [{"match": "*"}]},
+        )  # fmt: skip
+
+    if blocking:
+        reports = in_threads(2, work)
+        assert [report.n_files for report in reports] == [1, 1], reports
+    else:
+        pending = reshard.save(
+            tmp_path, 1, {"w": SQUARE}, blocking=False,
+            extra={"rng": np.arange(3), "seen": {"z": np.float16(2), "t": torch.ones(2, dtype=torch.bfloat16),
+                                                 "big": SQUARE.repeat(9000)}},
+        )  # fmt: skip
+        pending.result(20)
+    for rank in (0, 1) if blocking else (0,):
+        with reshard.open(tmp_path) as opened:
+            extra = opened.extra(rank)
+            opened.scrub()
+        assert extra["rng"].tolist() == [rank, rank + 1, rank + 2]
+        assert extra["seen"]["big"].tobytes() == SQUARE.repeat(9000).tobytes()
+        assert extra["seen"]["t"].dtype == torch.bfloat16
+    assert reshard.load(tmp_path, rank=None).extra["seen"]["z"] == 2
+    path = tmp_path / "iteration_00000001" / "extra-0000000.arrays"
+    assert path.name in manifest.read(path.parent).shards
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    with pytest.raises(DamagedFileError, match=path.name), reshard.open(tmp_path) as opened:
+        opened.extra(0)
+
+
 @pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 1, "keep_every": -1}, {"keep": 1, "keep_best": "loss"}])
 def test_retention_that_cannot_be_is_refused_before_anything_is_written(options: Any, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError):

@@ -161,7 +161,9 @@ def test_what_merely_overlaps_is_stored_in_full(tmp_path: Path) -> None:
     tensors = {
         "base": base,
         "rows": base[1:3],
-        "turned": base.T,
+        "first rows": base[:2],
+        "square": base[:, :4],
+        "turned square": base[:, :4].T,
         "flat": base.reshape(-1),
         "bits": base.view(torch.int32),
         "apart": base[3:],

@@ -22,7 +22,7 @@ use crate::error::{Error, Kind, Result};
 use crate::memory::{Stores, copy_run, finish_stores, prefetch};
 use crate::plan::{Array, Dim, Piece, Plan, PlanSource, dst_span, src_span};
 use crate::shard_file::ShardFile;
-use crate::verify::{Checks, prove, read_chunks};
+use crate::verify::{Checks, Present, prove, read_chunks};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::cell::RefCell;
@@ -227,6 +227,7 @@ fn fill_stored(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result
             source: run.plan.source(piece),
             piece,
             unit_bytes,
+            present: None,
             to,
         };
         restrict(
@@ -294,6 +295,8 @@ struct BoxCopy<'a> {
     source: &'a PlanSource<'a>,
     piece: &'a Piece,
     unit_bytes: u64,
+    /// What of a mapped source that is proven is in memory already.
+    present: Option<Present<'a>>,
     to: &'a mut [u8],
 }
 
@@ -303,6 +306,15 @@ impl BoxCopy<'_> {
         if let PlanSource::File(_, file) = self.source
             && let Some(sums) = self.run.checks.sums(self.piece.source, file)
         {
+            // Where the rows lie so far apart that whole chunks are left out, each part brings in its own.
+            let is_dense = dims
+                .iter()
+                .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
+            if is_dense && file.source().is_mapped() {
+                let start = self.piece.src_start_bytes + src * self.unit_bytes;
+                let range = (start, src_span(dims) * self.unit_bytes);
+                self.present = Checks::bring_in(file, sums, range)?;
+            }
             return self.proven_parts(file, sums, dims, src, dst);
         }
         self.dense_parts(dims, src, dst, false)
@@ -391,11 +403,19 @@ impl BoxCopy<'_> {
         let range = (start, span);
         if is_one_run(dims, source_run(dims)) {
             let to = (&mut to[..span as usize], stores);
-            if checks.copy_run(self.piece.source, file, sums, start, to, control)? {
+            if checks.copy_run(
+                self.piece.source,
+                (file, self.present),
+                sums,
+                start,
+                to,
+                control,
+            )? {
                 return Ok(());
             }
         }
-        if let Some(from) = checks.mapped(self.piece.source, file, sums, range, control)? {
+        let mapped = (file, self.present);
+        if let Some(from) = checks.mapped(self.piece.source, mapped, sums, range, control)? {
             copy_box(from, to, dims, self.unit_bytes, stores);
             return Ok(());
         }

@@ -504,6 +504,12 @@ impl Index {
         let mut sources: HashMap<u32, u32> = HashMap::new();
         for wanted in &request.arrays {
             let (first_key, _) = &wanted.keys[0];
+            let needed = self.select(wanted, &mut chosen_bytes)?;
+            for one in &needed {
+                if wanted.keys.iter().any(|(key, _)| key == one.name) {
+                    self.learn_dtype(one)?;
+                }
+            }
             let stored_dtype = self.dtype(self.stored(first_key)?)?;
             for (key, _) in &wanted.keys[1..] {
                 let dtype = self.dtype(self.stored(key)?)?;
@@ -520,7 +526,7 @@ impl Index {
             let dtype = cast_target(stored_dtype, cast)
                 .map_err(|error| error.key(first_key).within(named(first_key)))?;
             let mut pieces = Vec::new();
-            for needed in self.select(wanted, &mut chosen_bytes)? {
+            for needed in needed {
                 let Needed {
                     file,
                     name,
@@ -558,6 +564,19 @@ impl Index {
             plan.arrays.push(array);
         }
         Ok(plan)
+    }
+
+    /// Where only shard files know the dtype of a tensor, it is learnt from one that is opened anyway.
+    fn learn_dtype(&self, needed: &Needed<'_>) -> Result<()> {
+        if let Some(&number) = self.by_key.get(needed.name) {
+            let stored = &self.tensors[number as usize];
+            if stored.dtype.get().is_none()
+                && let Some((dtype, ..)) = self.open(needed.file)?.tensor(needed.name)
+            {
+                stored.dtype.get_or_init(|| dtype);
+            }
+        }
+        Ok(())
     }
 
     /// How many pieces the plan of a request has, without opening a file: the symbolic part of planning alone.

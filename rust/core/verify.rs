@@ -22,8 +22,26 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Bytes that a scrub reads at once.
 const PIECE_BYTES: usize = 4 << 20;
 /// Bytes of a run that are summed and then copied: well inside the first cache.
-const BLOCK_BYTES: usize = 8 << 10;
+const BLOCK_BYTES: usize = 4 << 10;
 const DIRECT_BLOCK_BYTES: usize = 4096;
+
+/// A range of a mapped file that is in memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Present<'a> {
+    first: u64,
+    bytes: &'a [u8],
+}
+
+impl<'a> Present<'a> {
+    /// Bytes of the file, of which this knows; else they are brought in.
+    fn bytes(this: Option<Self>, file: &'a ShardFile, at: u64, n: u64) -> Result<Option<&'a [u8]>> {
+        let known = this.and_then(|this| {
+            let from = at.checked_sub(this.first)? as usize;
+            this.bytes.get(from..from + n as usize)
+        });
+        known.map_or_else(|| file.source().bytes(at, n), |known| Ok(Some(known)))
+    }
+}
 
 /// Which chunks of a plan's sources have been proven in this run of it.
 #[derive(Debug)]
@@ -61,12 +79,26 @@ impl Checks {
             .is_some_and(|bits| bits[chunk / 64].fetch_or(bit, Ordering::Relaxed) & bit == 0)
     }
 
+    /// All chunks of a mapped file that hold a byte of a range, brought in by one call: many small ones cost more than the
+    /// sums. None where the file is not mapped.
+    pub(crate) fn bring_in<'a>(
+        file: &'a ShardFile,
+        sums: &Sums,
+        (start, len): (u64, u64),
+    ) -> Result<Option<Present<'a>>> {
+        let chunks = sums.chunks_over(start, len);
+        let (first, _) = sums.chunk(chunks.start);
+        let (last, last_len) = sums.chunk(chunks.end - 1);
+        let bytes = file.source().bytes(first, last - first + last_len as u64)?;
+        Ok(bytes.map(|bytes| Present { first, bytes }))
+    }
+
     /// Proves a chunk of a mapped file while a run inside it is copied, a cache line's neighbourhood after the other: the
     /// copy finds every block where the sum has just been. False if another thread proves the chunk, or there is no map.
     pub(crate) fn copy_run(
         &self,
         source: u32,
-        file: &ShardFile,
+        (file, present): (&ShardFile, Option<Present<'_>>),
         sums: &Sums,
         start: u64,
         (to, stores): (&mut [u8], Stores),
@@ -77,7 +109,7 @@ impl Checks {
             return Ok(false);
         }
         let (at, n) = sums.chunk(chunks.start);
-        let Some(bytes) = file.source().bytes(at, n as u64)? else {
+        let Some(bytes) = Present::bytes(present, file, at, n as u64)? else {
             return Ok(false);
         };
         control.fetched(n as u64);
@@ -100,7 +132,7 @@ impl Checks {
     pub(crate) fn mapped<'a>(
         &self,
         source: u32,
-        file: &'a ShardFile,
+        (file, present): (&'a ShardFile, Option<Present<'a>>),
         sums: &Sums,
         (start, len): (u64, u64),
         control: &Control,
@@ -110,7 +142,7 @@ impl Checks {
                 continue;
             }
             let (at, n) = sums.chunk(chunk);
-            let Some(bytes) = file.source().bytes(at, n as u64)? else {
+            let Some(bytes) = Present::bytes(present, file, at, n as u64)? else {
                 return Ok(None);
             };
             control.fetched(n as u64);
@@ -123,7 +155,7 @@ impl Checks {
                 return Ok(Some(&bytes[from..from + len as usize]));
             }
         }
-        file.source().bytes(start, len)
+        Present::bytes(present, file, start, len)
     }
 }
 
@@ -181,7 +213,7 @@ pub fn verify(plan: &Plan<'_>, arrays: &[usize], control: &Control) -> Result<()
             let (at, n) = sums.chunk(chunk);
             let proven = if file.source().is_mapped() {
                 checks
-                    .mapped(source, file, sums, (at, n as u64), control)
+                    .mapped(source, (file, None), sums, (at, n as u64), control)
                     .map(|_| ())
             } else {
                 let mut scratch = Vec::new();

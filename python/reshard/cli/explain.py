@@ -19,6 +19,7 @@ from reshard.cli.output import (
     shown,
 )
 from reshard.errors import ReshardError
+from reshard.resume.choose import NOT_NEEDED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,7 +158,7 @@ def _print_verdicts(config: Config, facts: Facts, verdicts: Sequence[Verdict]) -
     table = plain_table("folder", "verdict", "why", folds=("why",))
     for verdict in verdicts:
         name = verdict.path.rstrip("/").rpartition("/")[2]
-        table.add_row(shown(name), "taken" if verdict.taken else "refused", shown(verdict.reason))
+        table.add_row(shown(name), _word(verdict), shown(verdict.reason))
     echo_table(table)
 
 
@@ -193,3 +194,9 @@ def _lines(decision: ResumeDecision) -> list[tuple[str, str]]:
 
 def _view(view: View) -> str:
     return f"epoch {view.epoch}, step {view.step}"
+
+
+def _word(verdict: Verdict) -> str:
+    if verdict.taken:
+        return "taken"
+    return "in reserve" if verdict.reason == NOT_NEEDED else "refused"

@@ -11,7 +11,10 @@ from reshard.resume.facts import CandidateFacts, Facts, Verdict
 if TYPE_CHECKING:
     from reshard.config import Config
 
-__all__ = ["name_of", "none_to_take", "weigh"]
+__all__ = ["NOT_NEEDED", "name_of", "none_to_take", "weigh"]
+
+# Of candidates after the one that is taken; nobody need have looked into them.
+NOT_NEEDED = "not needed: a better one is taken"
 
 
 def weigh(config: Config, facts: Facts) -> tuple[Verdict, ...]:
@@ -28,7 +31,7 @@ def weigh(config: Config, facts: Facts) -> tuple[Verdict, ...]:
     for candidate in facts.candidates:
         against = candidate.refusal or candidate.fault
         if against is None and any(verdict.taken for verdict in verdicts):
-            against = "not needed: a better one is taken"  # and nobody need have looked into it
+            against = NOT_NEEDED
         against = against or _misfit(config, facts, candidate)
         verdicts.append(Verdict(candidate.path, candidate.iteration, against is None, against or candidate.why))
     return tuple(verdicts)

@@ -219,7 +219,7 @@ class _Maker:
     def _make_mesh(self) -> None:
         n_ranks = self.row.n_ranks
         position = {rank: p for p, rank in enumerate(self.row.order or range(n_ranks))}
-        sets = {*self.model.holders.values(), *self.optimizer.holders.values()}
+        sets = sorted({*self.model.holders.values(), *self.optimizer.holders.values()})
         free: dict[tuple[int, ...], tuple[int, tuple[Digit, ...]]] = {}
         for ranks in sets:
             positions = sorted(position[rank] for rank in ranks)

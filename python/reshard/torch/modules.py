@@ -20,7 +20,7 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Named", "ends_of", "named"]
+__all__ = ["Named", "named"]
 
 # Names that wrappers give to what they wrap, and that nothing else bears.
 _TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -95,21 +95,6 @@ def named(model: nn.Module | Sequence[nn.Module]) -> Named:
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 found.extra_state[prefix.removesuffix(".")] = module
     return found
-
-
-def ends_of(key: str, names: object) -> Iterator[tuple[str, str]]:
-    """`(slot, name)` for each way to read a key as `<slot>.<name>` with a name of `names`; the longest name first.
-
-    Example:
-        >>> list(ends_of("exp_avg.a.w", {"w", "a.w"}))
-        [('exp_avg', 'a.w'), ('exp_avg.a', 'w')]
-    """
-    assert hasattr(names, "__contains__")
-    dot = key.find(".", 1)
-    while dot != -1:
-        if key[dot + 1 :] in names:
-            yield key[:dot], key[dot + 1 :]
-        dot = key.find(".", dot + 1)
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -22,7 +22,9 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Live", "Record", "Wanted", "live_optimizers", "merged", "plain", "record_of", "restore_options"]
+__all__ = ["Live", "Record", "Wanted", "live_optimizers", "merged", "options_of", "plain", "record_of", "set_options"]
+
+_OURS = ("params", "param_names")  # what a group has that is no option
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +85,12 @@ class Record:
             slots = {str(name): tuple(map(str, slots)) for slots, names in value["slots"] for name in names}
             groups = [
                 {
-                    "class": str(g["class"]),
-                    "index": int(g["index"]),
-                    "options": dict(g["options"]),
-                    "params": g["params"],
+                    "class": str(group["class"]),
+                    "index": int(group["index"]),
+                    "options": {str(name): option for name, option in group["options"].items() if name not in _OURS},
+                    "params": [str(name) for name in group["params"]],
                 }
-                for g in value["groups"]
+                for group in value["groups"]
             ]
             state = {str(name): dict(values) for name, values in value["state"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -162,7 +164,7 @@ def record_of(lives: Iterable[Live]) -> tuple[dict[str, torch.Tensor], Record]:
     record = Record()
     for live in lives:
         for index, group in enumerate(live.optimizer.param_groups):
-            options = {name: plain(value) for name, value in group.items() if name not in ("params", "param_names")}
+            options = {name: plain(value) for name, value in group.items() if name not in _OURS}
             names = [live.names[id(p)] for p in group["params"]]
             record.groups.append({"class": live.kind, "index": index, "options": options, "params": names})
         for name, (parameter, _) in live.owned().items():
@@ -322,8 +324,10 @@ class Wanted:
         return made
 
 
-def restore_options(lives: Iterable[Live], record: Record, known_name: Callable[[str], str]) -> None:
-    """Give every group the options that its parameters had.
+def options_of(
+    lives: Iterable[Live], record: Record, known_name: Callable[[str], str]
+) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """The options that each live group had: `(group, options)`.
 
     Args:
         lives: the optimizers.
@@ -334,33 +338,34 @@ def restore_options(lives: Iterable[Live], record: Record, known_name: Callable[
         MismatchError: parameters that are in one group now had different options.
     """
     home = {name: group for group in record.groups for name in group["params"]}
-    changes: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+    found: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
     for live in lives:
         for index, group in enumerate(live.optimizer.param_groups):
             names = [name for p in group["params"] if (name := known_name(live.names[id(p)])) in home]
             saved = [home[name] for name in names]
             if not group["params"]:
                 saved = [g for g in record.groups if g["class"] == live.kind and g["index"] == index][:1]
-            if not saved:
-                continue
             for name, other in zip(names, saved, strict=False):
-                if not _same(other["options"], saved[0]["options"]):
+                if other is not saved[0] and not _same(other["options"], saved[0]["options"]):
                     raise MismatchError(
                         f"{show(name)} is in one group of the optimizer with {show(names[0])}, and had other options: "
                         f"{_differing(saved[0]['options'], other['options'])}",
                         key=name,
                         hint="make the groups of the optimizer as they were",
                     )
-            changes.append((group, saved[0]["options"]))
-            if live.local is not live.optimizer:
-                changes.append((live.local.param_groups[index], saved[0]["options"]))
-    for group, options in changes:
-        for name, value in options.items():
-            present = group.get(name)
-            if isinstance(present, torch.Tensor) and not isinstance(value, bool | str | None):
-                present.detach().copy_(torch.as_tensor(value))  # a captured graph knows the tensor
-            else:
-                group[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            if saved:
+                found.append((group, saved[0]["options"]))  # a ZeroRedundancyOptimizer hands them on at each step
+    return found
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Give a group of an optimizer these options."""
+    for name, value in options.items():
+        present = group.get(name)
+        if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor | float | int):
+            present.detach().copy_(torch.as_tensor(value))  # a captured graph knows the tensor
+        else:
+            group[name] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _local_device(parameter: Any) -> torch.device:

@@ -42,7 +42,7 @@ class Row:
     Attributes:
         n_ranks: how many ranks there are.
         order: the rank at each position; None: 0, 1, 2, ...
-        spans: `(outer, inner, name)` of every digit of every mesh; None for a dim without a name of its own.
+        spans: `(outer, inner, name)` of every digit of every mesh dim; None for a dim without a name.
         seen: the dims of each mesh as digits, once they were asked for.
     """
 
@@ -153,8 +153,7 @@ def row_of(tensors: Iterable[torch.Tensor], n_ranks: int, mesh: DeviceMesh | Non
     for one in meshes:
         names = one.mesh_dim_names or (None,) * one.ndim
         for line, name in zip(row.lines(one), names, strict=True):
-            # A dim that was flattened out of others names none of them.
-            spans |= {(*digit, name if len(line or ()) == 1 else None) for digit in line or ()}
+            spans |= {(*digit, name) for digit in line or ()}
     return replace(row, spans=frozenset(spans))
 
 

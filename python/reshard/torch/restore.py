@@ -13,8 +13,7 @@ import torch
 
 from reshard import dtypes
 from reshard.errors import MismatchError
-from reshard.torch.modules import ends_of
-from reshard.torch.optimizers import Record, Wanted, restore_options
+from reshard.torch.optimizers import Record, Wanted, options_of, set_options
 from reshard.torch.tensors import as_tensor
 from reshard.words import show
 
@@ -87,7 +86,9 @@ def apply(
         >>> model.weight.tolist()
         [[3.0, 4.0]]
     """
-    restore = _Restore(described, loaded, extra or {}, cast=cast)
+    parts = {name: _part(extra or {}, name) for name in ("aliases", "modules", "objects", "optimizer")}
+    parts["aliases"] = {name: str(key) for name, key in parts["aliases"].items()}
+    restore = _Restore(described, loaded, parts, cast=cast)
     restore.match_model()
     restore.match_transient(has_init=init is not None)
     restore.match_optimizers()
@@ -105,13 +106,14 @@ class _Restore:
 
     described: Described
     loaded: Mapping[str, np.ndarray]
-    extra: Mapping[str, Any]
+    extra: Mapping[str, Mapping[str, Any]]
     cast: bool
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     fills: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # key, live, loaded
     wanted: list[Wanted] = field(default_factory=list)
     calls: list[tuple[Callable[[Any], object], Any]] = field(default_factory=list)
+    options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)  # of groups
     record: Record | None = None
     _used: set[str] = field(default_factory=set)
 
@@ -121,7 +123,7 @@ class _Restore:
         others: dict[str, list[str]] = {}
         for alias, key in self.described.aliases.items():
             others.setdefault(key, []).append(alias)
-        saved_aliases = self.extra.get("aliases", {})
+        saved_aliases = self.extra["aliases"]
         empty: list[str] = []
         for key, local in self.described.model.items():
             # What is tied now may have had another first name, or may not have been tied.
@@ -151,7 +153,7 @@ class _Restore:
 
     def match_optimizers(self) -> None:
         lives = self.described.live.lives
-        if "optimizer" in self.extra and lives:
+        if self.extra["optimizer"] and lives:
             self.record = Record.from_value(self.extra["optimizer"])
         given = self._state_arrays(lives)
         kinds = {name: group["class"] for group in (self.record or Record()).groups for name in group["params"]}
@@ -192,7 +194,7 @@ class _Restore:
         if not has_extra:
             return
         live = self.described.live
-        modules, objects = self.extra.get("modules", {}), self.extra.get("objects", {})
+        modules, objects = self.extra["modules"], self.extra["objects"]
         for name, module in live.named.extra_state.items():
             if name in modules:
                 self.calls.append((module.set_extra_state, modules[name]))
@@ -209,6 +211,7 @@ class _Restore:
             for one_live in live.lives:
                 own = (self._known_name(name) for name in one_live.names.values())
                 self.missing += [f"options.{name}" for name in own if name not in names]
+            self.options = options_of(live.lives, self.record, self._known_name)
 
     # -- how it fits
 
@@ -218,26 +221,22 @@ class _Restore:
         if name in self.record.slots:
             return name
         also = [alias for alias, key in self.described.aliases.items() if key == name]
-        also += [self.extra.get("aliases", {}).get(name, name)]
+        also += [self.extra["aliases"].get(name, name)]
         return next((other for other in also if other in self.record.slots), name)
 
     def _state_arrays(self, lives: Iterable[Live]) -> dict[str, dict[str, np.ndarray]]:
         """The arrays of the optimizers' state: `{name: {slot: array}}`; all that is left is unexpected."""
         name_of: dict[str, str] = {name: name for live in lives for name in live.names.values()}
         name_of |= {alias: name_of[key] for alias, key in self.described.aliases.items() if key in name_of}
-        slots = self.record.slots if self.record is not None else {}
         found: dict[str, dict[str, np.ndarray]] = {}
         for key, array in self.loaded.items():
             if key in self._used:
                 continue
-            readings = list(ends_of(key, name_of))
-            # A name can be the end of another: what was saved tells which is meant.
-            known = (one for one in readings if one[0] in slots.get(one[1], ()))
-            reading = next(known, readings[0] if readings else None)
-            if reading is None:
-                self.unexpected.append(key)
+            slot, _, name = key.partition(".")  # no slot has a dot in it
+            if name in name_of:
+                found.setdefault(name_of[name], {})[slot] = array
             else:
-                found.setdefault(name_of[reading[1]], {})[reading[0]] = array
+                self.unexpected.append(key)
         return found
 
     def _checked(self, key: str, local: torch.Tensor, array: np.ndarray) -> torch.Tensor:
@@ -264,7 +263,9 @@ class _Restore:
         """State that is new keeps its dtype; where its parameter is cast, state of the same dtype is cast likewise."""
         saved = self.loaded.get(name)
         same = saved is not None and dtypes.name_of(saved.dtype) == dtypes.parse_dtype(tensor.dtype)
-        return tensor.to(parameter.dtype) if self.cast and same and tensor.is_floating_point() else tensor
+        # Counters of steps are exact.
+        is_cast = self.cast and same and tensor.ndim > 0 and tensor.is_floating_point()
+        return tensor.to(parameter.dtype) if is_cast else tensor
 
     # -- doing it
 
@@ -292,8 +293,16 @@ class _Restore:
         for call, value in self.calls:
             call(value)
         # Last: schedulers have set learning rates when they were made.
-        if self.record is not None:
-            restore_options(self.described.live.lives, self.record, self._known_name)
+        for group, options in self.options:
+            set_options(group, options)
+
+
+def _part(extra: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A part of the extra state, as plain as it is written."""
+    value = extra.get(name, {})
+    if type(value) is not dict or not all(isinstance(key, str) for key in value):
+        raise MismatchError(f"`extra` has {show(name)} of type {type(value).__name__}, expected a mapping of names")
+    return value
 
 
 def _tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:

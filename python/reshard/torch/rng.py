@@ -85,7 +85,7 @@ def capture(
         ),
         "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
         "numpy": {
-            "words": np.array(twister["state"]["key"], np.uint32),
+            "words": twister["state"]["key"],
             "position": int(twister["state"]["pos"]),
             "gauss": float(twister["gauss"]) if twister["has_gauss"] else None,
         },
@@ -216,7 +216,7 @@ def _cuda_generators(*, start: bool = False) -> list[torch.Generator]:
 
 
 def _as_array(generator: torch.Generator) -> np.ndarray:
-    array: np.ndarray = generator.get_state().numpy().copy()
+    array: np.ndarray = generator.get_state().numpy()  # a copy by itself
     return array
 
 

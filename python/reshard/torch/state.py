@@ -286,7 +286,7 @@ class _Own:
             "modules": agreed.state["modules"],
             "objects": self.object_states,
         }
-        if self.live.lives:
+        if agreed.record.groups:  # of any rank: a stage of a pipeline may train nothing
             record = Record(agreed.record.groups, agreed.record.slots, agreed.state["parameters"])
             extra["optimizer"] = record.to_value()
         return Described(
@@ -406,15 +406,15 @@ def _states(known: Known, own: _Own, rank: int) -> dict[str, dict[str, Any]]:
                 continue
             if value["values"] is not None:
                 values = _unpacked(value["values"])[kind]
-            elif rank in ranks:
-                values = own.own_state()[kind]
-            elif ranks[0] == 0:
-                continue
-            else:
+            elif ranks[0] != 0:
                 raise UnsupportedError(
                     f"rank {ranks[0]} keeps large lists of tensors for {show(new[0])}, which rank 0 does not have",
                     key=new[0],
                     hint="such state (LBFGS has it) can be saved where every rank holds all parameters",
                 )
+            elif rank in ranks:
+                values = own.own_state()[kind]
+            else:
+                continue
             whole[kind] |= {name: values[name] for name in new}
     return whole

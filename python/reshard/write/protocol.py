@@ -108,6 +108,8 @@ class Told(Protocol):
 
 # Attempts of which a sync failed: what the disk holds of them is unknown, and a second sync would only hide it.
 _poisoned: set[str] = set()
+# Attempts of this process whose folder is still there though they are over: recovery is for what dead processes left.
+_left: set[Attempt] = set()
 
 
 def begin(
@@ -172,13 +174,18 @@ def begin(
             )
         _check_space(root, planned_bytes, durable=durable)
         number = secrets.token_hex(16)
-        if staging.abilities(claim).renames_folders:
-            work = root / STAGING_FOLDER / str(StagedName(iteration, claim.epoch, number))
-            steps.make_folder(work, folder_mode, durable=durable)
-        else:
-            work = folder
-            staging.make_in_place(folder, f"{claim.epoch}.{number}", folder_mode, durable=durable)
-    return Attempt(root, iteration, claim.epoch, number, work, tracker, durable, overwrite)
+        in_staging = staging.abilities(claim).renames_folders
+        work = root / STAGING_FOLDER / str(StagedName(iteration, claim.epoch, number)) if in_staging else folder
+        attempt = Attempt(root, iteration, claim.epoch, number, work, tracker, durable, overwrite)
+        try:
+            if in_staging:
+                steps.make_folder(work, folder_mode, durable=durable)
+            else:
+                staging.make_in_place(folder, f"{claim.epoch}.{number}", folder_mode, durable=durable)
+        except StorageError:
+            abandon(attempt)  # it may be made, and not durable
+            raise
+    return attempt
 
 
 def seal(
@@ -276,6 +283,7 @@ def publish(attempt: Attempt, manifest: Manifest) -> list[str]:
             else:
                 staging.move_tracker(root, attempt.iteration, durable=durable)
             staging.mark_tracked(attempt.folder, durable=durable)
+            _discard_left(root, durable=durable)
     except StorageError:
         _poisoned.add(attempt.id)
         raise
@@ -283,7 +291,10 @@ def publish(attempt: Attempt, manifest: Manifest) -> list[str]:
 
 
 def abandon(attempt: Attempt) -> None:
-    """Remove the staging folder of an attempt that will not be published. Never raises; what is left is recovered."""
+    """Remove the staging folder of an attempt that will not be published.
+
+    Never raises; what is left goes when a later save is published, or is recovered by the next process.
+    """
     _poisoned.discard(attempt.id)
     try:
         if attempt.in_place:
@@ -295,9 +306,11 @@ def abandon(attempt: Attempt) -> None:
         with contextlib.suppress(ReshardError):
             # After an exchange that was not finished the name is that of the old iteration.
             if manifests.read(attempt.staging).attempt != attempt.id:
+                _left.add(attempt)
                 return
         steps.remove_folder(attempt.staging, durable=False)
     except (ReshardError, OSError) as error:
+        _left.add(attempt)
         _log.warning("the staging folder %s is left over: %s", attempt.staging, error)
 
 
@@ -490,6 +503,17 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
     except FileExistsError:
         raise _appeared(folder) from None
     staging.sync([root, staging_parent], durable=durable)
+
+
+def _discard_left(root: Path, *, durable: bool) -> None:
+    """Something newer is published: what attempts of this process left goes to the trash, old iterations with it."""
+    for attempt in [one for one in _left if one.root == root]:
+        _left.discard(attempt)
+        with contextlib.suppress(ReshardError):
+            if attempt.in_place:
+                abandon(attempt)
+            elif os.path.lexists(attempt.staging):
+                trash.discard(root, attempt.staging, attempt.iteration, durable=durable)
 
 
 def _appeared(folder: Path) -> DestinationExistsError:

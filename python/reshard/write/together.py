@@ -245,7 +245,7 @@ def carry_out(
 def _write_own(
     staging: Path, rank: int, terms: Terms, share: Share, progress: _core.Progress | None
 ) -> list[tuple[str, int, int, int, str]]:
-    """Write this rank's files; what rank 0 must know of each shard file."""
+    """Write this rank's files; what rank 0 must know of each that has sums, the arrays beside its state among them."""
     if isinstance(share.files, BaseException):
         raise share.files
     if not share.files and share.extra is None:
@@ -256,39 +256,32 @@ def _write_own(
     for file in share.files:
         path = str(staging / file.name)
         written = file.write(path, durable=terms.durable, mode=_FILE_MODE, progress=joint.of_file(file.n_bytes))
-        if terms.verify:
-            damaged = _core.scrub(path, written.n_bytes, written.sums, threads=terms.threads)
-            if damaged:
-                first, end = damaged[0]
-                raise DamagedFileError(
-                    f"{show(path)}: bytes {first} to {end}, read back, are not what was written",
-                    path=path,
-                    hint="the disk or the memory fails: save elsewhere",
-                )
-        sums = base64.b64encode(written.sums).decode()
-        rows.append((file.name, written.n_bytes, written.header_bytes, written.header_sum, sums))
+        rows.append(_row(path, written, terms))
     if share.extra is not None:
-        rows += _write_extra(staging, rank, terms, *share.extra)
+        text, arrays = share.extra
+        if arrays:
+            path = str(staging / state.arrays_file_name(rank))
+            own = [
+                (array.name, array.dtype, array.shape, array.buffer()) for array in local_arrays(arrays, None).values()
+            ]
+            rows.append(_row(path, _core.write_arrays(path, own, durable=terms.durable, mode=_FILE_MODE), terms))
+        write_file_atomically(staging / state.file_name(rank), text, _FILE_MODE, durable=terms.durable)
     return rows
 
 
-def _write_extra(
-    staging: Path, rank: int, terms: Terms, text: str, arrays: dict[str, np.ndarray]
-) -> list[tuple[str, int, int, int, str]]:
-    """Write this rank's state; what rank 0 must know of the file with its arrays, which has sums like any shard."""
-    rows = []
-    if arrays:
-        name = state.arrays_file_name(rank)
-        written = _core.write_arrays(
-            str(staging / name),
-            [(array.name, array.dtype, array.shape, array.buffer()) for array in local_arrays(arrays, None).values()],
-            durable=terms.durable,
-            mode=_FILE_MODE,
-        )
-        sums = base64.b64encode(written.sums).decode()
-        rows.append((name, written.n_bytes, written.header_bytes, written.header_sum, sums))
-    write_file_atomically(staging / state.file_name(rank), text, _FILE_MODE, durable=terms.durable)
-    return rows
+def _row(path: str, written: _core.Written, terms: Terms) -> tuple[str, int, int, int, str]:
+    """What rank 0 must know of a file that is written, read back if that is asked for."""
+    if terms.verify:
+        damaged = _core.scrub(path, written.n_bytes, written.sums, threads=terms.threads)
+        if damaged:
+            first, end = damaged[0]
+            raise DamagedFileError(
+                f"{show(path)}: bytes {first} to {end}, read back, are not what was written",
+                path=path,
+                hint="the disk or the memory fails: save elsewhere",
+            )
+    sums = base64.b64encode(written.sums).decode()
+    return Path(path).name, written.n_bytes, written.header_bytes, written.header_sum, sums
 
 
 def _wait_for(staging: Path, timeout: float) -> None:

@@ -1,0 +1,430 @@
+"""Saves on disks that are full, read-only or at a limit, and with an error of the system at every change they make.
+
+What was there is intact and found, the error is typed and names errno and path, nothing is left over, and once the
+trouble is gone the next save works. Disks are tmpfs of a given size in a mount namespace of a forked process, so that
+nothing of them remains whatever happens; an ordinary user has them in a user namespace. Where neither is permitted
+these tests are skipped, unless `RESHARD_MUST_MOUNT` is set, as CI does: there they fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests import original_reader, small_saves
+from tests.small_saves import fork, stopped_at
+
+import reshard
+from reshard import _core
+from reshard.errors import StorageError
+from reshard.write import protocol, retention
+from reshard.write import save as saving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ERRNOS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT)
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+# -- disks
+
+
+def _checked(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def mount(disk: Path, options: str, flags: int = 0) -> None:
+    _checked(_LIBC.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", flags, options.encode()))
+
+
+def own_namespace() -> None:
+    """Mounts of this process are nobody else's from here on. Raises PermissionError."""
+    uid, gid = os.getuid(), os.getgid()
+    try:
+        _checked(_LIBC.unshare(_CLONE_NEWNS))
+    except PermissionError:
+        _checked(_LIBC.unshare(_CLONE_NEWNS | _CLONE_NEWUSER))
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    _checked(_LIBC.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+
+
+@contextlib.contextmanager
+def disk_of(folder: Path, options: str) -> Iterator[Path]:
+    mount(folder, options)
+    try:
+        yield folder / "root"
+    finally:
+        protocol.release()  # its handle is on the disk
+        _checked(_LIBC.umount2(os.fsencode(folder), 2))  # MNT_DETACH
+
+
+def on_disks(act: Callable[[], Any]) -> Any:
+    """What `act` returns in a process that may mount."""
+
+    def run() -> list[Any]:
+        try:
+            own_namespace()
+        except PermissionError as error:
+            return [str(error), None]
+        return [None, act()]
+
+    refusal, result = fork(run).result(120)
+    if refusal is not None:
+        assert not os.environ.get("RESHARD_MUST_MOUNT"), f"cannot mount: {refusal}"
+        pytest.skip("mounting is not permitted here")
+    return result
+
+
+# -- saves
+
+
+def content(iteration: int, n_rows: int = 4) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(iteration)
+    return {"w": rng.random((n_rows, 256), np.float32), "b": rng.random(3), "global_step": np.array(iteration)}
+
+
+def save(root: Path, iteration: int, n_rows: int = 4, **options: Any) -> Any:
+    return reshard.save(root, iteration, content(iteration, n_rows), extra={"a": np.zeros(9), "b": 1}, **options)
+
+
+def is_whole(root: Path, *allowed: tuple[int, int]) -> int:
+    """The iteration that a run resumes from; one of those with their numbers of rows, and all of it."""
+    got = reshard.load(root)
+    assert got.iteration in dict(allowed)
+    expected = content(got.iteration, dict(allowed)[got.iteration])
+    assert {key: array.tobytes() for key, array in got.state.items()} == {k: a.tobytes() for k, a in expected.items()}
+    return got.iteration
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def files_of(root: Path, iteration: int) -> dict[str, bytes]:
+    return snapshot(root / f"iteration_{iteration:08d}")
+
+
+@pytest.fixture(autouse=True)
+def _no_claim_outlives_a_test() -> Iterator[None]:
+    yield
+    protocol.release()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return folder
+
+
+# -- no room
+
+PAGE = 4096
+N_ROWS = 40  # 40 KiB
+
+
+def fails_for_want_of_room(root: Path, iteration: int, **options: Any) -> bool:
+    """Save, on a disk that may be too small; whether it was."""
+    before = files_of(root, 100)
+    try:
+        report = save(root, iteration, N_ROWS, **options)
+        if not options.get("blocking", True):
+            report.result(30)
+    except StorageError as error:
+        assert error.errno == errno.ENOSPC, error  # noqa: PT017
+        assert error.path is not None  # noqa: PT017
+        failed = True
+    else:
+        failed = False
+    if failed or options.get("keep") is None:
+        assert files_of(root, 100) == before, "what was there is not touched"
+    assert not small_saves.debris(root)
+    taken = is_whole(root, (100, 4), (iteration, N_ROWS))
+    assert taken == iteration or failed
+    assert "w" in original_reader.read_tree(root)
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("unit", "options"),
+    [
+        ("pages", {}),
+        ("pages", {"blocking": False, "keep": 1}),
+        ("pages", {"again": True}),
+        ("inodes", {}),
+        ("inodes", {"again": True}),
+    ],
+    ids=["bytes", "in the background, keep 1", "saved again", "inodes", "inodes, saved again"],
+)
+def test_every_size_of_a_disk(unit: str, options: dict[str, Any], disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one that the old checkpoint fills to one with room for the new, a page or an inode at a time."""
+    # Met while it writes, not foreseen: others may have filled the disk meanwhile.
+    monkeypatch.setattr(saving, "planned_bytes", lambda *_: 0)
+    options = dict(options)
+    iteration = 100 if options.pop("again", False) else 200
+
+    def size(n: int) -> str:
+        return f"size={n * PAGE}" if unit == "pages" else f"nr_inodes={n}"
+
+    def act() -> list[int]:
+        with disk_of(disk, "size=64m") as root:
+            save(root, 100)
+            used = os.statvfs(root)
+        first = used.f_blocks - used.f_bfree if unit == "pages" else used.f_files - used.f_ffree
+        n_failed = 0
+        for spare in range(200):
+            with disk_of(disk, "size=64m") as root:
+                save(root, 100)
+                protocol.release()
+                mount(disk, size(first + spare), _MS_REMOUNT)
+                if iteration == 100:
+                    failed = fails_for_want_of_room_again(root)
+                else:
+                    failed = fails_for_want_of_room(root, iteration, **options)
+                if failed:
+                    # Once there is room again.
+                    mount(disk, "size=64m,nr_inodes=1000", _MS_REMOUNT)
+                    save(root, 300, **options | {"blocking": True})
+                    assert not small_saves.debris(root)
+                    is_whole(root, (300, 4))
+            n_failed += failed
+            if not failed and spare > n_failed + 3:
+                return [n_failed, spare]
+        raise AssertionError("it never fits")
+
+    n_failed, _ = on_disks(act)
+    assert n_failed > (10 if unit == "pages" else 5)
+
+
+def fails_for_want_of_room_again(root: Path) -> bool:
+    """The same of an iteration that is there: it is the old one or the new one."""
+    try:
+        save(root, 100, N_ROWS)
+    except StorageError as error:
+        assert error.errno == errno.ENOSPC, error  # noqa: PT017
+        failed = True
+    else:
+        failed = False
+    got = reshard.load(root).state["w"]
+    left = small_saves.debris(root)
+    # If the tracker could not be written, the old one is kept until something newer is.
+    assert not left or (failed and len(got) == N_ROWS and [Path(one).parts[0] for one in left] == [".trash"])
+    assert any(got.tobytes() == content(100, n_rows)["w"].tobytes() for n_rows in (4, N_ROWS))
+    assert failed or len(got) == N_ROWS
+    assert original_reader.read_tree(root)["w"].tobytes() == got.tobytes()
+    return failed
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(disk: Path) -> None:
+    def act() -> int:
+        with disk_of(disk, f"size={40 * PAGE}") as root:
+            save(root, 100)
+            before = snapshot(root)
+            n = 0
+            for blocking in (True, False):
+                try:
+                    pending = save(root, 200, 4 * N_ROWS, blocking=blocking)
+                    pending.result(30)
+                except StorageError as error:
+                    assert error.errno == errno.ENOSPC  # noqa: PT017
+                    assert "bytes free; the save writes" in str(error)  # noqa: PT017
+                    n += 1
+            assert snapshot(root) == before
+            return n
+
+    assert on_disks(act) == 2
+
+
+def test_retention_on_a_full_disk(disk: Path) -> None:
+    """It makes room, and asks for none."""
+
+    def act() -> list[int]:
+        with disk_of(disk, "size=64m") as root:
+            for iteration in (100, 200, 300):
+                save(root, iteration)
+            used = os.statvfs(root)
+            mount(disk, f"size={(used.f_blocks - used.f_bfree) * PAGE}", _MS_REMOUNT)
+            removed = retention.apply(root, keep=1)
+            assert removed.warnings == ()
+            assert not small_saves.debris(root)
+            is_whole(root, (300, 4))
+            return list(removed.iterations)
+
+    assert on_disks(act) == [100, 200]
+
+
+# -- read-only
+
+
+def test_a_disk_that_becomes_read_only(disk: Path) -> None:
+    def act() -> list[int | None]:
+        told: list[int | None] = []
+        with disk_of(disk, "size=8m") as root:
+            save(root, 100)
+            save(root, 200)
+            protocol.release()
+            before = snapshot(root)
+            mount(disk, "size=8m", _MS_REMOUNT | _MS_RDONLY)
+            for options in ({}, {"blocking": False}, {"rollback": True}):
+                try:
+                    report = save(root, 300, **options)
+                    report.result(30)
+                except StorageError as error:
+                    told.append(error.errno)
+                    assert str(disk) in str(error)  # noqa: PT017
+            is_whole(root, (200, 4))
+            assert not [one for one in reshard.verify(root).checkpoints if one.faults]
+            with contextlib.suppress(StorageError):
+                assert retention.apply(root, keep=1).iterations == ()
+            assert snapshot(root) == before
+            mount(disk, "size=8m", _MS_REMOUNT)
+            save(root, 300)
+            assert not small_saves.debris(root)
+            is_whole(root, (300, 4))
+        return told
+
+    assert on_disks(act) == [errno.EROFS] * 3
+
+
+# -- limits of the process
+
+
+def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+
+    def act() -> list[int]:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        save(root, 100)
+        failed = []
+        for limit in (0, 1, 100, 300, 1000, PAGE, 10 * PAGE, 11 * PAGE):
+            protocol.release()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                save(root, 200, N_ROWS)
+            except StorageError as error:
+                failed.append(limit)
+                assert error.errno == errno.EFBIG, error  # noqa: PT017
+            else:
+                break
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            is_whole(root, (100, 4))
+            assert not debris_of(root)
+        save(root, 300)
+        assert not small_saves.debris(root)
+        is_whole(root, (300, 4))
+        return failed
+
+    assert fork(act).result(60)[:6] == [0, 1, 100, 300, 1000, PAGE]
+
+
+def test_a_limit_of_open_files(tmp_path: Path) -> None:
+    """One more at a time, until both a save and a load succeed; too few are no damage, so nothing is passed over."""
+    root = tmp_path / "root"
+
+    def limited(spare: int, act: Callable[[], Any]) -> Any:
+        taken = {int(name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208  with that of the listing
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = next(n for n in range(1024) if len(set(range(n)) - taken) + 1 > spare)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            return act()
+        except StorageError as error:
+            assert error.errno == errno.EMFILE, error  # noqa: PT017
+            return None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    def act() -> list[int]:
+        save(root, 100)
+        save(root, 200)
+        reshard.load(root)  # and with it imported
+        n_saves_failed = n_loads_failed = 0
+        for spare in range(64):
+            loaded = limited(spare, lambda: reshard.load(root))
+            assert loaded is None or loaded.iteration == is_whole(root, (200, 4), (300, 4))
+            n_loads_failed += loaded is None
+            protocol.release()
+            saved = limited(spare, lambda: save(root, 300))
+            is_whole(root, (200, 4), (300, 4))
+            n_saves_failed += saved is None
+            if saved is not None and loaded is not None:
+                break
+        save(root, 400)
+        assert not small_saves.debris(root)
+        is_whole(root, (400, 4))
+        return [n_saves_failed, n_loads_failed]
+
+    n_saves_failed, n_loads_failed = fork(act).result(60)
+    assert n_saves_failed > 3
+    assert n_loads_failed >= 3
+
+
+# -- an error at every change
+
+
+def debris_of(root: Path) -> list[str]:
+    """But for the claim of a process that has ended: whoever claims next removes it."""
+    return [one for one in small_saves.debris(root) if "epoch_" not in one] if (root / ".writers").exists() else []
+
+
+@pytest.mark.parametrize(
+    ("number", "is_again"),
+    [*((number, False) for number in ERRNOS), (errno.EIO, True), (errno.ENOSPC, True)],
+    ids=lambda value: errno.errorcode[value] if value > 1 else ["new", "saved again"][value],
+)
+def test_an_error_at_every_change_of_a_save(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_again: bool
+) -> None:
+    """Those that Python makes: of what the core writes, disks and limits above."""
+    real = _core.write_arrays
+    monkeypatch.setattr(_core, "write_arrays", lambda *args, **how: real(*args, **how | {"durable": False}))
+    root = tmp_path / "root"
+    base = 1000
+    save(root, base, durable=False)
+    n_failed = 0
+    for place in range(1000):
+        protocol.release()  # the claim, too, is made anew
+        iteration = base if is_again else base + 1
+        n_rows = 5 + place % 2
+        before = 4 if not is_again or place == 0 else 5 + (place - 1) % 2
+        failure: StorageError | None = None
+        with stopped_at(place, small_saves.fail_with(number)) as seen:
+            try:
+                save(root, iteration, n_rows)
+            except StorageError as error:
+                failure = error
+        if failure is not None:
+            assert failure.errno == number
+            assert failure.path
+            n_failed += 1
+        taken = reshard.load(root)
+        allowed = {(base, before), (iteration, n_rows)}
+        assert taken.iteration is not None
+        if failure is not None and not (is_again and len(taken.state["w"]) == n_rows):
+            assert not debris_of(root)
+        assert (taken.iteration, len(taken.state["w"])) in (allowed if failure else {(iteration, n_rows)})
+        assert taken.state["w"].tobytes() == content(taken.iteration, len(taken.state["w"]))["w"].tobytes()
+        if len(seen) <= place:
+            break
+        base = iteration if is_again else base + 2
+        save(root, base, n_rows if is_again else 4, durable=False, keep=1)
+        assert not debris_of(root)
+        assert is_whole(root, (base, n_rows if is_again else 4)) == base
+        assert "w" in original_reader.read_tree(root)
+    assert n_failed > 20
