@@ -104,7 +104,8 @@ class Checkpointer:
         keep: the newest iterations that are kept; None: all.
         keep_every: keep every iteration that is a multiple of this.
         keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric, such as "loss".
-        async_save: write in the background; the step waits only until its tensors are copied.
+        async_save: write in the background; the step waits only until its tensors are copied. A group without a method
+            `session` cannot serve two threads at once: with one, saves are waited for, and a warning says so.
         dedup: write each shard once instead of once for every rank that holds it.
         verify: how what is loaded is proven, as in `reshard.load`.
         verify_after_save: read back what was written before it is published.
@@ -201,6 +202,10 @@ class Checkpointer:
         self._save_on_exception = save_on_exception
         self._root_seed = None if seed is None else count("seed", seed, 0, MAX_SEED)
         self._group = resolve(group)
+        self._one_channel = self._group.world_size > 1 and not hasattr(self._group, "session")
+        if self._async and self._one_channel:
+            self._async = False
+            _log.warning("the group has no method `session(label)`: saves are not written in the background")
         self._board, self._drift = board_of(self._group), count("drift", drift, 1)
         if self._board is None and self._every_s is not None:
             raise ArgumentError(
@@ -498,7 +503,7 @@ class Checkpointer:
 
         Args:
             step: the iteration; None: the step that was last told to `step`.
-            blocking: whether to wait until it is published; None: as `async_save` says.
+            blocking: whether to wait until it is published; None: as `async_save` says. A group without sessions waits.
 
         Returns:
             What was saved, or the save in progress.
@@ -509,7 +514,7 @@ class Checkpointer:
         run = self._running()
         return self._save(
             run.last if step is None else count("step", step),
-            blocking=not self._async if blocking is None else blocking,
+            blocking=self._one_channel or (not self._async if blocking is None else blocking),
         )
 
     def wait(self, timeout: float | None = None) -> SaveReport | None:
