@@ -39,9 +39,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from reshard.torch import Checkpointer, ElasticSampler, rng
 
-# Heads and widths divide by 1, 2, 3, 4, 6 and 12 tensor parallel ranks.
-N_LAYERS, WIDTH, N_HEADS, CONTEXT = 2, 48, 12, 32
-ALPHABET = "0123456789+=; "
+# Everything divides by 1, 2, 3, 4, 6 and 12 ranks.
+N_LAYERS, WIDTH, N_HEADS, CONTEXT, N_TOKENS = 2, 48, 12, 36, 24
+ALPHABET = "0123456789+=;"
 N_SAMPLES = 4096
 
 
@@ -94,10 +94,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(len(ALPHABET), WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.tokens, self.positions = nn.Embedding(N_TOKENS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.layers = nn.ModuleList(Block(dropout) for _ in range(N_LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, len(ALPHABET), bias=False)
+        self.head = nn.Linear(WIDTH, N_TOKENS, bias=False)
         self.head.weight = self.tokens.weight  # tied: a checkpoint has it once
         for parameter in self.parameters():
             if parameter.ndim == 2:
