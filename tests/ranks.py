@@ -20,6 +20,7 @@ import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
@@ -136,6 +137,7 @@ class Job:
     ) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the store's warnings of what the tests do to it
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)  # a child does not have the threads of its parent's pool, and would wait for them
         try:
             dist.init_process_group("gloo", store=connect(), rank=rank, world_size=world_size)
             group = resolve()

@@ -114,7 +114,7 @@ pub fn write(
     content.sums(chunks)
 }
 
-/// Writes the image of a file that lies in memory, from a page on. See [`write`].
+/// Writes the image of a file that lies in memory, from a page on. See [`write()`].
 ///
 /// # Errors
 /// As there.
