@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save
+from tests.crc32c import crc32c
 
 from reshard.formats import manifest as manifests
 
@@ -20,27 +21,6 @@ if TYPE_CHECKING:
 CHUNK = 256 << 10
 FILES = {(part, rank): f"{part}-{rank:07d}-0000002.safetensors" for part in ("model", "opt") for rank in (0, 1)}
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": ["w", "adam_m.w"], "cut": ["tp"]}, {"match": "*"}]}
-
-
-def _table() -> list[int]:
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-        table.append(crc)
-    return table
-
-
-_TABLE = _table()
-
-
-def crc32c(data: bytes) -> int:
-    """Castagnoli's, bit by bit in the definition, byte by byte here."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = (crc >> 8) ^ _TABLE[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
 
 
 def arrays_of(iteration: int, shape: tuple[int, int] = (4, 2)) -> dict[str, np.ndarray]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -19,6 +18,8 @@ import sys
 import traceback
 import warnings
 from typing import TYPE_CHECKING, Any
+
+from tests.crc32c import crc32c
 
 from reshard import _core
 from reshard.errors import StorageError
@@ -41,17 +42,6 @@ class Told:
     header_bytes: int
     header_sum: int
     sums: bytes
-
-
-@functools.cache
-def crc32c(data: bytes) -> int:
-    """Bit by bit, as the Castagnoli polynomial is defined."""
-    total = 0xFFFFFFFF
-    for byte in data:
-        total ^= byte
-        for _ in range(8):
-            total = (total >> 1) ^ (0x82F63B78 if total & 1 else 0)
-    return total ^ 0xFFFFFFFF
 
 
 def shard_name(rank: int) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from safetensors.numpy import save, save_file
+from tests.sealed import FILES, metadata
 
 import reshard
 from reshard.errors import (
@@ -32,49 +33,6 @@ if TYPE_CHECKING:
 W = np.arange(8, dtype=np.float32).reshape(4, 2)
 B = np.array([1, 2, 3], np.float32)
 BAIT = "bait-model-0000000-0000001.safetensors"
-FILES = {(part, rank): f"{part}-{rank:07d}-0000002.safetensors" for part in ("model", "opt") for rank in (0, 1)}
-
-
-def metadata() -> Any:
-    """`w` and `adam_m.w` cut in two, `b` on both ranks."""
-
-    def tensor(shape: list[int], cuts: list[int], replicas: list[int]) -> Any:
-        return {
-            "properties": {
-                "dtype": "Float32",
-                "replica_id": replicas,
-                "allow_shape_mismatch": False,
-                "allow_to_save": True,
-            },
-            "global_shape": shape,
-            "axis_fragmentations": cuts,
-            "layout": {
-                "device_matrix": [2],
-                "tensor_map": [0, -1] if cuts[0] == 2 else [-1],
-                "interleaved_parallel": False,
-                "alias_name": ["tp"],
-                "rank_list": [0, 1],
-            },
-            "chunk": [{"global_offset": [i], "local_shape": [shape[0] // cuts[0], *shape[1:]]} for i in range(cuts[0])],
-        }
-
-    def entry(part: str, rank: int, group: list[int]) -> Any:
-        return {"file_name": FILES[part, rank], "storage_rank": rank, "rank_group": group}
-
-    return {
-        "state_dict_metadata": {
-            "w": tensor([4, 2], [2, 1], [0, 0]),
-            "b": tensor([3], [1], [0, 1]),
-            "adam_m.w": tensor([4, 2], [2, 1], [0, 0]),
-        },
-        "storage_data": {
-            "('w', (0,))": [entry("model", 0, [0])],
-            "('w', (1,))": [entry("model", 1, [1])],
-            "('b', (0,))": [entry("model", 0, [0, 1]), entry("model", 1, [0, 1])],
-            "('adam_m.w', (0,))": [entry("opt", 0, [0])],
-            "('adam_m.w', (1,))": [entry("opt", 1, [1])],
-        },
-    }
 
 
 @pytest.fixture
@@ -85,7 +43,7 @@ def tree(tmp_path: Path) -> Path:
     for rank in (0, 1):
         save_file({"w": W[2 * rank : 2 * rank + 2], "b": B}, folder / FILES["model", rank])
         save_file({"adam_m.w": W[2 * rank : 2 * rank + 2] + 1}, folder / FILES["opt", rank])
-    (folder / "metadata.json").write_text(json.dumps(metadata()))
+    (folder / "metadata.json").write_text(json.dumps(metadata((4, 2))))
     (folder / "common.json").write_text('{"step_num": 1, "global_step": 1}')
     (tmp_path / "root" / "latest_checkpointed_iteration.txt").write_text("1")
     save_file({"w": W, "b": B, "adam_m.w": W, "secret": B}, tmp_path / "root" / BAIT)
@@ -112,7 +70,7 @@ def edit(*path: Any, to: Any) -> Callable[[Path], object]:
     """Change one value in metadata.json."""
 
     def change(folder: Path) -> None:
-        content = metadata()
+        content = metadata((4, 2))
         inner = content
         for step in path[:-1]:
             inner = inner[step]
@@ -126,7 +84,7 @@ def drop(*path: Any) -> Callable[[Path], object]:
     """Leave one value out of metadata.json."""
 
     def change(folder: Path) -> None:
-        content = metadata()
+        content = metadata((4, 2))
         inner = content
         for step in path[:-1]:
             inner = inner[step]
@@ -223,7 +181,7 @@ METADATA: list[Case] = [
         "a tensor twice",
         replace(
             '"state_dict_metadata": {',
-            '"state_dict_metadata": {"w": ' + json.dumps(metadata()["state_dict_metadata"]["w"]) + ", ",
+            '"state_dict_metadata": {"w": ' + json.dumps(metadata((4, 2))["state_dict_metadata"]["w"]) + ", ",
         ),
         DamagedFileError,
         "w",

@@ -53,6 +53,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests import original_reader
+from tests.gate import Gate
 from tests.small_saves import fork, kill_self, killed_at, killed_at_step, tracker
 from tests.threads import in_threads
 
@@ -109,24 +110,6 @@ def check(root: Path, iteration: int) -> None:
     save(root, iteration + 5)
     assert reshard.load(root).iteration == iteration + 5
     assert whole(iteration + 5, original_reader.read_tree(root))
-
-
-class Gate:
-    """Holds a save up before it is sealed, until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self._open = threading.Event(), threading.Event()
-        real = protocol.seal
-
-        def seal(*args: Any, **options: Any) -> Any:
-            self.reached.set()
-            assert self._open.wait(30)
-            return real(*args, **options)
-
-        monkeypatch.setattr(protocol, "seal", seal)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 # -- the original, 1.1 to 1.8

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.crc32c import crc32c
 
 from reshard.errors import (
     ArgumentError,
@@ -25,16 +26,6 @@ from reshard.formats import manifest as manifests
 from reshard.formats.manifest import Manifest, PlainEntry, ShardEntry
 
 CHUNK = 256 * 1024
-
-
-def crc32c(data: bytes) -> int:
-    """Bit by bit, as the Castagnoli polynomial is defined."""
-    total = 0xFFFFFFFF
-    for byte in data:
-        total ^= byte
-        for _ in range(8):
-            total = (total >> 1) ^ (0x82F63B78 if total & 1 else 0)
-    return total ^ 0xFFFFFFFF
 
 
 def digest(data: bytes) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from safetensors.numpy import load
+from tests.gate import Gate
 from tests.oracle import local_arrays
 from tests.ranks import Job
 
@@ -33,24 +34,6 @@ def _leave_nothing_pending() -> Iterator[None]:
     yield
     background.finish_previous(30)
     protocol.release()
-
-
-class Gate:
-    """Holds a save up just before it is sealed, until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self._open = threading.Event(), threading.Event()
-        real = protocol.seal
-
-        def seal(*args: Any, **options: Any) -> Any:
-            self.reached.set()
-            assert self._open.wait(30)
-            return real(*args, **options)
-
-        monkeypatch.setattr(protocol, "seal", seal)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.indexing import TensorIndexError, normalize_index
 from reshard.opening import open as open_checkpoint
+from reshard.words import check_text
 from reshard.write.arrays import as_array
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def save_file(
         raise ArgumentError(f"expected a mapping of key to array, found {type(tensors).__name__}")
     entries = []
     for key, value in tensors.items():
-        _check_text(key, "key of a tensor")
+        check_text(key, "key of a tensor")
         if key == "__metadata__":
             raise ArgumentError("a tensor cannot have the key `__metadata__`: the header keeps its text there", key=key)
         try:
@@ -170,8 +171,8 @@ def save_file(
             buffer = buffer.copy()
         entries.append((key, dtype, dtypes.tensor_shape(dtype, array.shape), buffer))
     for key, text in (metadata or {}).items():
-        _check_text(key, "key of the metadata")
-        _check_text(text, f"value of the metadata `{key}`")
+        check_text(key, "key of the metadata")
+        check_text(text, f"value of the metadata `{key}`")
     entries.sort(key=lambda entry: (-dtypes.bits(entry[1]), entry[0]))
     # The mode of a file that `open` makes: 0666 less umask.
     _core.write_arrays(os.fsdecode(filename), entries, metadata=metadata, mode=0o666)
@@ -388,12 +389,3 @@ def _is_basic_for_torch(index: object) -> bool:
         if not (is_integer or item is None or item is Ellipsis or isinstance(item, slice)):
             return False
     return sum(item is Ellipsis for item in items) <= 1
-
-
-def _check_text(value: object, what: str) -> None:
-    if not isinstance(value, str):
-        raise ArgumentError(f"a {what} must be text, found {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ArgumentError(f"a {what} has no UTF-8 form: {error}") from error

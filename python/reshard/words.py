@@ -1,16 +1,32 @@
-"""Foreign text in messages: shown so that it can do no harm, and the known words that are spelt like it."""
+"""Foreign text: checked, shown in messages so that it can do no harm, and the known words that are spelt like it."""
 
 from __future__ import annotations
 
 import difflib
 from typing import TYPE_CHECKING
 
+from reshard.errors import ArgumentError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["nearest", "show"]
+__all__ = ["check_text", "nearest", "show"]
 
 _MAX_SHOWN = 256  # characters of a foreign text in a message
+
+
+def check_text(value: object, what: str) -> None:
+    """Refuse what is no text, or text that no file can hold.
+
+    Raises:
+        ArgumentError: so it is; the message says what it was meant to be.
+    """
+    if not isinstance(value, str):
+        raise ArgumentError(f"a {what} must be text, found {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"a {what} has no UTF-8 form: {error}") from error
 
 
 def nearest(text: str, candidates: Iterable[str], n: int = 3, *, cutoff: float = 0.6) -> list[str]:

@@ -311,13 +311,19 @@ impl BoxCopy<'_> {
                 .iter()
                 .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
             if is_dense && file.source().is_mapped() {
-                let start = self.piece.src_start_bytes + src * self.unit_bytes;
-                let range = (start, src_span(dims) * self.unit_bytes);
-                self.present = Checks::bring_in(file, sums, range)?;
+                self.present = Checks::bring_in(file, sums, self.source_range(dims, src))?;
             }
             return self.proven_parts(file, sums, dims, src, dst);
         }
         self.dense_parts(dims, src, dst, false)
+    }
+
+    /// First byte in the source and bytes from there to the last, of a box that begins at unit `src` of the piece.
+    fn source_range(&self, dims: &[Dim], src: u64) -> (u64, u64) {
+        (
+            self.piece.src_start_bytes + src * self.unit_bytes,
+            src_span(dims) * self.unit_bytes,
+        )
     }
 
     /// Copies a box out of chunks that are proven first, in parts no larger than a chunk, which then lies in the cache.
@@ -330,10 +336,7 @@ impl BoxCopy<'_> {
         dst: u64,
     ) -> Result<()> {
         let unit = self.unit_bytes;
-        let (start, span) = (
-            self.piece.src_start_bytes + src * unit,
-            src_span(dims) * unit,
-        );
+        let (start, span) = self.source_range(dims, src);
         let widest = dims
             .iter()
             .enumerate()
@@ -348,8 +351,7 @@ impl BoxCopy<'_> {
         };
         let is_one_part = start / part == (start + span - 1) / part;
         if let (false, Some((widest, dim))) = (is_one_part, widest) {
-            let run = source_run(dims) * unit;
-            if !file.source().is_mapped() && is_one_run(dims, run / self.unit_bytes) {
+            if !file.source().is_mapped() && is_one_run(dims) {
                 return self.proven_run(file, sums, start, (dst * unit) as usize, span);
             }
             let mut inner = dims.to_vec();
@@ -389,10 +391,8 @@ impl BoxCopy<'_> {
         src: u64,
         dst: u64,
     ) -> Result<()> {
-        let (start, span) = (
-            self.piece.src_start_bytes + src * self.unit_bytes,
-            src_span(dims) * self.unit_bytes,
-        );
+        let range = self.source_range(dims, src);
+        let (start, span) = range;
         let to = &mut self.to[(dst * self.unit_bytes) as usize..];
         let Run {
             checks,
@@ -400,8 +400,7 @@ impl BoxCopy<'_> {
             control,
             ..
         } = self.run;
-        let range = (start, span);
-        if is_one_run(dims, source_run(dims)) {
+        if is_one_run(dims) {
             let to = (&mut to[..span as usize], stores);
             if checks.copy_run(
                 self.piece.source,
@@ -471,10 +470,10 @@ impl BoxCopy<'_> {
     /// Copies a box at unit `src` of the piece to unit `dst` of the slice, fetching dense parts of the source as one.
     fn dense_parts(&mut self, dims: &[Dim], src: u64, dst: u64, is_part: bool) -> Result<()> {
         let n: u64 = dims.iter().map(|dim| dim.len).product();
-        let (useful, span) = (n * self.unit_bytes, src_span(dims) * self.unit_bytes);
+        let useful = n * self.unit_bytes;
+        let (start, span) = self.source_range(dims, src);
         let run = source_run(dims) * self.unit_bytes;
         let gapped = span > useful + useful / 20;
-        let start = self.piece.src_start_bytes + src * self.unit_bytes;
         let resident = |file: &ShardFile| !is_part && file.source().is_resident(start, span);
         let split = match self.source {
             PlanSource::Memory(_) => false,
@@ -483,7 +482,7 @@ impl BoxCopy<'_> {
                 gapped && run >= LONG_RUN_BYTES && !resident(file)
             }
             PlanSource::File(..) => {
-                let direct = is_one_run(dims, run / self.unit_bytes);
+                let direct = is_one_run(dims);
                 gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
                     || !direct && span > SCRATCH_BYTES
             }
@@ -526,7 +525,7 @@ impl BoxCopy<'_> {
                 let scattered = is_part
                     && span < SCATTERED_RUN_BYTES
                     && file.source().is_kept()
-                    && is_one_run(dims, run / self.unit_bytes);
+                    && is_one_run(dims);
                 if scattered {
                     // One call a run, as bringing it in would be, and the copy with it.
                     file.source()
@@ -539,7 +538,7 @@ impl BoxCopy<'_> {
                         self.unit_bytes,
                         self.run.stores,
                     );
-                } else if is_one_run(dims, run / self.unit_bytes) {
+                } else if is_one_run(dims) {
                     file.source()
                         .read_at(start, &mut self.to[at..at + useful as usize])?;
                 } else {
@@ -559,11 +558,11 @@ impl BoxCopy<'_> {
     }
 }
 
-/// Whether a box is one run on both sides, so that it can be read where it belongs; `run` units are one in the source.
-fn is_one_run(dims: &[Dim], run: u64) -> bool {
+/// Whether a box is one run on both sides, so that it can be read where it belongs.
+fn is_one_run(dims: &[Dim]) -> bool {
     match dims {
         [] => true,
-        [dim] => dim.dst == 1 && run == dim.len,
+        [dim] => dim.dst == 1 && source_run(dims) == dim.len,
         _ => false,
     }
 }

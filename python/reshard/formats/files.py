@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,24 +32,12 @@ __all__ = [
 ]
 
 _MAX_NAME_BYTES = 255
-_MAX_SHOWN = 256  # characters of a foreign text in a message
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT", 1)
 }
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([KMGT]?i?B|)")
-
-
-def show(text: str) -> str:
-    r"""Foreign text in backticks, safe to print: what could drive a terminal is escaped, what is long is cut.
-
-    Example:
-        >>> show("a" + chr(27) + "[2J")
-        '`a\\x1b[2J`'
-    """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_SHOWN])
-    return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"
 
 
 def component_fault(name: str) -> str | None:

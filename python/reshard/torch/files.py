@@ -22,6 +22,7 @@ from reshard.formats.strict_json import parse_json
 from reshard.opening import open as open_checkpoint
 from reshard.torch.checks import shown
 from reshard.torch.tensors import as_tensor, from_tensor
+from reshard.words import check_text
 
 __all__ = ["ALIASES", "load_file", "save_file"]
 
@@ -103,15 +104,15 @@ def save_file(
     if not isinstance(tensors, Mapping):
         raise ArgumentError(f"expected a mapping of name to tensor, found {type(tensors).__name__}")
     for name, tensor in tensors.items():
-        _check_text("name of a tensor", name)
+        check_text(name, "name of a tensor")
         if name == "__metadata__":
             raise ArgumentError("a tensor cannot be named `__metadata__`: the header keeps its text there", key=name)
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"saving `{name}`: expected a tensor, found {type(tensor).__name__}", key=name)
     texts = dict(metadata or {})
     for key, text in texts.items():
-        _check_text("key of the metadata", key)
-        _check_text(f"value of the metadata `{key}`", text)
+        check_text(key, "key of the metadata")
+        check_text(text, f"value of the metadata `{key}`")
     if ALIASES in texts:
         raise ArgumentError(f"metadata `{ALIASES}` is written by `save_file` itself")
     aliases = _find_aliases(tensors)
@@ -175,12 +176,3 @@ def _read_aliases(index: _core.Index, names: Mapping[str, str]) -> dict[str, str
                 )
             aliases[alias] = name
     return aliases
-
-
-def _check_text(what: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise ArgumentError(f"a {what} must be text, found {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ArgumentError(f"a {what} has no UTF-8 form: {error}") from error

@@ -6,6 +6,7 @@ destination, within the memory budget, into a staging folder that is published w
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from reshard import _core, dtypes, opening
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats.files import parse_size
-from reshard.group import agree, resolve, session
+from reshard.group import SingleProcess, agree, resolve, session
 from reshard.layout import as_layout
 from reshard.verbs.destinations import WRITER_KEY, Job, Options, to_huggingface, to_safetensors
 from reshard.verbs.shares import Share, Shared, digest_of
@@ -23,10 +24,9 @@ from reshard.write.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator, Mapping
 
     from reshard.checkpoint import LayoutLike, Part
-    from reshard.group import Group
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
@@ -131,89 +131,68 @@ def convert(
         >>> reshard.open(dst).iteration
         7
     """
-    if group is not None:
-        if share is not None:
-            raise ArgumentError("`share` and `group` exclude each other: a group has a share for each rank")
-        return _convert_together(
-            resolve(group),
-            timeout,
-            lambda share: convert(
-                src,
-                dst,
-                to=to,
-                part=part,
-                layout=layout,
-                iteration=iteration,
-                prefix=prefix,
-                dtype=dtype,
-                max_shard_size=max_shard_size,
-                dedup=dedup,
-                memory=memory,
-                threads=threads,
-                durable=durable,
-                overwrite=overwrite,
-                strict_format=strict_format,
-                modes=modes,
-                share=share,
-                progress=progress,
-            ),
-        )
+    if group is not None and share is not None:
+        raise ArgumentError("`share` and `group` exclude each other: a group has a share for each rank")
     started = time.monotonic()
-    source, target = Path(src), Path(dst)
-    chosen = _target(to, layout)
-    _check_options(chosen, target, layout, {"iteration": iteration, "prefix": prefix, "modes": modes})
-    _check_apart(source, target)
-    is_one_file = chosen == "safetensors" and target.suffix == ".safetensors"
-    if target.name in ("", "..") or (target.is_symlink() and not is_one_file):
-        # What is published by a rename needs a name of its own, on the disk where it will lie.
-        target = target.resolve()
-    options = Options(
-        metadata={"format": "ms" if chosen == "checkpoint2" else "pt", WRITER_KEY: _core.__version__},
-        dtype=None if dtype is None else dtypes.parse_dtype(dtype),
-        windows=_core.Windows(parse_size(memory)),
-        threads=threads,
-        durable=durable,
-        file_mode=0o640 if chosen == "checkpoint2" else 0o666,
-        folder_mode=0o750 if chosen == "checkpoint2" else 0o777,
-        progress=progress,
-    )
-    with opening.open(source) as opened:
-        keys = opened.keys(part or ("model" if chosen == "huggingface" else "all"))
-        if not keys:
-            raise ArgumentError(f"{source} holds no tensors of that part; there is nothing to write", path=str(source))
-        job = Job(opened, keys, target, options, overwrite)
-        if share is not None:
-            if is_one_file:
-                raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
-            asked: list[object] = [
-                chosen,
-                part,
-                iteration,
-                prefix,
-                options.dtype,
-                max_shard_size,
-                dedup,
-                durable,
-                overwrite,
-                modes,
-            ]
-            asked.append(None if layout is None else as_layout(layout).to_mapping())
-            job = replace(job, shared=_shared(job, Share(*share), asked, in_root=chosen == "checkpoint2"))
-        if chosen == "huggingface":
-            written = to_huggingface(job, parse_size(max_shard_size))
-        elif chosen == "safetensors":
-            written = to_safetensors(job, layout)
-        else:
-            number = iteration if iteration is not None else (opened.iteration or 0)
-            written = to_checkpoint2(
-                job,
-                layout,
-                number,
-                prefix,
-                dedup=dedup,
-                strict_format=strict_format,
-                original_modes=modes == "original",
-            )
+    with _all_ranks(group, timeout) as share_of_rank:
+        share = share or share_of_rank
+        source, target = Path(src), Path(dst)
+        chosen = _target(to, layout)
+        _check_options(chosen, target, layout, {"iteration": iteration, "prefix": prefix, "modes": modes})
+        _check_apart(source, target)
+        is_one_file = chosen == "safetensors" and target.suffix == ".safetensors"
+        if target.name in ("", "..") or (target.is_symlink() and not is_one_file):
+            # What is published by a rename needs a name of its own, on the disk where it will lie.
+            target = target.resolve()
+        options = Options(
+            metadata={"format": "ms" if chosen == "checkpoint2" else "pt", WRITER_KEY: _core.__version__},
+            dtype=None if dtype is None else dtypes.parse_dtype(dtype),
+            windows=_core.Windows(parse_size(memory)),
+            threads=threads,
+            durable=durable,
+            file_mode=0o640 if chosen == "checkpoint2" else 0o666,
+            folder_mode=0o750 if chosen == "checkpoint2" else 0o777,
+            progress=progress,
+        )
+        with opening.open(source) as opened:
+            keys = opened.keys(part or ("model" if chosen == "huggingface" else "all"))
+            if not keys:
+                raise ArgumentError(
+                    f"{source} holds no tensors of that part; there is nothing to write", path=str(source)
+                )
+            job = Job(opened, keys, target, options, overwrite)
+            if share is not None:
+                if is_one_file:
+                    raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
+                asked: list[object] = [
+                    chosen,
+                    part,
+                    iteration,
+                    prefix,
+                    options.dtype,
+                    max_shard_size,
+                    dedup,
+                    durable,
+                    overwrite,
+                    modes,
+                ]
+                asked.append(None if layout is None else as_layout(layout).to_mapping())
+                job = replace(job, shared=_shared(job, Share(*share), asked, in_root=chosen == "checkpoint2"))
+            if chosen == "huggingface":
+                written = to_huggingface(job, parse_size(max_shard_size))
+            elif chosen == "safetensors":
+                written = to_safetensors(job, layout)
+            else:
+                number = iteration if iteration is not None else (opened.iteration or 0)
+                written = to_checkpoint2(
+                    job,
+                    layout,
+                    number,
+                    prefix,
+                    dedup=dedup,
+                    strict_format=strict_format,
+                    original_modes=modes == "original",
+                )
     return ConvertReport(
         path=str(written.path),
         to=chosen,
@@ -221,7 +200,7 @@ def convert(
         n_files=written.n_files,
         n_bytes=written.n_bytes,
         seconds=time.monotonic() - started,
-        pending=tuple(written.pending),
+        pending=() if share_of_rank else tuple(written.pending),  # those of other ranks are written by now
         not_expressible=written.not_expressible,
         warnings=tuple(written.warnings),
     )
@@ -236,24 +215,19 @@ def _shared(job: Job, share: Share, asked: list[object], *, in_root: bool) -> Sh
     return Shared(share, job.target.parent / f".{job.target.name[:150]}.share-{digest}.staging")
 
 
-def _convert_together(
-    group: Group, timeout: float, convert_share: Callable[[tuple[int, int] | None], ConvertReport]
-) -> ConvertReport:
-    """Each rank its share; all of them return when the last is published, or one has failed."""
-    if group.world_size == 1:
-        return convert_share(None)
-    report: ConvertReport | None = None
-    outcome: object = None
+@contextlib.contextmanager
+def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None]:
+    """This rank's share of what all ranks of a group do; it ends well when it has ended well on all of them."""
+    members = SingleProcess() if group is None else resolve(group)
+    if members.world_size == 1:
+        yield None
+        return
+    outcome: Exception | None = None
     try:
-        report = convert_share((group.rank, group.world_size))
-        outcome = [report.path, report.n_files, report.n_bytes, list(report.pending)]
+        yield members.rank, members.world_size
     except Exception as error:  # noqa: BLE001  every rank learns of it, and raises it
         outcome = error
-    shares = agree(session(group, "convert"), outcome, timeout)
-    assert report is not None
-    # The path of whoever published it: of a Checkpoint 2.0 the iteration folder.
-    path = next((share[0] for share in shares if not share[3]), report.path)
-    return replace(report, path=max(path, *(share[0] for share in shares), key=len), pending=())
+    agree(session(members, "convert"), outcome, timeout)
 
 
 def _target(to: Target | None, layout: LayoutLike | None) -> Target:

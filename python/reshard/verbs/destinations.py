@@ -123,11 +123,11 @@ def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> 
 
 
 @contextlib.contextmanager
-def produced(job: Job, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
+def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
     """How the folder that is published gets its files: a function that fills it, or what to report instead.
 
     Not shared: they are streamed into it. Shared: our share is written first, unless it is there, into the folder where
-    shares gather; if it was the last, all have their place.
+    shares gather; if it was the last, all have their place. `published` is what the report names.
     """
     if job.shared is None:
         yield lambda folder: write_files(job, folder, files, sizes)
@@ -135,14 +135,12 @@ def produced(job: Job, files: list[File], sizes: list[int]) -> Iterator[Written 
     share, gathered = job.shared.share, job.shared.folder
     with as_storage_error("make", gathered):
         gathered.mkdir(mode=job.options.folder_mode, parents=True, exist_ok=True)
-    own = told(gathered, share)
+    own: Mapping[str, FileTold] | None = told(gathered, share)
     if own is None:
         chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
-        written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
+        own = written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
         record(gathered, share, written, mode=job.options.file_mode, durable=job.options.durable)
-        own = told(gathered, share) or {}
-    report = Written(job.target, len(own), sum(one.n_bytes for one in own.values()))
-    report.pending = missing(gathered, share.count)
+    report = Written(published, len(own), _n_bytes(own), missing(gathered, share.count))
     if report.pending:
         yield report
         return
@@ -164,7 +162,7 @@ def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
         File(huggingface.file_name(number, len(shards)), _whole(job.source, keys))
         for number, keys in enumerate(shards, 1)
     ]
-    with produced(job, files, file_sizes(job, files)) as fill:
+    with produced(job, job.target, files, file_sizes(job, files)) as fill:
         if isinstance(fill, Written):
             return fill
         return _publish_huggingface(job, files, shards, sizes, fill)
@@ -222,7 +220,7 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
             file = RankFile(f"rank_{rank}.safetensors", rank, file_order(names, dtype_of))
             describe_cut(builder, bound, tensors, file, tensors)
             files.append(as_file(bound, file))
-    with produced(job, files, file_sizes(job, files)) as fill:
+    with produced(job, job.target, files, file_sizes(job, files)) as fill:
         if isinstance(fill, Written):
             return fill
         with _folder(job) as folder:

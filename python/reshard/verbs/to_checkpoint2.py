@@ -67,7 +67,7 @@ def to_checkpoint2(
     for warning in plan.warnings[len(bound.warnings) :]:  # those of the layout are in the log already
         _log.warning("%s", warning)
     sizes = file_sizes(job, files)
-    with produced(job, files, sizes) as fill:
+    with produced(job, job.target / folder_name, files, sizes) as fill:
         if isinstance(fill, Written):
             return fill
         return _publish(job, iteration, plan, sum(sizes), fill, n_ranks=len(bound.ranks), original_modes=original_modes)
