@@ -14,7 +14,7 @@ from tests import original_reader
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
 from reshard.formats import checkpoint2
 from reshard.formats.checkpoint2 import CommonInfo
-from reshard.formats.strict_json import parse_json
+from reshard.strict_json import parse_json
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 

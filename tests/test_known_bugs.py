@@ -61,7 +61,7 @@ import reshard
 from reshard import _core
 from reshard.errors import DamagedFileError, StorageError
 from reshard.formats.checkpoint2 import write_tracker
-from reshard.formats.files import write_file_atomically
+from reshard.small_files import write_file_atomically
 from reshard.write import iteration as plans
 from reshard.write import protocol, retention, taken
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from reshard import small_files as files
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.formats import files
-from reshard.formats.files import component_fault, parse_size
+from reshard.small_files import component_fault, parse_size
 
 
 def test_a_file_is_written_whole_with_its_mode(tmp_path: Path) -> None:

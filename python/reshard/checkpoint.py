@@ -24,11 +24,11 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError
 from reshard.formats import checkpoint2, state, tiles
 from reshard.formats import manifest as manifests
-from reshard.formats.files import show
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order
+from reshard.small_files import show
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats.checkpoint2_common import MAX_COMMON_BYTES, CommonInfo
-from reshard.formats.files import component_fault, read_small_file, show, write_file_atomically
+from reshard.small_files import component_fault, read_small_file, show, write_file_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ import os
 from dataclasses import dataclass, field, fields
 
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.formats.files import read_small_file, show, write_file_atomically
-from reshard.formats.strict_json import parse_json
+from reshard.small_files import read_small_file, show, write_file_atomically
+from reshard.strict_json import parse_json
 
 __all__ = ["MAX_COMMON_BYTES", "CommonInfo"]
 

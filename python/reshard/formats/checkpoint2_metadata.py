@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.checkpoint2_shards import FilePlan, Shard, TensorRecord, World, shard_id, shards_of
-from reshard.formats.files import show, writing_atomically
+from reshard.small_files import show, writing_atomically
 
 if TYPE_CHECKING:
     import os

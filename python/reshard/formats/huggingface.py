@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.formats.files import component_fault, show
-from reshard.formats.strict_json import read_json
+from reshard.small_files import component_fault, show
+from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

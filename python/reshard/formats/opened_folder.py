@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
-from reshard.formats.files import show
+from reshard.small_files import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError, StorageError
-from reshard.formats.files import fsync_folder, show
-from reshard.formats.strict_json import parse_json
+from reshard.small_files import fsync_folder, show
+from reshard.strict_json import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

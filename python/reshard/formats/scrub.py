@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ReshardError
-from reshard.formats.files import show
+from reshard.small_files import show
 
 if TYPE_CHECKING:
     from pathlib import Path

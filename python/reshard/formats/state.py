@@ -41,7 +41,7 @@ import numpy as np
 from reshard import dtypes
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
 from reshard.formats.state_loader import INT64, MAX_DEPTH, Loader, damaged, dtype_spelling, float_name
-from reshard.formats.strict_json import parse_json
+from reshard.strict_json import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
-from reshard.formats.files import component_fault, read_small_file, show, writing_atomically
-from reshard.formats.strict_json import parse_json
+from reshard.small_files import component_fault, read_small_file, show, writing_atomically
+from reshard.strict_json import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

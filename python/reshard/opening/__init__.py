@@ -14,9 +14,9 @@ from reshard import _core
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
 from reshard.formats import checkpoint2, huggingface
-from reshard.formats.files import show
 from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, set_sums, unfinished
 from reshard.opening.root import best_of, is_damage, iterations, newer_than, order_of, reason_of
+from reshard.small_files import show
 
 __all__ = [
     "Chosen",

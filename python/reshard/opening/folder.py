@@ -20,7 +20,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import checkpoint2, tiles
 from reshard.formats import manifest as manifests
-from reshard.formats.files import read_small_file, show
+from reshard.small_files import read_small_file, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

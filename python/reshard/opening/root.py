@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.formats import checkpoint2, huggingface
 from reshard.formats import manifest as manifests
-from reshard.formats.files import show
 from reshard.opening.folder import marks, open_folder
 from reshard.resume import resolve
+from reshard.small_files import show
 
 if TYPE_CHECKING:
     import os

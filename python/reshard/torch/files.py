@@ -18,8 +18,8 @@ import torch
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
-from reshard.formats.strict_json import parse_json
 from reshard.opening import open as open_checkpoint
+from reshard.strict_json import parse_json
 from reshard.torch.checks import shown
 from reshard.torch.tensors import as_tensor, from_tensor
 from reshard.words import check_text

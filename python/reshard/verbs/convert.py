@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard import _core, dtypes, opening
 from reshard.errors import ArgumentError, CheckpointNotFoundError
-from reshard.formats.files import parse_size
 from reshard.group import SingleProcess, agree, resolve, session
 from reshard.layout import as_layout
+from reshard.small_files import parse_size
 from reshard.verbs.destinations import WRITER_KEY, Job, Options, to_huggingface, to_safetensors
 from reshard.verbs.shares import Share, Shared, digest_of
 from reshard.verbs.to_checkpoint2 import to_checkpoint2

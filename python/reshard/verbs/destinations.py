@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import huggingface, tiles
-from reshard.formats.files import write_file_atomically
 from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.small_files import write_file_atomically
 from reshard.verbs.shares import assign, committing, missing, place, record, told
 from reshard.write.commit import as_storage_error, made_folder, published_file, published_folder
 from reshard.write.iteration import JointProgress, RankFile, WholeTensor, describe_cut, file_order

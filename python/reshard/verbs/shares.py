@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
-from reshard.formats.files import write_file_atomically
-from reshard.formats.strict_json import read_json
+from reshard.small_files import write_file_atomically
+from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

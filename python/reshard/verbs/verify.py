@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from reshard import opening
 from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import manifest as manifests
-from reshard.formats.files import show
 from reshard.formats.scrub import scrub_file
+from reshard.small_files import show
 
 if TYPE_CHECKING:
     import os

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
-from reshard.formats.files import read_small_file, show
-from reshard.formats.strict_json import parse_json
+from reshard.small_files import read_small_file, show
+from reshard.strict_json import parse_json
 from reshard.write import steps
 
 if TYPE_CHECKING:

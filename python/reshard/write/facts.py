@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, LayoutError, MismatchError
-from reshard.formats.files import show
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
+from reshard.small_files import show
 from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 
 if TYPE_CHECKING:

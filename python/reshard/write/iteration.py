@@ -16,7 +16,7 @@ from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats import checkpoint2, tiles
 from reshard.formats.checkpoint2_metadata import expressible, write_metadata
 from reshard.formats.checkpoint2_shards import FilePlan, Shard, TensorRecord, World, assign, shards_of
-from reshard.formats.files import show
+from reshard.small_files import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

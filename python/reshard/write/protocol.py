@@ -39,8 +39,8 @@ from reshard.errors import (
 )
 from reshard.formats import checkpoint2
 from reshard.formats import manifest as manifests
-from reshard.formats.files import show, write_file_atomically
 from reshard.formats.manifest import CHECKSUMS_FILE, MANIFEST_FILE, PINNED_FILE, Manifest
+from reshard.small_files import show, write_file_atomically
 from reshard.write import claims, staging, steps, trash
 from reshard.write.recovery import recover, recover_locked
 from reshard.write.staging import STAGING_FOLDER, StagedName

@@ -23,8 +23,8 @@ from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import checkpoint2, save_log
 from reshard.formats import manifest as manifests
-from reshard.formats.files import show
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE
+from reshard.small_files import show
 from reshard.write import claims, staging, steps, trash
 from reshard.write.steps import UNFINISHED_FILE
 from reshard.write.trash import REMOVED, TRASH_FOLDER

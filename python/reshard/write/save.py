@@ -26,10 +26,10 @@ from reshard import _core
 from reshard.errors import ArgumentError
 from reshard.formats import checkpoint2, mounts, state
 from reshard.formats.checkpoint2_common import CommonInfo
-from reshard.formats.files import show
 from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
+from reshard.small_files import show
 from reshard.write import background, retention
 from reshard.write.arrays import LocalArray, Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave

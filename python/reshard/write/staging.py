@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError, StorageError
 from reshard.formats import checkpoint2
-from reshard.formats.files import read_small_file
 from reshard.formats.manifest import PINNED_FILE, TRACKED_FILE
+from reshard.small_files import read_small_file
 from reshard.write import steps
 from reshard.write.steps import UNFINISHED_FILE
 from reshard.write.trash import TRASH_FOLDER

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ReshardError, StorageError
-from reshard.formats.files import fsync_folder, show
 from reshard.formats.manifest import MANIFEST_FILE
+from reshard.small_files import fsync_folder, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

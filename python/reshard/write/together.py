@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from reshard import _core
 from reshard.errors import DamagedFileError, GroupError, ReshardError, StorageError
 from reshard.formats import checkpoint2, mounts, save_log, state
-from reshard.formats.files import show, write_file_atomically
 from reshard.group import agree
+from reshard.small_files import show, write_file_atomically
 from reshard.write import protocol, retention, taken
 from reshard.write.arrays import local_arrays
 from reshard.write.iteration import JointProgress, write_descriptions

@@ -15,8 +15,8 @@ import secrets
 from typing import TYPE_CHECKING
 
 from reshard.errors import StorageError
-from reshard.formats.files import show
 from reshard.formats.manifest import MANIFEST_FILE
+from reshard.small_files import show
 from reshard.write import steps
 from reshard.write.steps import UNFINISHED_FILE
 

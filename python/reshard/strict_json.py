@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.errors import DamagedFileError
-from reshard.formats.files import read_small_file, show
+from reshard.small_files import read_small_file, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
