@@ -27,7 +27,9 @@ __all__ = ["convert"]
     type=click.Choice(["model", "optimizer", "all"]),
     help="Which tensors. Default: model for huggingface, else all.",
 )
-@click.option("--layout", metavar="FILE", help="Layout file: how DST is cut. Default: whole tensors.")
+@click.option(
+    "--layout", metavar="FILE", help="Layout file, or strategy file or folder: how DST is cut. Default: whole tensors."
+)
 @click.option(
     "--iteration",
     type=click.IntRange(min=0),

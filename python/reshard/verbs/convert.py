@@ -91,7 +91,7 @@ def convert(
         to: "huggingface" (the default without a layout), "checkpoint2" (the default with one) or "safetensors": one
             file if `dst` ends so, else one a rank.
         part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
-        layout: how the destination is cut; none: whole tensors.
+        layout: how the destination is cut: a layout, or a strategy file or folder; none: whole tensors.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none.
         prefix: first part of the names of Checkpoint 2.0 shard files.
         dtype: cast the floating-point tensors to it; others stay.

@@ -104,7 +104,7 @@ def load(
     Args:
         root: a checkpoint root. One of its iteration folders names its iteration: damage is then an error. None: what
             the configuration loads.
-        layout: a `ModelLayout`, a layout file or its mapping; None: whole tensors.
+        layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder; None: whole tensors.
         rank: the rank in the layout whose arrays are wanted; None: this process's rank in the group.
         group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
             None: torch's default group if there is one, else this process alone.
