@@ -9,6 +9,7 @@ sum while it is copied.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import os
 import re
@@ -24,6 +25,8 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError
 from reshard.formats import checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
+from reshard.formats.own_files import own_files
+from reshard.formats.rank_file import RankFile, add_rank_file, placed
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
-Format = Literal["safetensors", "huggingface", "checkpoint2", "mindspore"]
+Format = Literal["safetensors", "huggingface", "checkpoint2", "checkpoint1", "mindspore", "ckpt"]
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
 _STATE_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
@@ -134,6 +137,8 @@ class Checkpoint:
         self._tiles: tiles.TilesFile | None = None
         self._keys = index.keys()
         self._is_scrubbed = False
+        self._method: _core.ReadMethod = "auto"
+        self._rank_files: Mapping[int, RankFile] = {}  # of rank folders: each rank's one file
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
@@ -452,6 +457,124 @@ class Checkpoint:
             if damaged:
                 raise DamagedFileError(f"{show(str(folder / name))}: {damaged[0]}", path=str(folder / name))
         self._is_scrubbed = count == 1
+
+    # -- what one rank stored
+
+    def ranks(self) -> list[int]:
+        """The ranks that saved it, ascending: those that `stored` takes. None where no file is a rank's own.
+
+        Example:
+            >>> checkpoint.ranks()  # doctest: +SKIP
+            [0, 1, 2, 3]
+        """
+        return [] if self._is_whole else list(self._own)
+
+    def stored(
+        self, rank: int, *, keys: Collection[str] | None = None, verify: Verify = "touched"
+    ) -> dict[str, np.ndarray]:
+        """Load what a rank's own files hold, as it lies in them: local arrays, no layout asked.
+
+        Where each shard is written once, a rank's files lack what another one wrote for it.
+
+        Args:
+            rank: the rank that wrote the files.
+            keys: only these arrays.
+            verify: "touched" or "structure", as in `load`.
+
+        Returns:
+            The arrays by the names of the files, the model's first; arrays that a layout joined are under the name of
+            the join, flat ones have one dim, and counters that are kept as tensors are among them.
+
+        Raises:
+            ArgumentError: the rank is none of `ranks()`, or no file is a rank's own: tensors are stored whole.
+            KeyNotFoundError: `keys` names what the rank does not hold.
+            DamagedFileError, StorageError: while reading, or the files are not those that were opened.
+
+        Example:
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(8)}, "whole.safetensors")
+            >>> layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+            >>> _ = reshard.convert("whole.safetensors", "of_two_ranks", layout=layout)
+            >>> reshard.open("of_two_ranks").stored(1)["w"]
+            array([4, 5, 6, 7])
+        """
+        if verify not in ("touched", "structure"):
+            raise ArgumentError(f'`verify` is {verify!r}; "touched" or "structure" are accepted')
+        index = self._own_index(rank)
+        wanted = index.keys()
+        if keys is not None:
+            chosen = {keys} if isinstance(keys, str) else set(keys)
+            if missing := sorted(chosen.difference(wanted)):
+                raise KeyNotFoundError(
+                    f"rank {rank} of {self.path} holds no {show(missing[0])}", key=missing[0], path=str(self.path)
+                )
+            wanted = [key for key in wanted if key in chosen]
+        request = _core.Request()
+        for key in wanted:
+            shape = index.shape(key)
+            request.add_region(key, key, (0,) * len(shape), shape)
+        plan = index.plan(request, verify=verify != "structure")
+        arrays = [(name, dtype, shape) for name, dtype, shape, _ in plan.arrays]
+        return {
+            name: as_array(*place, dtype, shape)
+            for (name, dtype, shape), place in zip(arrays, plan.load(), strict=True)
+        }
+
+    def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """dtype and shape, in elements, of what `stored` would load; reads headers only. Raises as that does.
+
+        Example:
+            >>> checkpoint.stored_info(3)["w"]  # doctest: +SKIP
+            ('BF16', (1024, 4096))
+        """
+        index = self._own_index(rank)
+        return {key: index.info(key) for key in index.keys()}  # noqa: SIM118  not a mapping
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no file is a rank's own."""
+        return not self._rank_files and (self.format not in ("checkpoint2", "safetensors") or not self.path.is_dir())
+
+    @functools.cached_property
+    def _own(self) -> dict[int, list[int]]:
+        """Numbers of the files of each rank."""
+        if self._rank_files:
+            return {rank: [file.file] for rank, file in self._rank_files.items()}
+        numbers = {Path(self._index.file_path(file)).name: file for file in range(self._index.n_files)}
+        found = own_files(self.path, numbers, self.manifest)
+        return {rank: [numbers[name] for name in names] for rank, names in found.items()}
+
+    def _own_index(self, rank: int) -> _core.Index:
+        """An index of a rank's own arrays; every file is the one that was opened."""
+        if self._is_whole:
+            raise ArgumentError(
+                f"{self.path} holds whole tensors: no file of it is that of one rank", hint="`load` gives them"
+            )
+        if rank not in self._own:
+            some = ", ".join(map(str, list(self._own)[:8])) + (", ..." if len(self._own) > 8 else "")  # noqa: PLR2004
+            raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {some}")
+        index = _core.Index()
+        for number in self._own[rank]:
+            path = Path(self._index.file_path(number))
+            expected = self._index.file_tensors(number)
+            if self._rank_files:
+                file = add_rank_file(index, path, method=self._method)
+                for key, tensor in file.tensors.items():
+                    index.add_tiles(key, tensor.dtype, tensor.shape, placed(file, key, (0,) * len(tensor.shape)))
+                n = file.file
+            else:
+                n = index.add_file(str(path), follow_links=False, method=self._method)
+                if self.manifest is not None:
+                    entry = self.manifest.shards[path.name]
+                    sums = manifests.read_sums(self.path, self.manifest, [path.name])[path.name]
+                    index.set_sums(n, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
+                for key, *_ in index.file_tensors(n):
+                    index.add_whole(key, n)
+            if index.file_tensors(n) != expected:
+                raise DamagedFileError(f"{show(str(path))} is another file than the one that was opened", path=str(path))
+        return index
+
+    # -- what lies beside the tensors
 
     def extra(self, rank: int = 0) -> dict[str, Any]:
         """The state that was saved beside the tensors, by name; decoded anew at each call.
