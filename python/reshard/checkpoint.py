@@ -23,11 +23,10 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, LayoutError
-from reshard.formats import checkpoint2, state, tiles
+from reshard.formats import checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.own_files import own_files
 from reshard.formats.rank_file import RankFile, add_rank_file, placed
-from reshard.formats.scalars import is_state
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
@@ -106,7 +105,7 @@ class Checkpoint:
             "ckpt" (one such file).
         path: the file or folder that is read; of a Checkpoint 2.0 root: the iteration folder that was taken.
         iteration: the iteration, or None where the format or the folder's name has none.
-        common: the content of common.json, or the counters that are kept as tensors; or None.
+        common: the counters of the run, of common.json or of tensors that keep them, or None.
         manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
         skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
 
@@ -268,7 +267,7 @@ class Checkpoint:
 
     def _part(self, key: str) -> Literal["model", "optimizer"]:
         if self.format in ("checkpoint1", "mindspore", "ckpt"):
-            return "optimizer" if is_state(key) else "model"
+            return "optimizer" if scalars.is_state(key) else "model"
         if self.format != "checkpoint2":
             return "model"
         parsed = checkpoint2.parse_shard_file_name(Path(self._index.file_path(self._index.holders(key)[0])).name)

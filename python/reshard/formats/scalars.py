@@ -25,7 +25,11 @@ NAMES = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_siz
 
 # What optimizers name their state of a parameter by: `adam_m.<parameter>`.
 _SLOTS = frozenset(
-    ["adam_m", "adam_v", "exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_insta_row", "exp_avg_insta_col", "moment1", "moment2", "moments", "muon_m", "accum", "vhat", "mean_square", "mean_gradient", "accu_grads"]
+    (
+        *("adam_m", "adam_v", "muon_m", "moment1", "moment2", "moments", "vhat"),
+        *("exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_insta_row", "exp_avg_insta_col"),
+        *("accum", "accu_grads", "mean_square", "mean_gradient"),
+    )
 )
 # State that belongs to no parameter.
 _NO_SLOT = frozenset((*NAMES, "beta1_power", "beta2_power", "learning_rate", "momentum"))
