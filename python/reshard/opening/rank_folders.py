@@ -29,7 +29,7 @@ from reshard.resume.checkpoint1 import RankFolder, name_of_rank, order_saves
 from reshard.small_files import show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.rank_file import LocalTensor, Placed, RankFile
@@ -143,9 +143,21 @@ def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
             pass
         except DamagedFileError as error:
             fault = error.message
-        files = tuple((path.name, path.lstat().st_mtime_ns) for path in checkpoint1.weight_files(folder))
-        seen[rank] = RankFolder(files, meta, fault)
+        seen[rank] = RankFolder(tuple(_weight_files(folder)), meta, fault)
     return order_saves(seen)
+
+
+def _weight_files(folder: Path) -> Iterator[tuple[str, int]]:
+    """Names and times of the weight files of a rank, whatever they are called."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                extension = entry.name.rpartition(".")[2]
+                if extension in checkpoint1.EXTENSIONS and entry.is_file(follow_symlinks=False):
+                    yield entry.name, entry.stat(follow_symlinks=False).st_mtime_ns
+    except OSError as error:
+        path = str(folder)
+        raise StorageError(f"listing {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
 
 
 def rank_of_folder(folder: Path) -> int:
