@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError
+from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, LayoutError
 from reshard.formats import checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.own_files import own_files
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.manifest import Manifest
+    from reshard.layout.strategy import Strategy
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
@@ -100,10 +101,11 @@ class Checkpoint:
     """An opened checkpoint: names, shapes, and the bytes on demand. Made by `open`; safe to read from several threads.
 
     Attributes:
-        format: "safetensors", "huggingface", "checkpoint2" or "mindspore".
-        path: the file or folder that is read; of a root: the iteration folder that was taken.
+        format: "safetensors", "huggingface", "checkpoint2", "checkpoint1" (rank folders), "mindspore" (full weights) or
+            "ckpt" (one such file).
+        path: the file or folder that is read; of a Checkpoint 2.0 root: the iteration folder that was taken.
         iteration: the iteration, or None where the format or the folder's name has none.
-        common: the counters of the run, of common.json or hyper_param.safetensors, or None.
+        common: the counters of the run, of common.json or of tensors that keep them, or None.
         manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
         skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
 
@@ -139,6 +141,8 @@ class Checkpoint:
         self._is_scrubbed = False
         self._method: _core.ReadMethod = "auto"
         self._rank_files: Mapping[int, RankFile] = {}  # of rank folders: each rank's one file
+        self._unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
+        self._strategy: Strategy | None = None
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
@@ -162,7 +166,7 @@ class Checkpoint:
         return iter(self._keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._index
+        return key in self._index or key in self._unplaced
 
     def close(self) -> None:
         """Let go of the files. Arrays and views that were given out stay valid; reading more is an error."""
@@ -196,31 +200,73 @@ class Checkpoint:
 
     def __getitem__(self, key: str) -> TensorInfo:
         """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is none of the name."""
+        self._check_placed(key)
         dtype, shape = self._index.info(key)
         shards = tuple(
-            StoredShard(offset, extent, tuple(Path(self._index.file_path(file)).name for file in files))
+            StoredShard(offset, extent, tuple(map(self._file_name, files)))
             for offset, extent, files in self._index.shards(key)
         )
         return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self._part(key))
 
     def files(self) -> list[FileInfo]:
-        """The shard files that hold the tensors, with their sizes.
+        """The shard files that hold the tensors, with their sizes; in rank folders `rank_<number>/<name>`.
 
         Example:
             >>> checkpoint.files()  # doctest: +SKIP
             [FileInfo(name='model.safetensors', n_bytes=4920)]
         """
         return [
-            FileInfo(Path(self._index.file_path(file)).name, self._index.file_bytes(file))
-            for file in range(self._index.n_files)
+            FileInfo(self._file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)
         ]
+
+    def _file_name(self, file: int) -> str:
+        """The name of a file in the folder; of rank folders with that of the rank, since all may have one name."""
+        path = Path(self._index.file_path(file))
+        return str(path.relative_to(self.path)) if self._rank_files else path.name
 
     def tiled_keys(self) -> list[str]:
         """The tensors that tiles.json describes: metadata.json cannot, so only this package reads them."""
         return [] if self._tiles is None else [key for key in self._keys if key in self._tiles.tensors]
 
+    def unplaced(self) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
+        """The tensors that only `stored` reads: no strategy tells how the ranks' arrays make them up.
+
+        Returns:
+            By key the dtype, and the shapes of the local arrays, each once, in elements.
+
+        Example:
+            >>> reshard.open("output/checkpoint").unplaced()["embed.weight"]  # doctest: +SKIP
+            ('F32', ((8, 4),))
+        """
+        return dict(self._unplaced)
+
+    def _check_placed(self, *keys: str) -> None:
+        """Refuse tensors whose parts have no place."""
+        for key in keys:
+            if key in self._unplaced:
+                shapes = " or ".join(map(str, self._unplaced[key][1][:4]))
+                raise LayoutError(
+                    f"each rank of {self.path} holds an array of shape {shapes} of {show(key)}, and nothing tells how "
+                    "they make up the tensor",
+                    path=str(self.path),
+                    key=key,
+                    hint="give `strategy=` (on the command line `--strategy`), the strategy files of the run; if every "
+                    "rank holds the whole model, open the folder of one rank",
+                )
+
+    def _place_ranks(
+        self,
+        files: Mapping[int, RankFile],
+        keys: list[str],
+        unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]],
+        strategy: Strategy | None,
+    ) -> None:
+        """For `opening`: whose the files are, all keys in order, and how the run cut its tensors."""
+        self._rank_files, self._unplaced, self._strategy = files, unplaced, strategy
+        self._keys = keys
+
     def _part(self, key: str) -> Literal["model", "optimizer"]:
-        if self.format == "mindspore":
+        if self.format in ("checkpoint1", "mindspore", "ckpt"):
             return "optimizer" if scalars.is_state(key) else "model"
         if self.format != "checkpoint2":
             return "model"
@@ -241,6 +287,7 @@ class Checkpoint:
                 )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
+        self._check_placed(*self._unplaced)
         return {key: self._index.shape(key) for key in self._keys}
 
     def _device_layouts(self) -> dict[str, tuple[list[int], list[list[int]], list[str], list[int]] | None]:
@@ -276,6 +323,7 @@ class Checkpoint:
         Example:
             >>> checkpoint.read("w", (slice(0, 1024),))  # doctest: +SKIP
         """
+        self._check_placed(key)
         dtype, shape = self._index.info(key)
         if dtypes.is_packed(dtype) and index not in (None, ..., ()):
             raise ArgumentError(f"`{key}` is {dtype}, packed into bytes: it can only be read whole", key=key)
@@ -372,6 +420,7 @@ class Checkpoint:
         if layout is None:
             if rank is not None:
                 raise ArgumentError("`rank` was given without `layout`: whole tensors are the same on every rank")
+            self._check_placed(*wanted)
             request = _core.Request()
             for key in wanted:
                 shape = self._index.shape(key)
@@ -394,6 +443,7 @@ class Checkpoint:
             >>> checkpoint.shape("w")  # doctest: +SKIP
             (4096, 1024)
         """
+        self._check_placed(key)
         return self._index.shape(key)
 
     def plan(self, request: _core.Request, dtype: object = None, *, verify: Verify = "touched") -> _core.Plan:
@@ -642,7 +692,7 @@ class Checkpoint:
             return wanted
         chosen = {keys} if isinstance(keys, str) else set(keys)
         for key in chosen:
-            if key not in self._index:
+            if key not in self:
                 raise KeyNotFoundError(f"there is no tensor `{key}` in {self.path}", key=key, path=str(self.path))
         return [key for key in wanted if key in chosen]
 

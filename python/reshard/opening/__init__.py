@@ -36,13 +36,22 @@ __all__ = [
 _log = logging.getLogger("reshard")
 
 
-def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> Checkpoint:  # noqa: A001
+def open(  # noqa: A001
+    path: str | os.PathLike[str],
+    *,
+    strategy: StrategyLike | None = None,
+    method: _core.ReadMethod = "auto",
+) -> Checkpoint:
     """Open a checkpoint, whatever its format.
 
     Args:
         path: a `.safetensors` file (any other file is tried as one), a Hugging Face folder, full weights in the
             MindSpore layout, the root of a Checkpoint 2.0 tree (the last complete iteration is taken, see
-            `reshard.resume.resolve`), or an iteration folder.
+            `reshard.resume.resolve`), or an iteration folder; the root of a Checkpoint 1.0 tree or any other folder of
+            `rank_<number>` folders, or one of these.
+        strategy: how rank folders make up whole tensors: the MindSpore strategy file of a stage, several merged, or the
+            folder that holds them. Default: the folder `strategy` beside `path` or in it; without one, tensors can only
+            be read rank by rank (`Checkpoint.stored`). What describes itself needs none.
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
 
     Returns:
@@ -55,6 +64,7 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
         DamagedFileError: what is there violates its format, is not what its manifest says, or is a save that did not
             end; of a root: every iteration is, each with its reason.
         CoverageError: the stored shards do not cover a tensor.
+        MismatchError: the strategy is one of other ranks or other tensors.
 
     Example:
         >>> import numpy as np, reshard
