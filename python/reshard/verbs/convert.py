@@ -14,21 +14,23 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, CheckpointNotFoundError
+from reshard.formats import scalars
 from reshard.group import SingleProcess, agree, resolve, session
 from reshard.layout import as_layout
 from reshard.small_files import parse_size
 from reshard.verbs.destinations import WRITER_KEY, Job, Options, to_huggingface, to_safetensors
 from reshard.verbs.selection import open_source, select
 from reshard.verbs.shares import Share, Shared, digest_of
+from reshard.verbs.to_checkpoint1 import to_checkpoint1
 from reshard.verbs.to_checkpoint2 import to_checkpoint2
 from reshard.verbs.to_mindspore import to_mindspore
 from reshard.write.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from reshard.checkpoint import LayoutLike, Part
+    from reshard.checkpoint import Checkpoint, LayoutLike, Part
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
@@ -180,11 +182,10 @@ def convert(
         )
         max_bytes = None if max_shard_size is None else parse_size(max_shard_size)
         with open_source(source, strategy=strategy, suffix=suffix) as whole, contextlib.ExitStack() as views:
-            opened, keys, counters = select(
-                whole, part or ("model" if chosen == "huggingface" else "all"), drop=drop, rename=rename
-            )
-            views.enter_context(opened)
-            job = Job(opened, keys, target, options, overwrite, counters)
+            part_written = part or ("model" if chosen == "huggingface" else "all")
+            selection = select(whole, part_written, drop=drop, rename=rename, apart=_apart(chosen, whole))
+            opened = views.enter_context(selection.source)
+            job = Job(opened, selection.keys, target, options, overwrite, selection.counters)
             if share is not None:
                 if is_one_file:
                     raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
@@ -214,7 +215,7 @@ def convert(
             elif chosen == "safetensors":
                 written = to_safetensors(job, layout)
             elif chosen == "checkpoint1":
-                raise NotImplementedError
+                written = to_checkpoint1(job, layout, prefix=prefix, iteration=iteration, original_modes=original_modes)
             else:
                 number = iteration if iteration is not None else (opened.iteration or 0)
                 written = to_checkpoint2(
@@ -229,7 +230,7 @@ def convert(
     return ConvertReport(
         path=str(written.path),
         to=chosen,
-        n_tensors=len(keys),
+        n_tensors=len(job.keys) + (len(job.counters) if chosen in ("mindspore", "checkpoint1") else 0),
         n_files=written.n_files,
         n_bytes=written.n_bytes,
         seconds=time.monotonic() - started,
@@ -270,6 +271,16 @@ def _target(to: Target | None, layout: LayoutLike | None) -> Target:
         accepted = ", ".join(f'"{one}"' for one in known[:-1]) + f' or "{known[-1]}"'
         raise ArgumentError(f"`to` is {to!r}; {accepted} are accepted")
     return to
+
+
+def _apart(to: Target, source: Checkpoint) -> Collection[str]:
+    """The counters that are no tensors of the destination like others."""
+    if to in ("mindspore", "checkpoint1"):
+        return scalars.OF_NO_PARAMETER
+    if to == "checkpoint2" and source.format != "checkpoint2":
+        # They go into common.json; of the original's own tensors there, this one is a tensor.
+        return [name for name in scalars.NAMES if name != "global_step"]
+    return ()
 
 
 def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_format: Mapping[str, object]) -> None:
