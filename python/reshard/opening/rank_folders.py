@@ -43,6 +43,7 @@ __all__ = [
     "open_rank_folders",
     "order_of_saves",
     "rank_of_folder",
+    "strategy_for",
 ]
 
 _log = logging.getLogger("reshard")
@@ -68,7 +69,7 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
         >>> open_rank_folders(Path("output/checkpoint"), "output/strategy", "auto").common.step_num  # doctest: +SKIP
         40
     """
-    known = _strategy_for(root, strategy)
+    known = strategy_for(root, strategy)
     folders = checkpoint1.rank_folders(root)
     _check_ranks(root, folders, known)
     order = order_of_saves(folders)
@@ -217,7 +218,7 @@ def as_strategy(strategy: StrategyLike) -> Strategy:
     return strategy if isinstance(strategy, Strategy) else read_strategy(strategy)
 
 
-def _strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
+def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
     """The strategy that was given, or that lies where the original writes it."""
     if given is not None:
         return as_strategy(given)
