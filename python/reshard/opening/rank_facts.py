@@ -9,6 +9,7 @@ the counters are read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.checkpoint import Checkpoint
+from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.formats import checkpoint1, scalars
+from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, scalars
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.formats.rank_file import add_rank_file, placed
 from reshard.opening.root import is_damage, reason_of
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     from reshard.config import Config
 
-__all__ = ["ALONE", "Together", "gather_saves", "open_own", "path_of", "saves_root"]
+__all__ = ["ALONE", "SavesRoot", "Together", "gather_saves", "open_own", "path_of", "saves_root"]
 
 HEALTH_FILE = "health_ckpts.json"
 
@@ -91,16 +93,28 @@ def _attempt(work: Callable[[], Any]) -> Any:
 # -- what is asked for
 
 
-def saves_root(config: Config, world_size: int = 1) -> tuple[str, str | None] | None:
-    """The Checkpoint 1.0 tree that a configuration wants to load, and the one save of it that it names, if any.
+@dataclass(frozen=True)
+class SavesRoot:
+    """A Checkpoint 1.0 tree, and what of it is wanted.
+
+    Attributes:
+        path: the folder of the rank folders.
+        named: the one save that is wanted, by the name of a file; None: any.
+        iteration: the one that is wanted, by the steps that it made; None: any.
+    """
+
+    path: str
+    named: str | None = None
+    iteration: int | None = None
+
+
+def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
+    """The Checkpoint 1.0 tree that a configuration wants to load; None: what it wants is none.
 
     Args:
         config: what is to be loaded. A file in a rank's folder means, where several ranks load, each rank's file of
             the same save.
         world_size: processes that load together.
-
-    Returns:
-        The root and the name of a file, or None; None: it is not such a tree.
 
     Raises:
         StorageError: it cannot be listed.
@@ -109,11 +123,15 @@ def saves_root(config: Config, world_size: int = 1) -> tuple[str, str | None] | 
     if not config.load_path:
         return None
     if path.is_dir():
-        is_whole = (path / checkpoint1.FULL_WEIGHTS_FILE).is_file()
-        return None if is_whole or not checkpoint1.is_root(path) else (str(path), config.resume_file)
-    root, parsed = path.parent.parent, checkpoint1.parse_file_name(path.name)
+        is_whole = full_weights.detect(path) or (path / full_weights.HYPER_FILE).is_file()
+        is_other = is_whole or huggingface.detect(path) or checkpoint2.is_root(path)
+        return None if is_other or not checkpoint1.is_root(path) else SavesRoot(str(path), config.resume_file)
+    root, iteration = split_iteration(config.load_path)
+    if iteration is not None and Path(root).is_dir() and not checkpoint2.is_root(root) and checkpoint1.is_root(root):
+        return SavesRoot(root, config.resume_file, iteration)
+    parsed = checkpoint1.parse_file_name(path.name)
     if world_size > 1 and parsed is not None and path.parent.name == checkpoint1.rank_folder_name(parsed.rank):
-        return str(root), path.name
+        return SavesRoot(str(path.parent.parent), path.name)
     return None
 
 
@@ -133,25 +151,21 @@ def path_of(root: str, save: str, rank: int) -> Path:
 def gather_saves(
     config: Config,
     run: RunFacts,
-    root: str,
-    named: str | None = None,
+    tree: SavesRoot,
     *,
     together: Together = ALONE,
     method: _core.ReadMethod = "auto",
     faults: Mapping[str, str] | None = None,
-    exact: int | None = None,
 ) -> Facts:
     """Look at a Checkpoint 1.0 tree: its saves, checked from the best on until one is whole.
 
     Args:
         config: what is asked of it.
         run: the run that is about to start.
-        root: the folder of the rank folders.
-        named: the only save that is wanted, by the name of a file.
+        tree: where it is, and what of it is wanted.
         together: the processes that look; all call this.
         method: how files are read, as in `reshard.open`.
-        faults: what has proven damaged already, while it was loaded: why, by the path of the lowest rank's file.
-        exact: only the save that made so many steps.
+        faults: what has proven damaged already, while it was loaded: why, by the path of rank 0's file.
 
     Returns:
         The facts, the same on all processes but for `ranks`, which only process 0 knows.
@@ -160,11 +174,12 @@ def gather_saves(
         StorageError: something cannot be looked at; that is nobody's fault, and no reason to pass a save over.
     """
     views: list[RankView] = []
+    root, exact = tree.path, tree.iteration
 
     def combine(seen: list[dict[str, Any]]) -> dict[str, Any]:
         folders = {int(rank): folder for one in seen for rank, folder in one.items()}
         ranks = {rank: _folder_from(value) for rank, value in sorted(folders.items())}
-        order = order_saves(ranks, by_time=config.by_timestamp, extension=config.load_format, named=named)
+        order = order_saves(ranks, by_time=config.by_timestamp, extension=config.load_format, named=tree.named)
         statuses, warning = _health(root) if config.healthy_only else ({}, None)
         views.extend(_view(rank, folder) for rank, folder in ranks.items())
         told = {**asdict(order), "statuses": {one.name: statuses.get(one.name) for one in order.candidates}}
@@ -217,13 +232,12 @@ def _look(root: str, own: tuple[int, int]) -> dict[str, Any]:
             pass
         except DamagedFileError as error:
             fault = error.message.replace(f"{show(str(folder / checkpoint1.META_FILE))}", "it").removeprefix("it: ")
-        files = [[name, (folder / name).stat().st_mtime_ns] for name in _names(folder)]
+        files = []
+        for name in checkpoint1.list_weight_files(folder):
+            with contextlib.suppress(FileNotFoundError):  # retention may remove one meanwhile
+                files.append([name, (folder / name).stat(follow_symlinks=False).st_mtime_ns])
         seen[str(rank)] = {"files": files, "meta": meta, "fault": fault}
     return seen
-
-
-def _names(folder: Path) -> list[str]:
-    return checkpoint1.list_names(folder)
 
 
 def _folder_from(value: dict[str, Any]) -> RankFolder:
@@ -360,7 +374,7 @@ def open_own(path: str | os.PathLike[str], method: _core.ReadMethod = "auto") ->
 
 
 def _health(root: str) -> tuple[dict[str, int], str | None]:
-    """What the health monitor found of each save, by the name of rank 0's file (0: healthy), and why that is unknown."""
+    """What the health monitor found of each save, by rank 0's file (0: healthy), and why that is not known."""
     path = Path(root).parent / HEALTH_FILE
     try:
         records = read_json(path, _MAX_HEALTH_BYTES)

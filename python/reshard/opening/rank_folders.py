@@ -379,9 +379,7 @@ class _Tree:
             told = _some(map(show, self.followed))
             _log.warning("%s is not in %s, and is taken to be cut as its parameter", told, self.strategy.source)
         whole = [
-            key
-            for key in self.unlisted
-            if key not in self.followed and not _is_counter(key, self.held[key].values())
+            key for key in self.unlisted if key not in self.followed and not _is_counter(key, self.held[key].values())
         ]
         if whole:
             told = _some(map(show, whole))
