@@ -104,9 +104,9 @@ def convert(
     Args:
         src: whatever `reshard.open` opens.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file.
-        to: "huggingface" (the default without a layout), "mindspore" (full weights in its layout), "checkpoint2" (the
-            default with a layout), "checkpoint1" (a folder a rank) or "safetensors": one file if `dst` ends so, else
-            one a rank.
+        to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends so: one file; else one a
+            rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout) or "checkpoint1" (a
+            folder a rank).
         part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
         strategy: of rank folders, how they are cut: a strategy file, or a folder with those of all stages.
         suffix: of rank folders, which file of each is read, by how its name ends: "20_2", of a later run "1-20_2".
@@ -163,7 +163,7 @@ def convert(
     with _all_ranks(group, timeout) as share_of_rank:
         share = share or share_of_rank
         source, target = Path(src), Path(dst)
-        chosen = _target(to, layout)
+        chosen = _target(to, target, layout)
         _check_options(chosen, target, layout, {"iteration": iteration, "prefix": prefix, "modes": modes})
         _check_apart(source, target)
         is_one_file = chosen == "safetensors" and target.suffix == ".safetensors"
@@ -264,9 +264,11 @@ def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None
     agree(session(members, "convert"), outcome, timeout)
 
 
-def _target(to: Target | None, layout: LayoutLike | None) -> Target:
+def _target(to: Target | None, target: Path, layout: LayoutLike | None) -> Target:
+    if to is None and layout is None:
+        return "safetensors" if target.suffix == ".safetensors" else "huggingface"
     if to is None:
-        return "huggingface" if layout is None else "checkpoint2"
+        return "checkpoint2"
     if to not in (known := get_args(Target)):
         accepted = ", ".join(f'"{one}"' for one in known[:-1]) + f' or "{known[-1]}"'
         raise ArgumentError(f"`to` is {to!r}; {accepted} are accepted")
