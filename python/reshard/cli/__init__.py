@@ -17,6 +17,7 @@ from reshard.cli.inspect import inspect
 from reshard.cli.merge import merge
 from reshard.cli.prune import pin, prune, unpin
 from reshard.cli.split import split
+from reshard.cli.strategy import strategy
 from reshard.cli.verify import verify
 
 __all__ = ["main"]
@@ -53,4 +54,5 @@ main.add_command(explain)
 main.add_command(prune)
 main.add_command(pin)
 main.add_command(unpin)
+main.add_command(strategy)
 main.add_command(demo)
