@@ -86,7 +86,9 @@ def write_metadata(folder: Path, files: tuple[str, str], ranks: tuple[int, int],
         "chunk": [{"global_offset": [n], "local_shape": [2, 2]} for n in (0, 1)],
     }
     storage = {
-        f"('w', ({n},))": [{"file_name": files[n], "storage_rank": ranks[n], "rank_group": [2 * n, 2 * n + 1], **holder}]
+        f"('w', ({n},))": [
+            {"file_name": files[n], "storage_rank": ranks[n], "rank_group": [2 * n, 2 * n + 1], **holder}
+        ]
         for n in (0, 1)
     }
     text = json.dumps({"state_dict_metadata": {"w": tensor}, "storage_data": storage})
@@ -174,9 +176,9 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
             with pytest.raises(ArgumentError, match="holds whole tensors"):
                 opened.stored(0)
     with reshard.open(FOLDERS[-1]) as opened:
-        with pytest.raises(ArgumentError, match="rank 4 did not save.*\nhint: these did: 0, 1, 2, 3$"):
+        with pytest.raises(ArgumentError, match=r"rank 4 did not save.*\nhint: these did: 0, 1, 2, 3$"):
             opened.stored(4)
-        with pytest.raises(KeyNotFoundError, match="rank 1 .* holds no `nothing`"):
+        with pytest.raises(KeyNotFoundError, match=r"rank 1 .* holds no `nothing`"):
             opened.stored(1, keys=["nothing"])
         with pytest.raises(ArgumentError, match='"touched" or "structure"'):
             opened.stored(1, verify="full")
@@ -196,5 +198,5 @@ def test_a_file_of_two_ranks(tmp_path: Path) -> None:
         text = json.dumps({"storage_data": {"a": [holder]}})
         with pytest.raises(DamagedFileError, match="`file_name` or `storage_rank` is none"):
             storage_ranks(text.encode(), "metadata.json")
-    with pytest.raises(ArgumentError, match="nothing tells which rank wrote `x.safetensors`"):
+    with pytest.raises(ArgumentError, match=r"nothing tells which rank wrote `x.safetensors`"):
         own_files(tmp_path, ["rank_0.safetensors", "x.safetensors"], None)

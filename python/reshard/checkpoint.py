@@ -143,6 +143,7 @@ class Checkpoint:
         self._rank_files: Mapping[int, RankFile] = {}  # of rank folders: each rank's one file
         self._unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
         self._strategy: Strategy | None = None
+        self._followed: Mapping[str, str] = {}  # keys that it does not list, and as which they are cut
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
@@ -263,10 +264,19 @@ class Checkpoint:
         keys: list[str],
         unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]],
         strategy: Strategy | None,
+        followed: Mapping[str, str],
     ) -> None:
-        """For `opening`: whose the files are, all keys in order, and how the run cut its tensors."""
-        self._rank_files, self._unplaced, self._strategy = files, unplaced, strategy
-        self._keys = keys
+        """For `opening`: whose the files are, all keys in order, and how the run cut its tensors.
+
+        Args:
+            files: by rank.
+            keys: of all tensors, placed or not.
+            unplaced: as the method of this name tells it.
+            strategy: what was read of it, if there was one.
+            followed: keys that it does not list, and the parameters as which they are cut.
+        """
+        self._rank_files, self._keys, self._unplaced = files, keys, unplaced
+        self._strategy, self._followed = strategy, followed
 
     def _part(self, key: str) -> Literal["model", "optimizer"]:
         if self.format in ("checkpoint1", "mindspore", "ckpt"):
@@ -303,7 +313,9 @@ class Checkpoint:
         self, strategy: Strategy, key: str
     ) -> tuple[list[int], list[list[int]], list[str], list[int]] | None:
         """The layout of a key on the first stage that holds it; None: every rank holds it whole."""
-        stages, shape = strategy.stages_of(key), self._index.shape(key)
+        shape = self._index.shape(key)
+        key = self._followed.get(key, key)
+        stages = strategy.stages_of(key)
         if not stages:
             return None
         ranks = range(stages[0] * strategy.devices_per_stage, (stages[0] + 1) * strategy.devices_per_stage)

@@ -269,7 +269,9 @@ def open_rank_files(
     tree.prove(index)
     tree.warn()
     checkpoint = Checkpoint("checkpoint1", root, index)
-    checkpoint._place_ranks(ranks, tree.keys, tree.unplaced, known)  # noqa: SLF001  made here, as all of it
+    checkpoint._place_ranks(  # noqa: SLF001  made here, as all of it
+        ranks, tree.keys, tree.unplaced, known, tree.followed
+    )
     checkpoint._method = method  # noqa: SLF001
     checkpoint.common = tree.common(method)
     checkpoint.iteration = None if checkpoint.common is None else checkpoint.common.step_num
