@@ -445,13 +445,13 @@ class _Tree:
             return
         if self.followed:
             told = _some(map(show, self.followed))
-            _log.warning("%s is not in %s, and is taken to be cut as its parameter", told, self.strategy.source)
+            _log.warning("%s does not list %s: taken to be cut as its parameter", self.strategy.source, told)
         whole = [
             key for key in self.unlisted if key not in self.followed and not _is_counter(key, self.held[key].values())
         ]
         if whole:
             told = _some(map(show, whole))
-            _log.warning("%s is not in %s, and is taken for whole on every rank", told, self.strategy.source)
+            _log.warning("%s does not list %s: taken for whole on every rank", self.strategy.source, told)
 
     def common(self, method: _core.ReadMethod) -> CommonInfo | None:
         """The counters, of which all ranks must tell the same; None: there are none.
