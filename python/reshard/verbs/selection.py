@@ -102,6 +102,7 @@ def select(
         raise ArgumentError(
             f"{source.path} holds no tensors of that part; there is nothing to write", path=str(source.path)
         )
+    source._check_placed(*(key for key in tensors if key in names))  # noqa: SLF001  as reading one would
     view = _view(source, {key: names[key] for key in tensors if key in names})
     if source.common is not None:
         # A counter that was left out does not come back in another file.

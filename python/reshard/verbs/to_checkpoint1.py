@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError, DestinationExistsError, ReshardError
+from reshard.errors import ArgumentError, ReshardError
 from reshard.formats import checkpoint1
 from reshard.formats.checkpoint1 import FileName, Meta
 from reshard.layout.strategy_file import read_strategy_file
@@ -27,6 +27,7 @@ from reshard.verbs.destinations import (
     File,
     Written,
     bind,
+    check_folder_free,
     destination_folder,
     file_sizes,
     is_our_file,
@@ -38,7 +39,7 @@ from reshard.verbs.destinations import (
 from reshard.write.iteration import file_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from reshard.checkpoint import LayoutLike
     from reshard.layout import BoundLayout
@@ -64,8 +65,7 @@ def to_checkpoint1(
         DestinationExistsError, LayoutError, StorageError: as told at `convert`.
     """
     names = _file_name(job, prefix, iteration)
-    is_ours = functools.partial(_is_ours, names=names)
-    _check_free(job, is_ours)
+    check_folder_free(job, functools.partial(_is_foreign, names=names))
     bound = bind(job.source, layout)
     ranks = sorted(bound.ranks)
     if ranks != list(range(len(ranks))):
@@ -83,7 +83,7 @@ def to_checkpoint1(
             if isinstance(fill, Written):
                 return fill
             more = [] if strategy is None else [STRATEGY_FOLDER]
-            with destination_folder(job, [*subfolders, *more], is_ours) as folder:
+            with destination_folder(job, [*subfolders, *more], functools.partial(_is_ours, names=names)) as folder:
                 n_bytes = n_bytes_of(fill(folder))
                 if strategy is not None:
                     of_stages = range(0, strategy.world_size, strategy.devices_per_stage)
@@ -200,32 +200,10 @@ def _check_counters(job: Job) -> None:
 # -- the destination
 
 
-def _check_free(job: Job, is_ours: Callable[[Path], bool]) -> None:
-    target = job.target
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise DestinationExistsError(f"{target} is a file; the destination is to be a folder", path=str(target))
-    entries = list(target.iterdir())
-    if not entries:
-        return
-    if not job.overwrite:
-        raise DestinationExistsError(
-            f"{target} holds {len(entries)} entries, such as {entries[0].name}",
-            path=str(target),
-            hint="choose another destination, or give `overwrite` to replace the files of an earlier conversion",
-        )
-    foreign = [
-        entry
-        for entry in entries
-        if (_RANK_FOLDER.fullmatch(entry.name) or entry.name == STRATEGY_FOLDER) and not is_ours(entry)
-    ]
-    if foreign:
-        raise DestinationExistsError(
-            f"{foreign[0]} holds what was not written by an earlier conversion to the same names, and would be lost",
-            path=str(foreign[0]),
-            hint="move it away, or choose another destination",
-        )
+def _is_foreign(entry: Path, names: FileName | None) -> bool:
+    """Whether a folder stands where one is written, and holds what no earlier conversion to the same names wrote."""
+    has_name = _RANK_FOLDER.fullmatch(entry.name) is not None or entry.name == STRATEGY_FOLDER
+    return has_name and not _is_ours(entry, names)
 
 
 def _is_ours(entry: Path, names: FileName | None) -> bool:
