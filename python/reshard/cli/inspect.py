@@ -61,8 +61,9 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds. No tensor is read.
 
-    PATH is a .safetensors file, a Hugging Face folder, a checkpoint root or one of its iteration folders, or rank
-    folders. PATTERN, a glob over whole keys as in layout files (or re:...), narrows the list; a single tensor is drawn.
+    PATH is a .safetensors or .ckpt file, a Hugging Face folder, a checkpoint root or one of its iteration folders, or
+    rank folders. PATTERN, a glob over whole keys as in layout files (or re:...), narrows the list; a single tensor is
+    drawn.
 
     \b
     Examples:
@@ -128,6 +129,7 @@ def _json(facts: Facts, rows: list[Row]) -> dict[str, Any]:
         "verified": checkpoint.verified,
         "manifest": _json_manifest(checkpoint.manifest),
         "saves": [{**dataclasses.asdict(save), "metrics": _finite(save.metrics)} for save in facts.saves],
+        "strings": list(checkpoint.strings),
         "common": None if checkpoint.common is None else dataclasses.asdict(checkpoint.common),
         "parts": facts.parts,
         "mesh": None if layout is None else layout.mesh,
@@ -211,6 +213,9 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         elements = "parameters" if part == "model" else "elements"
         counts = f"{told['n_tensors']} tensors, {_count(told['n_elements'])} {elements}"
         lines.append((part, f"{counts}, {size(told['n_bytes'])} ({dtypes})"))
+    if checkpoint.strings:
+        names = ", ".join(map(shown, checkpoint.strings[:8])) + (", ..." if len(checkpoint.strings) > 8 else "")
+        lines.append(("text", f"{len(checkpoint.strings)} values that are no tensors and cannot be read: {names}"))
     if checkpoint.format == "checkpoint1":
         lines.append(("ranks", f"{len(checkpoint.ranks())}, each with a file of its own"))
         lines.append(("strategy", _strategy(checkpoint)))
