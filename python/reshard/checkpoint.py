@@ -26,7 +26,7 @@ from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, La
 from reshard.formats import checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.own_files import own_files
-from reshard.formats.rank_file import RankFile, add_rank_file, placed
+from reshard.formats.rank_file import Placed, RankFile, add_rank_file, placed
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
@@ -215,9 +215,7 @@ class Checkpoint:
             >>> checkpoint.files()  # doctest: +SKIP
             [FileInfo(name='model.safetensors', n_bytes=4920)]
         """
-        return [
-            FileInfo(self._file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)
-        ]
+        return [FileInfo(self._file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)]
 
     def _file_name(self, file: int) -> str:
         """The name of a file in the folder; of rank folders with that of the rank, since all may have one name."""
@@ -508,6 +506,56 @@ class Checkpoint:
                 raise DamagedFileError(f"{show(str(folder / name))}: {damaged[0]}", path=str(folder / name))
         self._is_scrubbed = count == 1
 
+    # -- the same files, other tensors
+
+    def view(self, tensors: Mapping[str, tuple[str, tuple[int, ...], Placed]]) -> Checkpoint:
+        """The same files with other tensors: made of what is stored in them, without reading it.
+
+        Args:
+            tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
+                numbers of this checkpoint's files, as `_core.Index.stored` tells them.
+
+        Returns:
+            A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
+
+        Raises:
+            DamagedFileError: a file is not the one any more that was opened.
+            CoverageError, MismatchError: what is stored makes no such tensor.
+
+        Example:
+            >>> info = checkpoint["w"]  # doctest: +SKIP
+            >>> checkpoint.view({"v": (info.dtype, info.shape, checkpoint._index.stored("w"))}).keys()  # doctest: +SKIP
+            ['v']
+        """
+        index = _core.Index()
+        raw = {file.file for file in self._rank_files.values() if file.kind == "ckpt"}
+        # Links are followed where they were: in what may come from a download cache.
+        follow_links = self.format in ("huggingface", "mindspore") or not self.path.is_dir()
+        for file in range(self._index.n_files):
+            add = index.add_ckpt_file if file in raw or self.format == "ckpt" else index.add_file
+            add(self._index.file_path(file), follow_links=follow_links, method=self._method)
+        if self.manifest is not None:
+            names = [Path(self._index.file_path(file)).name for file in range(self._index.n_files)]
+            folder = self.path if self.path.is_dir() else self.path.parent
+            sums = manifests.read_sums(folder, self.manifest, names)
+            for file, name in enumerate(names):
+                entry = self.manifest.shards[name]
+                index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums[name])
+        else:
+            for file in range(self._index.n_files):
+                if index.file_tensors(file) != self._index.file_tensors(file):
+                    path = Path(self._index.file_path(file))
+                    raise DamagedFileError(
+                        f"{show(str(path))} is another file than the one that was opened", path=str(path)
+                    )
+        for key, (dtype, shape, stored) in tensors.items():
+            # That regions overlap was allowed, where it was, by what described them.
+            index.add_tiles(key, dtype, shape, stored, overlapping=True)
+        made = Checkpoint(self.format, self.path, index, self.manifest)
+        made.iteration, made.common, made.skipped = self.iteration, self.common, self.skipped
+        made._method, made._rank_files = self._method, self._rank_files
+        return made
+
     # -- what one rank stored
 
     def ranks(self) -> list[int]:
@@ -621,7 +669,9 @@ class Checkpoint:
                 for key, *_ in index.file_tensors(n):
                     index.add_whole(key, n)
             if index.file_tensors(n) != expected:
-                raise DamagedFileError(f"{show(str(path))} is another file than the one that was opened", path=str(path))
+                raise DamagedFileError(
+                    f"{show(str(path))} is another file than the one that was opened", path=str(path)
+                )
         return index
 
     # -- what lies beside the tensors

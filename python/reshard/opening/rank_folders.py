@@ -17,22 +17,34 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from reshard import _core
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileError, MismatchError
+from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileError, MismatchError, StorageError
 from reshard.formats import checkpoint1, scalars
 from reshard.formats.rank_file import add_rank_file, placed
 from reshard.layout.resolve import state_of
 from reshard.layout.strategy import Strategy, box_of
 from reshard.layout.strategy_file import is_strategy, read_strategy
+from reshard.opening.root import is_damage, reason_of
 from reshard.outputs import as_array
+from reshard.resume.checkpoint1 import RankFolder, name_of_rank, order_saves
 from reshard.small_files import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.rank_file import LocalTensor, Placed, RankFile
+    from reshard.resume.checkpoint1 import SaveOrder
 
-__all__ = ["StrategyLike", "open_rank_files", "open_rank_folder", "open_rank_folders", "rank_of_folder"]
+__all__ = [
+    "StrategyLike",
+    "as_strategy",
+    "open_rank_files",
+    "open_rank_folder",
+    "open_rank_folders",
+    "order_of_saves",
+    "rank_of_folder",
+    "strategy_for",
+]
 
 _log = logging.getLogger("reshard")
 
@@ -46,33 +58,107 @@ _SAME_ON_ALL = ("epoch_num", "step_num", "global_step")
 
 
 def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
-    """Open the newest save of a folder of rank folders.
+    """Open the best save of a folder of rank folders that every rank has whole.
 
     Raises:
-        CheckpointNotFoundError: a rank has no file, or there is no save that all have.
-        DamagedFileError, MismatchError, CoverageError: as `open_rank_files`.
+        CheckpointNotFoundError: the folder of a rank is missing, or there are no weight files.
+        DamagedFileError: no save is whole; the message names each and its fault.
+        UnsupportedError, LayoutError, MismatchError: the strategy is none, or is not that of these files.
+
+    Example:
+        >>> open_rank_folders(Path("output/checkpoint"), "output/strategy", "auto").common.step_num  # doctest: +SKIP
+        40
     """
-    return open_rank_files(root, checkpoint1.choose_by_suffix(root), _strategy_for(root, strategy), method)
+    known = strategy_for(root, strategy)
+    folders = checkpoint1.rank_folders(root)
+    _check_ranks(root, folders, known)
+    order = order_of_saves(folders)
+    faults: dict[str, str] = {}
+    for save in order.candidates:
+        if save.fault is not None:
+            faults[save.name] = save.fault
+            continue
+        files = {rank: folder / name_of_rank(save.name, rank) for rank, folder in folders.items()}
+        try:
+            checkpoint = open_rank_files(root, files, known, method)
+        except (CheckpointNotFoundError, CoverageError, DamagedFileError, StorageError) as error:
+            if not is_damage(error):
+                raise
+            faults[save.name] = reason_of(error)
+            continue
+        for warning in order.warnings:
+            _log.warning("%s: %s", root, warning)
+        for name, reason in faults.items():
+            _log.warning("%s: %s passed over: %s", root, name, reason)
+        checkpoint.skipped = tuple(faults.items())
+        return checkpoint
+    lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
+    lines += [f"{one.name}: {one.reason}" for one in order.refused]
+    if not faults:
+        raise CheckpointNotFoundError(f"the rank folders of {show(str(root))} hold no weight files", path=str(root))
+    told = "".join(f"\n  {line}" for line in lines)
+    raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{told}", path=str(root))
 
 
 def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
-    """Open the folder of one rank: what its file holds is taken for whole tensors.
+    """Open the folder of one rank: what its newest file holds is taken for whole tensors.
 
     Raises:
         CheckpointNotFoundError: there is no weight file, or the strategy is one of several ranks.
         DamagedFileError: the file violates its format.
     """
     rank = rank_of_folder(folder)
-    files = checkpoint1.choose_by_suffix(folder.resolve().parent)
-    others = len(files) - 1
-    if strategy is None and others:
+    known = None if strategy is None else as_strategy(strategy)
+    _check_ranks(folder, {rank: folder}, known)
+    order = order_of_saves({rank: folder})
+    if not order.candidates:
+        raise CheckpointNotFoundError(f"{show(str(folder))} holds no weight files", path=str(folder))
+    others = len(checkpoint1.rank_folders(folder.resolve().parent)) - 1
+    if known is None and others > 0:
         _log.warning(
-            "%s is opened alone: arrays of rank %d are taken for whole tensors, and %d more rank folders lie beside it",
+            "%s is opened alone: the arrays of rank %d are taken for whole tensors, and %d rank folders lie beside it",
             folder,
             rank,
             others,
         )
-    return open_rank_files(folder, {rank: folder / files[rank].name}, strategy, method)
+    # That the other ranks have no files here is no fault.
+    return open_rank_files(folder, {rank: folder / name_of_rank(order.candidates[0].name, rank)}, known, method)
+
+
+def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
+    """In which order the saves of rank folders are tried; no weight file is opened.
+
+    Raises:
+        StorageError: a folder cannot be listed.
+
+    Example:
+        >>> [save.name for save in order_of_saves(rank_folders("output/checkpoint")).candidates]  # doctest: +SKIP
+        ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
+    """
+    seen = {}
+    for rank, folder in folders.items():
+        meta, fault = None, None
+        try:
+            meta = checkpoint1.read_meta(folder)
+        except CheckpointNotFoundError:
+            pass
+        except DamagedFileError as error:
+            fault = error.message
+        seen[rank] = RankFolder(tuple(_weight_files(folder)), meta, fault)
+    return order_saves(seen)
+
+
+def _weight_files(folder: Path) -> Iterator[tuple[str, int]]:
+    """Names and times of the weight files of a rank, whatever they are called."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                extension = entry.name.rpartition(".")[2]
+                if extension in checkpoint1.EXTENSIONS and entry.is_file(follow_symlinks=False):
+                    yield entry.name, entry.stat(follow_symlinks=False).st_mtime_ns
+    except OSError as error:
+        path = str(folder)
+        raise StorageError(f"listing {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
 
 
 def rank_of_folder(folder: Path) -> int:
@@ -106,9 +192,8 @@ def open_rank_files(
         >>> open_rank_files(Path("output/checkpoint"), files, "output/strategy").keys()  # doctest: +SKIP
         ['embed.weight', 'layers.0.w', 'adam_m.layers.0.w', 'global_step']
     """
-    known = strategy if strategy is None or isinstance(strategy, Strategy) else read_strategy(strategy)
-    if known is not None:
-        _check_ranks(root, files, known)
+    known = None if strategy is None else as_strategy(strategy)
+    _check_ranks(root, files, known)
     index = _core.Index()
     ranks = {rank: add_rank_file(index, files[rank], method=method) for rank in sorted(files)}
     tree = _Tree(root, ranks, known)
@@ -128,30 +213,40 @@ def open_rank_files(
 # -- strategies
 
 
-def _strategy_for(root: Path, given: StrategyLike | None) -> StrategyLike | None:
+def as_strategy(strategy: StrategyLike) -> Strategy:
+    """What was given as such. Raises as `read_strategy` does."""
+    return strategy if isinstance(strategy, Strategy) else read_strategy(strategy)
+
+
+def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
     """The strategy that was given, or that lies where the original writes it."""
     if given is not None:
-        return given
+        return as_strategy(given)
     for folder in (root.resolve().parent / _STRATEGY_FOLDER, root / _STRATEGY_FOLDER):
         if folder.is_dir() and any(is_strategy(path) for path in sorted(folder.iterdir())[:_MAX_NAMED]):
             _log.info("%s is opened with the strategy in %s", root, folder)
-            return folder
+            return read_strategy(folder)
     return None
 
 
-def _check_ranks(root: Path, files: Mapping[int, Path], strategy: Strategy) -> None:
-    missing = _missing(files, strategy.world_size)
-    if missing:
+def _check_ranks(root: Path, ranks: Collection[int], strategy: Strategy | None) -> None:
+    """Refuse a tree in which ranks are missing, as far as they are known."""
+    hint = "bring the folders of all ranks together; the folder of one rank can be opened alone"
+    if strategy is None:
+        if len(ranks) > 1 and (missing := _missing(ranks, max(ranks))):
+            raise CheckpointNotFoundError(
+                f"{show(str(root))} has no file of rank {_some(missing)}", path=str(root), hint=hint
+            )
+        return
+    if missing := _missing(ranks, strategy.world_size):
         stages = dict.fromkeys(rank // strategy.devices_per_stage for rank in missing)
         raise CheckpointNotFoundError(
             f"{show(str(root))} has no file of rank {_some(missing)} (stage {_some(stages)}); "
             f"{show(strategy.source)} is one of {strategy.n_stages} stages of {strategy.devices_per_stage} ranks",
             path=str(root),
-            hint="one rank's folder is opened without its strategy: open the folder above it"
-            if len(files) == 1
-            else "bring the folders of all ranks together, or give the strategy with which they were written",
+            hint="one rank is opened without a strategy; with it, open the folder above" if len(ranks) == 1 else hint,
         )
-    more = [rank for rank in files if rank >= strategy.world_size]
+    more = sorted(rank for rank in ranks if rank >= strategy.world_size)
     if more:
         raise MismatchError(
             f"{show(str(root))} has files of rank {_some(more)}, and {show(strategy.source)} is one of "
@@ -279,8 +374,6 @@ class _Tree:
             if file.strings:
                 _log.warning("%s holds text, which is passed over: %s", self.name(rank), _some(map(show, file.strings)))
         if self.strategy is None:
-            if len(self.files) > 1 and (missing := _missing(self.files, max(self.files))):
-                _log.warning("%s has no file of rank %s", self.root, _some(missing))
             return
         if self.followed:
             told = _some(map(show, self.followed))
@@ -331,9 +424,9 @@ def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:
     return all(not one.shape or (key in scalars.NAMES and one.shape == (1,)) for one in held)
 
 
-def _missing(files: Mapping[int, object], n: int) -> list[int]:
-    """The first ranks of so many that have no file; not all of them, since a number can be anything."""
-    return list(itertools.islice((rank for rank in range(n) if rank not in files), _MAX_NAMED + 1))
+def _missing(ranks: Collection[int], n: int) -> list[int]:
+    """The first ranks of so many that are missing; not all of them, since a number can be anything."""
+    return list(itertools.islice((rank for rank in range(n) if rank not in ranks), _MAX_NAMED + 1))
 
 
 def _some(items: Iterable[object]) -> str:
