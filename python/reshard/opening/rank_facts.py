@@ -10,7 +10,6 @@ the counters are read.
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +28,22 @@ from reshard.small_files import show
 from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.config import Config
 
-__all__ = ["ALONE", "SavesRoot", "Together", "counters_of", "gather_saves", "holds_optimizer", "open_own", "path_of", "saves_root"]
+__all__ = [
+    "ALONE",
+    "SavesRoot",
+    "Together",
+    "counters_of",
+    "gather_saves",
+    "holds_optimizer",
+    "open_own",
+    "path_of",
+    "saves_root",
+]
 
 HEALTH_FILE = "health_ckpts.json"
 

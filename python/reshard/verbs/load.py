@@ -2,9 +2,9 @@
 
 Rank 0 looks at the root and decides; the others are told which manifest, by its digest, and open the very same. Of a
 Checkpoint 1.0 tree, which has no manifest and need not lie on a shared disk, every rank looks at its own folder, and
-what all have whole is taken. Each loads its part, comparing what it touches. Damage on any rank passes the iteration over on all of them, and the next
-older one is taken; why is told in the decision. What is nobody's damage, a layout that does not fit or memory that runs
-out, is raised on all ranks. The damaged checkpoint is left as it is.
+what all have whole is taken. Each loads its part, comparing what it touches. Damage on any rank passes the iteration
+over on all of them, and the next older one is taken; why is told in the decision. What is nobody's damage, a layout
+that does not fit or memory that runs out, is raised on all ranks. The damaged checkpoint is left as it is.
 """
 
 from __future__ import annotations
