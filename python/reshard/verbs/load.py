@@ -362,7 +362,9 @@ def _choose(
     value, chosen = _agree(channel, outcome, timeout)[0]
     assert isinstance(terms, _Terms)
     if value is None:
-        return _choose_save(channel, terms, SavesRoot(**chosen), faults, timeout)
+        # A host may have its ranks' folders under a path of its own.
+        tree = saves_root(terms.config, channel.world_size) or SavesRoot(**chosen)
+        return _choose_save(channel, terms, tree, faults, timeout)
     decision = _decide(terms, _facts(value))
     path = str(decision.path)
     if path in opened:
