@@ -10,7 +10,6 @@ the counters are read.
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +28,22 @@ from reshard.small_files import show
 from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.config import Config
 
-__all__ = ["ALONE", "SavesRoot", "Together", "gather_saves", "open_own", "path_of", "saves_root"]
+__all__ = [
+    "ALONE",
+    "SavesRoot",
+    "Together",
+    "counters_of",
+    "gather_saves",
+    "holds_optimizer",
+    "open_own",
+    "path_of",
+    "saves_root",
+]
 
 HEALTH_FILE = "health_ckpts.json"
 
@@ -279,7 +289,7 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
             continue
         with checkpoint:
             common = None if checkpoint.common is None else asdict(checkpoint.common)
-            told["has_optimizer"] |= any(scalars.is_state(key) and key not in scalars.NAMES for key in checkpoint)
+            told["has_optimizer"] |= holds_optimizer(checkpoint)
         against = _disagreement(told["common"], common)
         if against is not None:
             told["faults"].append([rank, f"{path.name} {against}"])
@@ -354,20 +364,36 @@ def open_own(path: str | os.PathLike[str], method: _core.ReadMethod = "auto") ->
     for key, tensor in file.tensors.items():
         index.add_tiles(key, tensor.dtype, tensor.shape, placed(file, key, (0,) * len(tensor.shape)))
     checkpoint = Checkpoint("checkpoint1", Path(path), index)
-    names = [name for name in scalars.NAMES if name in file.tensors]
-    small = [name for name in names if file.tensors[name].shape in ((), (1,))]
-    if len(small) < len(names):
-        odd = next(name for name in names if name not in small)
+    try:
+        checkpoint.common = counters_of(checkpoint)
+    except ReshardError:
         checkpoint.close()
-        raise DamagedFileError(
-            f"{show(os.fspath(path))}: the counter `{odd}` has shape {file.tensors[odd].shape}, expected one element",
-            path=os.fspath(path),
-            key=odd,
-        )
-    if names:
-        checkpoint.common = scalars.common_of(checkpoint.load(keys=names, threads=1), os.fspath(path))
-        checkpoint.iteration = checkpoint.common.step_num
+        raise
+    checkpoint.iteration = None if checkpoint.common is None else checkpoint.common.step_num
     return checkpoint
+
+
+def counters_of(checkpoint: Checkpoint) -> CommonInfo | None:
+    """The counters that a file of Checkpoint 1.0 keeps as tensors; None if it has none.
+
+    Raises:
+        DamagedFileError: one is no number.
+        StorageError: the file cannot be read.
+    """
+    names = [name for name in scalars.NAMES if name in checkpoint]
+    path = str(checkpoint.path)
+    for name in names:
+        shape = checkpoint.shape(name)
+        if shape not in ((), (1,)):  # looked at before it is read: it can be of any size
+            raise DamagedFileError(
+                f"{show(path)}: the counter `{name}` has shape {shape}, expected one element", path=path, key=name
+            )
+    return scalars.common_of(checkpoint.load(keys=names, threads=1), path) if names else None
+
+
+def holds_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint whose names alone tell holds state of an optimizer; its counters are none."""
+    return any(scalars.is_state(key) and key not in scalars.NAMES for key in checkpoint)
 
 
 # -- health
