@@ -494,7 +494,7 @@ class _Tree:
 
 def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:
     """Whether every rank holds one and the same number under a key, however it is cut."""
-    return all(not one.shape or (scalars.is_counter(key) and one.shape == (1,)) for one in held)
+    return all(not one.shape or (key in scalars.OF_NO_PARAMETER and one.shape == (1,)) for one in held)
 
 
 def _missing(ranks: Collection[int], n: int) -> list[int]:
