@@ -10,6 +10,7 @@ import click
 
 from reshard._core import __version__
 from reshard.cli.convert import convert
+from reshard.cli.convert_files import convert_files
 from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.explain import explain
@@ -42,6 +43,7 @@ def main() -> None:
 main.add_command(inspect)
 main.add_command(verify)
 main.add_command(convert)
+main.add_command(convert_files)
 main.add_command(diff)
 main.add_command(explain)
 main.add_command(prune)

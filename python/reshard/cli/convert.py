@@ -61,8 +61,8 @@ def convert(
 ) -> None:
     """Write the checkpoint SRC again as DST: in another format, layout, file size or dtype.
 
-    SRC is a .safetensors or .ckpt file, a Hugging Face folder, a checkpoint root or one of its iteration folders. DST appears
-    whole or not at all. Memory stays within --memory, whatever the size of the model.
+    SRC is a .safetensors or .ckpt file, a Hugging Face folder, a checkpoint root or one of its iteration folders. DST
+    appears whole or not at all. Memory stays within --memory, whatever the size of the model.
 
     \b
     Examples:

@@ -57,8 +57,8 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 def inspect(path: str, pattern: str | None, *, as_layout: bool, everything: bool, as_json: bool) -> None:
     """Show what a checkpoint holds. No tensor is read.
 
-    PATH is a .safetensors or .ckpt file, a Hugging Face folder, a checkpoint root or one of its iteration folders. PATTERN, a
-    glob over whole keys as in layout files (or re:...), narrows the list; a single tensor is drawn.
+    PATH is a .safetensors or .ckpt file, a Hugging Face folder, a checkpoint root or one of its iteration folders.
+    PATTERN, a glob over whole keys as in layout files (or re:...), narrows the list; a single tensor is drawn.
 
     \b
     Examples:

@@ -42,8 +42,8 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
     """Open a checkpoint, whatever its format.
 
     Args:
-        path: a `.safetensors` or `.ckpt` file (told apart by content), a Hugging Face folder, the root of a Checkpoint 2.0
-            tree (the last complete iteration is taken, see `reshard.resume.resolve`), or an iteration folder.
+        path: a `.safetensors` or `.ckpt` file (told apart by content), a Hugging Face folder, the root of a Checkpoint
+            2.0 tree (the last complete iteration is taken, see `reshard.resume.resolve`), or an iteration folder.
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
 
     Returns:
