@@ -1,5 +1,7 @@
 //! The walk over a `.ckpt`: real files, an independent encoder, damage of every kind, and a file larger than memory.
 
+#![expect(clippy::too_many_lines, reason = "a table of cases")]
+
 use proptest::collection::vec;
 use proptest::prelude::*;
 use reshard_core::ckpt::Records;
@@ -73,12 +75,12 @@ fn value(tag: &str, type_name: &str, dims: &[u64], content: &[u8], style: Style)
             .flat_map(|dim| [vec![0x08], varint(*dim)].concat())
             .collect()
     };
-    let mut fields = vec![all_dims, field(2, type_name.as_bytes()), field(3, content)];
+    let mut fields = [all_dims, field(2, type_name.as_bytes()), field(3, content)];
     if style.reversed {
         fields.reverse();
     }
     let tensor = fields.concat();
-    let mut fields = vec![field(1, tag.as_bytes()), field(2, &tensor)];
+    let mut fields = [field(1, tag.as_bytes()), field(2, &tensor)];
     if style.reversed {
         fields.reverse();
     }

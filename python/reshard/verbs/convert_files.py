@@ -196,7 +196,12 @@ def _ckpt_files(folder: Path) -> list[Path]:
         raise StorageError(
             f"listing {show(str(folder))}: {error.strerror}", path=str(folder), errno=error.errno
         ) from None
-    return sorted(found, key=lambda path: [(len(part), part) for part in path.relative_to(folder).parts])
+    return sorted(found, key=lambda path: _order(path.relative_to(folder).parts))
+
+
+def _order(parts: tuple[str, ...]) -> tuple[object, ...]:
+    """Files of the folder itself first; rank_10 after rank_2."""
+    return len(parts), [(len(part), part) for part in parts]
 
 
 def _is_rank_folder(entry: os.DirEntry[str]) -> bool:
