@@ -145,6 +145,7 @@ class Checkpoint:
         self._rank_files: Mapping[int, RankFile] = {}  # of rank folders: each rank's one file
         self._unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
         self._strategy: Strategy | None = None
+        self._followed: Mapping[str, str] = {}  # keys that it does not list, and as which they are cut
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
@@ -180,6 +181,11 @@ class Checkpoint:
     def verified(self) -> bool:
         """Whether there is a manifest to compare with what is read; without one only the structure is checked."""
         return self.manifest is not None
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """How the run cut its tensors, where rank folders were opened with their strategy."""
+        return self._strategy
 
     def keys(self, part: Part = "all") -> list[str]:
         """Names of the tensors, in the order of the checkpoint's description.
@@ -260,10 +266,19 @@ class Checkpoint:
         keys: list[str],
         unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]],
         strategy: Strategy | None,
+        followed: Mapping[str, str],
     ) -> None:
-        """For `opening`: whose the files are, all keys in order, and how the run cut its tensors."""
-        self._rank_files, self._unplaced, self._strategy = files, unplaced, strategy
-        self._keys = keys
+        """For `opening`: whose the files are, all keys in order, and how the run cut its tensors.
+
+        Args:
+            files: by rank.
+            keys: of all tensors, placed or not.
+            unplaced: as the method of this name tells it.
+            strategy: what was read of it, if there was one.
+            followed: keys that it does not list, and the parameters as which they are cut.
+        """
+        self._rank_files, self._keys, self._unplaced = files, keys, unplaced
+        self._strategy, self._followed = strategy, followed
 
     def _part(self, key: str) -> Literal["model", "optimizer"]:
         if self.format in ("checkpoint1", "mindspore", "ckpt"):
@@ -291,8 +306,27 @@ class Checkpoint:
         return {key: self._index.shape(key) for key in self._keys}
 
     def _device_layouts(self) -> dict[str, tuple[list[int], list[list[int]], list[str], list[int]] | None]:
-        """For `ModelLayout.like`: what metadata.json says of each key's layout."""
-        return {key: self._index.metadata_layout(key) for key in self._keys}
+        """For `ModelLayout.like`: what metadata.json, or the strategy of rank folders, says of each key's layout."""
+        if self._strategy is None:
+            return {key: self._index.metadata_layout(key) for key in self._keys}
+        return {key: self._strategy_layout(self._strategy, key) for key in self._keys}
+
+    def _strategy_layout(
+        self, strategy: Strategy, key: str
+    ) -> tuple[list[int], list[list[int]], list[str], list[int]] | None:
+        """The layout of a key on the first stage that holds it; None: every rank holds it whole."""
+        shape = self._index.shape(key)
+        key = self._followed.get(key, key)
+        stages = strategy.stages_of(key)
+        if not stages:
+            return None
+        ranks = range(stages[0] * strategy.devices_per_stage, (stages[0] + 1) * strategy.devices_per_stage)
+        cut = strategy.cut_of(key, ranks[0], len(shape), shape)
+        if cut is None or (len(stages) == strategy.n_stages > 1 and not any(cut.tensor_map)):
+            return None
+        # Axes have no names there; nothing can be meant by an empty one.
+        matrix = list(cut.dev_matrix)
+        return matrix, [list(axes) for axes in cut.tensor_map], [""] * len(matrix), list(ranks)
 
     def _layout_mapping(self) -> Mapping[str, Any] | None:
         """For `ModelLayout.like`: the layout file that tiles.json keeps."""
@@ -629,7 +663,7 @@ class Checkpoint:
         }
 
     def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """dtype and shape, in elements, of what `stored` would load; reads headers only. Raises as that does.
+        """What `stored` would load, as dtype and shape in elements; reads headers only. Raises as that does.
 
         Example:
             >>> checkpoint.stored_info(3)["w"]  # doctest: +SKIP
@@ -659,7 +693,7 @@ class Checkpoint:
                 f"{self.path} holds whole tensors: no file of it is that of one rank", hint="`load` gives them"
             )
         if rank not in self._own:
-            some = ", ".join(map(str, list(self._own)[:8])) + (", ..." if len(self._own) > 8 else "")  # noqa: PLR2004
+            some = ", ".join(map(str, list(self._own)[:8])) + (", ..." if len(self._own) > 8 else "")
             raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {some}")
         index = _core.Index()
         for number in self._own[rank]:
