@@ -207,7 +207,7 @@ ORDERS: list[tuple[str, dict[int, RankFolder], dict[str, Any], list[str], list[s
     # what, folders, options, candidates without a fault, those refused
     ("nothing there", {}, {}, [], []),
     ("empty folders", {0: folder(), 1: folder()}, {}, [], []),
-    ("what all name, then before it", two("-1_2", "-2_2", "-3_2", meta=("-3_2",) * 2), {}, ["-3_2", "-2_2", "-1_2"], []),
+    ("what all name, then before", two("-1_2", "-2_2", "-3_2", meta=("-3_2",) * 2), {}, ["-3_2", "-2_2", "-1_2"], []),
     ("the oldest that one names", two("-1_2", "-2_2", "-3_2", meta=("-3_2", "-2_2")), {}, ["-2_2", "-1_2"], ["-3_2"]),
     ("one names nothing", two("-1_2", "-2_2", "-3_2", meta=(None, "-2_2")), {}, ["-2_2", "-1_2"], ["-3_2"]),
     ("what one names is gone everywhere", two("-1_2", "-3_2", meta=("-2_2", "-3_2")), {}, ["-1_2"], ["-3_2"]),
