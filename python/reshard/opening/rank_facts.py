@@ -273,7 +273,7 @@ def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> Candid
 def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> dict[str, Any]:
     """Open this process's own files of a save: what is wrong with them, and what they say of the run."""
     number, count = own
-    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False}
+    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "n": 0}
     try:
         ranks = [rank for rank in checkpoint1.rank_folders(root) if rank % count == number]
     except CheckpointNotFoundError:
@@ -290,31 +290,33 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
         with checkpoint:
             common = None if checkpoint.common is None else asdict(checkpoint.common)
             told["has_optimizer"] |= holds_optimizer(checkpoint)
-        against = _disagreement(told["common"], common)
-        if against is not None:
-            told["faults"].append([rank, f"{path.name} {against}"])
-        told["common"] = told["common"] or common
+        if not told["n"]:
+            told["common"] = common
+        elif against := _disagreement(told["common"], common):
+            told["faults"].append([rank, f"{path.name}: {against}"])
+        told["n"] += 1
     return told
 
 
 def _disagreement(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
-    """Why two files cannot be of one save."""
+    """Why the files of two ranks cannot be whole and of one save."""
     for name in _COUNTERS_THAT_AGREE:
         first, second = (None if common is None else common[name] for common in (one, other))
-        if first is not None and second is not None and first != second:
-            return f"says {name} {second}, the file of another rank {first}: they are of different saves"
+        if first != second:
+            # The counters are what a `.ckpt` ends with: one that is cut between two records lacks them.
+            found = ["is not there" if value is None else f"is {value}" for value in (second, first)]
+            return f"`{name}` {found[0]}, and in another rank's file it {found[1]}: cut short, or of another save"
     return None
 
 
 def _checked(candidate: CandidateFacts, reports: Sequence[dict[str, Any]], status: int | None) -> CandidateFacts:
     """A candidate with what all processes found of it."""
     faults = sorted((int(rank), fault) for report in reports for rank, fault in report["faults"])
-    common: dict[str, Any] | None = None
-    for report in reports:
-        against = _disagreement(common, report["common"])
-        if against is not None and not faults:
-            return replace(candidate, fault=f"a file {against}")
-        common = common or report["common"]
+    with_files = [(number, report["common"]) for number, report in enumerate(reports) if report["n"]]
+    common: dict[str, Any] | None = with_files[0][1] if with_files else None
+    for number, other in with_files:
+        if not faults and (against := _disagreement(common, other)):
+            faults = [(number, f"{name_of_rank(Path(candidate.path).name, number)}: {against}")]
     if faults:
         rank, fault = faults[0]
         more = f", and {len(faults) - 1} more ranks' files" if len(faults) > 1 else ""

@@ -363,7 +363,9 @@ def _choose(
     assert isinstance(terms, _Terms)
     if value is None:
         # A host may have its ranks' folders under a path of its own.
-        tree = saves_root(terms.config, channel.world_size) or SavesRoot(**chosen)
+        tree = _attempt(lambda: saves_root(terms.config, channel.world_size) or SavesRoot(**chosen))
+        _agree(channel, tree if isinstance(tree, BaseException) else None, timeout)
+        assert isinstance(tree, SavesRoot)
         return _choose_save(channel, terms, tree, faults, timeout)
     decision = _decide(terms, _facts(value))
     path = str(decision.path)
