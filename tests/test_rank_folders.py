@@ -604,7 +604,7 @@ def test_the_page_of_rank_folders() -> None:
     page = run("inspect", tree, "--strategy", strategy).stdout
     for text in ("ranks      8, each with a file of its own", "2 stages of 4 ranks", "1.31 times", "step_num 40"):
         assert text in page
-    assert "rank_3/demo_rank_3-20_2" in run("inspect", tree, "l1.exp.weight", "--strategy", strategy).stdout
+    assert "rank_5/demo_rank_5-20_2" in run("inspect", tree, "l1.exp.weight", "--strategy", strategy).stdout
     bare = run("inspect", CKPT1 / "output_second_run" / "checkpoint")
     assert bare.exit_code == 0
     assert "give --strategy" in bare.stdout

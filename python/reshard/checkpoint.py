@@ -15,7 +15,7 @@ import os
 import re
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,7 @@ from reshard.formats.rank_file import Placed, RankFile, add_rank_file, placed
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.layout.strategy_layout import specs_of
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order
 from reshard.small_files import show
 
@@ -329,8 +330,15 @@ class Checkpoint:
         return matrix, [list(axes) for axes in cut.tensor_map], [""] * len(matrix), list(ranks)
 
     def _layout_mapping(self) -> Mapping[str, Any] | None:
-        """For `ModelLayout.like`: the layout file that tiles.json keeps."""
-        return None if self._tiles is None else self._tiles.layout
+        """For `ModelLayout.like`: the layout file that tiles.json keeps; or that of a strategy, if parts differ in size."""
+        if self._strategy is None:
+            return None if self._tiles is None else self._tiles.layout
+        shapes = self._shapes()
+        found = specs_of(self._strategy, shapes)
+        if not any(spec.sizes for spec in found.specs.values()):
+            return None  # it can be told by patterns
+        followed = {key: replace(found.specs[of], shape=shapes[key]) for key, of in self._followed.items()}
+        return replace(found, specs=found.specs | followed).mapping()
 
     # -- reading
 

@@ -10,6 +10,7 @@ import click
 
 from reshard._core import __version__
 from reshard.cli.convert import convert
+from reshard.cli.convert_files import convert_files
 from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.explain import explain
@@ -49,6 +50,7 @@ main.add_command(verify)
 main.add_command(convert)
 main.add_command(merge)
 main.add_command(split)
+main.add_command(convert_files)
 main.add_command(diff)
 main.add_command(explain)
 main.add_command(prune)

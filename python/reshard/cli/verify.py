@@ -40,7 +40,8 @@ def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None
 
     PATH is a checkpoint root (all iterations are verified, newest first), an iteration folder, or whatever else
     inspect takes; of rank folders all saves are looked at. Without a manifest, as MindSpore Transformers saves, only
-    the structure is checked: "unverified". A .ckpt file that was written with a CRC is compared with that.
+    the structure is checked: "unverified".
+    A .ckpt file that was written with a CRC is compared with that.
 
     \b
     Examples:

@@ -9,19 +9,15 @@ the counters are read.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard import _core
-from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, scalars
 from reshard.formats.checkpoint2_common import CommonInfo
-from reshard.formats.rank_file import add_rank_file, placed
+from reshard.opening.rank_folders import look_at, open_rank_files
 from reshard.opening.root import is_damage, reason_of
 from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
 from reshard.resume.checkpoint1 import RankFolder, Save, SaveOrder, name_of_rank, order_saves
@@ -31,9 +27,21 @@ from reshard.strict_json import read_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from reshard import _core
+    from reshard.checkpoint import Checkpoint
     from reshard.config import Config
 
-__all__ = ["ALONE", "SavesRoot", "Together", "gather_saves", "open_own", "path_of", "saves_root"]
+__all__ = [
+    "ALONE",
+    "SavesRoot",
+    "Together",
+    "counters_of",
+    "gather_saves",
+    "holds_optimizer",
+    "open_own",
+    "path_of",
+    "saves_root",
+]
 
 HEALTH_FILE = "health_ckpts.json"
 
@@ -225,18 +233,9 @@ def _look(root: str, own: tuple[int, int]) -> dict[str, Any]:
     for rank, folder in folders.items():
         if rank % count != number:
             continue
-        meta, fault = None, None
-        try:
-            meta = asdict(checkpoint1.read_meta(folder))
-        except CheckpointNotFoundError:
-            pass
-        except DamagedFileError as error:
-            fault = error.message.replace(f"{show(str(folder / checkpoint1.META_FILE))}", "it").removeprefix("it: ")
-        files = []
-        for name in checkpoint1.list_weight_files(folder):
-            with contextlib.suppress(FileNotFoundError):  # retention may remove one meanwhile
-                files.append([name, (folder / name).stat(follow_symlinks=False).st_mtime_ns])
-        seen[str(rank)] = {"files": files, "meta": meta, "fault": fault}
+        found = look_at(folder)
+        meta = None if found.meta is None else asdict(found.meta)
+        seen[str(rank)] = {"files": found.files, "meta": meta, "fault": found.meta_fault}
     return seen
 
 
@@ -263,7 +262,7 @@ def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> Candid
 def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> dict[str, Any]:
     """Open this process's own files of a save: what is wrong with them, and what they say of the run."""
     number, count = own
-    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False}
+    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "n": 0}
     try:
         ranks = [rank for rank in checkpoint1.rank_folders(root) if rank % count == number]
     except CheckpointNotFoundError:
@@ -279,32 +278,34 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
             continue
         with checkpoint:
             common = None if checkpoint.common is None else asdict(checkpoint.common)
-            told["has_optimizer"] |= any(scalars.is_state(key) and key not in scalars.NAMES for key in checkpoint)
-        against = _disagreement(told["common"], common)
-        if against is not None:
-            told["faults"].append([rank, f"{path.name} {against}"])
-        told["common"] = told["common"] or common
+            told["has_optimizer"] |= holds_optimizer(checkpoint)
+        if not told["n"]:
+            told["common"] = common
+        elif against := _disagreement(told["common"], common):
+            told["faults"].append([rank, f"{path.name}: {against}"])
+        told["n"] += 1
     return told
 
 
 def _disagreement(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
-    """Why two files cannot be of one save."""
+    """Why the files of two ranks cannot be whole and of one save."""
     for name in _COUNTERS_THAT_AGREE:
         first, second = (None if common is None else common[name] for common in (one, other))
-        if first is not None and second is not None and first != second:
-            return f"says {name} {second}, the file of another rank {first}: they are of different saves"
+        if first != second:
+            # The counters are what a `.ckpt` ends with: one that is cut between two records lacks them.
+            found = ["is not there" if value is None else f"is {value}" for value in (second, first)]
+            return f"`{name}` {found[0]}, and in another rank's file it {found[1]}: cut short, or of another save"
     return None
 
 
 def _checked(candidate: CandidateFacts, reports: Sequence[dict[str, Any]], status: int | None) -> CandidateFacts:
     """A candidate with what all processes found of it."""
     faults = sorted((int(rank), fault) for report in reports for rank, fault in report["faults"])
-    common: dict[str, Any] | None = None
-    for report in reports:
-        against = _disagreement(common, report["common"])
-        if against is not None and not faults:
-            return replace(candidate, fault=f"a file {against}")
-        common = common or report["common"]
+    with_files = [(number, report["common"]) for number, report in enumerate(reports) if report["n"]]
+    common: dict[str, Any] | None = with_files[0][1] if with_files else None
+    for number, other in with_files:
+        if not faults and (against := _disagreement(common, other)):
+            faults = [(number, f"{name_of_rank(Path(candidate.path).name, number)}: {against}")]
     if faults:
         rank, fault = faults[0]
         more = f", and {len(faults) - 1} more ranks' files" if len(faults) > 1 else ""
@@ -338,36 +339,40 @@ def _with_faults(views: list[RankView], found: list[CandidateFacts]) -> tuple[Ra
 # -- one rank's own file
 
 
-def open_own(path: str | os.PathLike[str], method: _core.ReadMethod = "auto") -> Checkpoint:
+def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
     """Open a rank's own file by itself: its local arrays are the tensors, and the counters in it `common`.
 
     Raises:
-        CheckpointNotFoundError, DamagedFileError, UnsupportedError, StorageError: as `add_rank_file`; or a counter is
-            no number.
+        CheckpointNotFoundError, DamagedFileError, UnsupportedError, StorageError: as `open_rank_files`.
 
     Example:
-        >>> open_own("checkpoint/rank_1/llama_rank_1-20_2.safetensors").common.step_num  # doctest: +SKIP
+        >>> open_own(Path("checkpoint/rank_1/llama_rank_1-20_2.safetensors")).common.step_num  # doctest: +SKIP
         40
     """
-    index = _core.Index()
-    file = add_rank_file(index, path, method=method)
-    for key, tensor in file.tensors.items():
-        index.add_tiles(key, tensor.dtype, tensor.shape, placed(file, key, (0,) * len(tensor.shape)))
-    checkpoint = Checkpoint("checkpoint1", Path(path), index)
-    names = [name for name in scalars.NAMES if name in file.tensors]
-    small = [name for name in names if file.tensors[name].shape in ((), (1,))]
-    if len(small) < len(names):
-        odd = next(name for name in names if name not in small)
-        checkpoint.close()
-        raise DamagedFileError(
-            f"{show(os.fspath(path))}: the counter `{odd}` has shape {file.tensors[odd].shape}, expected one element",
-            path=os.fspath(path),
-            key=odd,
-        )
-    if names:
-        checkpoint.common = scalars.common_of(checkpoint.load(keys=names, threads=1), os.fspath(path))
-        checkpoint.iteration = checkpoint.common.step_num
-    return checkpoint
+    return open_rank_files(path.parent, {0: path}, None, method)
+
+
+def counters_of(checkpoint: Checkpoint) -> CommonInfo | None:
+    """The counters that a file of Checkpoint 1.0 keeps as tensors; None if it has none.
+
+    Raises:
+        DamagedFileError: one is no number.
+        StorageError: the file cannot be read.
+    """
+    names = [name for name in scalars.NAMES if name in checkpoint]
+    path = str(checkpoint.path)
+    for name in names:
+        shape = checkpoint.shape(name)
+        if shape not in ((), (1,)):  # looked at before it is read: it can be of any size
+            raise DamagedFileError(
+                f"{show(path)}: the counter `{name}` has shape {shape}, expected one element", path=path, key=name
+            )
+    return scalars.common_of(checkpoint.load(keys=names, threads=1), path) if names else None
+
+
+def holds_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint whose names alone tell holds state of an optimizer; its counters are none."""
+    return any(scalars.is_state(key) and key not in scalars.NAMES for key in checkpoint)
 
 
 # -- health
