@@ -137,9 +137,9 @@ def test_one_save_of_several(tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
     for rank, arrays in of_ranks(RANKS).items():
         (ranks / f"rank_{rank}").mkdir(parents=True)
-        for n, suffix in enumerate(("10_2", "20_2")):
+        for n, save in enumerate(("10_2", "20_2")):
             shifted = {key: array + array.dtype.type(n) if array.shape else array for key, array in arrays.items()}
-            save_file(shifted, ranks / f"rank_{rank}" / f"demo_rank_{rank}-{suffix}.safetensors")
+            save_file(shifted, ranks / f"rank_{rank}" / f"demo_rank_{rank}-{save}.safetensors")
     strategy = STRATEGY / "src_strategy"
     cases: list[tuple[str | None, int]] = [("10_2", 0), ("20_2", 1), (None, 1)]
     for suffix, n in cases:
