@@ -22,7 +22,7 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError
-from reshard.formats import checkpoint2, state, tiles
+from reshard.formats import checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
-Format = Literal["safetensors", "huggingface", "checkpoint2"]
+Format = Literal["safetensors", "huggingface", "checkpoint2", "mindspore"]
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
 _STATE_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
@@ -97,10 +97,10 @@ class Checkpoint:
     """An opened checkpoint: names, shapes, and the bytes on demand. Made by `open`; safe to read from several threads.
 
     Attributes:
-        format: "safetensors", "huggingface" or "checkpoint2".
+        format: "safetensors", "huggingface", "checkpoint2" or "mindspore".
         path: the file or folder that is read; of a root: the iteration folder that was taken.
         iteration: the iteration, or None where the format or the folder's name has none.
-        common: the content of common.json, or None.
+        common: the counters of the run, of common.json or hyper_param.safetensors, or None.
         manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
         skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
 
@@ -215,6 +215,8 @@ class Checkpoint:
         return [] if self._tiles is None else [key for key in self._keys if key in self._tiles.tensors]
 
     def _part(self, key: str) -> Literal["model", "optimizer"]:
+        if self.format == "mindspore":
+            return "optimizer" if scalars.is_state(key) else "model"
         if self.format != "checkpoint2":
             return "model"
         parsed = checkpoint2.parse_shard_file_name(Path(self._index.file_path(self._index.holders(key)[0])).name)

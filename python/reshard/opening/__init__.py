@@ -1,4 +1,4 @@
-"""How a path becomes a `Checkpoint`: a file, a Hugging Face folder, an iteration folder, or the best one of a root.
+"""How a path becomes a `Checkpoint`: a file, a folder of whole weights, an iteration folder, or the best one of a root.
 
 `folder` says when an iteration folder is a complete checkpoint, `root` which one of a root is taken. Nothing here
 writes, and damage found later, while bytes are read, is not rolled back from: that is for `verbs.load`.
@@ -13,9 +13,10 @@ from pathlib import Path
 from reshard import _core
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
-from reshard.formats import checkpoint2, huggingface
+from reshard.formats import checkpoint2, full_weights, huggingface
 from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, set_sums, unfinished
 from reshard.opening.root import best_of, is_damage, iterations, newer_than, order_of, reason_of
+from reshard.opening.weights import open_full_weights
 from reshard.small_files import show
 
 __all__ = [
@@ -39,8 +40,9 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
     """Open a checkpoint, whatever its format.
 
     Args:
-        path: a `.safetensors` file (any other file is tried as one), a Hugging Face folder, the root of a Checkpoint
-            2.0 tree (the last complete iteration is taken, see `reshard.resume.resolve`), or an iteration folder.
+        path: a `.safetensors` file (any other file is tried as one), a Hugging Face folder, full weights in the
+            MindSpore layout, the root of a Checkpoint 2.0 tree (the last complete iteration is taken, see
+            `reshard.resume.resolve`), or an iteration folder.
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
 
     Returns:
@@ -75,6 +77,8 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
         return _open_file(target, method)
     if huggingface.detect(target):
         return _open_huggingface(target, method)
+    if full_weights.detect(target):
+        return open_full_weights(target, method)
     if checkpoint2.is_root(target):
         return best_of(target, method)
     if could_be_root and _is_empty(target):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import DestinationExistsError, ReshardError
-from reshard.formats import huggingface, tiles
+from reshard.formats import huggingface, tiles, weight_map
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.small_files import write_file_atomically
 from reshard.verbs.shares import assign, committing, missing, place, record, told
@@ -174,9 +174,9 @@ def _publish_huggingface(
     with _folder(job) as folder:
         n_bytes = _n_bytes(fill(folder))
         if len(files) > 1:
-            weight_map = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
+            file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
             total = sum(size for _, size in sizes)
-            text = huggingface.index_text(weight_map, total, _core.__version__)
+            text = huggingface.index_text(file_of, total, _core.__version__)
             write_file_atomically(
                 folder / huggingface.INDEX_FILE, text, job.options.file_mode, durable=job.options.durable
             )
@@ -276,7 +276,7 @@ def _is_ours(entry: Path) -> bool:
             return True
         return False
     if entry.name == huggingface.INDEX_FILE:
-        return huggingface.index_writer(entry) is not None
+        return weight_map.writer(entry) is not None
     if entry.suffix != ".safetensors":
         return False
     try:
