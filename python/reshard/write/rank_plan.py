@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
-from reshard.fields import is_count
 from reshard.formats.checkpoint1 import FileName, parse_file_name
 from reshard.formats.scalars import NAMES
 from reshard.small_files import show
@@ -24,7 +23,19 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint1 import FileKind
 
-__all__ = ["DEFAULT_PREFIX", "Naming", "RankView", "check_prefix", "deal", "outdated", "position", "view_of"]
+__all__ = [
+    "DEFAULT_PREFIX",
+    "Dealt",
+    "Naming",
+    "RankView",
+    "check_prefix",
+    "check_world",
+    "deal",
+    "outdated",
+    "position",
+    "run_number",
+    "view_of",
+]
 
 DEFAULT_PREFIX = "CKP"
 
@@ -165,7 +176,7 @@ def position(
         ((20, 2), (3, 5), (1, 45))
     """
     for name, value in (("sink_size", sink_size), ("steps_per_epoch", steps_per_epoch)):
-        if value is not None and (not is_count(value) or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             raise ArgumentError(f"`{name}` is {value!r}, expected an integer of at least 1")
     size = steps_per_epoch if sink_size is None else sink_size
     if size is None:
@@ -227,8 +238,8 @@ def check_world(views: Sequence[RankView], root: str) -> None:
     else:
         return
     raise ArgumentError(
-        f"{show(root)} holds checkpoints of {found} than the {n_ranks} ranks that save now; in Checkpoint 1.0 a root is "
-        "of one number of ranks",
+        f"{show(root)} holds checkpoints of {found} than the {n_ranks} ranks that save now; in Checkpoint 1.0 a root "
+        "belongs to one number of ranks",
         path=root,
         hint='save into another root, or with `format="checkpoint2"`',
     )
@@ -280,7 +291,7 @@ def outdated(files: Iterable[FileName], naming: Naming, keep: int | None) -> lis
     """
     if keep is None:
         return []
-    if not is_count(keep) or keep < 1:
+    if type(keep) is not int or keep < 1:
         raise ArgumentError(f"`keep` is {keep!r}, expected an integer of at least 1")
     found = sorted(
         {
