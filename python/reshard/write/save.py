@@ -15,10 +15,8 @@ import hashlib
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -31,10 +29,11 @@ from reshard.group import resolve, session
 from reshard.layout import as_layout
 from reshard.small_files import show
 from reshard.write import background, retention
-from reshard.write.arrays import LocalArray, Shard, as_shape, local_arrays
+from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
 from reshard.write.facts import RankFacts, check_options, facts_of, plan_iteration, planned_bytes
-from reshard.write.together import Planned, SaveReport, ShardFile, Share, Terms, carry_out, meet, outcome_of
+from reshard.write.shard_files import image, straight
+from reshard.write.together import Own, Planned, SaveReport, Share, Terms, carry_out, meet, outcome_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +47,6 @@ __all__ = ["PendingSave", "SaveReport", "Shard", "save"]
 
 _EPOCH = "1970-01-01T00:00:00+00:00"
 _METADATA = {"format": "ms", "reshard": _core.__version__}
-_WINDOWS_BYTES = 64 << 20
 _COMMON_KEYS = tuple(name for name in CommonInfo.__dataclass_fields__ if name != "unknown")
 
 
@@ -223,7 +221,7 @@ def save(  # noqa: PLR0917
     )
     agreed = {"prefix": prefix, "dedup": dedup, "blocking": blocking, "strict_format": strict_format}
 
-    def prepare() -> _Own:
+    def prepare() -> Own:
         background.finish_previous(timeout)
         if format != "checkpoint2":
             raise ArgumentError(f'`format` is {format!r}; "checkpoint2" is accepted')
@@ -243,7 +241,7 @@ def save(  # noqa: PLR0917
         # Made now, so that a metric that is no number is refused before anything is written.
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
         state_files = _extra(extra, members.rank, copy=not blocking)
-        return _Own(arrays, facts, own_layout, counters, record, state_files)
+        return Own(arrays, facts, own_layout, counters, record, state_files)
 
     # What fails on this rank alone must reach the others as a value: they are waiting.
     own = outcome_of(prepare)
@@ -251,37 +249,25 @@ def save(  # noqa: PLR0917
 
     def decide(told: list[Any]) -> list[tuple[int, str, tuple[str, ...]]]:
         nonlocal planned
-        assert isinstance(own, _Own)
+        assert isinstance(own, Own)
         facts = [RankFacts.from_json(one) for one in told]
         check_options(facts)
         _check_shared(terms.root, facts)
         planned = _plan(facts, told, own.layout, prefix=prefix, dedup=dedup, strict=strict_format)
         return [(file.rank, file.name, file.arrays) for file in planned.plan.files]
 
-    files = meet(channel, own.facts.to_json() if isinstance(own, _Own) else own, decide, timeout)
-    assert isinstance(own, _Own)
+    files = meet(channel, own.facts.to_json() if isinstance(own, Own) else own, decide, timeout)
+    assert isinstance(own, Own)
     arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in files if of == members.rank}
     if blocking:
-        ready = [_shard_file(name, arrays, threads) for name, arrays in arrays_of.items()]
+        ready = [straight(name, arrays, _METADATA, threads) for name, arrays in arrays_of.items()]
         share = Share(ready, own.extra, own.common, own.record)
         return carry_out(terms, channel, share, planned, started=started, progress=progress)
-    snapshots = outcome_of(lambda: [_snapshot(name, arrays, threads) for name, arrays in arrays_of.items()])
-    share = Share(snapshots, own.extra, own.common, own.record)
+    images = outcome_of(lambda: [image(name, arrays, _METADATA, threads) for name, arrays in arrays_of.items()])
+    share = Share(images, own.extra, own.common, own.record)
     stall_seconds = time.monotonic() - started
     work = functools.partial(carry_out, terms, channel, share, planned, started=started, stall_seconds=stall_seconds)
     return background.start(iteration, work, progress, exit_seconds=timeout)
-
-
-@dataclass(frozen=True)
-class _Own:
-    """What this rank brings along."""
-
-    arrays: dict[str, LocalArray]
-    facts: RankFacts
-    layout: ModelLayout | None
-    common: CommonInfo
-    record: SaveRecord
-    extra: tuple[str, dict[str, np.ndarray]] | None
 
 
 _last_plan: tuple[bytes, Planned] | None = None
@@ -371,33 +357,3 @@ def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:
             path=str(root),
             hint="save to a network file system, or name the folder in the environment variable SHARED_PATHS",
         )
-
-
-def _shard_file(name: str, arrays: list[LocalArray], threads: int | None) -> ShardFile:
-    def write(path: str, **options: Any) -> _core.Written:
-        # Arrays that must be copied to be written are copied here, a file at a time.
-        return _core.write_arrays(
-            path, _tensors(arrays), metadata=_METADATA, windows=_windows(), threads=threads, **options
-        )
-
-    return ShardFile(name, sum(array.n_bytes for array in arrays), write)
-
-
-_kept = threading.local()
-
-
-def _windows() -> _core.Windows:
-    """This thread's windows, kept from save to save: touching fresh memory costs more than filling it."""
-    if not hasattr(_kept, "windows"):
-        _kept.windows = _core.Windows(_WINDOWS_BYTES)
-    windows: _core.Windows = _kept.windows
-    return windows
-
-
-def _snapshot(name: str, arrays: list[LocalArray], threads: int | None) -> ShardFile:
-    snapshot = background.snapshot_pool().take(_tensors(arrays), metadata=_METADATA, threads=threads)
-    return ShardFile(name, snapshot.n_bytes, functools.partial(snapshot.write, threads=threads))
-
-
-def _tensors(arrays: list[LocalArray]) -> list[tuple[str, str, tuple[int, ...], np.ndarray]]:
-    return [(array.name, array.dtype, array.shape, array.buffer()) for array in arrays]
