@@ -226,7 +226,7 @@ def test_failed_saves_are_told_and_the_third_raises(
             raise StorageError("no room", errno=28)
         return real(root, step, **options)
 
-    monkeypatch.setattr("reshard.torch.checkpointer.save_iteration", save)
+    monkeypatch.setattr("reshard.torch.saving.save_iteration", save)
     with make(tmp_path, save_every=1, async_save=False) as made:
         trainer = Trainer()
         made.resume(**trainer.parts())

@@ -36,7 +36,7 @@ from reshard.write.arrays import local_arrays
 from reshard.write.facts import RankFacts, check_options, plan_iteration
 from reshard.write.iteration import JointProgress
 from reshard.write.rank_plan import Dealt, Naming, RankView
-from reshard.write.shard_files import ShardFile, image, straight
+from reshard.write.shard_files import maker
 from reshard.write.together import Own, SaveReport, Terms, append_to_log, meet, outcome_of, read_back
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from reshard.formats.save_log import SaveRecord
     from reshard.group import Group
     from reshard.write.arrays import LocalArray
+    from reshard.write.shard_files import ShardFile
     from reshard.write.strategies import Strategies
 
 __all__ = ["How", "save_ranks"]
@@ -138,6 +139,7 @@ def save_ranks(
     *,
     started: float,
     blocking: bool,
+    ready: Callable[[], object] | None,
     progress: _core.Progress | None,
     after: Callable[[SaveReport], list[str]] | None = None,
 ) -> Any:
@@ -150,6 +152,7 @@ def save_ranks(
         own: what this rank brings along, or the exception in which making that ended.
         started: when `save` was called, on the monotonic clock.
         blocking: whether to wait.
+        ready: as in `save`.
         progress: as in `save`.
         after: as in `save`.
 
@@ -169,7 +172,8 @@ def save_ranks(
     told = outcome_of(tell)
     agreed = Agreed.from_json(meet(channel, told, None if coordinator is None else coordinator.plan, terms.timeout))
     assert isinstance(own, Own)
-    make = straight if blocking else image
+    metadata = {"format": "ms", "remove_redundancy": str(how.dedup and channel.world_size > 1)}
+    make = maker(metadata, terms.threads, blocking=blocking, ready=ready)
     files = outcome_of(lambda: _files(make, terms, how, own, agreed, rank))
     strategy = _strategy_of(terms, own, agreed, rank) if coordinator is None else coordinator.strategy
     work = _Work(terms, how, channel, agreed, own, files, strategy, coordinator)
@@ -209,7 +213,7 @@ def _look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int])
 
 
 def _files(
-    make: Callable[..., ShardFile], terms: Terms, how: How, own: Own, agreed: Agreed, rank: int
+    make: Callable[[str, list[LocalArray]], ShardFile], terms: Terms, how: How, own: Own, agreed: Agreed, rank: int
 ) -> list[tuple[Path, ShardFile]]:
     """This rank's files with their folders, the one that counts first."""
     if how.only_strategy:
@@ -223,12 +227,8 @@ def _files(
         by_kind["network"] = weights
     if how.trainable is not None:
         by_kind["trainable"] = [array for array in weights if array.name in how.trainable]
-    metadata = {"format": "ms", "remove_redundancy": str(how.dedup)}
     return [
-        (
-            _folder(terms.root, rank, kind),
-            make(agreed.naming.file(rank, kind).name, _in_order(of_kind), metadata, terms.threads),
-        )
+        (_folder(terms.root, rank, kind), make(agreed.naming.file(rank, kind).name, _in_order(of_kind)))
         for kind, of_kind in by_kind.items()
     ]
 
@@ -294,10 +294,11 @@ class _Work:
         written = outcome_of(lambda: self._write(progress))
         try:
             summary = meet(self.channel, written, None if coordinator is None else coordinator.sum_up, terms.timeout)
-        except GroupError:
-            raise  # it may be that all others went on: what is written is whole, and harms nobody
         except BaseException as error:
-            if isinstance(written, BaseException) or isinstance(error, ReshardError):
+            # Where ranks merely did not hear of each other, the others may have gone on: then what is written stays.
+            if isinstance(written, BaseException) or (
+                isinstance(error, ReshardError) and not isinstance(error, GroupError)
+            ):
                 self._withdraw()
             raise
         if not self.how.only_strategy:
@@ -522,7 +523,7 @@ class _Coordinator:
             left_out = dealt.left_out(rank)
             for fact in one.arrays:
                 if fact.name not in left_out:
-                    n_copies = 1 + how.network * (fact.part == "model")
+                    n_copies = 1 + (how.network + (how.trainable is not None)) * (fact.part == "model")
                     n_bytes += n_copies * math.prod(fact.shape) * dtypes.bits(fact.dtype) // 8
         protocol.check_space(terms.root, n_bytes, durable=terms.durable)
 

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from reshard import _core
 from reshard.errors import ArgumentError
 from reshard.formats import checkpoint2, mounts, state
@@ -32,13 +34,11 @@ from reshard.write import background, retention
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
 from reshard.write.facts import RankFacts, check_options, facts_of, plan_iteration, planned_bytes
-from reshard.write.shard_files import image, straight
+from reshard.write.shard_files import maker
 from reshard.write.together import Own, Planned, SaveReport, Share, Terms, carry_out, meet, outcome_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
+    from collections.abc import Callable, Sequence
 
     from reshard.layout import ModelLayout
     from reshard.layout.model import LayoutLike
@@ -77,6 +77,7 @@ def save(
     strict_format: bool = False,
     rollback: bool = False,
     takeover: bool = False,
+    ready: Callable[[], object] | None = None,
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -108,6 +109,7 @@ def save(
     strict_format: bool = False,
     rollback: bool = False,
     takeover: bool = False,
+    ready: Callable[[], object] | None = None,
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -138,6 +140,7 @@ def save(  # noqa: PLR0917
     strict_format: bool = False,
     rollback: bool = False,
     takeover: bool = False,
+    ready: Callable[[], object] | None = None,
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -181,6 +184,9 @@ def save(  # noqa: PLR0917
             tiles.json, which only this package reads.
         rollback: allow an iteration below the tracker's.
         takeover: end the claim of another process that seems to be alive.
+        ready: for arrays that are still being filled, such as copies from a device: waits until they have their
+            content. With it nothing is copied, and the arrays belong to the save until it has ended. It is called more
+            than once, and in the background if `blocking` is False.
         timeout: seconds that a rank waits for the others in each of the three meetings, the time to write included.
         threads: threads of the copies.
         progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; from the thread in the
@@ -229,6 +235,11 @@ def save(  # noqa: PLR0917
         _check_retention(keep, keep_every, keep_best)
         own_layout = None if layout is None else as_layout(layout)
         arrays = local_arrays(model, optimizer)
+        if ready is not None:
+            for name, given in [*(model or {}).items(), *(optimizer or {}).items()]:
+                _check_is_written_as_it_is(given, arrays[name])
+            if check_replicas:
+                ready()  # what is summed must be there
         facts = facts_of(
             arrays.values(),
             {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
@@ -256,18 +267,31 @@ def save(  # noqa: PLR0917
         planned = _plan(facts, told, own.layout, prefix=prefix, dedup=dedup, strict=strict_format)
         return [(file.rank, file.name, file.arrays) for file in planned.plan.files]
 
-    files = meet(channel, own.facts.to_json() if isinstance(own, Own) else own, decide, timeout)
+    planned_files = meet(channel, own.facts.to_json() if isinstance(own, Own) else own, decide, timeout)
     assert isinstance(own, Own)
-    arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in files if of == members.rank}
+    arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in planned_files if of == members.rank}
+    make = maker(_METADATA, threads, blocking=blocking, ready=ready)
+    files = outcome_of(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
+    share = Share(files, own.extra, own.common, own.record)
     if blocking:
-        ready = [straight(name, arrays, _METADATA, threads) for name, arrays in arrays_of.items()]
-        share = Share(ready, own.extra, own.common, own.record)
         return carry_out(terms, channel, share, planned, started=started, progress=progress)
-    images = outcome_of(lambda: [image(name, arrays, _METADATA, threads) for name, arrays in arrays_of.items()])
-    share = Share(images, own.extra, own.common, own.record)
     stall_seconds = time.monotonic() - started
     work = functools.partial(carry_out, terms, channel, share, planned, started=started, stall_seconds=stall_seconds)
     return background.start(iteration, work, progress, exit_seconds=timeout)
+
+
+def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
+    """Refuse what was copied to be looked at: before `ready`, that is before it has its content."""
+    one: Any = given.array if isinstance(given, Shard) else given
+    place = one.data_ptr() if callable(getattr(one, "data_ptr", None)) else None
+    if isinstance(one, np.ndarray):
+        place = one.ctypes.data
+    if array.n_bytes and place != array.array.ctypes.data:
+        raise ArgumentError(
+            f"saving {show(array.name)}: with `ready` only numpy arrays and tensors of the host are taken, in the byte "
+            "order of the machine",
+            key=array.name,
+        )
 
 
 _last_plan: tuple[bytes, Planned] | None = None

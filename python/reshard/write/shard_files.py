@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.write import background
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from reshard.write.arrays import LocalArray
 
-__all__ = ["ShardFile", "image", "straight"]
+__all__ = ["ShardFile", "maker"]
 
 _WINDOWS_BYTES = 64 << 20
 
@@ -35,31 +35,34 @@ class ShardFile:
     write: Callable[..., _core.Written]
 
 
-def straight(
-    name: str, arrays: Sequence[LocalArray], metadata: Mapping[str, str], threads: int | None = None
-) -> ShardFile:
-    """A file that is written from the arrays as they are then."""
+def maker(
+    metadata: Mapping[str, str], threads: int | None = None, *, blocking: bool, ready: Callable[[], object] | None = None
+) -> Callable[[str, Sequence[LocalArray]], ShardFile]:
+    """What makes a file of a name and arrays.
 
-    def write(path: str, **options: object) -> _core.Written:
-        # Arrays that must be copied to be written are copied here, a file at a time.
-        return _core.write_arrays(
-            path,
-            _tensors(arrays),
-            metadata=metadata,
-            windows=_windows(),
-            threads=threads,
-            **options,  # type: ignore[arg-type]
-        )
+    Args:
+        metadata: text that stands in the header.
+        threads: threads of the copies.
+        blocking: whether the arrays stay as they are until the file is written; else a copy is taken now.
+        ready: waits until the arrays have their content; with it they belong to the save, and nothing is copied.
+    """
 
-    return ShardFile(name, sum(array.n_bytes for array in arrays), write)
+    def straight(name: str, arrays: Sequence[LocalArray]) -> ShardFile:
+        def write(path: str, **options: Any) -> _core.Written:
+            if ready is not None:
+                ready()
+            # Arrays that must be copied to be written are copied here, a file at a time.
+            return _core.write_arrays(
+                path, _tensors(arrays), metadata=metadata, windows=_windows(), threads=threads, **options
+            )
 
+        return ShardFile(name, sum(array.n_bytes for array in arrays), write)
 
-def image(
-    name: str, arrays: Sequence[LocalArray], metadata: Mapping[str, str], threads: int | None = None
-) -> ShardFile:
-    """A file that is written from a copy, taken now."""
-    snapshot = background.snapshot_pool().take(_tensors(arrays), metadata=metadata, threads=threads)
-    return ShardFile(name, snapshot.n_bytes, functools.partial(snapshot.write, threads=threads))
+    def image(name: str, arrays: Sequence[LocalArray]) -> ShardFile:
+        snapshot = background.snapshot_pool().take(_tensors(arrays), metadata=metadata, threads=threads)
+        return ShardFile(name, snapshot.n_bytes, functools.partial(snapshot.write, threads=threads))
+
+    return straight if blocking or ready is not None else image
 
 
 _kept = threading.local()
