@@ -30,7 +30,7 @@ from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
 from reshard.small_files import show
-from reshard.write import background, retention
+from reshard.write import background, checkpoint1, retention
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
 from reshard.write.facts import RankFacts, check_options, facts_of, plan_iteration, planned_bytes
@@ -38,7 +38,7 @@ from reshard.write.shard_files import maker
 from reshard.write.together import Own, Planned, SaveReport, Share, Terms, carry_out, meet, outcome_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from reshard.layout import ModelLayout
     from reshard.layout.model import LayoutLike
@@ -68,7 +68,7 @@ def save(
     rank: int | None = None,
     blocking: Literal[True] = True,
     durable: bool = True,
-    format: Literal["checkpoint2"] = "checkpoint2",
+    format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",
     keep_every: int | None = None,
     keep_best: tuple[str, int] | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -78,6 +78,12 @@ def save(
     rollback: bool = False,
     takeover: bool = False,
     ready: Callable[[], object] | None = None,
+    after: Callable[[SaveReport], list[str]] | None = None,
+    sink_size: int | None = None,
+    steps_per_epoch: int | None = None,
+    save_network_params: bool = False,
+    save_trainable_params: Collection[str] | None = None,
+    only_save_strategy: bool = False,
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -100,7 +106,7 @@ def save(
     rank: int | None = None,
     blocking: Literal[False],
     durable: bool = True,
-    format: Literal["checkpoint2"] = "checkpoint2",
+    format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",
     keep_every: int | None = None,
     keep_best: tuple[str, int] | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -110,6 +116,12 @@ def save(
     rollback: bool = False,
     takeover: bool = False,
     ready: Callable[[], object] | None = None,
+    after: Callable[[SaveReport], list[str]] | None = None,
+    sink_size: int | None = None,
+    steps_per_epoch: int | None = None,
+    save_network_params: bool = False,
+    save_trainable_params: Collection[str] | None = None,
+    only_save_strategy: bool = False,
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -131,7 +143,7 @@ def save(  # noqa: PLR0917
     rank: int | None = None,
     blocking: bool = True,
     durable: bool = True,
-    format: Literal["checkpoint2"] = "checkpoint2",  # noqa: A002
+    format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",  # noqa: A002
     keep_every: int | None = None,
     keep_best: tuple[str, int] | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -141,6 +153,12 @@ def save(  # noqa: PLR0917
     rollback: bool = False,
     takeover: bool = False,
     ready: Callable[[], object] | None = None,
+    after: Callable[[SaveReport], list[str]] | None = None,
+    sink_size: int | None = None,
+    steps_per_epoch: int | None = None,
+    save_network_params: bool = False,
+    save_trainable_params: Collection[str] | None = None,
+    only_save_strategy: bool = False,
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -152,7 +170,7 @@ def save(  # noqa: PLR0917
 
     Args:
         root: the checkpoint root; made if it is missing.
-        iteration: the number. One that is there is replaced, in one step. A lower one than the tracker's is refused,
+        iteration: the number: steps that were made. One that is there is replaced, in one step. A lower one than the tracker's is refused,
             but for the first save after `reshard.load` took an older one.
         model: this rank's arrays by key: numpy arrays, torch tensors, anything with DLPack or the buffer protocol,
             contiguous or not; or `reshard.Shard`s of them.
@@ -174,7 +192,9 @@ def save(  # noqa: PLR0917
         blocking: False returns as soon as this rank's part is copied; what happens to the arrays then is no matter.
             One save at a time goes on in the background: the next one first waits for it, and raises its error.
         durable: sync everything before it is published. False survives a crash of the process, not of the machine.
-        format: the only one so far.
+        format: "checkpoint2"; or "checkpoint1", a file for each rank, under a name that says epoch and step (see
+            `write.checkpoint1`). There every layout that is saved must be one that a strategy file can say, a root is
+            of one number of ranks and one strategy, and `keep` counts the saves of this process.
         keep_every: keep every iteration that is a multiple of this.
         keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric.
         metrics: numbers by name, such as the loss: kept in `saves.jsonl` beside the checkpoints.
@@ -187,6 +207,16 @@ def save(  # noqa: PLR0917
         ready: for arrays that are still being filled, such as copies from a device: waits until they have their
             content. With it nothing is copied, and the arrays belong to the save until it has ended. It is called more
             than once, and in the background if `blocking` is False.
+        after: called on every rank as `after(report)` once the save has succeeded, in the thread that saved; the texts
+            that it returns are warnings of the report.
+        sink_size: of Checkpoint 1.0: steps of a sink, if the loop runs in sinks: names then count sinks as epochs.
+        steps_per_epoch: of Checkpoint 1.0: steps of an epoch, for the names. With neither, `common` says the epoch and
+            the step is the iteration.
+        save_network_params: of Checkpoint 1.0: save the weights a second time, alone, into `<root>_network`.
+        save_trainable_params: of Checkpoint 1.0: names of the weights that are trained, to be saved alone into
+            `<root>_trainable`.
+        only_save_strategy: of Checkpoint 1.0: write the strategy files, that is how the tensors are cut, and nothing
+            else.
         timeout: seconds that a rank waits for the others in each of the three meetings, the time to write included.
         threads: threads of the copies.
         progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; from the thread in the
@@ -225,14 +255,28 @@ def save(  # noqa: PLR0917
         keep_every=keep_every,
         keep_best=keep_best,
     )
-    agreed = {"prefix": prefix, "dedup": dedup, "blocking": blocking, "strict_format": strict_format}
+    how = checkpoint1.How(
+        prefix=prefix,
+        dedup=dedup,
+        sink_size=sink_size,
+        steps_per_epoch=steps_per_epoch,
+        network=save_network_params,
+        trainable=None if save_trainable_params is None else frozenset(save_trainable_params),
+        only_strategy=only_save_strategy,
+    )
+    agreed = {"format": format, "blocking": blocking, "strict_format": strict_format, **how.agreed()}
 
     def prepare() -> Own:
         background.finish_previous(timeout)
-        if format != "checkpoint2":
-            raise ArgumentError(f'`format` is {format!r}; "checkpoint2" is accepted')
+        if format not in ("checkpoint2", "checkpoint1"):
+            raise ArgumentError(f'`format` is {format!r}; "checkpoint2" and "checkpoint1" are accepted')
         checkpoint2.iteration_folder_name(iteration)
         _check_retention(keep, keep_every, keep_best)
+        how.check(is_chosen=format == "checkpoint1", model=model)
+        if format == "checkpoint1" and (keep_every is not None or keep_best is not None):
+            raise ArgumentError(
+                "`keep_every` and `keep_best` are for Checkpoint 2.0; of 1.0 the newest `keep` are kept"
+            )
         own_layout = None if layout is None else as_layout(layout)
         arrays = local_arrays(model, optimizer)
         if ready is not None:
@@ -256,6 +300,10 @@ def save(  # noqa: PLR0917
 
     # What fails on this rank alone must reach the others as a value: they are waiting.
     own = outcome_of(prepare)
+    if format == "checkpoint1":
+        return checkpoint1.save_ranks(
+            terms, how, channel, own, started=started, blocking=blocking, ready=ready, progress=progress, after=after
+        )
     planned: Planned | None = None
 
     def decide(told: list[Any]) -> list[tuple[int, str, tuple[str, ...]]]:
@@ -274,9 +322,11 @@ def save(  # noqa: PLR0917
     files = outcome_of(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
     share = Share(files, own.extra, own.common, own.record)
     if blocking:
-        return carry_out(terms, channel, share, planned, started=started, progress=progress)
+        return carry_out(terms, channel, share, planned, started=started, progress=progress, after=after)
     stall_seconds = time.monotonic() - started
-    work = functools.partial(carry_out, terms, channel, share, planned, started=started, stall_seconds=stall_seconds)
+    work = functools.partial(
+        carry_out, terms, channel, share, planned, started=started, stall_seconds=stall_seconds, after=after
+    )
     return background.start(iteration, work, progress, exit_seconds=timeout)
 
 

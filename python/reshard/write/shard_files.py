@@ -36,7 +36,11 @@ class ShardFile:
 
 
 def maker(
-    metadata: Mapping[str, str], threads: int | None = None, *, blocking: bool, ready: Callable[[], object] | None = None
+    metadata: Mapping[str, str],
+    threads: int | None = None,
+    *,
+    blocking: bool,
+    ready: Callable[[], object] | None = None,
 ) -> Callable[[str, Sequence[LocalArray]], ShardFile]:
     """What makes a file of a name and arrays.
 

@@ -221,6 +221,7 @@ def carry_out(
     started: float,
     stall_seconds: float | None = None,
     progress: _core.Progress | None = None,
+    after: Callable[[SaveReport], list[str]] | None = None,
 ) -> SaveReport:
     """Save what was planned. All ranks call this; none raises unless nothing is published, but see `GroupError`.
 
@@ -232,6 +233,7 @@ def carry_out(
         started: when `save` was called, on the monotonic clock.
         stall_seconds: how long the caller waited; None: it is waiting.
         progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes.
+        after: as in `save`.
 
     Raises:
         GroupError: a rank did not answer in time. Nothing is published, unless only rank 0's last word was lost.
@@ -264,9 +266,9 @@ def carry_out(
         digest=summary["digest"],
         warnings=tuple(summary["warnings"]),
     )
-    if coordinator is None or coordinator.attempt is None:
-        return report
-    return _aftermath(terms, coordinator.attempt, share.record, report)
+    if coordinator is not None and coordinator.attempt is not None:
+        report = _aftermath(terms, coordinator.attempt, share.record, report)
+    return report if after is None else replace(report, warnings=(*report.warnings, *after(report)))
 
 
 # -- every rank
