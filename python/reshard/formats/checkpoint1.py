@@ -35,6 +35,7 @@ __all__ = [
     "choose_by_suffix",
     "is_root",
     "list_files",
+    "list_weight_files",
     "parse_file_name",
     "rank_folder_name",
     "rank_folders",
@@ -192,9 +193,23 @@ def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -
         >>> [file.suffix for file in list_files("output/checkpoint/rank_0")]  # doctest: +SKIP
         ['10_2', '15_2', '20_2', '1-25_2']
     """
-    names = _names(folder, lambda entry: entry.is_file(follow_symlinks=False))
-    found = [parsed for parsed in map(parse_file_name, names) if parsed is not None and kind in (None, parsed.kind)]
+    found = [
+        parsed
+        for parsed in map(parse_file_name, list_weight_files(folder))
+        if parsed is not None and kind in (None, parsed.kind)
+    ]
     return sorted(found, key=lambda one: (one.run or 0, one.epoch, one.step, one.name))
+
+
+def list_weight_files(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of the weight files of one rank's folder, whatever they are called, sorted; links are not followed.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+    """
+    names = _names(folder, lambda entry: entry.is_file(follow_symlinks=False))
+    return sorted(name for name in names if not name.startswith(".") and name.rpartition(".")[2] in EXTENSIONS)
 
 
 def _names(folder: str | os.PathLike[str], is_kind: Callable[[os.DirEntry[str]], bool]) -> list[str]:
@@ -317,8 +332,8 @@ def choose_by_suffix(
     names = {
         rank: [
             name
-            for name in sorted(_names(folder, lambda entry: entry.is_file(follow_symlinks=False)))
-            if not name.startswith(".") and name.rpartition(".")[2] in extensions and _ends(name, suffix)
+            for name in list_weight_files(folder)
+            if name.rpartition(".")[2] in extensions and _ends(name, suffix)
         ]
         for rank, folder in folders.items()
     }

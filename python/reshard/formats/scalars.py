@@ -18,7 +18,7 @@ from reshard.small_files import show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["NAMES", "arrays_of", "common_of", "is_state"]
+__all__ = ["NAMES", "arrays_of", "common_of", "is_counter", "is_state", "parameter_of"]
 
 NAMES = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 """Those that are counters."""
@@ -44,6 +44,27 @@ def is_state(key: str) -> bool:
     """
     slot, dot, _ = key.partition(".")
     return slot in _SLOTS if dot else key in _NO_SLOT
+
+
+def is_counter(key: str) -> bool:
+    """Whether a tensor is a counter, or state of the optimizer that belongs to no parameter.
+
+    Example:
+        >>> is_counter("global_step"), is_counter("adam_m.embed.weight")
+        (True, False)
+    """
+    return key in _NO_SLOT
+
+
+def parameter_of(key: str) -> tuple[str, str] | None:
+    """The slot and the parameter of a tensor that is an optimizer's state of one; else None.
+
+    Example:
+        >>> parameter_of("adam_m.embed.weight")
+        ('adam_m', 'embed.weight')
+    """
+    slot, dot, parameter = key.partition(".")
+    return (slot, parameter) if dot and slot in _SLOTS else None
 
 
 def common_of(arrays: Mapping[str, np.ndarray], source: str) -> CommonInfo:
