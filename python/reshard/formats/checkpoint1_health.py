@@ -8,12 +8,15 @@ The word says the opposite of what is meant: 0 is healthy, 1 is not. Rank 0's fi
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.small_files import write_file_atomically
 from reshard.strict_json import read_json
+
+if TYPE_CHECKING:
+    import os
 
 __all__ = ["HEALTH_FILE", "health_path", "note"]
 

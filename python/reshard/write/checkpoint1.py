@@ -400,9 +400,7 @@ class _Coordinator:
         status = self.own.common.ckpt_status
         if status is not None:
             steps.announce(f"write {checkpoint1_health.HEALTH_FILE}")
-            warning = checkpoint1_health.note(
-                self.terms.root, file.name, status, FILE_MODE, durable=self.terms.durable
-            )
+            warning = checkpoint1_health.note(self.terms.root, file.name, status, FILE_MODE, durable=self.terms.durable)
             self.warnings += [] if warning is None else [warning]
 
     def complete(self, _: list[Any]) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from reshard import _core
 from reshard.errors import ArgumentError
-from reshard.formats import checkpoint2, mounts, state
+from reshard.formats import checkpoint1_state, checkpoint2, mounts, state
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from reshard.layout import ModelLayout
     from reshard.layout.model import LayoutLike
+    from reshard.write.arrays import LocalArray
 
 __all__ = ["PendingSave", "SaveReport", "Shard", "save"]
 
@@ -170,8 +171,8 @@ def save(  # noqa: PLR0917
 
     Args:
         root: the checkpoint root; made if it is missing.
-        iteration: the number: steps that were made. One that is there is replaced, in one step. A lower one than the tracker's is refused,
-            but for the first save after `reshard.load` took an older one.
+        iteration: the number: steps that were made. One that is there is replaced, in one step. A lower one than the
+            tracker's is refused, but for the first save after `reshard.load` took an older one.
         model: this rank's arrays by key: numpy arrays, torch tensors, anything with DLPack or the buffer protocol,
             contiguous or not; or `reshard.Shard`s of them.
         optimizer: the same for the state of the optimizer. State named `<slot>.<key>` follows its parameter.
@@ -295,7 +296,7 @@ def save(  # noqa: PLR0917
         counters = _common_info(common, iteration)
         # Made now, so that a metric that is no number is refused before anything is written.
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
-        state_files = _extra(extra, members.rank, copy=not blocking)
+        state_files = _extra(extra, members.rank, copy=not blocking, is_alone=format == "checkpoint1")
         return Own(arrays, facts, own_layout, counters, record, state_files)
 
     # What fails on this rank alone must reach the others as a value: they are waiting.
@@ -398,19 +399,24 @@ def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: in
     return CommonInfo(**{"step_num": iteration, "global_step": iteration} | given)  # type: ignore[arg-type]
 
 
-def _extra(extra: Mapping[str, object] | None, rank: int, *, copy: bool) -> tuple[str, dict[str, np.ndarray]] | None:
-    """This rank's share of `extra`, as it is written: rank 0 everything, the others what is kept for each rank."""
+def _extra(
+    extra: Mapping[str, object] | None, rank: int, *, copy: bool, is_alone: bool
+) -> tuple[str, dict[str, np.ndarray]] | None:
+    """This rank's share of `extra`, as it is written: rank 0 everything, the others what is kept for each rank.
+
+    One that `is_alone`, in a folder that may be all that it will see, keeps what all share, too.
+    """
     if not isinstance(extra, Mapping | None):
         raise ArgumentError(f"`extra` is a {type(extra).__name__}, expected a mapping of names to state")
-    own = {}
-    for name, value in (extra or {}).items():
-        if isinstance(value, state.PerRank):
-            own[name] = value.value
-        elif rank == 0:
-            own[name] = value
-    if not own:
+    own = {name: value.value for name, value in (extra or {}).items() if isinstance(value, state.PerRank)}
+    shared = {name: value for name, value in (extra or {}).items() if name not in own and (is_alone or rank == 0)}
+    kept = own | shared
+    if not kept:
         return None
-    text, arrays = state.dump(own)
+    if is_alone:
+        text, arrays = checkpoint1_state.dump(shared, own)
+    else:
+        text, arrays = state.dump({name: kept[name] for name in extra or () if name in kept})
     return text, {name: array.copy() for name, array in arrays.items()} if copy else dict(arrays)
 
 
