@@ -181,10 +181,10 @@ class Index:
     def file_strings(self, file: int) -> list[str]:
         """Names of values that are text; only a `.ckpt` has such."""
 
-    def prove_file(self, file: int, *, progress: Progress | None = None) -> bool:
+    def prove_file(self, file: int) -> bool:
         """Compare all bytes with the sum that the file itself has at its end, once; False if it has none.
 
-        Only a `.ckpt` can have one. Carrying out a plan does it before the first byte is read, unless `verify=False`.
+        Only a `.ckpt` can have one; other files are not opened. Carrying out a plan does it before the first byte is read, unless `verify=False`.
         """
 
     # -- tensors

@@ -108,6 +108,7 @@ class Checkpoint:
         common: the counters of the run, of common.json or of tensors that keep them, or None.
         manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
         skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
+        strings: names of values of a `.ckpt` that are text: they are no tensors and cannot be read.
 
     Example:
         >>> import numpy as np, reshard
@@ -135,6 +136,7 @@ class Checkpoint:
         self.common: CommonInfo | None = None
         self.manifest = manifest
         self.skipped: tuple[tuple[str, str], ...] = ()
+        self.strings: tuple[str, ...] = ()
         self._index = index
         self._tiles: tiles.TilesFile | None = None
         self._keys = index.keys()
@@ -371,7 +373,8 @@ class Checkpoint:
                 valid after `close()`, but not if someone truncates the file.
             verify: "touched": where there is a manifest, every 256 KiB that the load touches is compared with its sum
                 as it is copied, with `copy=False` before a view is handed out. "full": all shard files are, once, and
-                then what is touched. "structure": only sizes and headers. Without a manifest all three are the last.
+                then what is touched. "structure": only sizes and headers. Without a manifest all three are the last,
+                but for `.ckpt` files: one with a CRC is compared with it whole, once, the first time it is touched.
             threads: threads of the copy; default: the processors of this process.
             progress: called as `progress(done_bytes, total_bytes)`.
 
@@ -470,7 +473,9 @@ class Checkpoint:
         )
 
     def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
-        """Compare all bytes of the shard files with their sums; without a manifest there is nothing to compare.
+        """Compare all bytes of the shard files with their sums, as the manifest tells them, or with their own.
+
+        Only a `.ckpt` file can have a sum of its own; other files without a manifest have nothing to compare.
 
         Through the page cache: what is read here is going to be loaded. A scrub of everything is done only once.
 
@@ -485,9 +490,14 @@ class Checkpoint:
         Example:
             >>> checkpoint.scrub()  # doctest: +SKIP
         """
-        if self.manifest is None or self._is_scrubbed:
+        if self._is_scrubbed:
             return
         number, count = share
+        if self.manifest is None:
+            for file in range(number, self._index.n_files, count):
+                self._index.prove_file(file)
+            self._is_scrubbed = count == 1
+            return
         # The largest file first, to whoever has least: every rank comes to the same division.
         loads = [(0, rank) for rank in range(count)]
         own = []

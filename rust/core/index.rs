@@ -278,6 +278,11 @@ impl Index {
         Ok(&self.slot(file)?.path)
     }
 
+    /// How a file tells what it holds.
+    pub fn file_format(&self, file: u32) -> Result<Format> {
+        Ok(self.slot(file)?.format)
+    }
+
     fn slot(&self, file: u32) -> Result<&FileSlot> {
         self.files
             .get(file as usize)

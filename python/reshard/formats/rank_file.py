@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard.errors import DamagedFileError, KeyNotFoundError
+from reshard.formats import ckpt
 from reshard.small_files import show
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from reshard import _core
 
-__all__ = ["LocalTensor", "Placed", "RankFile", "add_rank_file", "placed"]
+__all__ = ["LocalTensor", "Placed", "RankFile", "add_rank_file", "kind_of", "placed"]
 
 Tile: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 Placed: TypeAlias = list[tuple[int, str, tuple[int, ...], list[Tile]]]
@@ -95,12 +96,33 @@ def add_rank_file(
         (2, 3)
     """
     path = Path(path)
-    file = index.add_file(str(path), follow_links=follow_links, method=method)
+    kind = kind_of(path, follow_links=follow_links)
+    add = index.add_ckpt_file if kind == "ckpt" else index.add_file
+    file = add(str(path), follow_links=follow_links, method=method)
     tensors = {
-        name: LocalTensor(dtype, shape, ((name, shape, (_whole(shape),)),))
-        for name, dtype, shape, *_ in index.file_tensors(file)
+        name: LocalTensor(dtype, shape, tuple((stored, extents, tuple(tiles)) for stored, extents, tiles in parts))
+        for name, dtype, shape, parts in index.file_arrays(file)
     }
-    return RankFile(file, path, "safetensors", tensors, index.file_metadata(file) or {}, ())
+    return RankFile(file, path, kind, tensors, index.file_metadata(file) or {}, tuple(index.file_strings(file)))
+
+
+def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Literal["safetensors", "ckpt"]:
+    """What a weight file is, by its content; of a file that looks like neither its suffix decides whose errors it gets.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        DamagedFileError: it is no regular file.
+        StorageError: it cannot be read.
+
+    Example:
+        >>> kind_of("rank_0/llama_rank_0-10_2.ckpt")  # doctest: +SKIP
+        'ckpt'
+    """
+    head = ckpt.read_head(path, follow_links=follow_links)
+    if ckpt.is_head(head):
+        return "ckpt"
+    is_named_ckpt = Path(path).suffix == ckpt.SUFFIX and not ckpt.is_safetensors_head(head)
+    return "ckpt" if is_named_ckpt else "safetensors"
 
 
 def placed(rank_file: RankFile, key: str, offset: Sequence[int]) -> Placed:
@@ -135,14 +157,6 @@ def placed(rank_file: RankFile, key: str, offset: Sequence[int]) -> Placed:
     return [
         (rank_file.file, name, shape, [_shifted(tile, offset) for tile in tiles]) for name, shape, tiles in tensor.parts
     ]
-
-
-def _whole(shape: tuple[int, ...]) -> Tile:
-    """The one tile of an array that is stored as it is."""
-    strides = [1] * len(shape)
-    for dim in reversed(range(1, len(shape))):
-        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
-    return (0,) * len(shape), shape, 0, tuple(strides)
 
 
 def _shifted(tile: Tile, offset: Sequence[int]) -> Tile:

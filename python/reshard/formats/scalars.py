@@ -18,10 +18,13 @@ from reshard.small_files import show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["NAMES", "arrays_of", "common_of", "is_counter", "is_state", "parameter_of"]
+__all__ = ["NAMES", "OF_NO_PARAMETER", "arrays_of", "common_of", "is_state", "parameter_of"]
 
 NAMES = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 """Those that are counters."""
+
+OF_NO_PARAMETER = frozenset((*NAMES, "beta1_power", "beta2_power", "learning_rate", "momentum"))
+"""Counters, and state of the optimizer that belongs to no parameter."""
 
 # What optimizers name their state of a parameter by: `adam_m.<parameter>`.
 _SLOTS = frozenset(
@@ -31,8 +34,6 @@ _SLOTS = frozenset(
         *("accum", "accu_grads", "mean_square", "mean_gradient"),
     )
 )
-# State that belongs to no parameter.
-_NO_SLOT = frozenset((*NAMES, "beta1_power", "beta2_power", "learning_rate", "momentum"))
 
 
 def is_state(key: str) -> bool:
@@ -43,17 +44,7 @@ def is_state(key: str) -> bool:
         [True, True, False]
     """
     slot, dot, _ = key.partition(".")
-    return slot in _SLOTS if dot else key in _NO_SLOT
-
-
-def is_counter(key: str) -> bool:
-    """Whether a tensor is a counter, or state of the optimizer that belongs to no parameter.
-
-    Example:
-        >>> is_counter("global_step"), is_counter("adam_m.embed.weight")
-        (True, False)
-    """
-    return key in _NO_SLOT
+    return slot in _SLOTS if dot else key in OF_NO_PARAMETER
 
 
 def parameter_of(key: str) -> tuple[str, str] | None:

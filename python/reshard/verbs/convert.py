@@ -14,21 +14,23 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, CheckpointNotFoundError
+from reshard.formats import scalars
 from reshard.group import SingleProcess, agree, resolve, session
 from reshard.layout import as_layout
 from reshard.small_files import parse_size
 from reshard.verbs.destinations import WRITER_KEY, Job, Options, to_huggingface, to_safetensors
 from reshard.verbs.selection import open_source, select
 from reshard.verbs.shares import Share, Shared, digest_of
+from reshard.verbs.to_checkpoint1 import to_checkpoint1
 from reshard.verbs.to_checkpoint2 import to_checkpoint2
 from reshard.verbs.to_mindspore import to_mindspore
 from reshard.write.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from reshard.checkpoint import LayoutLike, Part
+    from reshard.checkpoint import Checkpoint, LayoutLike, Part
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
@@ -102,9 +104,9 @@ def convert(
     Args:
         src: whatever `reshard.open` opens.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file.
-        to: "huggingface" (the default without a layout), "mindspore" (full weights in its layout), "checkpoint2" (the
-            default with a layout), "checkpoint1" (a folder a rank) or "safetensors": one file if `dst` ends so, else
-            one a rank.
+        to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends so: one file; else one a
+            rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout) or "checkpoint1" (a
+            folder a rank).
         part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
         strategy: of rank folders, how they are cut: a strategy file, or a folder with those of all stages.
         suffix: of rank folders, which file of each is read, by how its name ends: "20_2", of a later run "1-20_2".
@@ -161,7 +163,7 @@ def convert(
     with _all_ranks(group, timeout) as share_of_rank:
         share = share or share_of_rank
         source, target = Path(src), Path(dst)
-        chosen = _target(to, layout)
+        chosen = _target(to, target, layout)
         _check_options(chosen, target, layout, {"iteration": iteration, "prefix": prefix, "modes": modes})
         _check_apart(source, target)
         is_one_file = chosen == "safetensors" and target.suffix == ".safetensors"
@@ -180,11 +182,10 @@ def convert(
         )
         max_bytes = None if max_shard_size is None else parse_size(max_shard_size)
         with open_source(source, strategy=strategy, suffix=suffix) as whole, contextlib.ExitStack() as views:
-            opened, keys, counters = select(
-                whole, part or ("model" if chosen == "huggingface" else "all"), drop=drop, rename=rename
-            )
-            views.enter_context(opened)
-            job = Job(opened, keys, target, options, overwrite, counters)
+            part_written = part or ("model" if chosen == "huggingface" else "all")
+            selection = select(whole, part_written, drop=drop, rename=rename, apart=_apart(chosen, whole))
+            opened = views.enter_context(selection.source)
+            job = Job(opened, selection.keys, target, options, overwrite, selection.counters)
             if share is not None:
                 if is_one_file:
                     raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
@@ -214,7 +215,7 @@ def convert(
             elif chosen == "safetensors":
                 written = to_safetensors(job, layout)
             elif chosen == "checkpoint1":
-                raise NotImplementedError
+                written = to_checkpoint1(job, layout, prefix=prefix, iteration=iteration, original_modes=original_modes)
             else:
                 number = iteration if iteration is not None else (opened.iteration or 0)
                 written = to_checkpoint2(
@@ -229,7 +230,7 @@ def convert(
     return ConvertReport(
         path=str(written.path),
         to=chosen,
-        n_tensors=len(keys),
+        n_tensors=len(job.keys) + (len(job.counters) if chosen in ("mindspore", "checkpoint1") else 0),
         n_files=written.n_files,
         n_bytes=written.n_bytes,
         seconds=time.monotonic() - started,
@@ -263,13 +264,25 @@ def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None
     agree(session(members, "convert"), outcome, timeout)
 
 
-def _target(to: Target | None, layout: LayoutLike | None) -> Target:
+def _target(to: Target | None, target: Path, layout: LayoutLike | None) -> Target:
+    if to is None and layout is None:
+        return "safetensors" if target.suffix == ".safetensors" else "huggingface"
     if to is None:
-        return "huggingface" if layout is None else "checkpoint2"
+        return "checkpoint2"
     if to not in (known := get_args(Target)):
         accepted = ", ".join(f'"{one}"' for one in known[:-1]) + f' or "{known[-1]}"'
         raise ArgumentError(f"`to` is {to!r}; {accepted} are accepted")
     return to
+
+
+def _apart(to: Target, source: Checkpoint) -> Collection[str]:
+    """The counters that are no tensors of the destination like others."""
+    if to in ("mindspore", "checkpoint1"):
+        return scalars.OF_NO_PARAMETER
+    if to == "checkpoint2" and source.format != "checkpoint2":
+        # They go into common.json; of the original's own tensors there, this one is a tensor.
+        return [name for name in scalars.NAMES if name != "global_step"]
+    return ()
 
 
 def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_format: Mapping[str, object]) -> None:

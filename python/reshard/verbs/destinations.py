@@ -19,7 +19,7 @@ from reshard.write.commit import as_storage_error, made_folder, published_file, 
 from reshard.write.iteration import JointProgress, RankFile, WholeTensor, describe_cut, file_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
     import numpy as np
@@ -41,6 +41,7 @@ __all__ = [
     "check_folder_free",
     "destination_folder",
     "file_sizes",
+    "is_our_file",
     "n_bytes_of",
     "produced",
     "set_original_modes",
@@ -57,7 +58,7 @@ WRITER_KEY = "reshard"
 
 @dataclass(frozen=True)
 class File:
-    """One shard file to be: its name, and what the core is asked for."""
+    """One shard file to be: its name, in a folder of its own or not, and what the core is asked for."""
 
     name: str
     request: _core.Request
@@ -127,6 +128,9 @@ def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> 
     """Stream the files; what was written, by name."""
     options = job.options
     progress = JointProgress(options.progress, sum(sizes))
+    for name in {file.name.rpartition("/")[0] for file in files} - {""}:
+        with as_storage_error("make", folder / name):
+            (folder / name).mkdir(mode=options.folder_mode, exist_ok=True)
     return {
         file.name: job.source.plan(file.request, dtype=options.dtype).write(
             str(folder / file.name),
@@ -278,8 +282,17 @@ def set_original_modes(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def destination_folder(job: Job) -> Iterator[Path]:
-    """A folder that becomes the destination when the block ends well; what an earlier conversion wrote goes."""
+def destination_folder(
+    job: Job, subfolders: Collection[str] = (), is_ours: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
+    """A folder that becomes the destination when the block ends well; what an earlier conversion wrote goes.
+
+    Args:
+        job: the conversion.
+        subfolders: folders in it that are written too.
+        is_ours: what is replaced of a destination that is there, and not carried over.
+    """
+    is_ours = is_ours or is_our_file
     options, parent = job.options, job.target.parent
     with (
         made_folder(parent, mode=options.folder_mode, durable=options.durable),
@@ -289,13 +302,14 @@ def destination_folder(job: Job) -> Iterator[Path]:
             replace=job.overwrite,
             durable=options.durable,
             mode=options.folder_mode,
-            keep=lambda entry: not _is_ours(entry),
+            keep=lambda entry: not is_ours(entry),
+            subfolders=subfolders,
         ) as folder,
     ):
         yield folder
 
 
-def _is_ours(entry: Path) -> bool:
+def is_our_file(entry: Path) -> bool:
     """Whether a file was written by an earlier conversion: it names its writer."""
     if entry.is_symlink() or not entry.is_file():
         return False
@@ -332,7 +346,7 @@ def check_folder_free(job: Job) -> None:
             hint="choose another destination, or give `overwrite` to replace the files of an earlier conversion",
         )
     names = (huggingface.INDEX_FILE, full_weights.MAP_FILE, tiles.TILES_FILE)
-    foreign = [e for e in entries if (e.suffix == ".safetensors" or e.name in names) and not _is_ours(e)]
+    foreign = [e for e in entries if (e.suffix == ".safetensors" or e.name in names) and not is_our_file(e)]
     if foreign:
         raise DestinationExistsError(
             f"{foreign[0]} was not written by an earlier conversion and would be mixed up with what is written now",
@@ -347,7 +361,7 @@ def _check_file_free(job: Job) -> None:
         return
     if not job.overwrite:
         raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite` to replace it")
-    if not _is_ours(target):
+    if not is_our_file(target):
         raise DestinationExistsError(
             f"{target} was not written by an earlier conversion", path=str(target), hint="choose another destination"
         )

@@ -7,6 +7,8 @@ splits tensors, is for name maps.
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from reshard import opening
@@ -17,14 +19,14 @@ from reshard.words import show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
 
     from reshard.checkpoint import Checkpoint, Part
 
-__all__ = ["new_names", "open_source", "select"]
+__all__ = ["Selection", "new_names", "open_source", "select"]
 
 _log = logging.getLogger("reshard")
 
@@ -51,34 +53,72 @@ def open_source(path: Path, *, strategy: str | os.PathLike[str] | None = None, s
     return open_rank_files(path, files, strategy_for(path, strategy))
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What is written of a source.
+
+    Attributes:
+        source: a view of the source in which only that is, under its new names.
+        keys: the tensors that are written.
+        counters: tensors of one element that are set apart, and those that the source knows without having a tensor.
+    """
+
+    source: Checkpoint
+    keys: list[str]
+    counters: dict[str, np.ndarray]
+
+
 def select(
-    source: Checkpoint, part: Part, *, drop: str | Sequence[str] = (), rename: Mapping[str, str] | None = None
-) -> tuple[Checkpoint, list[str], dict[str, np.ndarray]]:
-    """What is written of a source: a view of it in which only that is, and under its new names.
+    source: Checkpoint,
+    part: Part,
+    *,
+    drop: str | Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    apart: Collection[str] = (),
+) -> Selection:
+    """Choose what is written of a source, and name it.
 
     Args:
-        source: the opened source, which stays open for as long as the view is used.
+        source: the opened source, which stays open.
         part: "model", "optimizer" or "all".
         drop: as in `new_names`; one beginning, or several.
         rename: as there.
+        apart: names of counters that are no tensors of the destination: they are set apart.
 
     Returns:
-        The view; the keys that are written; the counters that the source knows and has no tensors of.
+        The selection, whose source is closed by itself.
 
     Raises:
         ArgumentError: nothing is left, or as `new_names`.
     """
-    keys = source.keys(part)
-    told = {} if part == "model" or source.common is None else scalars.arrays_of(source.common)
-    counters = {name: array for name, array in told.items() if name not in source}
-    names = new_names([*source, *counters], (drop,) if isinstance(drop, str) else drop, rename)
+    keys = [key for key in source.keys(part) if not _is_apart(source, key, apart)]
+    counters = {} if part == "model" else _counters(source, apart)
+    tensors = [key for key in source if not _is_apart(source, key, apart)]
+    beside = [name for name in counters if name not in source or name in apart]
+    drop = (drop,) if isinstance(drop, str) else tuple(drop)
+    names = new_names([*tensors, *beside], drop, rename)
     written = [names[key] for key in keys if key in names]
     if not written:
         raise ArgumentError(
             f"{source.path} holds no tensors of that part; there is nothing to write", path=str(source.path)
         )
-    view = _view(source, {key: names[key] for key in source if key in names})
-    return view, written, {names[name]: array for name, array in counters.items() if name in names}
+    view = _view(source, {key: names[key] for key in tensors if key in names})
+    if source.common is not None:
+        # A counter that was left out does not come back in another file.
+        left_out = [name for name in scalars.NAMES if name.startswith(drop)]
+        view.common = replace(source.common, **dict.fromkeys(left_out))
+    return Selection(view, written, {names[name]: counters[name] for name in beside if name in names})
+
+
+def _is_apart(source: Checkpoint, key: str, apart: Collection[str]) -> bool:
+    return key in apart and math.prod(source.shape(key)) == 1
+
+
+def _counters(source: Checkpoint, apart: Collection[str]) -> dict[str, np.ndarray]:
+    """The counters: as the source has them, or made of what it knows."""
+    known = {} if source.common is None else scalars.arrays_of(source.common)
+    known = {name: array for name, array in known.items() if name not in source}
+    return known | {key: source.read(key) for key in source if _is_apart(source, key, apart)}
 
 
 def _view(source: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
@@ -141,7 +181,7 @@ def _renamed(key: str, changes: Mapping[str, str], longest_first: Sequence[str],
     if state is not None and not (old and len(old) > len(state[0])):
         # Not asked for by its own name: it goes where its parameter goes.
         return f"{state[0]}.{_renamed(state[1], changes, longest_first, used)}"
-    if old is None or (scalars.is_counter(key) and old != key):
+    if old is None or (key in scalars.OF_NO_PARAMETER and old != key):
         return key
     used.add(old)
     return changes[old] + key[len(old) :]

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError
-from reshard.formats import full_weights, scalars
+from reshard.formats import full_weights
 from reshard.small_files import write_file_atomically
 from reshard.verbs.destinations import (
     File,
@@ -27,8 +26,6 @@ from reshard.write.iteration import file_order
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
-
     from reshard.verbs.destinations import Job
 
 __all__ = ["to_mindspore"]
@@ -38,14 +35,10 @@ def to_mindspore(job: Job, max_part_bytes: int | None, *, original_modes: bool) 
     """Write whole tensors in parts of a largest size, or as many as the original makes.
 
     Raises:
-        ArgumentError: there are no tensors beside counters.
         DestinationExistsError, UnsupportedError, StorageError: as told at `convert`.
     """
     check_folder_free(job)
-    keys = [key for key in job.keys if not scalars.is_counter(key)]
-    if not keys:
-        raise ArgumentError(f"{job.source.path} holds no tensors but counters", path=str(job.source.path))
-    arrays = job.source.plan(whole_request(job.source, keys), dtype=job.options.dtype).arrays
+    arrays = job.source.plan(whole_request(job.source, job.keys), dtype=job.options.dtype).arrays
     dtype_of = {name: dtype for name, dtype, _, _ in arrays}
     parts = full_weights.plan_parts([(name, n_bytes) for name, _, _, n_bytes in arrays], max_part_bytes)
     files = [
@@ -64,18 +57,17 @@ def to_mindspore(job: Job, max_part_bytes: int | None, *, original_modes: bool) 
             n_bytes += _write_counters(job, folder / full_weights.HYPER_FILE)
             if original_modes:
                 set_original_modes(folder)
-    return Written(job.target, len(files), n_bytes)
+    return Written(job.target, len(files) + bool(job.counters), n_bytes)
 
 
 def _write_counters(job: Job, path: Path) -> int:
     """Write the file of the counters, if there are any; its bytes."""
-    counters: dict[str, np.ndarray] = {key: job.source.read(key) for key in job.keys if scalars.is_counter(key)}
-    counters |= job.counters
-    if not counters:
+    if not job.counters:
         return 0
+    counters = sorted(job.counters.items())
     written = _core.write_arrays(
         str(path),
-        [(name, dtypes.name_of(array.dtype), array.shape, array) for name, array in sorted(counters.items())],
+        [(name, dtypes.name_of(array.dtype), array.shape, array) for name, array in counters],
         metadata=job.options.metadata,
         durable=job.options.durable,
         mode=job.options.file_mode,

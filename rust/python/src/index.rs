@@ -11,6 +11,7 @@ use reshard_core::copy::Control;
 use reshard_core::dtype::Dtype;
 use reshard_core::metadata::{CellTable, Metadata, decode};
 use reshard_core::region::Region;
+use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
@@ -67,11 +68,7 @@ fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
 
 impl Index {
     /// A file, opened without the interpreter: the walk over a `.ckpt` reads all over it.
-    fn opened(
-        &self,
-        py: Python<'_>,
-        file: u32,
-    ) -> reshard_core::Result<Arc<reshard_core::shard_file::ShardFile>> {
+    fn opened(&self, py: Python<'_>, file: u32) -> reshard_core::Result<Arc<ShardFile>> {
         py.detach(|| self.index.open(file))
     }
 }
@@ -245,23 +242,15 @@ impl Index {
         Ok(opened.table().strings().to_vec())
     }
 
-    #[pyo3(signature = (file, *, progress=None))]
-    fn prove_file(
-        &self,
-        py: Python<'_>,
-        file: u32,
-        progress: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<bool> {
-        let opened = raise(py, self.opened(py, file))?;
-        if !opened.has_crc() {
+    fn prove_file(&self, py: Python<'_>, file: u32) -> PyResult<bool> {
+        if raise(py, self.index.file_format(file))? == Format::Safetensors {
             return Ok(false);
         }
+        let opened = raise(py, self.opened(py, file))?;
         let control = Control::default();
         let n_bytes = opened.source().n_bytes();
-        run(py, None, n_bytes, progress, &control, || {
-            opened.prove(&control)
-        })?;
-        Ok(true)
+        run(py, None, n_bytes, None, &control, || opened.prove(&control))?;
+        Ok(opened.has_crc())
     }
 
     fn add_whole(&mut self, py: Python<'_>, key: &str, file: u32) -> PyResult<()> {
