@@ -222,7 +222,8 @@ def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
     """The strategy that was given, or that lies where the original writes it."""
     if given is not None:
         return as_strategy(given)
-    for folder in (root.resolve().parent / _STRATEGY_FOLDER, root / _STRATEGY_FOLDER):
+    # Beside a root there may be another one, and its strategy: what lies in this one is its own.
+    for folder in (root / _STRATEGY_FOLDER, root.resolve().parent / _STRATEGY_FOLDER):
         if folder.is_dir() and any(is_strategy(path) for path in sorted(folder.iterdir())[:_MAX_NAMED]):
             _log.info("%s is opened with the strategy in %s", root, folder)
             return read_strategy(folder)

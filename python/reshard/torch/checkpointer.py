@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
@@ -123,6 +123,14 @@ class Checkpointer:
         durable: as in `reshard.save`.
         timeout: seconds that ranks wait for each other in one meeting, the time to write or to read included.
         threads: threads of copies.
+        format: as in `reshard.save`. In Checkpoint 1.0 (`use_legacy_format`) epoch and step of the names are those of
+            an `ElasticSampler`, where there is one.
+        sink_size: as in `reshard.save`.
+        save_network_params: as in `reshard.save`.
+        save_trainable_params: the parameters that require gradients are saved a second time, alone; of Checkpoint 1.0.
+        only_save_strategy: as in `reshard.save`.
+        integrated_save: each save is written once more, as whole tensors, into `<root>_integrated`, see
+            `reshard.verbs.integrate`.
 
     Raises:
         ArgumentError: `save_every` is neither steps nor a time, or a time and ranks cannot leave word for each other.
@@ -171,6 +179,12 @@ class Checkpointer:
         durable: bool = True,
         timeout: float = 1800.0,
         threads: int | None = None,
+        format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",  # noqa: A002
+        sink_size: int | None = None,
+        save_network_params: bool = False,
+        save_trainable_params: bool = False,
+        only_save_strategy: bool = False,
+        integrated_save: bool = False,
     ) -> None:
         self._root = Path(root)
         self._every_steps, self._every_s = interval(save_every)
@@ -183,7 +197,14 @@ class Checkpointer:
             "verify_after_save": verify_after_save,
             "durable": durable,
             "threads": threads,
+            "format": format,
+            "sink_size": sink_size,
+            "save_network_params": save_network_params,
+            "only_save_strategy": only_save_strategy,
         }
+        if format == "checkpoint1" and (keep_every is not None or keep_best is not None):
+            raise ArgumentError("`keep_every` and `keep_best` are for Checkpoint 2.0")
+        self._with_trainable, self._is_integrated = save_trainable_params, integrated_save
         self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
         self._async, self._overlap, self._verify, self._mesh = async_save, overlap, verify, mesh
         self._save_optimizer = True
@@ -236,7 +257,16 @@ class Checkpointer:
             "keep": known.keep,
             "async_save": known.async_save,
             "dedup": known.dedup,
+            "integrated_save": known.integrated_save,
+            "only_save_strategy": known.only_save_strategy,
         }
+        if known.legacy_format or known.only_save_strategy:  # strategy files are those of Checkpoint 1.0
+            said |= {
+                "format": "checkpoint1",
+                "sink_size": known.sink_size if known.sink_mode else None,
+                "save_network_params": known.save_network_params,
+                "save_trainable_params": known.save_trainable_params,
+            }
         given = said | options
         if given["root"] is None:
             raise ArgumentError(
@@ -440,6 +470,8 @@ class Checkpointer:
             is_async=self._async,
             overlap=self._overlap,
             with_optimizer=self._save_optimizer,
+            with_trainable=self._with_trainable,
+            is_integrated=self._is_integrated,
             record=self._record,
         )
 

@@ -25,6 +25,7 @@ from reshard.torch import rng
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging
 from reshard.torch.state import describe
+from reshard.verbs.integrate import integrate
 from reshard.write.save import Shard
 from reshard.write.save import save as save_iteration
 
@@ -61,6 +62,8 @@ class Saver:
         is_async: whether saves that are due are written in the background.
         overlap: whether what only an optimizer's step changes is copied while the training goes on.
         with_optimizer: whether the state of the optimizer is saved.
+        with_trainable: whether the parameters that require gradients are saved a second time, alone.
+        is_integrated: whether each save is written once more, as whole tensors.
         record: makes the record of the environment; asked on rank 0, once.
     """
 
@@ -75,6 +78,8 @@ class Saver:
     is_async: bool
     overlap: bool
     with_optimizer: bool
+    with_trainable: bool
+    is_integrated: bool
     record: Callable[[], dict[str, Any]]
     _staging: Staging = field(default_factory=Staging)
     _hooks: list[Any] = field(default_factory=list)
@@ -122,6 +127,8 @@ class Saver:
             rollback=step < run.above,
             timeout=self.timeout if timeout is None else timeout,
             ready=None if staged is None else staged.ready,
+            after=self._after,
+            **self._of_format(described, saving),
             **self.options,
         )
         run.saved, run.saved_at = step, time.monotonic()
@@ -174,6 +181,33 @@ class Saver:
             hook.remove()
         self._hooks = []
 
+    def _after(self, report: SaveReport) -> list[str]:
+        """What follows a save that has succeeded."""
+        if not self.is_integrated or self.options["only_save_strategy"]:
+            return []
+        return integrate(
+            self.root,
+            report,
+            group=self.group,
+            keep=self.options["keep"],
+            durable=self.options["durable"],
+            threads=self.options["threads"],
+            timeout=self.timeout,
+        )
+
+    def _of_format(self, described: Described, saving: Mapping[str, Any]) -> dict[str, Any]:
+        """What Checkpoint 1.0 alone is told."""
+        if self.options["format"] != "checkpoint1":
+            return {}
+        sampler = self.run.sampler
+        options: dict[str, Any] = {}
+        if isinstance(sampler, ElasticSampler):
+            options["steps_per_epoch"] = sampler.steps_per_epoch
+        if self.with_trainable:
+            live = described.live.named.tensors
+            options["save_trainable_params"] = [key for key in saving["model"] if live[key].requires_grad]
+        return options
+
     def _extra(self, described: Described, step: int, *, interrupted: bool) -> dict[str, Any]:
         """What is saved besides the tensors."""
         run, members = self.run, self.group
@@ -209,7 +243,8 @@ class Saver:
         common: dict[str, Any] = {"step_num": step, "global_step": step}
         if isinstance(run.sampler, ElasticSampler):
             # The epoch of the step that was made, from 1.
-            common["epoch_num"] = run.sampler.epoch + (run.sampler.consumed > 0)
+            if self.options["sink_size"] is None:  # else the epochs that are counted are sinks
+                common["epoch_num"] = run.sampler.epoch + (run.sampler.consumed > 0)
             common["global_batch_size"] = run.sampler.global_batch_size
         if run.healthy is not None:
             common["ckpt_status"] = 0 if run.healthy else 1
