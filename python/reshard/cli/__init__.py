@@ -15,6 +15,7 @@ from reshard.cli.diff import diff
 from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
 from reshard.cli.prune import pin, prune, unpin
+from reshard.cli.strategy import strategy
 from reshard.cli.verify import verify
 
 __all__ = ["main"]
@@ -47,4 +48,5 @@ main.add_command(explain)
 main.add_command(prune)
 main.add_command(pin)
 main.add_command(unpin)
+main.add_command(strategy)
 main.add_command(demo)
