@@ -22,7 +22,8 @@ from reshard.formats import checkpoint1, scalars
 from reshard.formats.rank_file import add_rank_file, placed
 from reshard.layout.resolve import state_of
 from reshard.layout.strategy import Strategy, box_of
-from reshard.layout.strategy_file import is_strategy, read_strategy
+from reshard.layout.strategy_file import is_strategy
+from reshard.layout.strategy_folder import read_strategy
 from reshard.opening.root import is_damage, reason_of
 from reshard.outputs import as_array
 from reshard.resume.checkpoint1 import RankFolder, name_of_rank, order_saves

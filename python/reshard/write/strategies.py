@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -23,10 +24,9 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
-
-with contextlib.suppress(ImportError):  # XXX
-    from reshard.layout.strategy_file import is_strategy, write_strategy_file
-    from reshard.layout.strategy_folder import read_strategy, stage_file
+from reshard.layout.strategy_file import is_strategy
+from reshard.layout.strategy_folder import read_strategy
+from reshard.layout.strategy_writer import write_stage_files
 from reshard.small_files import show
 from reshard.write import steps
 from reshard.write.protocol import make_root
@@ -144,14 +144,11 @@ class Strategies:
         new = self.folder.with_name(f".{_NAME}.{secrets.token_hex(8)}.tmp")
         try:
             steps.make_folder(new, folder_mode, durable=False)
-            for rank in range(self.strategy.world_size):
-                stage = rank // self.devices_per_stage
-                content = stage_file(stage, self.strategy.stages[stage])
-                write_strategy_file(new / f"ckpt_strategy_rank_{rank}.ckpt", content, mode, durable=durable)
-            try:
-                steps.rename(new, self.folder)
-            except FileExistsError:
+            write_stage_files(self.strategy, new, mode=mode, durable=durable)
+            if os.path.lexists(self.folder):
                 self._exchange(new)
+            else:
+                steps.rename(new, self.folder)
             if durable:
                 steps.sync(self.folder.parent)
         finally:
