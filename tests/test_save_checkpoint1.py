@@ -10,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -31,6 +30,8 @@ from reshard.write.rank_plan import Naming, RankView
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reshard.formats.checkpoint1 import FileKind
+
 SAMPLES = Path(__file__).parent / "data" / "mindspore" / "ckpt1"
 TP4 = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]}
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}, {"match": "*"}]}
@@ -50,8 +51,8 @@ def new_run() -> None:
 
 
 def save(root: Path, iteration: int, model: Any, optimizer: Any = None, **options: Any) -> Any:
-    options = {"durable": False, "timeout": 20, "format": "checkpoint1"} | options
-    return reshard.save(root, iteration, model, optimizer, **options)
+    given: dict[str, Any] = {"durable": False, "timeout": 20, "format": "checkpoint1"} | options
+    return reshard.save(root, iteration, model, optimizer, **given)
 
 
 def tree(output: Path) -> set[str]:
@@ -194,7 +195,7 @@ def same_slices(held: list[dict[str, np.ndarray]], n_stages: int) -> dict[str, l
 
 def test_what_is_kept_once_is_dealt_as_the_original_deals() -> None:
     """The groups of the original's de-duplicated sample, and who kept what of them there."""
-    holders = {
+    holders: dict[str, list[tuple[int, ...]]] = {
         "embed.weight": [(0, 2), (1, 3)],
         "head.weight": [(4, 6), (5, 7)],
         "l0.norm.weight": [(0, 1, 2, 3)],
@@ -204,7 +205,8 @@ def test_what_is_kept_once_is_dealt_as_the_original_deals() -> None:
     }
     dealt = rank_plan.deal(holders, [0] * 4 + [1] * 4)
     kept = {
-        name: [r for group in groups for r in group if name not in dealt.left_out(r)] for name, groups in holders.items()
+        name: [r for group in groups for r in group if name not in dealt.left_out(r)]
+        for name, groups in holders.items()
     }
     assert kept == {
         "embed.weight": [0, 1],
@@ -363,13 +365,13 @@ def test_what_a_strategy_cannot_say(layout: Any, arrays: Any, words: str, tmp_pa
     assert not tree(tmp_path)
 
 
-def save_tp2(root: Path, iteration: int, tensors: dict[str, np.ndarray], layout: Any = TP2, **options: Any) -> list[Any]:
+def save_tp2(
+    root: Path, iteration: int, tensors: dict[str, np.ndarray], layout: Any = TP2, **options: Any
+) -> list[Any]:
     n_ranks = int(np.prod(list(layout["mesh"].values())))
 
     def work(group: Any) -> Any:
-        return save(
-            root, iteration, local_arrays(layout, tensors, group.rank), layout=layout, group=group, **options
-        )
+        return save(root, iteration, local_arrays(layout, tensors, group.rank), layout=layout, group=group, **options)
 
     return in_threads(n_ranks, work)
 
@@ -526,9 +528,7 @@ def test_runs_of_ranks_that_have_diverged() -> None:
 
 def test_files_of_a_save_are_parsed_back() -> None:
     for run in (None, 1, 12):
-        for kind in ("full", "network", "trainable"):
-            file = Naming("my-net_2", run, 3, 4).file(7, kind)  # type: ignore[arg-type]
+        kinds: tuple[FileKind, ...] = ("full", "network", "trainable")
+        for kind in kinds:
+            file = Naming("my-net_2", run, 3, 4).file(7, kind)
             assert parse_file_name(file.name) == file
-
-
-BF16 = np.dtype(ml_dtypes.bfloat16)

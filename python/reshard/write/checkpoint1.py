@@ -21,13 +21,13 @@ import json
 import os
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, ReshardError, UnsupportedError
 from reshard.formats import checkpoint1, checkpoint1_health, mounts, scalars
 from reshard.small_files import show
 from reshard.write import background, claims, protocol, rank_plan, steps, strategies, taken
-from reshard.write.facts import RankFacts, check_options, plan_iteration
+from reshard.write.facts import LastMade, RankFacts, check_options, plan_iteration
 from reshard.write.rank_plan import Dealt, Naming, RankView
 from reshard.write.rank_side import FILE_MODE, FOLDER_MODE, RankSide, arrays_by_kind, folder_of, look, n_bytes_of
 from reshard.write.shard_files import maker
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint1 import FileName
     from reshard.formats.save_log import SaveRecord
     from reshard.group import Group
+    from reshard.write.background import PendingSave
     from reshard.write.iteration import IterationPlan
     from reshard.write.strategies import Shapes, Strategies
 
@@ -153,7 +154,7 @@ def save_ranks(
     ready: Callable[[], object] | None = None,
     progress: _core.Progress | None = None,
     after: Callable[[SaveReport], list[str]] | None = None,
-) -> Any:
+) -> SaveReport | PendingSave[SaveReport]:
     """Save in rank folders; all ranks call this. A report, or what waits for one if it is not `blocking`.
 
     Args:
@@ -275,6 +276,9 @@ class _Job:
 
 # -- rank 0
 
+_Planned: TypeAlias = "tuple[IterationPlan, Shapes, Strategies | None]"
+_plans = LastMade[_Planned]()
+
 _runs: dict[tuple[Path, str], int] = {}
 """The run that this process is, by root and prefix: a process is one run, and a restarted one the next."""
 
@@ -308,11 +312,10 @@ class _Coordinator:
         check_options(facts)
         rank_plan.check_world(views, os.fspath(terms.root))
         firsts = self._first_of_each_root(facts)
-        plan = plan_iteration(facts, self.own.layout, prefix=None, dedup=False, strict=False)
-        shapes = _shapes(plan, facts)
+        same = [[[one["facts"]["arrays"], one["facts"]["shapes"]] for one in told], str(self.own.layout)]
+        plan, shapes, self.strategy = _plans.get([same, os.fspath(terms.root)], lambda: self._plan(facts))
         stage_of = [0] * len(told)
-        if self.own.layout is not None and len(told) > 1:
-            self.strategy = strategies.make(self.own.layout, shapes, terms.root)
+        if self.strategy is not None:
             self.strategy.check_same(is_used=any(view.has_meta for view in views))
             stage_of = [rank // self.strategy.devices_per_stage for rank in range(len(told))]
         else:
@@ -330,6 +333,14 @@ class _Coordinator:
             tuple(firsts) if self.strategy is not None else (),
             shapes if len(firsts) > 1 else None,
         ).to_json()
+
+    def _plan(self, facts: list[RankFacts]) -> _Planned:
+        layout = self.own.layout
+        plan = plan_iteration(facts, layout, prefix=None, dedup=False, strict=False)
+        shapes = _shapes(plan, facts)
+        if layout is None or len(facts) == 1:
+            return plan, shapes, None
+        return plan, shapes, strategies.make(layout, shapes, self.terms.root)
 
     def _first_of_each_root(self, facts: list[RankFacts]) -> list[int]:
         """The lowest rank that sees each root: one, unless several hosts have each their own."""
@@ -382,12 +393,15 @@ class _Coordinator:
             self.warnings.append(
                 f"{self.terms.root} lies on {volatile}, which forgets everything when the power is lost"
             )
-        counted = rows if self.how.only_strategy else [row for row in rows if row[0].endswith(".safetensors")]
-        path = self.strategy.folder if self.how.only_strategy and self.strategy is not None else self.terms.root
+        path = self.terms.root
+        if self.how.only_strategy:
+            assert self.strategy is not None
+            path = self.strategy.folder
+            rows = [(name, n_bytes, "") for name, n_bytes in self.strategy.files()]
         return {
             "path": str(path),
-            "n_bytes": sum(n_bytes for _, n_bytes, _ in counted),
-            "n_files": len(counted),
+            "n_bytes": sum(n_bytes for _, n_bytes, _ in rows),
+            "n_files": len(rows),
             "durable": self.terms.durable and volatile is None,
             "digest": hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest(),
             "warnings": self.warnings,
@@ -411,7 +425,7 @@ class _Coordinator:
 
 def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:
     """The global shape of each tensor, and whether it is the optimizer's; counters are not cut, and not told of."""
-    shapes: Shapes = {record.key: (record.shape, record.part == "optimizer") for record in plan.records}
+    shapes = {record.key: (record.shape, record.part == "optimizer") for record in plan.records}
     if plan.tiles is not None:
         parts = {fact.name: fact.part for one in facts for fact in one.arrays}
         shapes |= {key: (one.shape, parts.get(key) == "optimizer") for key, one in plan.tiles.tensors.items()}

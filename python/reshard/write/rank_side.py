@@ -172,7 +172,7 @@ class RankSide:
         if self.files and self.state is not None:
             self._write_state(*self.state)
         if self.strategy is not None:
-            rows += self.strategy.write(FILE_MODE, FOLDER_MODE, durable=self.terms.durable)
+            self.strategy.write(FILE_MODE, FOLDER_MODE, durable=self.terms.durable)
         return rows
 
     def _write_weights(self, path: Path, file: ShardFile, progress: Callable[[int, int], object] | None) -> Row:
@@ -214,12 +214,13 @@ class RankSide:
     def make_count(self) -> None:
         """Write `meta.json`: a restart may take this save from now on. Raises StorageError."""
         steps.announce(f"write {checkpoint1.META_FILE} of rank {self.rank}")
-        checkpoint1.write_meta(
-            folder_of(self.terms.root, self.rank),
-            Meta(self.file.epoch, self.file.step, self.file.name),
-            FILE_MODE,
-            durable=self.terms.durable,
-        )
+        folder, meta = folder_of(self.terms.root, self.rank), Meta(self.file.epoch, self.file.step, self.file.name)
+        try:
+            checkpoint1.write_meta(folder, meta, FILE_MODE, durable=self.terms.durable)
+        except ReshardError as error:
+            # Nothing is taken back: other ranks may have told by now, and the files are whole.
+            error.message = f"all files are written, but it is not told that the save is complete: {error.message}"
+            raise
 
     def remove(self, outdated: Iterable[tuple[int, int]]) -> list[str]:
         """Remove this rank's files of older saves; what failed."""

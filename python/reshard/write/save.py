@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import socket
 import time
@@ -33,7 +32,7 @@ from reshard.small_files import show
 from reshard.write import background, checkpoint1, retention
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
-from reshard.write.facts import RankFacts, check_options, facts_of, plan_iteration, planned_bytes
+from reshard.write.facts import LastMade, RankFacts, check_options, facts_of, plan_iteration, planned_bytes
 from reshard.write.shard_files import maker
 from reshard.write.together import Own, Planned, SaveReport, Share, Terms, carry_out, meet, outcome_of
 
@@ -345,19 +344,17 @@ def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
         )
 
 
-_last_plan: tuple[bytes, Planned] | None = None
+_plans = LastMade[Planned]()
 
 
 def _plan(facts: Sequence[RankFacts], told: Sequence[Any], layout: ModelLayout | None, **options: Any) -> Planned:
-    """The plan of this save, which mostly is that of the last one: a step apart, a run saves the same tensors."""
-    global _last_plan  # noqa: PLW0603  a value that can be made again at any time
-    same = [[one["arrays"], one["shapes"]] for one in told]
-    key = hashlib.blake2b(json.dumps([same, str(layout), options]).encode()).digest()
-    last = _last_plan
-    if last is None or last[0] != key:
+    """The plan of this save, which mostly is that of the last one."""
+
+    def make() -> Planned:
         plan = plan_iteration(facts, layout, **options)
-        last = _last_plan = (key, Planned(plan, planned_bytes(plan, facts)))
-    return last[1]
+        return Planned(plan, planned_bytes(plan, facts))
+
+    return _plans.get([[[one["arrays"], one["shapes"]] for one in told], str(layout), options], make)
 
 
 def _agreed(terms: Terms, layout: ModelLayout | None) -> dict[str, object]:

@@ -8,7 +8,6 @@ as what is there, or an older save would be put together by a newer one's cuts.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
@@ -76,7 +75,7 @@ def make(layout: ModelLayout, shapes: Shapes, root: Path) -> Strategies:
     return Strategies(strategy_folder(root), layout.to_strategy(tensors, optimizer_keys=states), tensors)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Strategies:
     """How everything that is saved is cut, and where that is written.
 
@@ -89,6 +88,7 @@ class Strategies:
     folder: Path
     strategy: Strategy
     tensors: Mapping[str, tuple[int, ...]]
+    _written: tuple[int, int] | None = None  # the folder that said the same when it was looked at last
 
     @property
     def devices_per_stage(self) -> int:
@@ -104,7 +104,7 @@ class Strategies:
         Raises:
             MismatchError: it is.
         """
-        there = self._there()
+        there = None if self._is_known() else self._there()
         if not is_used or there is None:
             return
         is_same = self._is_as(there)
@@ -119,24 +119,36 @@ class Strategies:
                 "every iteration has its own",
             )
 
-    def write(self, mode: int, folder_mode: int, *, durable: bool) -> list[tuple[str, int, str]]:
-        """Write a file for each rank, unless the same is there; name, size and digest of each.
+    def write(self, mode: int, folder_mode: int, *, durable: bool) -> None:
+        """Write a file for each rank, unless the same is there.
 
         Raises:
             StorageError: the system failed; what was there is as it was, or already the new.
         """
+        if self._is_known():
+            return
         there = self._there()
-        if there is None or not (
-            set(self.strategy.keys()) <= set(there.keys()) and all(map(self._is_as(there), self.tensors))
-        ):
+        is_there = there is not None and set(self.strategy.keys()) <= set(there.keys())
+        if there is None or not is_there or not all(map(self._is_as(there), self.tensors)):
             steps.announce(f"write {_NAME}")
             self._replace(mode, folder_mode, durable=durable)
-        names = [name for name in steps.names(self.folder) if not name.startswith(".")]
-        contents = {name: (self.folder / name).read_bytes() for name in names if is_strategy(self.folder / name)}
-        return [
-            (f"{_NAME}/{name}", len(data), hashlib.blake2b(data, digest_size=16).hexdigest())
-            for name, data in contents.items()
-        ]
+        self._written = self._state()
+
+    def files(self) -> list[tuple[str, int]]:
+        """Names and sizes of what is written."""
+        paths = [self.folder / name for name in steps.names(self.folder)]
+        return [(path.name, path.stat().st_size) for path in paths if is_strategy(path)]
+
+    def _is_known(self) -> bool:
+        """Whether the folder is the very one that was written, or found to say the same."""
+        return self._written is not None and self._written == self._state()
+
+    def _state(self) -> tuple[int, int] | None:
+        try:
+            found = self.folder.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def _replace(self, mode: int, folder_mode: int, *, durable: bool) -> None:
         """A new folder under a hidden name takes the place of the old one: files of two strategies never mix."""
@@ -188,10 +200,13 @@ class Strategies:
             for stage in range(self.strategy.n_stages):
                 rank = stage * self.devices_per_stage
                 try:
-                    pair = tuple(one.cut_of(key, rank, len(shape), shape) for one in (self.strategy, there))
+                    here = self.strategy.cut_of(key, rank, len(shape), shape)
+                    other = there.cut_of(key, rank, len(shape), shape)
                 except (MismatchError, UnsupportedError):
                     return False
-                if known.setdefault(pair, _is_same(*pair, self.devices_per_stage)) is False:  # type: ignore[arg-type]  # two
+                if (here, other) not in known:
+                    known[here, other] = _is_same(here, other, self.devices_per_stage)
+                if not known[here, other]:
                     return False
             return True
 
