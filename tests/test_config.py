@@ -236,15 +236,15 @@ MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"resume_by_last_timestamp_ckpt": True, "load_ckpt_format": "ckpt"},
         {"by_timestamp": True, "load_format": "ckpt"},
     ),
+    (
+        {"use_legacy_format": True, "only_save_strategy": False, **monitor(save_network_params=True)},
+        {"legacy_format": True, "save_network_params": True},
+    ),
+    (monitor(integrated_save=True), {"integrated_save": True}),
     # kept, and said to do nothing here
     (
-        {"use_legacy_format": True, **monitor(integrated_save=True, save_network_params=True)},
-        {
-            "legacy_format": True,
-            "integrated_save": True,
-            "save_network_params": True,
-            "without_effect": ("`use_legacy_format`", "`integrated_save`", "`save_network_params`"),
-        },
+        monitor(save_network_params=True, save_trainable_params=False),
+        {"save_network_params": True, "without_effect": ("`save_network_params`",)},
     ),
     (monitor(save_checkpoint_seconds=30, enc_key="k"), {"without_effect": ("`save_checkpoint_seconds`", "`enc_key`")}),
     ({"reshard_worker_num": 4, "balanced_load": False}, {"without_effect": ("`reshard_worker_num`",)}),

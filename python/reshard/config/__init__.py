@@ -67,10 +67,11 @@ class Config:
         sink_size: steps of a sink; None, as -1 does: a whole epoch (`runner_config.sink_size`).
         global_batch_size: samples a step over all ranks (`training.global_batch_size`).
         rampup: start, increment and samples of a growing batch (`training.rampup_batch_size`).
-        legacy_format: Checkpoint 1.0 (`use_legacy_format`).
-        integrated_save: cut tensors are joined when they are saved.
-        save_network_params: the weights are saved a second time, by themselves.
-        save_trainable_params: the trainable weights are saved a second time, by themselves.
+        legacy_format: whether Checkpoint 1.0 is saved (`use_legacy_format`).
+        integrated_save: whether each save is written a second time, as whole tensors.
+        save_network_params: of Checkpoint 1.0: whether the weights are saved a second time, by themselves.
+        save_trainable_params: of Checkpoint 1.0: whether the weights that are trained are, too.
+        only_save_strategy: whether nothing but the strategy files is written, that is how tensors are cut.
         without_effect: words that stand in the configuration and do nothing here, such as "`integrated_save`".
 
     Example:
@@ -110,6 +111,7 @@ class Config:
     integrated_save: bool = False
     save_network_params: bool = False
     save_trainable_params: bool = False
+    only_save_strategy: bool = False
     without_effect: tuple[str, ...] = ()
 
     @classmethod

@@ -295,6 +295,7 @@ def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
     """The strategy that was given, or that lies in the folder, or where the original writes it: beside it."""
     if given is not None:
         return as_strategy(given)
+    # Beside a root there may be another one, and its strategy: what lies in this one is its own.
     for folder in (root / _STRATEGY_FOLDER, root.resolve().parent / _STRATEGY_FOLDER):
         if folder.is_dir() and any(is_strategy(path) for path in sorted(folder.iterdir())[:_MAX_NAMED]):
             _log.info("%s is opened with the strategy in %s", root, folder)
