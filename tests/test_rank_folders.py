@@ -506,6 +506,27 @@ def test_an_uneven_table(tmp_path: Path) -> None:
         assert [opened.load(layout, rank=rank)["table"].shape for rank in range(3)] == [(3, 2), (3, 2), (4, 2)]
 
 
+def test_a_table_on_two_stages(tmp_path: Path) -> None:
+    """Tied: both stages hold it, cut alike. The layout that it is stored in has it on both, too."""
+    items = {"own": Item((4, 2), (2,), (0, -1), stage=1), "tied": Item((4, 2), (2,), (0, -1))}
+    cut = write_strategy(tmp_path / "cut", items, 2)
+    for stage in (0, 1):
+        path = cut / f"strategy_stage_{stage}.json"
+        content = json.loads(path.read_text())
+        tied = json.loads((cut / "strategy_stage_0.json").read_text())["parallel_layout_item"]["tied"]
+        content["parallel_layout_item"]["tied"] = tied
+        path.write_text(json.dumps(content))
+    tied, own = np.arange(8.0).reshape(4, 2), np.ones((4, 2))
+    halves = [{"tied": tied[:2]}, {"tied": tied[2:]}]
+    root = write_ranks(tmp_path / "tree", [*halves, *({**half, "own": own[:2]} for half in halves)])
+    with reshard.open(root, strategy=cut) as opened:
+        assert_same(opened.load(), {"tied": tied, "own": own})
+        assert [len(shard.files) for shard in opened["tied"].shards] == [2, 2]
+        layout = reshard.ModelLayout.like(opened)
+        assert_same(opened.load(layout, rank=1), {"tied": tied[2:]})
+        assert_same(opened.load(layout, rank=3), {"tied": tied[2:], "own": own[2:]})
+
+
 # -- `.ckpt` files
 
 
