@@ -290,10 +290,10 @@ def as_strategy(strategy: StrategyLike) -> Strategy:
 
 
 def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
-    """The strategy that was given, or that lies where the original writes it."""
+    """The strategy that was given, or that lies in the folder, or where the original writes it: beside it."""
     if given is not None:
         return as_strategy(given)
-    for folder in (root.resolve().parent / _STRATEGY_FOLDER, root / _STRATEGY_FOLDER):
+    for folder in (root / _STRATEGY_FOLDER, root.resolve().parent / _STRATEGY_FOLDER):
         if folder.is_dir() and any(is_strategy(path) for path in sorted(folder.iterdir())[:_MAX_NAMED]):
             _log.info("%s is opened with the strategy in %s", root, folder)
             return read_strategy(folder)
