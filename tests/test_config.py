@@ -92,7 +92,12 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
             "load_checkpoint: '/output/distributed_safetenosrs'\nsrc_strategy_path_or_dir: '/output/src_strategy'\n"
             "load_ckpt_format: 'safetensors'\nauto_trans_ckpt: True"
         ),
-        {"load_path": "/output/distributed_safetenosrs", "load_format": "safetensors"},
+        {
+            "load_path": "/output/distributed_safetenosrs",
+            "load_format": "safetensors",
+            "auto_trans": True,
+            "strategy": "/output/src_strategy",
+        },
     ),
     (
         (
@@ -105,6 +110,7 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
         {
             "load_path": "/qwen2_7b/unified_safetenosrs",
             "load_format": "safetensors",
+            "auto_trans": True,
             "save_path": "output/checkpoint",
         },
     ),
@@ -162,6 +168,7 @@ def test_a_trainers_whole_file() -> None:
         "batch_size": 6,
         "sink_size": 2,
         "load_format": "safetensors",
+        "auto_trans": True,
     }
 
 

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 from tests.threads import in_threads
 
 import reshard
+from reshard.cli import main
 from reshard.config import Config
 from reshard.errors import (
     CheckpointNotFoundError,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from reshard.group import Group
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
+STRATEGY = SAMPLES / "strategy"
 PREFIX = {"ckpt1": "llama2_7b", "ckpt1_pb": "old"}
 EXTENSION = {"ckpt1": "safetensors", "ckpt1_pb": "ckpt"}
 RANKS = range(4)
@@ -642,6 +645,60 @@ def test_hosts_that_are_fewer_or_more_than_saved(tmp_path: Path) -> None:
             assert "saved by 4 ranks" in got.message
 
 
+def test_a_save_without_replicas_needs_its_strategy() -> None:
+    root, strategy = STRATEGY / "src_rank_slices_dedup", STRATEGY / "src_strategy_json"
+    for got in in_threads(8, lambda group: load(root, group)):
+        assert isinstance(got, MismatchError)
+        assert "without replicas" in got.message
+    for rank, got in enumerate(in_threads(8, lambda group: load(root, group, layout=strategy, strategy=strategy))):
+        assert (got.iteration, got.decision.is_resharded) == (40, False)
+        # The same tree, saved with replicas.
+        expected = reshard.load_file(file(STRATEGY / "src_rank_slices", rank, "-20_2"))
+        assert got.state.keys() == expected.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(got.state[key], array, strict=True)
+
+
+@pytest.mark.parametrize("tree", ["src_rank_slices", "src_rank_slices_dedup"])
+def test_a_run_that_is_cut_otherwise(tree: str, tmp_path: Path) -> None:
+    """`auto_trans_ckpt`: every rank gets its part under the new strategy."""
+    root = tmp_path / "checkpoint"
+    shutil.copytree(STRATEGY / tree, root)
+    shutil.copytree(STRATEGY / "src_strategy", tmp_path / "strategy")  # where the original writes it
+    layout = STRATEGY / "dst_strategy"
+    config = {"load_checkpoint": str(root), "resume_training": True, "auto_trans_ckpt": True}
+    told = [config, {**config, "src_strategy_path_or_dir": str(STRATEGY / "src_strategy_json")}]
+    for one in told:
+        for rank, got in enumerate(in_threads(8, lambda group: load(None, group, layout=layout, config=one))):  # noqa: B023
+            expected = reshard.load_file(STRATEGY / "expected_dst_slices" / f"rank_{rank}" / "net.safetensors")
+            assert got.state.keys() >= expected.keys()
+            for key, array in expected.items():
+                np.testing.assert_array_equal(got.state[key], array, strict=True)
+    whole = reshard.load(config=config)  # without a layout the whole tensors
+    for key, array in reshard.load_file(STRATEGY / "expected_full.safetensors").items():
+        np.testing.assert_array_equal(whole.state[key], array, strict=True)
+
+
+def test_real_processes_that_do_not_share(tmp_path: Path) -> None:
+    from tests.ranks import Job
+
+    whole = copy("ckpt1_pb", tmp_path / "whole")
+    hosts = scatter(copy("ckpt1_pb", tmp_path), tmp_path)
+    truncate(file(hosts[1], 1, "-20_2"))
+
+    def work(group: Any) -> Any:
+        os.chdir(hosts[group.rank].parent)  # the same path names another folder on each host
+        got = reshard.load("checkpoint", group=group, timeout=30)
+        return [got.iteration, got.decision.path, got.state["layers.0.w"].tolist()]
+
+    with Job(4, work) as job:
+        outcomes = job.outcomes()
+    for rank, outcome in enumerate(outcomes):
+        expected = reshard.load(file(whole, rank, "-15_2")).state["layers.0.w"]
+        assert outcome is not None
+        assert outcome["value"] == [30, "checkpoint/rank_0/old_rank_0-15_2.ckpt", expected.tolist()]
+
+
 def test_damage_that_only_loading_finds_rolls_back_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = copy("ckpt1", tmp_path)
     real, lock, seen = rank_facts.open_own, threading.Lock(), list[str]()
@@ -674,3 +731,54 @@ def test_one_rank_fails_otherwise_and_all_are_told(tmp_path: Path, monkeypatch: 
     for got in together(hosts):
         assert isinstance(got, StorageError)
         assert "rank 3: the disk is gone" in got.message
+
+
+# -- the command
+
+
+def explain(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["explain", *map(str, words)])
+    return result.exit_code, result.output
+
+
+def test_explain_shows_what_each_ranks_folder_offers(tmp_path: Path) -> None:
+    root = copy("ckpt1", tmp_path, "output_second_run")
+    file(root, 2, "_1-25_2").unlink()
+    truncate(file(root, 1, "-20_2"))
+    put(root / "rank_3" / "meta.json", "{")
+    code, page = explain(root)
+    assert code == 0
+    rows = [" ".join(line.split()) for line in page.splitlines()]
+    assert "llama2_7b_rank_0_1-25_2.safetensors refused rank 2 has no file of it" in rows
+    assert any(row.startswith("llama2_7b_rank_0-20_2.safetensors refused rank 1: ") for row in rows)
+    assert any(row.startswith("llama2_7b_rank_0-15_2.safetensors taken of an earlier run") for row in rows)
+    assert "0 1-25_2 10_2, 15_2, 20_2, 1-25_2" in rows
+    assert "1 1-25_2 10_2, 15_2, 20_2 (not whole), 1-25_2" in rows
+    assert "2 1-25_2 10_2, 15_2, 20_2" in rows
+    assert "3 damaged 10_2, 15_2, 20_2, 1-25_2" in rows
+    code, text = explain(root, "--json")
+    told = json.loads(text)
+    assert code == 0
+    assert told["initial_step"] == 30
+    assert [view["rank"] for view in told["ranks"]] == [0, 1, 2, 3]
+    ((name, fault),) = told["ranks"][1]["faults"]
+    assert name == "llama2_7b_rank_1-20_2.safetensors"
+    assert "header" in fault
+
+
+def test_explain_ranks_that_offer_the_same_share_a_line(tmp_path: Path) -> None:
+    code, page = explain(copy("ckpt1_pb", tmp_path))
+    assert code == 0
+    assert "0-3 20_2 10_2, 15_2, 20_2" in [" ".join(line.split()) for line in page.splitlines()]
+
+
+def test_explain_a_run_that_would_not_start(tmp_path: Path) -> None:
+    root = copy("ckpt1", tmp_path)
+    shutil.rmtree(root / "rank_1")
+    code, page = explain(root)
+    assert code == 1
+    assert "there is no folder of rank 1" in page
+    code, text = explain(root, "--json")
+    told = json.loads(text)
+    assert (code, told["outcome"]) == (1, "refused")
+    assert [view["rank"] for view in told["ranks"]] == [0, 2, 3]

@@ -38,6 +38,7 @@ __all__ = [
     "counters_of",
     "gather_saves",
     "holds_optimizer",
+    "is_deduplicated",
     "open_own",
     "path_of",
     "saves_root",
@@ -350,6 +351,12 @@ def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
         40
     """
     return open_rank_files(path.parent, {0: path}, None, method)
+
+
+def is_deduplicated(checkpoint: Checkpoint, *, default: bool) -> bool:
+    """Whether a rank's own file lacks what another rank wrote for it: as the file says, else as the caller does."""
+    flags = [file.metadata.get("remove_redundancy") for file in checkpoint._rank_files.values()]  # noqa: SLF001
+    return default if None in flags else "True" in flags
 
 
 def counters_of(checkpoint: Checkpoint) -> CommonInfo | None:
