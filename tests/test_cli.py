@@ -583,8 +583,9 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
     shutil.copy(SAMPLES / "train.yaml", folder)
     if re.search("(convert|split|diff .*) hf/|diff hf/", example):
         shutil.copytree(tmp_path / "demo" / "hf", folder / "hf")
-    shutil.copytree(SAMPLES / "strategy" / "src_rank_slices", folder / "ranks")
-    shutil.copytree(SAMPLES / "strategy" / "src_strategy", folder / "strategy")
+    for name, sample in (("ranks/", "src_rank_slices"), ("strategy/", "src_strategy")):
+        if re.search(f"(merge|--strategy) {name}", example):
+            shutil.copytree(SAMPLES / "strategy" / sample, folder / name)
     if "split full/" in example:
         shutil.copytree(SAMPLES / "full_ms", folder / "full")
     if example == "reshard demo":
