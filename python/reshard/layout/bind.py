@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from reshard.layout.file import LayoutFile
+    from reshard.layout.resolve import Resolved
 
-__all__ = ["BoundLayout", "bind", "core_layout"]
+__all__ = ["BoundLayout", "bind", "bound_of", "core_layout"]
 
 _log = logging.getLogger("reshard")
 
@@ -90,6 +91,16 @@ class BoundLayout:
             self._add(request, name, *arrays[name], rank)
         return request
 
+    def add_to(self, request: _core.Request, name: str, rank: int) -> None:
+        """Add what a rank holds of one array, named as in `local_names`, to a request."""
+        join = self._join_by_name.get(name)
+        held = set(self.holds(rank)) if join is not None else set()
+        self._add(request, name, [name] if join is None else [key for key in join.keys if key in held], join, rank)
+
+    @functools.cached_property
+    def _join_by_name(self) -> dict[str, Join]:
+        return {join.name: join for join in self.joins}
+
     def _add(self, request: _core.Request, name: str, members: list[str], join: Join | None, rank: int) -> None:
         with _naming(members[0]):
             if join is None:
@@ -140,12 +151,16 @@ def bind(
     strict: bool = False,
 ) -> BoundLayout:
     """See `ModelLayout.bind`."""
-    resolved = resolve(layout, tensors, optimizer_keys)
+    mesh = _core.Mesh(list(layout.mesh.items()), layout.ranks)
+    return bound_of(mesh, resolve(layout, tensors, optimizer_keys), strict=strict)
+
+
+def bound_of(mesh: _core.Mesh, resolved: Resolved, *, strict: bool = False) -> BoundLayout:
+    """What was decided for each key as geometry. Raises as `ModelLayout.bind`."""
     if resolved.warnings and strict:
         raise LayoutError("; ".join(resolved.warnings), hint="`strict=False` makes this a warning")
     for warning in resolved.warnings:
         _log_once(warning)
-    mesh = _core.Mesh(list(layout.mesh.items()), layout.ranks)
     made: dict[Spec, _core.Layout] = {}
     layouts: dict[str, _core.Layout] = {}
     for key, spec in resolved.specs.items():
