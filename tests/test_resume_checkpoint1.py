@@ -27,11 +27,12 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
+from reshard.formats import checkpoint1
 from reshard.formats.checkpoint1 import Meta, list_weight_files, parse_file_name, read_meta, write_meta
+from reshard.opening import rank_facts
 from reshard.opening.facts import gather
 from reshard.resume import ResumeDecision, RunFacts, decide
 from reshard.resume.checkpoint1 import RankFolder, name_of_rank, order_saves
-from reshard.verbs import load as verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,10 +96,7 @@ DAMAGE: dict[str, Callable[[Path, str], None]] = {
     "last file of rank_1 truncated to half its bytes": lambda root, _: truncate(file(root, 1, "-20_2")),
     "meta.json of rank_3 removed": lambda root, _: (root / "rank_3" / "meta.json").unlink(),
     "meta.json of every rank removed": lambda root, _: without_meta(root),
-    "meta.json of every rank removed and last file of rank_1 removed": lambda root, _: (
-        without_meta(root),
-        file(root, 1, "-20_2").unlink(),
-    )[0],
+    "meta.json of every rank removed and last file of rank_1 removed": lambda root, _: without_meta(root, 1),
     "meta.json of rank_1 names the previous save": lambda root, sample: write_meta(
         root / "rank_1", Meta(15, 2, f"{PREFIX[sample]}_rank_1-15_2.{EXTENSION[sample]}")
     ),
@@ -107,13 +105,10 @@ DAMAGE: dict[str, Callable[[Path, str], None]] = {
         root / "rank_1" / "meta.json",
         (root / "rank_1" / "meta.json").read_text().replace('"last_epoch": 20', '"last_epoch": "20"'),
     ),
-    "last file removed on rank_1, previous removed on rank_2": lambda root, _: (
-        file(root, 1, "-20_2").unlink(),
-        file(root, 2, "-15_2").unlink(),
-    )[0],
-    "every file of rank_1 removed": lambda root, _: (
-        [(root / "rank_1" / name).unlink() for name in list_weight_files(root / "rank_1")] and None
+    "last file removed on rank_1, previous removed on rank_2": lambda root, _: remove(
+        file(root, 1, "-20_2"), file(root, 2, "-15_2")
     ),
+    "every file of rank_1 removed": lambda root, _: remove(*(root / "rank_1").glob("*.[sc]*")),
     "second-run tree, intact": lambda root, _: None,
     "second-run tree, every second-run file of rank_2 removed": lambda root, _: file(root, 2, "_1-25_2").unlink(),
 }
@@ -127,9 +122,14 @@ BETTER = {
 }
 
 
-def without_meta(root: Path) -> None:
-    for rank in RANKS:
-        (root / f"rank_{rank}" / "meta.json").unlink()
+def remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink()
+
+
+def without_meta(root: Path, *without_the_last: int) -> None:
+    remove(*(root / f"rank_{rank}" / "meta.json" for rank in RANKS))
+    remove(*(file(root, rank, "-20_2") for rank in without_the_last))
 
 
 def put(path: Path, text: str) -> None:
@@ -308,6 +308,11 @@ def link(path: Path) -> None:
     path.symlink_to(other)
 
 
+def replace_by(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
 def swap_for_another_save(path: Path) -> None:
     shutil.copy(file(path.parent.parent, 1, "-10_2"), path)
 
@@ -321,9 +326,9 @@ FAULTS: list[tuple[str, Callable[[Path], object]]] = [
     ("longer than it says", lambda path: path.write_bytes(path.read_bytes() + b"\0")),
     ("the content of another save", swap_for_another_save),
     ("a link", link),
-    ("a folder", lambda path: (path.unlink(), path.mkdir())),
-    ("a pipe", lambda path: (path.unlink(), os.mkfifo(path))),
-    ("gone", lambda path: path.unlink()),
+    ("a folder", lambda path: replace_by(path, Path.mkdir)),
+    ("a pipe", lambda path: replace_by(path, os.mkfifo)),
+    ("gone", remove),
 ]
 
 
@@ -373,7 +378,7 @@ def test_what_is_nobodys_damage_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object, **__: object) -> None:
         raise StorageError("too many open files", errno=24)
 
-    monkeypatch.setattr("reshard.opening.rank_facts.add_rank_file", fail)
+    monkeypatch.setattr("reshard.opening.rank_facts.open_rank_files", fail)
     with pytest.raises(StorageError, match="too many"):
         resume(copy("ckpt1", tmp_path))
 
@@ -639,7 +644,7 @@ def test_hosts_that_are_fewer_or_more_than_saved(tmp_path: Path) -> None:
 
 def test_damage_that_only_loading_finds_rolls_back_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = copy("ckpt1", tmp_path)
-    real, lock, seen = verb.open_own, threading.Lock(), list[str]()
+    real, lock, seen = rank_facts.open_own, threading.Lock(), list[str]()
 
     def fails_late(path: Path, method: Any) -> Any:
         with lock:
@@ -648,7 +653,7 @@ def test_damage_that_only_loading_finds_rolls_back_all(tmp_path: Path, monkeypat
             raise DamagedFileError("cut since it was looked at", path=str(path))
         return real(path, method)
 
-    monkeypatch.setattr(verb, "open_own", fails_late)
+    monkeypatch.setattr("reshard.verbs.load.open_own", fails_late)
     results = in_threads(4, lambda group: load(root, group))
     assert [got.iteration for got in results] == [30] * 4
     for got in results:
@@ -658,14 +663,14 @@ def test_damage_that_only_loading_finds_rolls_back_all(tmp_path: Path, monkeypat
 
 def test_one_rank_fails_otherwise_and_all_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = scatter(copy("ckpt1", tmp_path), tmp_path)
-    real = reshard.opening.rank_facts.checkpoint1.rank_folders
+    real = checkpoint1.rank_folders
 
     def fails(root: str) -> Any:
         if "host_3" in str(root):
             raise StorageError("the disk is gone", errno=5)
         return real(root)
 
-    monkeypatch.setattr("reshard.opening.rank_facts.checkpoint1.rank_folders", fails)
+    monkeypatch.setattr(checkpoint1, "rank_folders", fails)
     for got in together(hosts):
         assert isinstance(got, StorageError)
         assert "rank 3: the disk is gone" in got.message
