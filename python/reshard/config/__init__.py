@@ -44,6 +44,10 @@ class Config:
             None: both (`load_ckpt_format`).
         by_timestamp: whether the times of the files of a Checkpoint 1.0 tree tell which is newest, and not its
             meta.json files (`resume_by_last_timestamp_ckpt`).
+        auto_trans: whether what was saved is cut anew for the run, and no rank takes its own file of a Checkpoint 1.0
+            tree as it is (`auto_trans_ckpt`).
+        strategy: the strategy file, or the folder of them, that says how a Checkpoint 1.0 tree was cut; None: the
+            folder `strategy` beside it (`src_strategy_path_or_dir`).
         load_async: whether loading begins in the background (`load_ckpt_async`).
         save_path: the checkpoint root that is saved to (`CheckpointMonitor.directory`, `save_checkpoint_path`,
             `checkpoint.save_path`, or `checkpoint` under `output_dir`); None if nothing says so.
@@ -89,6 +93,8 @@ class Config:
     resume_file: str | None = None
     load_format: Literal["safetensors", "ckpt"] | None = None
     by_timestamp: bool = False
+    auto_trans: bool = False
+    strategy: str | None = None
     load_async: bool = False
     save_path: str | None = None
     save_every: int | None = None

@@ -43,6 +43,11 @@ def _text(at: At, value: object) -> str:
     raise at.error(f"expected text, found {found(value)}")
 
 
+def _path(at: At, value: object) -> str | None:
+    """A path, of which the empty one says none."""
+    return _text(at, value) or None
+
+
 def _number(at: At, value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number or (isinstance(value, str) and _NUMBER.fullmatch(value)):
@@ -117,6 +122,7 @@ def _rampup(at: At, value: object) -> tuple[int, ...]:
 _FLAG = Kind("true or false", _flag)
 _ON = Kind("true or false", _on)
 _TEXT = Kind("text", _text)
+_PATH = Kind("text", _path)
 NUMBER = Kind("a number", _number)
 _STEPS = Kind("an integer, or 0 for none", _steps)
 _COUNT = Kind("an integer of at least 1", _count)
@@ -172,6 +178,8 @@ TOP = {
     "resume_training": Word("resume", _RESUME),
     "load_ckpt_async": Word("load_async", _FLAG),
     "load_ckpt_format": Word("load_format", _LOAD_FORMAT),
+    "auto_trans_ckpt": Word("auto_trans", _FLAG),
+    "src_strategy_path_or_dir": Word("strategy", _PATH),
     "resume_by_last_timestamp_ckpt": Word("by_timestamp", _FLAG),
     "remove_redundancy": Word(None, _FLAG),  # about loading, where the files tell it: see `read`
     "output_dir": Word(None, _TEXT),  # see `read`
@@ -226,7 +234,7 @@ TRAINING = {
 }
 SECTIONS = {"trainer": TRAINER, "lr_schedule": LR_SCHEDULE, "runner_config": RUNNER, "training": TRAINING}
 OTHERS = ("checkpoint", "callbacks", "monitor_config")  # read by functions of their own
-FOREIGN = {"lr_scheduler", "auto_trans_ckpt", "train_dataset", "eval_dataset"}
+FOREIGN = {"lr_scheduler", "train_dataset", "eval_dataset"}
 """Words of the original that are not ours, however much they look like them."""
 ELSEWHERE = {
     **dict.fromkeys(TRAINER, "trainer"),

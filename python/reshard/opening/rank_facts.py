@@ -9,18 +9,15 @@ the counters are read.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard import _core
-from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, scalars
 from reshard.formats.checkpoint2_common import CommonInfo
-from reshard.formats.rank_file import add_rank_file, placed
+from reshard.opening.rank_folders import look_at, open_rank_files
 from reshard.opening.root import is_damage, reason_of
 from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
 from reshard.resume.checkpoint1 import RankFolder, Save, SaveOrder, name_of_rank, order_saves
@@ -28,9 +25,10 @@ from reshard.small_files import show
 from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
 
+    from reshard import _core
+    from reshard.checkpoint import Checkpoint
     from reshard.config import Config
 
 __all__ = [
@@ -40,6 +38,7 @@ __all__ = [
     "counters_of",
     "gather_saves",
     "holds_optimizer",
+    "is_deduplicated",
     "open_own",
     "path_of",
     "saves_root",
@@ -235,18 +234,9 @@ def _look(root: str, own: tuple[int, int]) -> dict[str, Any]:
     for rank, folder in folders.items():
         if rank % count != number:
             continue
-        meta, fault = None, None
-        try:
-            meta = asdict(checkpoint1.read_meta(folder))
-        except CheckpointNotFoundError:
-            pass
-        except DamagedFileError as error:
-            fault = error.message.replace(f"{show(str(folder / checkpoint1.META_FILE))}", "it").removeprefix("it: ")
-        files = []
-        for name in checkpoint1.list_weight_files(folder):
-            with contextlib.suppress(FileNotFoundError):  # retention may remove one meanwhile
-                files.append([name, (folder / name).stat(follow_symlinks=False).st_mtime_ns])
-        seen[str(rank)] = {"files": files, "meta": meta, "fault": fault}
+        found = look_at(folder)
+        meta = None if found.meta is None else asdict(found.meta)
+        seen[str(rank)] = {"files": found.files, "meta": meta, "fault": found.meta_fault}
     return seen
 
 
@@ -273,7 +263,7 @@ def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> Candid
 def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> dict[str, Any]:
     """Open this process's own files of a save: what is wrong with them, and what they say of the run."""
     number, count = own
-    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False}
+    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "n": 0}
     try:
         ranks = [rank for rank in checkpoint1.rank_folders(root) if rank % count == number]
     except CheckpointNotFoundError:
@@ -290,31 +280,33 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
         with checkpoint:
             common = None if checkpoint.common is None else asdict(checkpoint.common)
             told["has_optimizer"] |= holds_optimizer(checkpoint)
-        against = _disagreement(told["common"], common)
-        if against is not None:
-            told["faults"].append([rank, f"{path.name} {against}"])
-        told["common"] = told["common"] or common
+        if not told["n"]:
+            told["common"] = common
+        elif against := _disagreement(told["common"], common):
+            told["faults"].append([rank, f"{path.name}: {against}"])
+        told["n"] += 1
     return told
 
 
 def _disagreement(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
-    """Why two files cannot be of one save."""
+    """Why the files of two ranks cannot be whole and of one save."""
     for name in _COUNTERS_THAT_AGREE:
         first, second = (None if common is None else common[name] for common in (one, other))
-        if first is not None and second is not None and first != second:
-            return f"says {name} {second}, the file of another rank {first}: they are of different saves"
+        if first != second:
+            # The counters are what a `.ckpt` ends with: one that is cut between two records lacks them.
+            found = ["is not there" if value is None else f"is {value}" for value in (second, first)]
+            return f"`{name}` {found[0]}, and in another rank's file it {found[1]}: cut short, or of another save"
     return None
 
 
 def _checked(candidate: CandidateFacts, reports: Sequence[dict[str, Any]], status: int | None) -> CandidateFacts:
     """A candidate with what all processes found of it."""
     faults = sorted((int(rank), fault) for report in reports for rank, fault in report["faults"])
-    common: dict[str, Any] | None = None
-    for report in reports:
-        against = _disagreement(common, report["common"])
-        if against is not None and not faults:
-            return replace(candidate, fault=f"a file {against}")
-        common = common or report["common"]
+    with_files = [(number, report["common"]) for number, report in enumerate(reports) if report["n"]]
+    common: dict[str, Any] | None = with_files[0][1] if with_files else None
+    for number, other in with_files:
+        if not faults and (against := _disagreement(common, other)):
+            faults = [(number, f"{name_of_rank(Path(candidate.path).name, number)}: {against}")]
     if faults:
         rank, fault = faults[0]
         more = f", and {len(faults) - 1} more ranks' files" if len(faults) > 1 else ""
@@ -348,29 +340,23 @@ def _with_faults(views: list[RankView], found: list[CandidateFacts]) -> tuple[Ra
 # -- one rank's own file
 
 
-def open_own(path: str | os.PathLike[str], method: _core.ReadMethod = "auto") -> Checkpoint:
+def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
     """Open a rank's own file by itself: its local arrays are the tensors, and the counters in it `common`.
 
     Raises:
-        CheckpointNotFoundError, DamagedFileError, UnsupportedError, StorageError: as `add_rank_file`; or a counter is
-            no number.
+        CheckpointNotFoundError, DamagedFileError, UnsupportedError, StorageError: as `open_rank_files`.
 
     Example:
-        >>> open_own("checkpoint/rank_1/llama_rank_1-20_2.safetensors").common.step_num  # doctest: +SKIP
+        >>> open_own(Path("checkpoint/rank_1/llama_rank_1-20_2.safetensors")).common.step_num  # doctest: +SKIP
         40
     """
-    index = _core.Index()
-    file = add_rank_file(index, path, method=method)
-    for key, tensor in file.tensors.items():
-        index.add_tiles(key, tensor.dtype, tensor.shape, placed(file, key, (0,) * len(tensor.shape)))
-    checkpoint = Checkpoint("checkpoint1", Path(path), index)
-    try:
-        checkpoint.common = counters_of(checkpoint)
-    except ReshardError:
-        checkpoint.close()
-        raise
-    checkpoint.iteration = None if checkpoint.common is None else checkpoint.common.step_num
-    return checkpoint
+    return open_rank_files(path.parent, {0: path}, None, method)
+
+
+def is_deduplicated(checkpoint: Checkpoint, *, default: bool) -> bool:
+    """Whether a rank's own file lacks what another rank wrote for it: as the file says, else as the caller does."""
+    flags = [file.metadata.get("remove_redundancy") for file in checkpoint._rank_files.values()]  # noqa: SLF001
+    return default if None in flags else "True" in flags
 
 
 def counters_of(checkpoint: Checkpoint) -> CommonInfo | None:
