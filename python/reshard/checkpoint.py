@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
-Format = Literal["safetensors", "huggingface", "checkpoint2"]
+Format = Literal["safetensors", "huggingface", "checkpoint2", "ckpt"]
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
 _STATE_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
@@ -97,12 +97,13 @@ class Checkpoint:
     """An opened checkpoint: names, shapes, and the bytes on demand. Made by `open`; safe to read from several threads.
 
     Attributes:
-        format: "safetensors", "huggingface" or "checkpoint2".
+        format: "safetensors", "huggingface", "checkpoint2" or "ckpt".
         path: the file or folder that is read; of a root: the iteration folder that was taken.
         iteration: the iteration, or None where the format or the folder's name has none.
         common: the content of common.json, or None.
         manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
         skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
+        strings: names of values of a `.ckpt` that are text: they are no tensors and cannot be read.
 
     Example:
         >>> import numpy as np, reshard
@@ -130,6 +131,7 @@ class Checkpoint:
         self.common: CommonInfo | None = None
         self.manifest = manifest
         self.skipped: tuple[tuple[str, str], ...] = ()
+        self.strings: tuple[str, ...] = ()
         self._index = index
         self._tiles: tiles.TilesFile | None = None
         self._keys = index.keys()
@@ -318,7 +320,8 @@ class Checkpoint:
                 valid after `close()`, but not if someone truncates the file.
             verify: "touched": where there is a manifest, every 256 KiB that the load touches is compared with its sum
                 as it is copied, with `copy=False` before a view is handed out. "full": all shard files are, once, and
-                then what is touched. "structure": only sizes and headers. Without a manifest all three are the last.
+                then what is touched. "structure": only sizes and headers. Without a manifest all three are the last,
+                but for `.ckpt` files: one with a CRC is compared with it whole, once, the first time it is touched.
             threads: threads of the copy; default: the processors of this process.
             progress: called as `progress(done_bytes, total_bytes)`.
 
@@ -415,7 +418,9 @@ class Checkpoint:
         )
 
     def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
-        """Compare all bytes of the shard files with their sums; without a manifest there is nothing to compare.
+        """Compare all bytes of the shard files with their sums, as the manifest tells them, or with their own.
+
+        Only a `.ckpt` file can have a sum of its own; other files without a manifest have nothing to compare.
 
         Through the page cache: what is read here is going to be loaded. A scrub of everything is done only once.
 
@@ -430,9 +435,14 @@ class Checkpoint:
         Example:
             >>> checkpoint.scrub()  # doctest: +SKIP
         """
-        if self.manifest is None or self._is_scrubbed:
+        if self._is_scrubbed:
             return
         number, count = share
+        if self.manifest is None:
+            for file in range(number, self._index.n_files, count):
+                self._index.prove_file(file)
+            self._is_scrubbed = count == 1
+            return
         # The largest file first, to whoever has least: every rank comes to the same division.
         loads = [(0, rank) for rank in range(count)]
         own = []

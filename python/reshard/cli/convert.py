@@ -20,7 +20,7 @@ __all__ = ["convert"]
 @click.option(
     "--to",
     type=click.Choice(["huggingface", "checkpoint2", "safetensors"]),
-    help="Format of DST. Default: checkpoint2 with --layout, else huggingface.",
+    help="Format of DST. Default: checkpoint2 with --layout, safetensors if DST ends so, else huggingface.",
 )
 @click.option(
     "--part",
@@ -61,7 +61,7 @@ def convert(
 ) -> None:
     """Write the checkpoint SRC again as DST: in another format, layout, file size or dtype.
 
-    SRC is a .safetensors file, a Hugging Face folder, a checkpoint root or one of its iteration folders. DST appears
+    SRC is a .safetensors or .ckpt file, a Hugging Face folder, a checkpoint root or one of its iteration folders. DST appears
     whole or not at all. Memory stays within --memory, whatever the size of the model.
 
     \b
@@ -69,7 +69,8 @@ def convert(
       reshard convert output/checkpoint hf/                  merge to Hugging Face
       reshard convert hf/ tp4/ --layout tp4.yaml             split
       reshard convert output/checkpoint tp4/ --layout tp4.yaml --iteration 7
-      reshard convert output/checkpoint all.safetensors --to safetensors
+      reshard convert output/checkpoint all.safetensors
+      reshard convert weights.ckpt weights.safetensors
       reshard convert hf/ small/ --max-shard-size 500MB --dtype bfloat16
       reshard convert output/checkpoint hf/ --share 0/4      a fourth of the work, on one of four machines
     """

@@ -57,7 +57,7 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 def inspect(path: str, pattern: str | None, *, as_layout: bool, everything: bool, as_json: bool) -> None:
     """Show what a checkpoint holds. No tensor is read.
 
-    PATH is a .safetensors file, a Hugging Face folder, a checkpoint root or one of its iteration folders. PATTERN, a
+    PATH is a .safetensors or .ckpt file, a Hugging Face folder, a checkpoint root or one of its iteration folders. PATTERN, a
     glob over whole keys as in layout files (or re:...), narrows the list; a single tensor is drawn.
 
     \b
@@ -122,6 +122,7 @@ def _json(facts: Facts, rows: list[Row]) -> dict[str, Any]:
         "verified": checkpoint.verified,
         "manifest": _json_manifest(checkpoint.manifest),
         "saves": [{**dataclasses.asdict(save), "metrics": _finite(save.metrics)} for save in facts.saves],
+        "strings": list(checkpoint.strings),
         "common": None if checkpoint.common is None else dataclasses.asdict(checkpoint.common),
         "parts": facts.parts,
         "mesh": None if layout is None else layout.mesh,
@@ -202,6 +203,9 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         elements = "parameters" if part == "model" else "elements"
         counts = f"{told['n_tensors']} tensors, {_count(told['n_elements'])} {elements}"
         lines.append((part, f"{counts}, {size(told['n_bytes'])} ({dtypes})"))
+    if checkpoint.strings:
+        names = ", ".join(map(shown, checkpoint.strings[:8])) + (", ..." if len(checkpoint.strings) > 8 else "")
+        lines.append(("text", f"{len(checkpoint.strings)} values that are no tensors and cannot be read: {names}"))
     lines.append(("mesh", _mesh(facts)))
     sizes = [n_bytes for _, n_bytes in facts.files]
     ends = dict.fromkeys((size(min(sizes)), size(max(sizes))))

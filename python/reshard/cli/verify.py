@@ -38,6 +38,7 @@ def verify(path: str, *, cached: bool, threads: int | None, as_json: bool) -> No
 
     PATH is a checkpoint root (all iterations are verified, newest first), an iteration folder, or whatever else
     inspect takes. Without a manifest, as MindSpore Transformers saves, only the structure is checked: "unverified".
+    A .ckpt file that was written with a CRC is compared with that.
 
     \b
     Examples:
@@ -66,7 +67,7 @@ def _print_checkpoint(one: VerifiedCheckpoint) -> None:
     if one.faults:
         state = f"damaged, {len(one.faults)} fault{'s' if len(one.faults) > 1 else ''}"
     elif one.verified:
-        state = f"whole, {one.n_files} files, {size(one.n_bytes)}"
+        state = f"whole, {one.n_files} file{'s' if one.n_files != 1 else ''}, {size(one.n_bytes)}"
     else:
         state = "unverified: no manifest, its structure is right"
     echo(f"{shown(one.path)}: {state}")

@@ -14,6 +14,7 @@ from reshard import _core
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
 from reshard.formats import checkpoint2, huggingface
+from reshard.formats.rank_file import add_rank_file, kind_of
 from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, set_sums, unfinished
 from reshard.opening.root import best_of, is_damage, iterations, newer_than, order_of, reason_of
 from reshard.small_files import show
@@ -34,13 +35,15 @@ __all__ = [
 
 _log = logging.getLogger("reshard")
 
+_MAX_NAMED = 8  # names that a warning lists
+
 
 def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> Checkpoint:  # noqa: A001
     """Open a checkpoint, whatever its format.
 
     Args:
-        path: a `.safetensors` file (any other file is tried as one), a Hugging Face folder, the root of a Checkpoint
-            2.0 tree (the last complete iteration is taken, see `reshard.resume.resolve`), or an iteration folder.
+        path: a `.safetensors` or `.ckpt` file (told apart by content), a Hugging Face folder, the root of a Checkpoint 2.0
+            tree (the last complete iteration is taken, see `reshard.resume.resolve`), or an iteration folder.
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
 
     Returns:
@@ -66,7 +69,9 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
         exists = target.exists()
     except OSError as error:  # a name that is too long, a folder that may not be searched
         raise StorageError(f"looking for {target}: {error.strerror}", path=str(target), errno=error.errno) from None
-    could_be_root = target.suffix != ".safetensors" and checkpoint2.parse_iteration_folder(target.name) is None
+    could_be_root = (
+        target.suffix not in (".safetensors", ".ckpt") and checkpoint2.parse_iteration_folder(target.name) is None
+    )
     if not exists:
         # A link that leads nowhere was meant to lead somewhere: a disk that is not mounted is no fresh start.
         kind = EmptyRootError if could_be_root and not target.is_symlink() else CheckpointNotFoundError
@@ -93,6 +98,8 @@ def _is_empty(folder: Path) -> bool:
 
 def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
     index = _core.Index()
+    if kind_of(path, follow_links=True) == "ckpt":
+        return _open_ckpt(index, path, method)
     file = index.add_file(str(path), method=method)
     with opened_proof(path.parent) as proof:
         manifest = proof.manifest
@@ -106,6 +113,20 @@ def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
         for name, *_ in index.file_tensors(file):
             index.add_whole(name, file)
         return Checkpoint("safetensors", path, index, manifest, proof.keep_lock() if manifest is not None else None)
+
+
+def _open_ckpt(index: _core.Index, path: Path, method: _core.ReadMethod) -> Checkpoint:
+    opened = add_rank_file(index, path, follow_links=True, method=method)
+    for key in opened.tensors:
+        index.add_whole(key, opened.file)
+    if opened.strings:
+        names = ", ".join(map(show, opened.strings[:_MAX_NAMED])) + (
+            ", ..." if len(opened.strings) > _MAX_NAMED else ""
+        )
+        _log.warning("%s: %d values are text and no tensors, and are left out: %s", path, len(opened.strings), names)
+    checkpoint = Checkpoint("ckpt", path, index)
+    checkpoint.strings = opened.strings
+    return checkpoint
 
 
 def _open_huggingface(folder: Path, method: _core.ReadMethod) -> Checkpoint:

@@ -88,8 +88,8 @@ def convert(
     Args:
         src: whatever `reshard.open` opens.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file.
-        to: "huggingface" (the default without a layout), "checkpoint2" (the default with one) or "safetensors": one
-            file if `dst` ends so, else one a rank.
+        to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends so: one file; else one a
+            rank) or "huggingface" (the default elsewhere).
         part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
         layout: how the destination is cut; none: whole tensors.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none.
@@ -137,7 +137,7 @@ def convert(
     with _all_ranks(group, timeout) as share_of_rank:
         share = share or share_of_rank
         source, target = Path(src), Path(dst)
-        chosen = _target(to, layout)
+        chosen = _target(to, target, layout)
         _check_options(chosen, target, layout, {"iteration": iteration, "prefix": prefix, "modes": modes})
         _check_apart(source, target)
         is_one_file = chosen == "safetensors" and target.suffix == ".safetensors"
@@ -230,9 +230,11 @@ def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None
     agree(session(members, "convert"), outcome, timeout)
 
 
-def _target(to: Target | None, layout: LayoutLike | None) -> Target:
+def _target(to: Target | None, target: Path, layout: LayoutLike | None) -> Target:
+    if to is None and layout is None:
+        return "safetensors" if target.suffix == ".safetensors" else "huggingface"
     if to is None:
-        return "huggingface" if layout is None else "checkpoint2"
+        return "checkpoint2"
     if to not in ("huggingface", "checkpoint2", "safetensors"):
         raise ArgumentError(f'`to` is {to!r}; "huggingface", "checkpoint2" or "safetensors" are accepted')
     return to
