@@ -9,6 +9,7 @@ sum while it is copied.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import os
 import re
@@ -21,9 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError
-from reshard.formats import checkpoint2, state, tiles
+from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, LayoutError
+from reshard.formats import checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
+from reshard.formats.own_files import own_files
+from reshard.formats.rank_file import Placed, RankFile, add_rank_file, placed
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
@@ -36,10 +39,11 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.manifest import Manifest
+    from reshard.layout.strategy import Strategy
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
-Format = Literal["safetensors", "huggingface", "checkpoint2", "ckpt"]
+Format = Literal["safetensors", "huggingface", "checkpoint2", "checkpoint1", "mindspore", "ckpt"]
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
 _STATE_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
@@ -97,10 +101,11 @@ class Checkpoint:
     """An opened checkpoint: names, shapes, and the bytes on demand. Made by `open`; safe to read from several threads.
 
     Attributes:
-        format: "safetensors", "huggingface", "checkpoint2" or "ckpt".
-        path: the file or folder that is read; of a root: the iteration folder that was taken.
+        format: "safetensors", "huggingface", "checkpoint2", "checkpoint1" (rank folders), "mindspore" (full weights) or
+            "ckpt" (one such file).
+        path: the file or folder that is read; of a Checkpoint 2.0 root: the iteration folder that was taken.
         iteration: the iteration, or None where the format or the folder's name has none.
-        common: the content of common.json, or None.
+        common: the counters of the run, of common.json or of tensors that keep them, or None.
         manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
         skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
         strings: names of values of a `.ckpt` that are text: they are no tensors and cannot be read.
@@ -136,6 +141,10 @@ class Checkpoint:
         self._tiles: tiles.TilesFile | None = None
         self._keys = index.keys()
         self._is_scrubbed = False
+        self._method: _core.ReadMethod = "auto"
+        self._rank_files: Mapping[int, RankFile] = {}  # of rank folders: each rank's one file
+        self._unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
+        self._strategy: Strategy | None = None
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
@@ -159,7 +168,7 @@ class Checkpoint:
         return iter(self._keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._index
+        return key in self._index or key in self._unplaced
 
     def close(self) -> None:
         """Let go of the files. Arrays and views that were given out stay valid; reading more is an error."""
@@ -193,30 +202,72 @@ class Checkpoint:
 
     def __getitem__(self, key: str) -> TensorInfo:
         """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is none of the name."""
+        self._check_placed(key)
         dtype, shape = self._index.info(key)
         shards = tuple(
-            StoredShard(offset, extent, tuple(Path(self._index.file_path(file)).name for file in files))
+            StoredShard(offset, extent, tuple(map(self._file_name, files)))
             for offset, extent, files in self._index.shards(key)
         )
         return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self._part(key))
 
     def files(self) -> list[FileInfo]:
-        """The shard files that hold the tensors, with their sizes.
+        """The shard files that hold the tensors, with their sizes; in rank folders `rank_<number>/<name>`.
 
         Example:
             >>> checkpoint.files()  # doctest: +SKIP
             [FileInfo(name='model.safetensors', n_bytes=4920)]
         """
-        return [
-            FileInfo(Path(self._index.file_path(file)).name, self._index.file_bytes(file))
-            for file in range(self._index.n_files)
-        ]
+        return [FileInfo(self._file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)]
+
+    def _file_name(self, file: int) -> str:
+        """The name of a file in the folder; of rank folders with that of the rank, since all may have one name."""
+        path = Path(self._index.file_path(file))
+        return str(path.relative_to(self.path)) if self._rank_files else path.name
 
     def tiled_keys(self) -> list[str]:
         """The tensors that tiles.json describes: metadata.json cannot, so only this package reads them."""
         return [] if self._tiles is None else [key for key in self._keys if key in self._tiles.tensors]
 
+    def unplaced(self) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
+        """The tensors that only `stored` reads: no strategy tells how the ranks' arrays make them up.
+
+        Returns:
+            By key the dtype, and the shapes of the local arrays, each once, in elements.
+
+        Example:
+            >>> reshard.open("output/checkpoint").unplaced()["embed.weight"]  # doctest: +SKIP
+            ('F32', ((8, 4),))
+        """
+        return dict(self._unplaced)
+
+    def _check_placed(self, *keys: str) -> None:
+        """Refuse tensors whose parts have no place."""
+        for key in keys:
+            if key in self._unplaced:
+                shapes = " or ".join(map(str, self._unplaced[key][1][:4]))
+                raise LayoutError(
+                    f"each rank of {self.path} holds an array of shape {shapes} of {show(key)}, and nothing tells how "
+                    "they make up the tensor",
+                    path=str(self.path),
+                    key=key,
+                    hint="give `strategy=` (on the command line `--strategy`), the strategy files of the run; if every "
+                    "rank holds the whole model, open the folder of one rank",
+                )
+
+    def _place_ranks(
+        self,
+        files: Mapping[int, RankFile],
+        keys: list[str],
+        unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]],
+        strategy: Strategy | None,
+    ) -> None:
+        """For `opening`: whose the files are, all keys in order, and how the run cut its tensors."""
+        self._rank_files, self._unplaced, self._strategy = files, unplaced, strategy
+        self._keys = keys
+
     def _part(self, key: str) -> Literal["model", "optimizer"]:
+        if self.format in ("checkpoint1", "mindspore", "ckpt"):
+            return "optimizer" if scalars.is_state(key) else "model"
         if self.format != "checkpoint2":
             return "model"
         parsed = checkpoint2.parse_shard_file_name(Path(self._index.file_path(self._index.holders(key)[0])).name)
@@ -236,6 +287,7 @@ class Checkpoint:
                 )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
+        self._check_placed(*self._unplaced)
         return {key: self._index.shape(key) for key in self._keys}
 
     def _device_layouts(self) -> dict[str, tuple[list[int], list[list[int]], list[str], list[int]] | None]:
@@ -271,6 +323,7 @@ class Checkpoint:
         Example:
             >>> checkpoint.read("w", (slice(0, 1024),))  # doctest: +SKIP
         """
+        self._check_placed(key)
         dtype, shape = self._index.info(key)
         if dtypes.is_packed(dtype) and index not in (None, ..., ()):
             raise ArgumentError(f"`{key}` is {dtype}, packed into bytes: it can only be read whole", key=key)
@@ -368,6 +421,7 @@ class Checkpoint:
         if layout is None:
             if rank is not None:
                 raise ArgumentError("`rank` was given without `layout`: whole tensors are the same on every rank")
+            self._check_placed(*wanted)
             request = _core.Request()
             for key in wanted:
                 shape = self._index.shape(key)
@@ -390,6 +444,7 @@ class Checkpoint:
             >>> checkpoint.shape("w")  # doctest: +SKIP
             (4096, 1024)
         """
+        self._check_placed(key)
         return self._index.shape(key)
 
     def plan(self, request: _core.Request, dtype: object = None, *, verify: Verify = "touched") -> _core.Plan:
@@ -461,6 +516,176 @@ class Checkpoint:
                 raise DamagedFileError(f"{show(str(folder / name))}: {damaged[0]}", path=str(folder / name))
         self._is_scrubbed = count == 1
 
+    # -- the same files, other tensors
+
+    def view(self, tensors: Mapping[str, tuple[str, tuple[int, ...], Placed]]) -> Checkpoint:
+        """The same files with other tensors: made of what is stored in them, without reading it.
+
+        Args:
+            tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
+                numbers of this checkpoint's files, as `_core.Index.stored` tells them.
+
+        Returns:
+            A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
+
+        Raises:
+            DamagedFileError: a file is not the one any more that was opened.
+            CoverageError, MismatchError: what is stored makes no such tensor.
+
+        Example:
+            >>> info = checkpoint["w"]  # doctest: +SKIP
+            >>> checkpoint.view({"v": (info.dtype, info.shape, checkpoint._index.stored("w"))}).keys()  # doctest: +SKIP
+            ['v']
+        """
+        index = _core.Index()
+        raw = {file.file for file in self._rank_files.values() if file.kind == "ckpt"}
+        # Links are followed where they were: in what may come from a download cache.
+        follow_links = self.format in ("huggingface", "mindspore") or not self.path.is_dir()
+        for file in range(self._index.n_files):
+            add = index.add_ckpt_file if file in raw or self.format == "ckpt" else index.add_file
+            add(self._index.file_path(file), follow_links=follow_links, method=self._method)
+        if self.manifest is not None:
+            names = [Path(self._index.file_path(file)).name for file in range(self._index.n_files)]
+            folder = self.path if self.path.is_dir() else self.path.parent
+            sums = manifests.read_sums(folder, self.manifest, names)
+            for file, name in enumerate(names):
+                entry = self.manifest.shards[name]
+                index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums[name])
+        else:
+            for file in range(self._index.n_files):
+                if index.file_tensors(file) != self._index.file_tensors(file):
+                    path = Path(self._index.file_path(file))
+                    raise DamagedFileError(
+                        f"{show(str(path))} is another file than the one that was opened", path=str(path)
+                    )
+        for key, (dtype, shape, stored) in tensors.items():
+            # That regions overlap was allowed, where it was, by what described them.
+            index.add_tiles(key, dtype, shape, stored, overlapping=True)
+        made = Checkpoint(self.format, self.path, index, self.manifest)
+        made.iteration, made.common, made.skipped = self.iteration, self.common, self.skipped
+        made._method, made._rank_files = self._method, self._rank_files
+        return made
+
+    # -- what one rank stored
+
+    def ranks(self) -> list[int]:
+        """The ranks that saved it, ascending: those that `stored` takes. None where no file is a rank's own.
+
+        Example:
+            >>> checkpoint.ranks()  # doctest: +SKIP
+            [0, 1, 2, 3]
+        """
+        return [] if self._is_whole else list(self._own)
+
+    def stored(
+        self, rank: int, *, keys: Collection[str] | None = None, verify: Verify = "touched"
+    ) -> dict[str, np.ndarray]:
+        """Load what a rank's own files hold, as it lies in them: local arrays, no layout asked.
+
+        Where each shard is written once, a rank's files lack what another one wrote for it.
+
+        Args:
+            rank: the rank that wrote the files.
+            keys: only these arrays.
+            verify: "touched" or "structure", as in `load`.
+
+        Returns:
+            The arrays by the names of the files, the model's first; arrays that a layout joined are under the name of
+            the join, flat ones have one dim, and counters that are kept as tensors are among them.
+
+        Raises:
+            ArgumentError: the rank is none of `ranks()`, or no file is a rank's own: tensors are stored whole.
+            KeyNotFoundError: `keys` names what the rank does not hold.
+            DamagedFileError, StorageError: while reading, or the files are not those that were opened.
+
+        Example:
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(8)}, "whole.safetensors")
+            >>> layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+            >>> _ = reshard.convert("whole.safetensors", "of_two_ranks", layout=layout)
+            >>> reshard.open("of_two_ranks").stored(1)["w"]
+            array([4, 5, 6, 7])
+        """
+        if verify not in ("touched", "structure"):
+            raise ArgumentError(f'`verify` is {verify!r}; "touched" or "structure" are accepted')
+        index = self._own_index(rank)
+        wanted = index.keys()
+        if keys is not None:
+            chosen = {keys} if isinstance(keys, str) else set(keys)
+            if missing := sorted(chosen.difference(wanted)):
+                raise KeyNotFoundError(
+                    f"rank {rank} of {self.path} holds no {show(missing[0])}", key=missing[0], path=str(self.path)
+                )
+            wanted = [key for key in wanted if key in chosen]
+        request = _core.Request()
+        for key in wanted:
+            shape = index.shape(key)
+            request.add_region(key, key, (0,) * len(shape), shape)
+        plan = index.plan(request, verify=verify != "structure")
+        arrays = [(name, dtype, shape) for name, dtype, shape, _ in plan.arrays]
+        return {
+            name: as_array(*place, dtype, shape)
+            for (name, dtype, shape), place in zip(arrays, plan.load(), strict=True)
+        }
+
+    def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """dtype and shape, in elements, of what `stored` would load; reads headers only. Raises as that does.
+
+        Example:
+            >>> checkpoint.stored_info(3)["w"]  # doctest: +SKIP
+            ('BF16', (1024, 4096))
+        """
+        index = self._own_index(rank)
+        return {key: index.info(key) for key in index.keys()}  # noqa: SIM118  not a mapping
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no file is a rank's own."""
+        return not self._rank_files and (self.format not in ("checkpoint2", "safetensors") or not self.path.is_dir())
+
+    @functools.cached_property
+    def _own(self) -> dict[int, list[int]]:
+        """Numbers of the files of each rank."""
+        if self._rank_files:
+            return {rank: [file.file] for rank, file in self._rank_files.items()}
+        numbers = {Path(self._index.file_path(file)).name: file for file in range(self._index.n_files)}
+        found = own_files(self.path, numbers, self.manifest)
+        return {rank: [numbers[name] for name in names] for rank, names in found.items()}
+
+    def _own_index(self, rank: int) -> _core.Index:
+        """An index of a rank's own arrays; every file is the one that was opened."""
+        if self._is_whole:
+            raise ArgumentError(
+                f"{self.path} holds whole tensors: no file of it is that of one rank", hint="`load` gives them"
+            )
+        if rank not in self._own:
+            some = ", ".join(map(str, list(self._own)[:8])) + (", ..." if len(self._own) > 8 else "")  # noqa: PLR2004
+            raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {some}")
+        index = _core.Index()
+        for number in self._own[rank]:
+            path = Path(self._index.file_path(number))
+            expected = self._index.file_tensors(number)
+            if self._rank_files:
+                file = add_rank_file(index, path, method=self._method)
+                for key, tensor in file.tensors.items():
+                    index.add_tiles(key, tensor.dtype, tensor.shape, placed(file, key, (0,) * len(tensor.shape)))
+                n = file.file
+            else:
+                n = index.add_file(str(path), follow_links=False, method=self._method)
+                if self.manifest is not None:
+                    entry = self.manifest.shards[path.name]
+                    sums = manifests.read_sums(self.path, self.manifest, [path.name])[path.name]
+                    index.set_sums(n, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
+                for key, *_ in index.file_tensors(n):
+                    index.add_whole(key, n)
+            if index.file_tensors(n) != expected:
+                raise DamagedFileError(
+                    f"{show(str(path))} is another file than the one that was opened", path=str(path)
+                )
+        return index
+
+    # -- what lies beside the tensors
+
     def extra(self, rank: int = 0) -> dict[str, Any]:
         """The state that was saved beside the tensors, by name; decoded anew at each call.
 
@@ -527,7 +752,7 @@ class Checkpoint:
             return wanted
         chosen = {keys} if isinstance(keys, str) else set(keys)
         for key in chosen:
-            if key not in self._index:
+            if key not in self:
                 raise KeyNotFoundError(f"there is no tensor `{key}` in {self.path}", key=key, path=str(self.path))
         return [key for key in wanted if key in chosen]
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from reshard.config.read import read_values
 from reshard.errors import ConfigError
@@ -34,11 +34,16 @@ class Config:
     """How a training saves and resumes. In brackets the original's words, the older before the newer.
 
     Attributes:
-        load_path: the checkpoint root, iteration folder or Hugging Face folder to load; "" loads nothing
+        load_path: the checkpoint root, iteration folder, Hugging Face folder or file to load; "" loads nothing
             (`load_checkpoint`, `checkpoint.load_path`).
         resume: whether the training goes on where the checkpoint was saved, optimizer and counters included; False
             takes the weights alone (`resume_training`, the opposite of `checkpoint.no_load_optim`).
-        resume_file: the file that `resume_training` names, a matter of Checkpoint 1.0; None.
+        resume_file: the file of each rank's folder that `resume_training` names, whoever's rank is in the name and
+            with or without its extension; None: the newest that all ranks have whole.
+        load_format: the extension of the files of a Checkpoint 1.0 tree that are looked at, "safetensors" or "ckpt";
+            None: both (`load_ckpt_format`).
+        by_timestamp: whether the times of the files of a Checkpoint 1.0 tree tell which is newest, and not its
+            meta.json files (`resume_by_last_timestamp_ckpt`).
         load_async: whether loading begins in the background (`load_ckpt_async`).
         save_path: the checkpoint root that is saved to (`CheckpointMonitor.directory`, `save_checkpoint_path`,
             `checkpoint.save_path`, or `checkpoint` under `output_dir`); None if nothing says so.
@@ -81,6 +86,8 @@ class Config:
     load_path: str = ""
     resume: bool = False
     resume_file: str | None = None
+    load_format: Literal["safetensors", "ckpt"] | None = None
+    by_timestamp: bool = False
     load_async: bool = False
     save_path: str | None = None
     save_every: int | None = None

@@ -102,6 +102,12 @@ def _format(at: At, value: object) -> str:
     return "safetensors"
 
 
+def _load_format(at: At, value: object) -> str:
+    if value in ("ckpt", "safetensors"):
+        return str(value)
+    raise at.error(f"expected `safetensors` or `ckpt`, found {found(value)}")
+
+
 def _rampup(at: At, value: object) -> tuple[int, ...]:
     if not is_list(value) or len(value) != 3:  # type: ignore[arg-type]
         raise at.error(f"expected three integers: start, increment and samples, found {found(value)}")
@@ -119,6 +125,7 @@ _COUNT_OR_ALL = Kind("an integer of at least 1, or -1 for all", _count_or_all)
 _RESUME = Kind("true, false, or the name of a file", _resume)
 _BACKGROUND = Kind("true, false, `thread` or `process`", _background)
 _FORMAT = Kind("`safetensors`", _format)
+_LOAD_FORMAT = Kind("`safetensors` or `ckpt`", _load_format)
 _RAMPUP = Kind("a list of three integers", _rampup)
 _ANY = Kind("anything", lambda _, value: value)
 
@@ -163,6 +170,8 @@ TOP = {
     "load_checkpoint": Word("load_path", _TEXT),
     "resume_training": Word("resume", _RESUME),
     "load_ckpt_async": Word("load_async", _FLAG),
+    "load_ckpt_format": Word("load_format", _LOAD_FORMAT),
+    "resume_by_last_timestamp_ckpt": Word("by_timestamp", _FLAG),
     "remove_redundancy": Word(None, _FLAG),  # about loading, where the files tell it: see `read`
     "output_dir": Word(None, _TEXT),  # see `read`
     "balanced_load": Word(None, _FLAG, inert=True),
@@ -216,7 +225,7 @@ TRAINING = {
 }
 SECTIONS = {"trainer": TRAINER, "lr_schedule": LR_SCHEDULE, "runner_config": RUNNER, "training": TRAINING}
 OTHERS = ("checkpoint", "callbacks", "monitor_config")  # read by functions of their own
-FOREIGN = {"load_ckpt_format", "lr_scheduler", "auto_trans_ckpt", "train_dataset", "eval_dataset"}
+FOREIGN = {"lr_scheduler", "auto_trans_ckpt", "train_dataset", "eval_dataset"}
 """Words of the original that are not ours, however much they look like them."""
 ELSEWHERE = {
     **dict.fromkeys(TRAINER, "trainer"),

@@ -1,6 +1,7 @@
-"""How a path becomes a `Checkpoint`: a file, a Hugging Face folder, an iteration folder, or the best one of a root.
+"""How a path becomes a `Checkpoint`: a file, a folder of whole weights, an iteration folder, or the best one of a root.
 
-`folder` says when an iteration folder is a complete checkpoint, `root` which one of a root is taken. Nothing here
+`folder` says when an iteration folder is a complete checkpoint, `root` which one of a root is taken, `rank_folders`
+both of trees in which every rank has a file of its own. Nothing here
 writes, and damage found later, while bytes are read, is not rolled back from: that is for `verbs.load`.
 """
 
@@ -13,14 +14,24 @@ from pathlib import Path
 from reshard import _core
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
-from reshard.formats import checkpoint2, huggingface
+from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, tiles
+from reshard.formats import manifest as manifests
 from reshard.formats.rank_file import add_rank_file, kind_of
 from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, set_sums, unfinished
+from reshard.opening.rank_folders import (
+    StrategyLike,
+    open_rank_files,
+    open_rank_folder,
+    open_rank_folders,
+    rank_of_folder,
+)
 from reshard.opening.root import best_of, is_damage, iterations, newer_than, order_of, reason_of
+from reshard.opening.weights import open_full_weights
 from reshard.small_files import show
 
 __all__ = [
     "Chosen",
+    "StrategyLike",
     "best_of",
     "chosen",
     "is_damage",
@@ -29,6 +40,7 @@ __all__ = [
     "newer_than",
     "open",
     "open_chosen",
+    "open_rank_files",
     "order_of",
     "reason_of",
 ]
@@ -38,12 +50,22 @@ _log = logging.getLogger("reshard")
 _MAX_NAMED = 8  # names that a warning lists
 
 
-def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> Checkpoint:  # noqa: A001
+def open(  # noqa: A001
+    path: str | os.PathLike[str],
+    *,
+    strategy: StrategyLike | None = None,
+    method: _core.ReadMethod = "auto",
+) -> Checkpoint:
     """Open a checkpoint, whatever its format.
 
     Args:
-        path: a `.safetensors` or `.ckpt` file (told apart by content), a Hugging Face folder, the root of a Checkpoint 2.0
-            tree (the last complete iteration is taken, see `reshard.resume.resolve`), or an iteration folder.
+        path: a `.safetensors` or `.ckpt` file (told apart by content), a Hugging Face folder, full weights in the
+            MindSpore layout, the root of a Checkpoint 2.0 tree (the last complete iteration is taken, see
+            `reshard.resume.resolve`), or an iteration folder; the root of a Checkpoint 1.0 tree or any other folder of
+            `rank_<number>` folders, or one of these.
+        strategy: how rank folders make up whole tensors: the MindSpore strategy file of a stage, several merged, or the
+            folder that holds them. Default: the folder `strategy` beside `path` or in it; without one, tensors can only
+            be read rank by rank (`Checkpoint.stored`). What describes itself needs none.
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
 
     Returns:
@@ -56,6 +78,7 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
         DamagedFileError: what is there violates its format, is not what its manifest says, or is a save that did not
             end; of a root: every iteration is, each with its reason.
         CoverageError: the stored shards do not cover a tensor.
+        MismatchError: the strategy is one of other ranks or other tensors.
 
     Example:
         >>> import numpy as np, reshard
@@ -76,15 +99,37 @@ def open(path: str | os.PathLike[str], *, method: _core.ReadMethod = "auto") -> 
         # A link that leads nowhere was meant to lead somewhere: a disk that is not mounted is no fresh start.
         kind = EmptyRootError if could_be_root and not target.is_symlink() else CheckpointNotFoundError
         raise kind(f"there is nothing at {show(str(target))}", path=str(target))
+    if could_be_root and target.is_dir() and _is_empty(target):
+        raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
+    checkpoint = _open_whole(target, method)
+    if checkpoint is None:
+        if checkpoint1.is_root(target):
+            return open_rank_folders(target, strategy, method)
+        if rank_of_folder(target) >= 0 and not _is_described(target):
+            return open_rank_folder(target, strategy, method)
+        checkpoint = open_folder(target, method)
+    if strategy is not None:
+        _log.warning("%s describes itself: the strategy is not needed, and is not looked at", target)
+    return checkpoint
+
+
+def _open_whole(target: Path, method: _core.ReadMethod) -> Checkpoint | None:
+    """Open what says by itself what it is; None: it is another kind of folder."""
     if not target.is_dir():
         return _open_file(target, method)
     if huggingface.detect(target):
         return _open_huggingface(target, method)
+    if full_weights.detect(target):
+        return open_full_weights(target, method)
     if checkpoint2.is_root(target):
         return best_of(target, method)
-    if could_be_root and _is_empty(target):
-        raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
-    return open_folder(target, method)
+    return None
+
+
+def _is_described(folder: Path) -> bool:
+    """Whether a folder that bears the name of a rank holds something else, such as an iteration or a conversion."""
+    names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
+    return any(os.path.lexists(folder / name) for name in names)
 
 
 def _is_empty(folder: Path) -> bool:

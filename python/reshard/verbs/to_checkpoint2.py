@@ -12,7 +12,7 @@ from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import checkpoint2, manifest
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.layout import as_layout
-from reshard.verbs.destinations import Written, as_file, bind, file_sizes, produced, whole_tensors
+from reshard.verbs.destinations import Written, as_file, bind, file_sizes, produced, set_original_modes, whole_tensors
 from reshard.write import protocol, steps
 from reshard.write.claims import LOCK_FILE, WRITERS_FOLDER
 from reshard.write.commit import made_folder
@@ -114,7 +114,7 @@ def _publish(
                 file_mode=options.file_mode,
             )
             if original_modes:
-                _set_original_modes(attempt.staging)
+                set_original_modes(attempt.staging)
             if attempt.previous_tracker is not None and attempt.previous_tracker > iteration:
                 # No run went back: a newer iteration that the tracker names is left there, as if it had just come.
                 attempt = replace(attempt, previous_tracker=None)
@@ -166,12 +166,6 @@ def _take_back(attempt: protocol.Attempt) -> None:
     with contextlib.suppress(ReshardError, OSError):
         if manifest.read(attempt.folder).attempt == attempt.id:
             steps.remove_folder(attempt.folder, durable=False)
-
-
-def _set_original_modes(folder: Path) -> None:
-    for entry in folder.iterdir():
-        entry.chmod(0o400 if entry.suffix == ".safetensors" else 0o640)
-    folder.chmod(0o750)
 
 
 def _check_root_free(job: Job, folder_name: str) -> None:
