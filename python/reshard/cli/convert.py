@@ -27,6 +27,12 @@ __all__ = ["convert"]
     type=click.Choice(["model", "optimizer", "all"]),
     help="Which tensors. Default: model for huggingface, else all.",
 )
+@click.option(
+    "--names",
+    metavar="FILE|PRESET",
+    help="Name map: tensors get other names, are fused and split. Ends in :reverse to go the other way.",
+)
+@click.option("--config", metavar="FILE", help="config.json for the sizes that --names needs. Default: that in SRC.")
 @click.option("--layout", metavar="FILE", help="Layout file: how DST is cut. Default: whole tensors.")
 @click.option(
     "--iteration",
@@ -72,6 +78,8 @@ def convert(
       reshard convert output/checkpoint all.safetensors
       reshard convert weights.ckpt weights.safetensors
       reshard convert hf/ small/ --max-shard-size 500MB --dtype bfloat16
+      reshard convert hf/ ms/ --names mindspore --layout tp4.yaml
+      reshard convert ms/ hf2/ --names mindspore:reverse --config hf/
       reshard convert output/checkpoint hf/ --share 0/4      a fourth of the work, on one of four machines
     """
     options["share"] = _launched() if share is None else _parsed(share)

@@ -87,6 +87,11 @@ class NameMap(NamesFile):
         names = cls.from_mapping(presets.mapping_of_preset(name, values), source=f"preset {name}")
         return names if values is None else names.with_config(values)
 
+    @property
+    def needs_config(self) -> bool:
+        """Whether a size is to be taken from a config."""
+        return any(choice.names for size in self.sizes.values() for choice in size.choices)
+
     def with_config(self, config: ConfigLike) -> Self:
         """The same map with numbers for the sizes that a model's config says; the others stay as they are.
 
@@ -161,11 +166,10 @@ def as_names(value: NamesLike, config: ConfigLike | None = None) -> NameMap:
         >>> as_names({"rules": []}).other
         'keep'
     """
-    if isinstance(value, NameMap):
-        return value if config is None else value.with_config(config)
     if isinstance(value, Mapping):
-        names = NameMap.from_mapping(value)
-        return names if config is None else names.with_config(config)
+        value = NameMap.from_mapping(value)
+    if isinstance(value, NameMap):
+        return value.with_config(config) if config is not None and value.needs_config else value
     if not isinstance(value, str | os.PathLike):
         raise ArgumentError(f"names are a NameMap, a path, a preset or a mapping, found a {type(value).__name__}")
     text = os.fspath(value)
@@ -175,7 +179,7 @@ def as_names(value: NamesLike, config: ConfigLike | None = None) -> NameMap:
         return NameMap.preset(text, config)
     if Path(text).suffix not in (".yaml", ".yml", ".json") and not os.path.lexists(text):
         raise presets.unknown(text)
-    return NameMap.from_yaml(text, config)
+    return as_names(NameMap.from_yaml(text), config)
 
 
 def config_beside(path: str | os.PathLike[str]) -> Path | None:

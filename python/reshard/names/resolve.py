@@ -18,12 +18,16 @@ from reshard.names.templates import Templates
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from reshard._core import Tile
     from reshard.names.file import NamesFile
     from reshard.names.placement import Placement
 
-__all__ = ["Made", "Source", "resolve"]
+__all__ = ["Made", "Source", "StoredArray", "resolve"]
+
+StoredArray: TypeAlias = "tuple[int, str, Shape, list[Tile]]"
+"""`(file, stored name, stored shape, tiles)`."""
 
 _Member: TypeAlias = tuple[int, tuple[int, ...]]
 """A part of a whole: its entry in the rule, and its own indices."""
@@ -43,6 +47,13 @@ class Source:
     placement: Placement | None = None
     is_whole: bool = False
 
+    def moved(self, tiles: Sequence[Tile]) -> list[Tile]:
+        """Tiles of the tensor of the checkpoint as tiles of the new one."""
+        if self.placement is None:
+            return list(tiles)
+        move = self.placement.to_part if self.is_whole else self.placement.to_whole
+        return [one for tile in tiles for one in move(tile)]
+
 
 @dataclass(frozen=True)
 class Made:
@@ -57,6 +68,23 @@ class Made:
     key: str
     shape: Shape
     sources: tuple[Source, ...]
+
+    def stored(self, stored_of: Callable[[str], Sequence[StoredArray]]) -> list[StoredArray]:
+        """Where it is stored.
+
+        Args:
+            stored_of: where a tensor of the checkpoint is stored: `(file, stored name, stored shape, tiles)` each.
+
+        Returns:
+            The same of this tensor; stored arrays that have nothing of it are left out.
+        """
+        arrays: list[StoredArray] = []
+        for source in self.sources:
+            for file, name, shape, tiles in stored_of(source.key):
+                moved = source.moved(tiles)
+                if moved:
+                    arrays.append((file, name, shape, moved))
+        return arrays
 
 
 def resolve(
