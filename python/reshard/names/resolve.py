@@ -296,9 +296,10 @@ def _wrong_members(rule: Rule, group: _Group, counts: Mapping[str, int], keys: M
     for (_, values), key in keys.items():
         if any(value >= n for value, n in zip(values, counts.values(), strict=True)):
             return NamesError(f"{show(key)} is one part too many of {show(name)}: the name map says {said}", key=key)
-    # Indices are below the counts, so one of the first that there should be is missing.
+    # Indices are below the counts, so one of the first that there should be is missing, whatever the counts are.
+    firsts = [range(min(counts[index], len(keys) + 1)) for index in rule.indices]
     for entry, part in enumerate(rule.parts):
-        for values in itertools.product(*(range(counts[index]) for index in rule.indices)):
+        for values in itertools.product(*firsts):
             if (entry, values) not in keys:
                 missing = slot + part.format(dict(shared) | dict(zip(rule.indices, values, strict=True)))
                 other = next(iter(keys.values()))
