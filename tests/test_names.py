@@ -225,7 +225,7 @@ def test_state_follows_its_tensor_and_nothing_else_does() -> None:
     mapping = {"rules": [{"from": "h.w", "to": "l.w"}]}
     assert made(mapping, "h.w", "adam.m.h.w", "other.w") == ["l.w", "adam.m.l.w", "other.w"]
     # Without the tensor itself only what is known as state is taken for it.
-    assert made(mapping, "h.w", "draft.x", optimizer=("m.h.w",)) == ["l.w", "draft.x", "m.l.w"]
+    assert made(mapping, "draft.x", optimizer=("m.h.w",)) == ["draft.x", "m.l.w"]
     assert made({"rules": [*mapping["rules"], {"from": "x", "to": "y"}]}, "x", "draft.h.w") == ["y", "draft.h.w"]
 
 
