@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from reshard.names import NameMap
     from reshard.opening import open  # noqa: A004
     from reshard.verbs.convert import ConvertReport, convert
+    from reshard.verbs.convert_files import ConvertFilesReport, convert_files
     from reshard.verbs.diff import DiffReport, TensorDifference, diff
     from reshard.verbs.load import Loaded, PendingLoad, load, load_async
     from reshard.verbs.prune import Removed, pin, prune, unpin
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "CommonInfo",
+    "ConvertFilesReport",
     "ConvertReport",
     "DiffReport",
     "Loaded",
@@ -52,6 +54,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "convert",
+    "convert_files",
     "diff",
     "load",
     "load_async",
@@ -70,6 +73,7 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "reshard.checkpoint",
     "CommonInfo": "reshard.formats.checkpoint2",
+    "ConvertFilesReport": "reshard.verbs.convert_files",
     "ConvertReport": "reshard.verbs.convert",
     "DiffReport": "reshard.verbs.diff",
     "Loaded": "reshard.verbs.load",
@@ -85,6 +89,7 @@ _HOMES = {
     "TensorInfo": "reshard.checkpoint",
     "VerifyReport": "reshard.verbs.verify",
     "convert": "reshard.verbs.convert",
+    "convert_files": "reshard.verbs.convert_files",
     "diff": "reshard.verbs.diff",
     "load": "reshard.verbs.load",
     "load_async": "reshard.verbs.load",

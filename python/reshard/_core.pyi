@@ -25,8 +25,10 @@ __all__ = [
     "Written",
     "__version__",
     "crc32c",
+    "decode_strategy",
     "default_threads",
     "dtype_bits",
+    "encode_strategy",
     "rename",
     "scrub",
     "write_arrays",
@@ -352,6 +354,29 @@ class Snapshot:
 
     def close(self) -> None:
         """Give the memory back."""
+
+StrategyItem: TypeAlias = tuple[str, int, list[list[int]]]
+"""An operator of a strategy file: node_name, stage, parallel_strategy."""
+
+StrategyLayoutItem: TypeAlias = tuple[
+    str, list[list[int]], list[list[int]], list[list[int]], list[list[int]], int, int, int
+]
+"""A parameter of a strategy file: param_name, dev_matrix, tensor_map, param_split_shape and indices_offset as lists of
+messages, field, opt_weight_shard_step, opt_weight_shard_size."""
+
+def decode_strategy(data: bytes) -> tuple[int, list[StrategyItem], list[StrategyLayoutItem]]:
+    """current_stage, operators and parameters of a strategy file in protobuf.
+
+    DamagedFileError if it is none, or a field that must stand once does not, or a number is out of its range; the
+    message does not know the file.
+    """
+
+def encode_strategy(
+    current_stage: int,
+    parallel_strategy_item: Sequence[StrategyItem],
+    parallel_layout_item: Sequence[StrategyLayoutItem],
+) -> bytes:
+    """The content of a strategy file in protobuf; the numbers must be in their ranges."""
 
 def crc32c(data: object, before: int = 0) -> int:
     """crc32c of a contiguous buffer, going on from `before`."""

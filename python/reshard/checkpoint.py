@@ -32,11 +32,12 @@ from reshard.errors import (
 )
 from reshard.formats import checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
-from reshard.formats.own_files import own_files
-from reshard.formats.rank_file import Placed, RankFile, add_rank_file, placed
+from reshard.formats.own_files import own_files, own_index
+from reshard.formats.rank_file import Placed
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.layout.strategy_like import device_layouts, named_mapping
 from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order
 from reshard.small_files import show
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.manifest import Manifest
+    from reshard.formats.rank_file import RankFile
+    from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, Made, NamesLike
 
@@ -156,6 +159,7 @@ class Checkpoint:
         self._rank_files: Mapping[int, RankFile] = {}  # of rank folders: each rank's one file
         self._unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
         self._strategy: Strategy | None = None
+        self._followed: Mapping[str, str] = {}  # keys that it does not list, and as which they are cut
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
         self._lock = lock
@@ -192,6 +196,11 @@ class Checkpoint:
     def verified(self) -> bool:
         """Whether there is a manifest to compare with what is read; without one only the structure is checked."""
         return self.manifest is not None
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """How the run cut its tensors, where rank folders were opened with their strategy."""
+        return self._strategy
 
     def keys(self, part: Part = "all") -> list[str]:
         """Names of the tensors, in the order of the checkpoint's description.
@@ -272,10 +281,19 @@ class Checkpoint:
         keys: list[str],
         unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]],
         strategy: Strategy | None,
+        followed: Mapping[str, str],
     ) -> None:
-        """For `opening`: whose the files are, all keys in order, and how the run cut its tensors."""
-        self._rank_files, self._unplaced, self._strategy = files, unplaced, strategy
-        self._keys = keys
+        """For `opening`: whose the files are, all keys in order, and how the run cut its tensors.
+
+        Args:
+            files: by rank.
+            keys: of all tensors, placed or not.
+            unplaced: as the method of this name tells it.
+            strategy: what was read of it, if there was one.
+            followed: keys that it does not list, and the parameters as which they are cut.
+        """
+        self._rank_files, self._keys, self._unplaced = files, keys, unplaced
+        self._strategy, self._followed = strategy, followed
 
     def _part(self, key: str) -> Literal["model", "optimizer"]:
         if self.format in ("checkpoint1", "mindspore", "ckpt"):
@@ -302,12 +320,16 @@ class Checkpoint:
         self._check_placed(*self._unplaced)
         return {key: self._index.shape(key) for key in self._keys}
 
-    def _device_layouts(self) -> dict[str, tuple[list[int], list[list[int]], list[str], list[int]] | None]:
-        """For `ModelLayout.like`: what metadata.json says of each key's layout."""
+    def _device_layouts(self) -> Mapping[str, DeviceLayout | None]:
+        """For `ModelLayout.like`: what metadata.json, or the strategy of rank folders, says of each key's layout."""
+        if self._strategy is not None:
+            return device_layouts(self._strategy, self._shapes(), self._followed)
         return {key: self._index.metadata_layout(key) for key in self._keys}
 
     def _layout_mapping(self) -> Mapping[str, Any] | None:
-        """For `ModelLayout.like`: the layout file that tiles.json keeps."""
+        """For `ModelLayout.like`: the layout that tiles.json keeps; of a strategy, what device layouts cannot say."""
+        if self._strategy is not None:
+            return named_mapping(self._strategy, self._shapes(), self._followed)
         return None if self._tiles is None else self._tiles.layout
 
     # -- reading
@@ -701,7 +723,7 @@ class Checkpoint:
         }
 
     def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """dtype and shape, in elements, of what `stored` would load; reads headers only. Raises as that does.
+        """What `stored` would load, as dtype and shape in elements; reads headers only. Raises as that does.
 
         Example:
             >>> checkpoint.stored_info(3)["w"]  # doctest: +SKIP
@@ -731,30 +753,10 @@ class Checkpoint:
                 f"{self.path} holds whole tensors: no file of it is that of one rank", hint="`load` gives them"
             )
         if rank not in self._own:
-            some = ", ".join(map(str, list(self._own)[:8])) + (", ..." if len(self._own) > 8 else "")  # noqa: PLR2004
+            some = ", ".join(map(str, list(self._own)[:8])) + (", ..." if len(self._own) > 8 else "")
             raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {some}")
-        index = _core.Index()
-        for number in self._own[rank]:
-            path = Path(self._index.file_path(number))
-            expected = self._index.file_tensors(number)
-            if self._rank_files:
-                file = add_rank_file(index, path, method=self._method)
-                for key, tensor in file.tensors.items():
-                    index.add_tiles(key, tensor.dtype, tensor.shape, placed(file, key, (0,) * len(tensor.shape)))
-                n = file.file
-            else:
-                n = index.add_file(str(path), follow_links=False, method=self._method)
-                if self.manifest is not None:
-                    entry = self.manifest.shards[path.name]
-                    sums = manifests.read_sums(self.path, self.manifest, [path.name])[path.name]
-                    index.set_sums(n, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
-                for key, *_ in index.file_tensors(n):
-                    index.add_whole(key, n)
-            if index.file_tensors(n) != expected:
-                raise DamagedFileError(
-                    f"{show(str(path))} is another file than the one that was opened", path=str(path)
-                )
-        return index
+        numbers = self._own[rank]
+        return own_index(self._index, numbers, self.manifest, is_local=bool(self._rank_files), method=self._method)
 
     # -- what lies beside the tensors
 

@@ -1,4 +1,4 @@
-//! A `.ckpt` file of MindSpore: a walk over its framing that never reads what the tensors hold.
+//! A `.ckpt` file of `MindSpore`: a walk over its framing that never reads what the tensors hold.
 //!
 //! The file is one protobuf message that was written in pieces, without a magic number or a table of contents:
 //!
@@ -64,7 +64,7 @@ mod tag {
 #[derive(Debug)]
 pub struct Records {
     /// In the order of the file.
-    records: Vec<Record>,
+    slots: Vec<Record>,
     /// In the order of the file; each has the records that follow those of the one before.
     arrays: Vec<Array>,
     /// Numbers of the records, sorted by name.
@@ -131,7 +131,7 @@ impl Records {
             ..
         } = walk;
         let mut this = Self {
-            records,
+            slots: records,
             arrays,
             by_name: Vec::new(),
             strings,
@@ -143,12 +143,12 @@ impl Records {
 
     /// How many records there are.
     pub fn len(&self) -> usize {
-        self.records.len()
+        self.slots.len()
     }
 
     /// Whether there is no record.
     pub fn is_empty(&self) -> bool {
-        self.records.is_empty()
+        self.slots.is_empty()
     }
 
     /// Record `i` in the order of the file, its bytes counted from the start of the file.
@@ -156,7 +156,7 @@ impl Records {
     /// # Panics
     /// If `i` is not below [`Self::len`].
     pub fn entry(&self, i: usize) -> Entry<'_> {
-        let record = &self.records[i];
+        let record = &self.slots[i];
         Entry {
             name: &record.name,
             dtype: record.dtype,
@@ -168,7 +168,7 @@ impl Records {
 
     /// The number of the record of this stored name.
     pub fn find(&self, name: &str) -> Option<usize> {
-        let name_of = |i: &u32| self.records[*i as usize].name.as_str();
+        let name_of = |i: &u32| self.slots[*i as usize].name.as_str();
         let at = self.by_name.binary_search_by(|i| name_of(i).cmp(name));
         at.ok().map(|at| self.by_name[at] as usize)
     }
@@ -237,7 +237,7 @@ impl Records {
     }
 
     fn local(&self, array: &Array) -> LocalArray {
-        let records = &self.records[array.first as usize..][..array.n_records as usize];
+        let records = &self.slots[array.first as usize..][..array.n_records as usize];
         let dtype = records[0].dtype;
         let strides = row_major_strides(&array.shape);
         let flat =
@@ -277,8 +277,8 @@ impl Records {
 
     /// Makes names found, and finds duplicates.
     fn order(&mut self) -> Result<()> {
-        let name = |i: u32| self.records[i as usize].name.as_str();
-        let mut by_name: Vec<u32> = (0..self.records.len() as u32).collect();
+        let name = |i: u32| self.slots[i as usize].name.as_str();
+        let mut by_name: Vec<u32> = (0..self.slots.len() as u32).collect();
         by_name.sort_unstable_by(|&a, &b| name(a).cmp(name(b)));
         let twice = by_name
             .windows(2)

@@ -331,9 +331,7 @@ def choose_by_suffix(
     extensions = EXTENSIONS if extension is None else (extension,)
     names = {
         rank: [
-            name
-            for name in list_weight_files(folder)
-            if name.rpartition(".")[2] in extensions and _ends(name, suffix)
+            name for name in list_weight_files(folder) if name.rpartition(".")[2] in extensions and _ends(name, suffix)
         ]
         for rank, folder in folders.items()
     }

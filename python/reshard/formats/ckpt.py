@@ -50,7 +50,7 @@ def is_head(head: bytes) -> bool:
 
 
 def is_safetensors_head(head: bytes) -> bool:
-    """Whether these first bytes are those of a safetensors file: a length far below 4 GiB and the start of its header."""
+    """Whether these first bytes are those of a safetensors file: a length below 4 GiB, the start of a header."""
     return head[4:9] == b"\0\0\0\0{"
 
 

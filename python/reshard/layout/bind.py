@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from reshard.layout.file import LayoutFile
+    from reshard.layout.resolve import Resolved
 
-__all__ = ["BoundLayout", "bind", "core_layout"]
+__all__ = ["BoundLayout", "bind", "bound_of", "core_layout"]
 
 _log = logging.getLogger("reshard")
 
@@ -150,12 +151,16 @@ def bind(
     strict: bool = False,
 ) -> BoundLayout:
     """See `ModelLayout.bind`."""
-    resolved = resolve(layout, tensors, optimizer_keys)
+    mesh = _core.Mesh(list(layout.mesh.items()), layout.ranks)
+    return bound_of(mesh, resolve(layout, tensors, optimizer_keys), strict=strict)
+
+
+def bound_of(mesh: _core.Mesh, resolved: Resolved, *, strict: bool = False) -> BoundLayout:
+    """What was decided for each key as geometry. Raises as `ModelLayout.bind`."""
     if resolved.warnings and strict:
         raise LayoutError("; ".join(resolved.warnings), hint="`strict=False` makes this a warning")
     for warning in resolved.warnings:
         _log_once(warning)
-    mesh = _core.Mesh(list(layout.mesh.items()), layout.ranks)
     made: dict[Spec, _core.Layout] = {}
     layouts: dict[str, _core.Layout] = {}
     for key, spec in resolved.specs.items():

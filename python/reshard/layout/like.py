@@ -21,7 +21,16 @@ from reshard.layout.patterns import IndexPattern, Pattern, glob_of
 from reshard.layout.resolve import resolve, state_of
 from reshard.words import show
 
-__all__ = ["CheckpointLike", "DeviceLayout", "mapping_like"]
+__all__ = [
+    "CheckpointLike",
+    "Cut",
+    "DeviceLayout",
+    "axis_names",
+    "common_spans",
+    "cut_on",
+    "mapping_like",
+    "stage_axis_name",
+]
 
 DeviceLayout: TypeAlias = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[str], Sequence[int]]
 """`device_matrix, tensor_map (a list a dim), alias_name, rank_list`, as metadata.json has them."""
@@ -108,11 +117,11 @@ class _Stored:
                 hint="write a layout file",
             )
         number = {stage: n for n, stage in enumerate(stages)}
-        spans = _spans({tuple(matrix) for matrix, *_ in known.values()})
-        names = _names(spans, known.values())
+        spans = common_spans({tuple(matrix) for matrix, *_ in known.values()})
+        names = axis_names(spans, known.values())
         stage_axis: str | None = None
         if len(stages) > 1:
-            stage_axis = next(name for name in ("pp", "stage", *_invented(names)) if name not in names)
+            stage_axis = stage_axis_name(names)
         mesh = {stage_axis: len(stages)} if stage_axis else {}
         mesh |= {name: outer // inner for name, (outer, inner) in zip(names, spans, strict=True)}
         return cls(
@@ -121,20 +130,20 @@ class _Stored:
             ranks=ranks,
             stage_axis=stage_axis,
             n_stages=len(stages),
-            cut={key: _cut_of(known[key], spans, names) if key in known else () for key in tensors},
+            cut={key: cut_on(known[key], spans, names) if key in known else () for key in tensors},
             stage={key: number[tuple(known[key][3])] if key in known and stage_axis else None for key in tensors},
         )
 
 
 # An axis of a device matrix spans from the product of all axes from it on (outer) to that of those after it (inner).
-_Span: TypeAlias = tuple[int, int]
+Span: TypeAlias = tuple[int, int]
 
 
-def _span(matrix: Sequence[int], axis: int) -> _Span:
+def _span(matrix: Sequence[int], axis: int) -> Span:
     return math.prod(matrix[axis:]), math.prod(matrix[axis + 1 :])
 
 
-def _spans(matrices: Collection[tuple[int, ...]]) -> list[_Span]:
+def common_spans(matrices: Collection[tuple[int, ...]]) -> list[Span]:
     """The spans of the common mesh, outermost first: between neighbours of all the bounds of all axes."""
     bounds = sorted({bound for matrix in matrices for axis in range(len(matrix)) for bound in _span(matrix, axis)})
     for inner, outer in itertools.pairwise(bounds):
@@ -147,10 +156,10 @@ def _spans(matrices: Collection[tuple[int, ...]]) -> list[_Span]:
     return [(outer, inner) for inner, outer in itertools.pairwise(bounds)][::-1]
 
 
-def _names(spans: Sequence[_Span], layouts: Iterable[DeviceLayout]) -> list[str]:
+def axis_names(spans: Sequence[Span], layouts: Iterable[DeviceLayout]) -> list[str]:
     """The alias of each span where all matrices agree on one that means nothing else; else a made-up name."""
-    aliases: dict[_Span, set[str]] = {span: set() for span in spans}
-    used: dict[str, set[_Span]] = {}
+    aliases: dict[Span, set[str]] = {span: set() for span in spans}
+    used: dict[str, set[Span]] = {}
     for matrix, _, alias, _ in layouts:
         for axis, name in enumerate(alias):
             span = _span(matrix, axis)
@@ -167,11 +176,17 @@ def _names(spans: Sequence[_Span], layouts: Iterable[DeviceLayout]) -> list[str]
     return names
 
 
+def stage_axis_name(names: Collection[str]) -> str:
+    """A name for the axis of the pipeline stages beside these."""
+    return next(name for name in ("pp", "stage", *_invented(names)) if name not in names)
+
+
 def _invented(taken: Collection[str]) -> list[str]:
     return [name for n in range(2 * len(taken) + 64) if (name := f"axis{n}") not in taken]
 
 
-def _cut_of(layout: DeviceLayout, spans: Sequence[_Span], names: Sequence[str]) -> Cut:
+def cut_on(layout: DeviceLayout, spans: Sequence[Span], names: Sequence[str]) -> Cut:
+    """The cut of a tensor in axes of the common mesh."""
     matrix, tensor_map, _, _ = layout
     cut: list[tuple[str, ...]] = []
     for dim in tensor_map:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Self, TypeAlias
 
+from reshard import _core
 from reshard.errors import ArgumentError
 from reshard.layout import presets, tp_plan
-from reshard.layout.bind import BoundLayout, bind
+from reshard.layout.bind import BoundLayout, bind, bound_of
 from reshard.layout.file import LayoutFile
 from reshard.layout.like import CheckpointLike, mapping_like
+from reshard.layout.strategy import Strategy
+from reshard.layout.strategy_file import is_strategy
+from reshard.layout.strategy_folder import read_strategy
+from reshard.layout.strategy_layout import specs_of
+from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.strict_yaml import read_yaml
 
-__all__ = ["LayoutLike", "ModelLayout", "as_layout"]
+__all__ = ["LayoutLike", "ModelLayout", "as_layout", "write_strategy"]
 
 
+@dataclass(frozen=True, eq=False)
 class ModelLayout(LayoutFile):
     """How the tensors of a model lie on a mesh of ranks: a layout file as a value. Printed, it is such a file.
+
+    Attributes:
+        strategy: the strategy that it was made of, or None. Bound, it is asked again: it can need a tensor's shape.
 
     Example:
         >>> layout = ModelLayout.from_mapping({
@@ -32,6 +44,8 @@ class ModelLayout(LayoutFile):
           - match: "*"
         <BLANKLINE>
     """
+
+    strategy: Strategy | None = field(default=None, repr=False)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
@@ -129,6 +143,68 @@ class ModelLayout(LayoutFile):
         mapping = mapping_like(checkpoint)
         return cls.replicated() if mapping is None else cls.from_mapping(mapping)
 
+    @classmethod
+    def from_strategy(cls, path: str | os.PathLike[str] | Strategy) -> Self:
+        """The layout of a strategy of the original: what each of its ranks holds.
+
+        Tensors that the strategy does not list are whole on every rank, and reported where the layout is bound.
+
+        Args:
+            path: a merged strategy file, the file of a job of one stage, or a folder with the files of all stages, in
+                protobuf or JSON; or a strategy that was read.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file, or the files of a stage are missing.
+            DamagedFileError: a file is no strategy file, contradicts itself or another one of its stage.
+            LayoutError: no layout says what the strategy says.
+            UnsupportedError: the strategy says something that is not known how to carry out.
+
+        Example:
+            >>> layout = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}]})
+            >>> _ = write_strategy(layout, {"a.w": (4, 6)}, "strategy")
+            >>> print(ModelLayout.from_strategy("strategy"))
+            mesh: {axis0: 2}
+            rules:
+              - match: a.w
+                cut: [axis0]
+              - match: "*"
+            optimizer: {follow: false}
+            <BLANKLINE>
+        """
+        strategy = path if isinstance(path, Strategy) else read_strategy(path)
+        return replace(cls.from_mapping(specs_of(strategy).mapping(), source=strategy.source), strategy=strategy)
+
+    def settled(self, tensors: Mapping[str, Sequence[int]]) -> ModelLayout:
+        """This layout in words that are right for these tensors: that of a strategy can need their shapes.
+
+        Args:
+            tensors: the global shape of every tensor of the whole checkpoint.
+
+        Raises:
+            LayoutError, MismatchError, UnsupportedError: the strategy does not fit the tensors.
+        """
+        if self.strategy is None:
+            return self
+        return ModelLayout.from_mapping(specs_of(self.strategy, tensors).mapping(), source=self.strategy.source)
+
+    def to_strategy(self, tensors: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()) -> Strategy:
+        """The strategy of the original that says what this layout says of the tensors of a checkpoint.
+
+        Args:
+            tensors: the global shape, in elements, of every tensor of the whole checkpoint, in order.
+            optimizer_keys: which of them belong to the optimizer part.
+
+        Raises:
+            UnsupportedError: a strategy has no words for the cut or the place of a tensor; names it, and the reason.
+            LayoutError: the layout does not fit the tensors.
+
+        Example:
+            >>> layout = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]})
+            >>> layout.to_strategy({"w": (4, 6)}).stages[0]["w"].tensor_map
+            ((0, -1),)
+        """
+        return self.strategy or strategy_of(self.bind(tensors, optimizer_keys=optimizer_keys))
+
     def bind(
         self, tensors: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = (), strict: bool = False
     ) -> BoundLayout:
@@ -148,18 +224,21 @@ class ModelLayout(LayoutFile):
             >>> layout.bind({"w": (6, 4)}).layouts["w"].local_shape(1)
             (3, 4)
         """
+        if self.strategy is not None:
+            found = specs_of(self.strategy, tensors)
+            return bound_of(_core.Mesh(list(found.mesh.items())), found.resolved(), strict=strict)
         return bind(self, tensors, optimizer_keys=optimizer_keys, strict=strict)
 
 
 LayoutLike: TypeAlias = ModelLayout | str | os.PathLike[str] | Mapping[str, object]
-"""What `layout=` takes: a layout, the path of a layout file, or a mapping."""
+"""What `layout=` takes: a layout, the path of a layout file, of a strategy file or folder, or a mapping."""
 
 
 def as_layout(value: LayoutLike) -> ModelLayout:
-    """The layout that an argument `layout=` means.
+    """The layout that an argument `layout=` means. Whether a file is a layout or a strategy is told by its content.
 
     Raises:
-        ArgumentError: it is none of the three.
+        ArgumentError: it is neither a layout nor a path nor a mapping.
 
     Example:
         >>> as_layout({"mesh": {"tp": 2}, "rules": []}).mesh
@@ -170,5 +249,48 @@ def as_layout(value: LayoutLike) -> ModelLayout:
     if isinstance(value, Mapping):
         return ModelLayout.from_mapping(value)
     if isinstance(value, str | os.PathLike):
+        path = Path(value)
+        if path.is_dir() or (path.exists() and is_strategy(path)):
+            return ModelLayout.from_strategy(path)
         return ModelLayout.from_yaml(value)
     raise ArgumentError(f"a layout is a ModelLayout, a path or a mapping, found a {type(value).__name__}")
+
+
+def write_strategy(
+    layout: LayoutLike,
+    tensors: Mapping[str, tuple[int, ...]],
+    folder: str | os.PathLike[str],
+    *,
+    optimizer_keys: Collection[str] = (),
+    ranks: Collection[int] | None = None,
+    suffix: str = ".ckpt",
+    mode: int = 0o640,
+    durable: bool = True,
+) -> list[Path]:
+    """Write a layout as the strategy files that the ranks of the original would leave.
+
+    Args:
+        layout: the layout.
+        tensors: the global shape, in elements, of every tensor of the whole checkpoint, in order.
+        folder: made if it is not there; files of the same names are replaced.
+        optimizer_keys: which of the tensors belong to the optimizer part.
+        ranks: whose files; None: all.
+        suffix: ".ckpt" for protobuf or ".json".
+        mode: permission bits of the files.
+        durable: sync the files before this returns.
+
+    Returns:
+        The files, in the order of the ranks.
+
+    Raises:
+        UnsupportedError: a strategy has no words for the cut or the place of a tensor; names it, and the reason.
+        LayoutError: the layout does not fit the tensors.
+        StorageError: the system failed.
+
+    Example:
+        >>> layout = {"mesh": {"pp": 2}, "rules": [{"match": "*"}], "place": [{"match": "l.{i}.*", "axis": "pp"}]}
+        >>> [path.name for path in write_strategy(layout, {"l.0.w": (4, 6), "l.1.w": (4, 6)}, "strategy")]
+        ['ckpt_strategy_rank_0.ckpt', 'ckpt_strategy_rank_1.ckpt']
+    """
+    strategy = as_layout(layout).to_strategy(tensors, optimizer_keys=optimizer_keys)
+    return write_stage_files(strategy, folder, ranks=ranks, suffix=suffix, mode=mode, durable=durable)

@@ -1,15 +1,39 @@
 """One strategy file as the original writes it: protobuf (`ckpt_strategy_rank_<r>.ckpt`) or JSON, record by record.
 
 A strategy file says of one pipeline stage, or merged of several, how each parameter is cut over the stage's devices.
-The records here mirror the file. What they mean for the slice of a rank is told in `strategy`, which files make up one
-strategy in `strategy_folder`.
+The records here mirror the file, and are checked for themselves when they are read. What they mean for the slice of a
+rank is told in `strategy`, which files make up one strategy in `strategy_folder`.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
 
-__all__ = ["LayoutItem"]
+from reshard import _core
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
+from reshard.fields import At, found, is_list, read_integer, read_items
+from reshard.small_files import read_small_file, write_file_atomically
+from reshard.strict_json import parse_json
+from reshard.words import show
+
+__all__ = ["LayoutItem", "OperatorItem", "StrategyFile", "is_strategy", "read_strategy_file", "write_strategy_file"]
+
+T = TypeVar("T")
+
+_MAX_PROTOBUF_BYTES = 32 << 20
+_MAX_JSON_BYTES = 64 << 20
+_MAX_DEVICES = 1 << 24
+_MAX_NAME = 4096
+_PREFIX_BYTES = 4096
+_FIELDS = ("current_stage", "parallel_strategy_item", "parallel_layout_item")
+_FIRST_FIELD = re.compile(rb'\s*\{\s*"(?:%s)"' % "|".join(_FIELDS).encode())
 
 
 @dataclass(frozen=True)
@@ -36,3 +60,343 @@ class LayoutItem:
     field: int = 0
     opt_weight_shard_step: int = 0
     opt_weight_shard_size: int = 0
+
+
+@dataclass(frozen=True)
+class OperatorItem:
+    """An operator of the model, one `parallel_strategy_item`: of interest only for the stage that it names.
+
+    Attributes:
+        node_name: its name.
+        stage: its pipeline stage.
+        parallel_strategy: how its inputs are cut.
+    """
+
+    node_name: str
+    stage: int
+    parallel_strategy: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class StrategyFile:
+    """The content of a strategy file.
+
+    Attributes:
+        current_stage: a counter of the writer, despite its name.
+        operators: the operators.
+        layouts: the parameters; in a merged file each name stands behind its stage: `0-embed.weight`.
+    """
+
+    current_stage: int
+    operators: tuple[OperatorItem, ...]
+    layouts: Mapping[str, LayoutItem]
+
+
+def is_strategy(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a strategy file, by its first bytes: its usual extension, `.ckpt`, is that of weights too.
+
+    What is damaged further on counts as one, and is refused when it is read.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        StorageError: the system failed to read it.
+
+    Example:
+        >>> from pathlib import Path
+        >>> items = {"w": LayoutItem((2,), ((0,),))}
+        >>> write_strategy_file("s.ckpt", StrategyFile(1, (OperatorItem("w", 0),), items))
+        >>> _ = Path("weights.ckpt").write_bytes(bytes.fromhex("0a0d0a017712080801120349"))
+        >>> is_strategy("s.ckpt"), is_strategy("weights.ckpt")
+        (True, False)
+    """
+    return _kind(_prefix(os.fspath(path))) is not None
+
+
+def read_strategy_file(path: str | os.PathLike[str], *, follow_links: bool = True) -> StrategyFile:
+    """Read one strategy file; protobuf or JSON, whatever it is called.
+
+    Args:
+        path: the file.
+        follow_links: whether the last component may be a symbolic link.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        DamagedFileError: it is no strategy file, or one that contradicts itself; the message says what it is instead,
+            or names the record.
+        StorageError: the system failed to read it.
+    """
+    return parse_strategy(read_content(path, follow_links=follow_links), os.fspath(path))
+
+
+def read_content(path: str | os.PathLike[str], *, follow_links: bool = True) -> bytes:
+    """The bytes of a strategy file, once it looks like one. Raises as `read_strategy_file`."""
+    path = os.fspath(path)
+    prefix = _prefix(path)
+    _check_kind(prefix, path)
+    max_bytes = _MAX_JSON_BYTES if _kind(prefix) == "json" else _MAX_PROTOBUF_BYTES
+    return read_small_file(path, max_bytes, follow_links=follow_links)
+
+
+def parse_strategy(data: bytes, path: str) -> StrategyFile:
+    """The content of a strategy file from its bytes; messages call it `path`. Raises as `read_strategy_file`."""
+    _check_kind(data[:_PREFIX_BYTES], path)
+    return _from_json(data, path) if _kind(data[:_PREFIX_BYTES]) == "json" else _from_protobuf(data, path)
+
+
+def write_strategy_file(
+    path: str | os.PathLike[str], content: StrategyFile, mode: int = 0o640, *, durable: bool = True
+) -> None:
+    """Write a strategy file, whole or not at all: JSON if its name ends in `.json`, else protobuf.
+
+    Raises:
+        UnsupportedError: JSON has no words for a record.
+        StorageError: the system failed; nothing has changed under `path`.
+    """
+    as_json = Path(path).suffix == ".json"
+    write_file_atomically(path, _to_json(content) if as_json else _to_protobuf(content), mode, durable=durable)
+
+
+def why_not_json(item: LayoutItem) -> str | None:
+    """Why the JSON variant has no words for a parameter; None if it has."""
+    return "it gives a dim more than one device axis" if len(item.tensor_map) > 1 else None
+
+
+def _prefix(path: str) -> bytes:
+    """The first bytes of a file; of a folder none."""
+    try:
+        # Without O_NONBLOCK the open of a pipe waits for a writer for ever.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            return os.read(handle, _PREFIX_BYTES)
+        finally:
+            os.close(handle)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"there is no file {show(path)}", path=path) from None
+    except IsADirectoryError:
+        return b""
+    except OSError as error:
+        raise StorageError(f"reading {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+
+
+def _kind(prefix: bytes) -> str | None:
+    if _FIRST_FIELD.match(prefix):
+        return "json"
+    # A safetensors file begins with the length of its header, whose low byte can be any.
+    if prefix[:1] != b"\x08" or prefix[8:9] == b"{":
+        return None
+    end = next((n for n, byte in enumerate(prefix[1:11], 2) if byte < 0x80), 0)
+    # current_stage, then operators or parameters, as every writer orders them.
+    return "protobuf" if end and prefix[end : end + 1] in (b"\x12", b"\x1a", b"") else None
+
+
+def _check_kind(prefix: bytes, path: str) -> None:
+    if _kind(prefix) is not None:
+        return
+    found = "it holds something else"
+    if not prefix:
+        found = "it is empty, or a folder"
+    elif not any(prefix):
+        found = "it begins with zeros"
+    elif prefix[8:9] == b"{":
+        found = "it is a safetensors file"
+    elif prefix[:1] == b"\x0a":
+        found = "it looks like a file of weights"
+    raise DamagedFileError(
+        f"{show(path)} is no strategy file: {found}",
+        path=path,
+        hint="strategies are in `strategy/ckpt_strategy_rank_<r>.ckpt`, beside the checkpoints of a run",
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- protobuf
+
+
+def _from_protobuf(data: bytes, path: str) -> StrategyFile:
+    try:
+        current_stage, operators, items = _core.decode_strategy(data)
+    except DamagedFileError as error:
+        raise DamagedFileError(
+            f"{show(path)}: {error.message}",
+            path=path,
+            hint="is the file truncated, or the rest of an older one in it?",
+        ) from None
+    at = At(path, {}, (), "strategy", DamagedFileError)
+    layouts: dict[str, LayoutItem] = {}
+    for n, (name, matrix, tensor_map, split, offset, *numbers) in enumerate(items):
+        where = at / "parallel_layout_item" / n
+        _check_name(where, name)
+        if name in layouts:
+            raise where.error(
+                f"{show(name)} stands here twice",
+                hint="the rest of an older file may follow: merge the strategies anew",
+            )
+        layouts[name] = _checked(
+            where / name,
+            LayoutItem(
+                dev_matrix=_one(where / name / "dev_matrix", matrix),
+                tensor_map=tuple(map(tuple, tensor_map)),
+                param_split_shape=_one(where / name / "param_split_shape", split, optional=True),
+                indices_offset=_one(where / name / "indices_offset", offset, optional=True),
+                field=numbers[0],
+                opt_weight_shard_step=numbers[1],
+                opt_weight_shard_size=numbers[2],
+            ),
+        )
+    told = []
+    for n, (name, stage, dims) in enumerate(operators):
+        _check_name(at / "parallel_strategy_item" / n, name)
+        told.append(OperatorItem(name, stage, tuple(map(tuple, dims))))
+    return StrategyFile(current_stage, tuple(told), layouts)
+
+
+def _one(at: At, messages: list[list[int]], *, optional: bool = False) -> tuple[int, ...]:
+    """The numbers of a field that is repeated in the format, and used once."""
+    if len(messages) > 1 or not (messages or optional):
+        raise at.error(f"expected one list, found {len(messages)}")
+    return tuple(messages[0]) if messages else ()
+
+
+def _to_protobuf(content: StrategyFile) -> bytes:
+    return _core.encode_strategy(
+        content.current_stage,
+        [(item.node_name, item.stage, [list(dims) for dims in item.parallel_strategy]) for item in content.operators],
+        [
+            (
+                name,
+                [list(item.dev_matrix)],
+                [list(axes) for axes in item.tensor_map],
+                [list(item.param_split_shape)],
+                [list(item.indices_offset)],
+                item.field,
+                item.opt_weight_shard_step,
+                item.opt_weight_shard_size,
+            )
+            for name, item in content.layouts.items()
+        ],
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- JSON
+
+
+def _from_json(data: bytes, path: str) -> StrategyFile:
+    at = At(path, {}, (), "strategy", DamagedFileError)
+    fields = _object(at, parse_json(data, path))
+    operators = []
+    for name, value in _object(at / _FIELDS[1], _member(at, fields, _FIELDS[1])).items():
+        where = at / _FIELDS[1] / name
+        _check_name(where, name)
+        item = _object(where, value)
+        dims = read_items(where / "parallel_strategy", item.get("parallel_strategy", []), _integers(0))
+        operators.append(OperatorItem(name, _integer(where, item, "stage", 0), tuple(dims)))
+    layouts = {}
+    for name, value in _object(at / _FIELDS[2], _member(at, fields, _FIELDS[2])).items():
+        where = at / _FIELDS[2] / name
+        _check_name(where, name)
+        item = _object(where, value)
+        tensor_map = _integers(-1)(where / "tensor_map", _member(where, item, "tensor_map"))
+        layouts[name] = _checked(
+            where,
+            LayoutItem(
+                dev_matrix=_integers(1)(where / "dev_matrix", _member(where, item, "dev_matrix")),
+                tensor_map=(tensor_map,),
+                param_split_shape=_integers(0)(where / "param_split_shape", item.get("param_split_shape", [])),
+                indices_offset=_integers(0)(where / "indices_offset", item.get("indices_offset", [])),
+                field=_integer(where, item, "field", 0),
+                opt_weight_shard_step=_integer(where, item, "opt_weight_shard_step", 0),
+                opt_weight_shard_size=_integer(where, item, "opt_weight_shard_size", -1),
+            ),
+        )
+    return StrategyFile(_integer(at, fields, _FIELDS[0], 0), tuple(operators), layouts)
+
+
+def _object(at: At, value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise at.error(f"expected an object, found {found(value)}")
+    return cast("Mapping[str, object]", value)
+
+
+def _member(at: At, value: Mapping[str, object], name: str) -> object:
+    if name not in value:
+        raise at.error(f"`{name}` is missing")
+    return value[name]
+
+
+def _integer(at: At, value: Mapping[str, object], name: str, minimum: int) -> int:
+    return read_integer(at / name, _member(at, value, name), minimum)
+
+
+def _integers(minimum: int) -> Callable[[At, object], tuple[int, ...]]:
+    def read(at: At, value: object) -> tuple[int, ...]:
+        if not is_list(value):
+            raise at.error(f"expected a list of integers, found {found(value)}")
+        return tuple(read_integer(at / n, item, minimum) for n, item in enumerate(cast("Sequence[object]", value)))
+
+    return read
+
+
+def _to_json(content: StrategyFile) -> str:
+    for name, item in content.layouts.items():
+        if (reason := why_not_json(item)) is not None:
+            raise UnsupportedError(
+                f"the JSON variant of strategy files cannot express {show(name)}: {reason}",
+                key=name,
+                hint="write protobuf: a name that ends in .ckpt",
+            )
+    operators: dict[str, object] = {}
+    for operator in content.operators:
+        # One object cannot hold two stages' operators of one name; only their stages are read.
+        name = operator.node_name if operator.node_name not in operators else f"{operator.stage}-{operator.node_name}"
+        dims = [list(one) for one in operator.parallel_strategy]
+        operators[name] = {"stage": operator.stage, "parallel_strategy": dims}
+    layouts = {
+        name: {
+            "dev_matrix": list(item.dev_matrix),
+            "tensor_map": list(item.tensor_map[0]) if item.tensor_map else [],
+            "param_split_shape": list(item.param_split_shape),
+            "indices_offset": list(item.indices_offset),
+            "field": item.field,
+            "opt_weight_shard_step": item.opt_weight_shard_step,
+            "opt_weight_shard_size": item.opt_weight_shard_size,
+        }
+        for name, item in content.layouts.items()
+    }
+    return json.dumps(dict(zip(_FIELDS, (content.current_stage, operators, layouts), strict=True)), indent=1)
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_name(at: At, name: str) -> None:
+    if not name or len(name) > _MAX_NAME:
+        raise at.error(f"expected a name of 1 to {_MAX_NAME} characters, found {len(name)}")
+
+
+def _checked(at: At, item: LayoutItem) -> LayoutItem:
+    """The record, if it can be right whatever tensor it is of."""
+    matrix = item.dev_matrix
+    if not matrix or min(matrix) < 1 or math.prod(matrix) > _MAX_DEVICES:
+        raise (at / "dev_matrix").error(f"expected sizes of 1 to {_MAX_DEVICES} devices in all, found {_short(matrix)}")
+    used: list[int] = []
+    for axes in item.tensor_map:
+        for v in axes:
+            if not -1 <= v < len(matrix):
+                raise (at / "tensor_map").error(
+                    f"expected -1 to {len(matrix) - 1}, an axis of {_short(matrix)}, found {v}"
+                )
+            if v >= 0 and matrix[len(matrix) - 1 - v] > 1:
+                used.append(v)
+    if len(set(used)) != len(used):
+        twice = next(v for n, v in enumerate(used) if v in used[:n])
+        raise (at / "tensor_map").error(f"axis {twice} is used twice")
+    for name in ("param_split_shape", "indices_offset"):
+        if min(getattr(item, name), default=0) < 0:
+            raise (at / name).error(f"expected no negative number, found {_short(getattr(item, name))}")
+    for name, minimum in (("field", 0), ("opt_weight_shard_step", 0), ("opt_weight_shard_size", -1)):
+        if getattr(item, name) < minimum:
+            raise (at / name).error(f"expected at least {minimum}, found {getattr(item, name)}")
+    return item
+
+
+def _short(numbers: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, numbers[:16]))}{', ...' if len(numbers) > 16 else ''}]"

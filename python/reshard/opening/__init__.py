@@ -1,8 +1,8 @@
 """How a path becomes a `Checkpoint`: a file, a folder of whole weights, an iteration folder, or the best one of a root.
 
 `folder` says when an iteration folder is a complete checkpoint, `root` which one of a root is taken, `rank_folders`
-both of trees in which every rank has a file of its own. Nothing here
-writes, and damage found later, while bytes are read, is not rolled back from: that is for `verbs.load`.
+both of trees in which every rank has a file of its own. Nothing here writes, and damage found later, while bytes are
+read, is not rolled back from: that is for `verbs.load`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from reshard.formats import manifest as manifests
 from reshard.formats.rank_file import add_rank_file, kind_of
 from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, set_sums, unfinished
 from reshard.opening.rank_folders import (
+    RankSave,
     StrategyLike,
     open_rank_files,
     open_rank_folder,
     open_rank_folders,
     rank_of_folder,
+    rank_saves,
+    strategy_for,
 )
 from reshard.opening.root import best_of, is_damage, iterations, newer_than, order_of, reason_of
 from reshard.opening.weights import open_full_weights
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chosen",
+    "RankSave",
     "StrategyLike",
     "best_of",
     "chosen",
@@ -46,7 +50,9 @@ __all__ = [
     "open_chosen",
     "open_rank_files",
     "order_of",
+    "rank_saves",
     "reason_of",
+    "strategy_for",
 ]
 
 _log = logging.getLogger("reshard")

@@ -16,7 +16,7 @@ from reshard.formats import checkpoint2, huggingface
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
 from reshard.opening.folder import open_folder
-from reshard.opening.rank_facts import gather_saves, saves_root
+from reshard.opening.rank_facts import counters_of, gather_saves, holds_optimizer, saves_root
 from reshard.opening.root import MAX_LOOKS, is_damage, order_of, reason_of
 from reshard.resume import CandidateFacts, Facts, RunFacts, weigh
 
@@ -148,7 +148,19 @@ class _Look:
             common=checkpoint.common,
             has_optimizer=bool(checkpoint.keys("optimizer")),
             world_size=_world_size(checkpoint),
+            is_legacy=checkpoint.format in ("checkpoint1", "mindspore", "ckpt"),
         )
+        if kind == "single" and not path.is_dir() and checkpoint.common is None:
+            # A rank's own file of Checkpoint 1.0, given by itself.
+            try:
+                checkpoint.common = counters_of(checkpoint)
+            except ReshardError as error:
+                if not is_damage(error):
+                    raise
+                return replace(facts, fault=reason_of(error))
+            is_legacy = checkpoint.common is not None
+            has_optimizer = holds_optimizer(checkpoint) if is_legacy else facts.has_optimizer
+            facts = replace(facts, common=checkpoint.common, is_legacy=is_legacy, has_optimizer=has_optimizer)
         is_taken = weigh(self.config, replace(self.facts, kind=kind, candidates=(facts,)))[0].taken
         if self.opened is not None and is_taken:
             self.opened[str(path)] = checkpoint

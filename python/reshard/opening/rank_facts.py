@@ -10,7 +10,6 @@ the counters are read.
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +28,22 @@ from reshard.small_files import show
 from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.config import Config
 
-__all__ = ["ALONE", "SavesRoot", "Together", "gather_saves", "open_own", "path_of", "saves_root"]
+__all__ = [
+    "ALONE",
+    "SavesRoot",
+    "Together",
+    "counters_of",
+    "gather_saves",
+    "holds_optimizer",
+    "open_own",
+    "path_of",
+    "saves_root",
+]
 
 HEALTH_FILE = "health_ckpts.json"
 
@@ -263,7 +273,7 @@ def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> Candid
 def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> dict[str, Any]:
     """Open this process's own files of a save: what is wrong with them, and what they say of the run."""
     number, count = own
-    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False}
+    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "n": 0}
     try:
         ranks = [rank for rank in checkpoint1.rank_folders(root) if rank % count == number]
     except CheckpointNotFoundError:
@@ -279,32 +289,34 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
             continue
         with checkpoint:
             common = None if checkpoint.common is None else asdict(checkpoint.common)
-            told["has_optimizer"] |= any(scalars.is_state(key) and key not in scalars.NAMES for key in checkpoint)
-        against = _disagreement(told["common"], common)
-        if against is not None:
-            told["faults"].append([rank, f"{path.name} {against}"])
-        told["common"] = told["common"] or common
+            told["has_optimizer"] |= holds_optimizer(checkpoint)
+        if not told["n"]:
+            told["common"] = common
+        elif against := _disagreement(told["common"], common):
+            told["faults"].append([rank, f"{path.name}: {against}"])
+        told["n"] += 1
     return told
 
 
 def _disagreement(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
-    """Why two files cannot be of one save."""
+    """Why the files of two ranks cannot be whole and of one save."""
     for name in _COUNTERS_THAT_AGREE:
         first, second = (None if common is None else common[name] for common in (one, other))
-        if first is not None and second is not None and first != second:
-            return f"says {name} {second}, the file of another rank {first}: they are of different saves"
+        if first != second:
+            # The counters are what a `.ckpt` ends with: one that is cut between two records lacks them.
+            found = ["is not there" if value is None else f"is {value}" for value in (second, first)]
+            return f"`{name}` {found[0]}, and in another rank's file it {found[1]}: cut short, or of another save"
     return None
 
 
 def _checked(candidate: CandidateFacts, reports: Sequence[dict[str, Any]], status: int | None) -> CandidateFacts:
     """A candidate with what all processes found of it."""
     faults = sorted((int(rank), fault) for report in reports for rank, fault in report["faults"])
-    common: dict[str, Any] | None = None
-    for report in reports:
-        against = _disagreement(common, report["common"])
-        if against is not None and not faults:
-            return replace(candidate, fault=f"a file {against}")
-        common = common or report["common"]
+    with_files = [(number, report["common"]) for number, report in enumerate(reports) if report["n"]]
+    common: dict[str, Any] | None = with_files[0][1] if with_files else None
+    for number, other in with_files:
+        if not faults and (against := _disagreement(common, other)):
+            faults = [(number, f"{name_of_rank(Path(candidate.path).name, number)}: {against}")]
     if faults:
         rank, fault = faults[0]
         more = f", and {len(faults) - 1} more ranks' files" if len(faults) > 1 else ""
@@ -354,20 +366,36 @@ def open_own(path: str | os.PathLike[str], method: _core.ReadMethod = "auto") ->
     for key, tensor in file.tensors.items():
         index.add_tiles(key, tensor.dtype, tensor.shape, placed(file, key, (0,) * len(tensor.shape)))
     checkpoint = Checkpoint("checkpoint1", Path(path), index)
-    names = [name for name in scalars.NAMES if name in file.tensors]
-    small = [name for name in names if file.tensors[name].shape in ((), (1,))]
-    if len(small) < len(names):
-        odd = next(name for name in names if name not in small)
+    try:
+        checkpoint.common = counters_of(checkpoint)
+    except ReshardError:
         checkpoint.close()
-        raise DamagedFileError(
-            f"{show(os.fspath(path))}: the counter `{odd}` has shape {file.tensors[odd].shape}, expected one element",
-            path=os.fspath(path),
-            key=odd,
-        )
-    if names:
-        checkpoint.common = scalars.common_of(checkpoint.load(keys=names, threads=1), os.fspath(path))
-        checkpoint.iteration = checkpoint.common.step_num
+        raise
+    checkpoint.iteration = None if checkpoint.common is None else checkpoint.common.step_num
     return checkpoint
+
+
+def counters_of(checkpoint: Checkpoint) -> CommonInfo | None:
+    """The counters that a file of Checkpoint 1.0 keeps as tensors; None if it has none.
+
+    Raises:
+        DamagedFileError: one is no number.
+        StorageError: the file cannot be read.
+    """
+    names = [name for name in scalars.NAMES if name in checkpoint]
+    path = str(checkpoint.path)
+    for name in names:
+        shape = checkpoint.shape(name)
+        if shape not in ((), (1,)):  # looked at before it is read: it can be of any size
+            raise DamagedFileError(
+                f"{show(path)}: the counter `{name}` has shape {shape}, expected one element", path=path, key=name
+            )
+    return scalars.common_of(checkpoint.load(keys=names, threads=1), path) if names else None
+
+
+def holds_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint whose names alone tell holds state of an optimizer; its counters are none."""
+    return any(scalars.is_state(key) and key not in scalars.NAMES for key in checkpoint)
 
 
 # -- health

@@ -8,21 +8,23 @@ is no array at all (counters) can be told to be whole; everything else can be re
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard import _core
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileError, MismatchError, StorageError
-from reshard.formats import checkpoint1, scalars
+from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, scalars
 from reshard.formats.rank_file import add_rank_file, placed
-from reshard.layout.resolve import state_of
 from reshard.layout.strategy import Strategy, box_of
-from reshard.layout.strategy_file import is_strategy, read_strategy
+from reshard.layout.strategy_file import is_strategy
+from reshard.layout.strategy_folder import read_strategy
 from reshard.opening.root import is_damage, reason_of
 from reshard.outputs import as_array
 from reshard.resume.checkpoint1 import RankFolder, name_of_rank, order_saves
@@ -36,13 +38,16 @@ if TYPE_CHECKING:
     from reshard.resume.checkpoint1 import SaveOrder
 
 __all__ = [
+    "RankSave",
     "StrategyLike",
     "as_strategy",
+    "files_of",
     "open_rank_files",
     "open_rank_folder",
     "open_rank_folders",
     "order_of_saves",
     "rank_of_folder",
+    "rank_saves",
     "strategy_for",
 ]
 
@@ -72,15 +77,44 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
     known = strategy_for(root, strategy)
     folders = checkpoint1.rank_folders(root)
     _check_ranks(root, folders, known)
-    order = order_of_saves(folders)
+    return _open_best(root, folders, order_of_saves(folders), known, method)
+
+
+def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
+    """Open the folder of one rank: what its best file holds is taken for whole tensors.
+
+    Raises:
+        CheckpointNotFoundError: there is no weight file, or the strategy is one of several ranks.
+        DamagedFileError: no file is whole.
+    """
+    rank = rank_of_folder(folder)
+    known = None if strategy is None else as_strategy(strategy)
+    _check_ranks(folder, {rank: folder}, known)
+    n_others = len(checkpoint1.rank_folders(folder.resolve().parent)) - 1
+    if known is None and n_others > 0:
+        _log.warning(
+            "%s is opened alone: the arrays of rank %d are taken for whole tensors, and %d rank folders lie beside it",
+            folder,
+            rank,
+            n_others,
+        )
+    order = order_of_saves({rank: folder})
+    # That the other ranks have no files here is no fault.
+    candidates = tuple(replace(save, fault=None) for save in order.candidates)
+    return _open_best(folder, {rank: folder}, replace(order, candidates=candidates), known, method)
+
+
+def _open_best(
+    root: Path, folders: Mapping[int, Path], order: SaveOrder, strategy: Strategy | None, method: _core.ReadMethod
+) -> Checkpoint:
+    """Open the first save that every rank has whole. A strategy that does not fit is no reason to try another one."""
     faults: dict[str, str] = {}
     for save in order.candidates:
         if save.fault is not None:
             faults[save.name] = save.fault
             continue
-        files = {rank: folder / name_of_rank(save.name, rank) for rank, folder in folders.items()}
         try:
-            checkpoint = open_rank_files(root, files, known, method)
+            checkpoint = open_rank_files(root, files_of(save.name, folders), strategy, method)
         except (CheckpointNotFoundError, CoverageError, DamagedFileError, StorageError) as error:
             if not is_damage(error):
                 raise
@@ -94,35 +128,65 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
         return checkpoint
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
-    if not faults:
+    if not lines:
         raise CheckpointNotFoundError(f"the rank folders of {show(str(root))} hold no weight files", path=str(root))
     told = "".join(f"\n  {line}" for line in lines)
     raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{told}", path=str(root))
 
 
-def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
-    """Open the folder of one rank: what its newest file holds is taken for whole tensors.
+def files_of(save: str, folders: Mapping[int, Path]) -> dict[int, Path]:
+    """The file of each rank of a save; it is told by the name of any of them.
+
+    Example:
+        >>> files_of("llama_rank_0-20_2.ckpt", {1: Path("rank_1")})[1].as_posix()
+        'rank_1/llama_rank_1-20_2.ckpt'
+    """
+    return {rank: folder / name_of_rank(save, rank) for rank, folder in folders.items()}
+
+
+@dataclass(frozen=True)
+class RankSave:
+    """A save in rank folders.
+
+    Attributes:
+        name: what tells it from others: the name of rank 0's file.
+        files: the file of each rank, there or not.
+        why: half a sentence on why it stands where it does, or is never opened.
+        fault: ranks that have no file of it; None: all have one.
+        is_candidate: whether `open` would try it.
+    """
+
+    name: str
+    files: Mapping[int, Path]
+    why: str
+    fault: str | None
+    is_candidate: bool
+
+
+def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
+    """The saves of a folder of rank folders: in the order in which they are tried, then those that never are.
+
+    Returns:
+        The saves; None: it is no such folder, or one that describes itself.
 
     Raises:
-        CheckpointNotFoundError: there is no weight file, or the strategy is one of several ranks.
-        DamagedFileError: the file violates its format.
+        StorageError: a folder cannot be listed.
+
+    Example:
+        >>> [save.name for save in rank_saves("output/checkpoint")]  # doctest: +SKIP
+        ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
     """
-    rank = rank_of_folder(folder)
-    known = None if strategy is None else as_strategy(strategy)
-    _check_ranks(folder, {rank: folder}, known)
-    order = order_of_saves({rank: folder})
-    if not order.candidates:
-        raise CheckpointNotFoundError(f"{show(str(folder))} holds no weight files", path=str(folder))
-    others = len(checkpoint1.rank_folders(folder.resolve().parent)) - 1
-    if known is None and others > 0:
-        _log.warning(
-            "%s is opened alone: the arrays of rank %d are taken for whole tensors, and %d rank folders lie beside it",
-            folder,
-            rank,
-            others,
-        )
-    # That the other ranks have no files here is no fault.
-    return open_rank_files(folder, {rank: folder / name_of_rank(order.candidates[0].name, rank)}, known, method)
+    root = Path(path)
+    kinds = (huggingface.detect, full_weights.detect, checkpoint2.is_root)
+    if not root.is_dir() or any(detect(root) for detect in kinds) or not checkpoint1.is_root(root):
+        return None
+    folders = checkpoint1.rank_folders(root)
+    order = order_of_saves(folders)
+    told = [(save, True) for save in order.candidates] + [(save, False) for save in order.refused]
+    return tuple(
+        RankSave(save.name, files_of(save.name, folders), save.reason, save.fault, is_candidate)
+        for save, is_candidate in told
+    )
 
 
 def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
@@ -145,20 +209,18 @@ def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
         except DamagedFileError as error:
             fault = error.message
         seen[rank] = RankFolder(tuple(_weight_files(folder)), meta, fault)
-    return order_saves(seen)
+    order = order_saves(seen)
+    if any(one.meta or one.meta_fault for one in seen.values()):
+        return order
+    # Weights alone, and trees of another origin, never have one: there is none to miss.
+    return replace(order, warnings=tuple(line for line in order.warnings if checkpoint1.META_FILE not in line))
 
 
 def _weight_files(folder: Path) -> Iterator[tuple[str, int]]:
-    """Names and times of the weight files of a rank, whatever they are called."""
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                extension = entry.name.rpartition(".")[2]
-                if extension in checkpoint1.EXTENSIONS and entry.is_file(follow_symlinks=False):
-                    yield entry.name, entry.stat(follow_symlinks=False).st_mtime_ns
-    except OSError as error:
-        path = str(folder)
-        raise StorageError(f"listing {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+    """Names and times of the weight files of a rank."""
+    for name in checkpoint1.list_weight_files(folder):
+        with contextlib.suppress(FileNotFoundError):  # retention may remove one meanwhile
+            yield name, (folder / name).lstat().st_mtime_ns
 
 
 def rank_of_folder(folder: Path) -> int:
@@ -199,14 +261,19 @@ def open_rank_files(
     tree = _Tree(root, ranks, known)
     for key in tree.keys:
         if key not in tree.unplaced:
-            index.add_tiles(key, *tree.placed(key))
+            # Ranks that hold the same part may have it in other records: these overlap, and are no replicas.
+            is_split = any(len(one.parts) > 1 for one in tree.held[key].values())
+            index.add_tiles(key, *tree.placed(key), overlapping=is_split)
     tree.prove(index)
     tree.warn()
     checkpoint = Checkpoint("checkpoint1", root, index)
-    checkpoint._place_ranks(ranks, tree.keys, tree.unplaced, known)  # noqa: SLF001  made here, as all of it
+    checkpoint._place_ranks(  # noqa: SLF001  made here, as all of it
+        ranks, tree.keys, tree.unplaced, known, tree.followed
+    )
     checkpoint._method = method  # noqa: SLF001
+    checkpoint.strings = tuple(dict.fromkeys(name for file in ranks.values() for name in file.strings))
     checkpoint.common = tree.common(method)
-    checkpoint.iteration = checkpoint.common.step_num
+    checkpoint.iteration = None if checkpoint.common is None else checkpoint.common.step_num
     return checkpoint
 
 
@@ -279,23 +346,23 @@ class _Tree:
                 if not _is_counter(key, held.values())
             }
         self.unlisted = [] if strategy is None else [key for key in self.keys if not strategy.stages_of(key)]
-        states = state_of(filter(scalars.is_state, self.unlisted), () if strategy is None else strategy.keys())
-        # State that the strategy does not name, of the very shape of its parameter's part, is cut as that is.
-        self.followed = {
-            key: parameter
-            for key, parameter in states.items()
-            if all(
-                parameter in files[rank].tensors and files[rank].tensors[parameter].shape == one.shape
-                for rank, one in self.held[key].items()
-            )
-        }
+        self.followed = {key: parameter for key in self.unlisted if (parameter := self._followed(key)) is not None}
 
     def name(self, rank: int) -> str:
         """What messages call a rank's file."""
         return show(os.path.relpath(self.files[rank].path, self.root))
 
+    def _followed(self, key: str) -> str | None:
+        """The parameter as which state is cut that the strategy does not name: every part is of that one's shape."""
+        state = scalars.parameter_of(key)
+        if self.strategy is None or state is None or not self.strategy.stages_of(state[1]):
+            return None
+        parts = self.held.get(state[1], {})
+        is_alike = all(rank in parts and parts[rank].shape == one.shape for rank, one in self.held[key].items())
+        return state[1] if is_alike else None
+
     def placed(self, key: str) -> tuple[str, tuple[int, ...], Placed]:
-        """dtype and shape of a whole tensor, and where its parts lie: what `Index.add_tiles` takes.
+        """A whole tensor as dtype and shape, and where its parts lie: what `Index.add_tiles` takes.
 
         Raises:
             DamagedFileError: the ranks differ in its dtype.
@@ -377,16 +444,16 @@ class _Tree:
             return
         if self.followed:
             told = _some(map(show, self.followed))
-            _log.warning("%s is not in %s, and is taken to be cut as its parameter", told, self.strategy.source)
+            _log.warning("%s does not list %s: taken to be cut as its parameter", self.strategy.source, told)
         whole = [
             key for key in self.unlisted if key not in self.followed and not _is_counter(key, self.held[key].values())
         ]
         if whole:
             told = _some(map(show, whole))
-            _log.warning("%s is not in %s, and is taken for whole on every rank", told, self.strategy.source)
+            _log.warning("%s does not list %s: taken for whole on every rank", self.strategy.source, told)
 
-    def common(self, method: _core.ReadMethod) -> CommonInfo:
-        """The counters, of which all ranks must tell the same.
+    def common(self, method: _core.ReadMethod) -> CommonInfo | None:
+        """The counters, of which all ranks must tell the same; None: there are none.
 
         Raises:
             DamagedFileError: they do not: files of different saves lie together.
@@ -394,23 +461,34 @@ class _Tree:
         found: dict[int, CommonInfo] = {}
         for rank, file in self.files.items():
             names = [name for name in scalars.NAMES if name in file.tensors]
+            if not names:
+                continue
             index = _core.Index()
             again = add_rank_file(index, file.path, method=method)
             request = _core.Request()
             for name in names:
                 shape = again.tensors[name].shape
+                if shape not in ((), (1,)):  # looked at before it is read: it can be of any size
+                    raise DamagedFileError(
+                        f"{self.name(rank)}: the counter `{name}` has shape {shape}, expected one element",
+                        path=str(file.path),
+                        key=name,
+                    )
                 index.add_tiles(name, again.tensors[name].dtype, shape, placed(again, name, (0,) * len(shape)))
                 request.add_region(name, name, (0,) * len(shape), shape)
-            plan = index.plan(request)
+            # A sum of its own a file may have is not compared yet: that would read all of it.
+            plan = index.plan(request, verify=False)
             places = zip(plan.arrays, plan.load(), strict=True)
             arrays = {name: as_array(*place, dtype, shape) for (name, dtype, shape, _), place in places}
             found[rank] = scalars.common_of(arrays, str(file.path))
             index.close()
+        if not found:
+            return None
         first, *others = found
         for rank in others:
             for name in _SAME_ON_ALL:
                 a, b = getattr(found[first], name), getattr(found[rank], name)
-                if a != b:
+                if a is not None and b is not None and a != b:
                     raise DamagedFileError(
                         f"`{name}` is {a} in {self.name(first)} and {b} in {self.name(rank)}: they are of two saves",
                         path=str(self.files[rank].path),
@@ -421,7 +499,7 @@ class _Tree:
 
 def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:
     """Whether every rank holds one and the same number under a key, however it is cut."""
-    return all(not one.shape or (key in scalars.NAMES and one.shape == (1,)) for one in held)
+    return all(not one.shape or (key in scalars.OF_NO_PARAMETER and one.shape == (1,)) for one in held)
 
 
 def _missing(ranks: Collection[int], n: int) -> list[int]:

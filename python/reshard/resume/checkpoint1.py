@@ -11,6 +11,7 @@ the order with the fault that says so. Whether files are whole is found out by o
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from reshard.formats.checkpoint1 import FileName, Meta, parse_file_name
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from reshard.formats.checkpoint1 import Extension
 
@@ -115,6 +116,8 @@ def order_saves(
     warnings: list[str] = []
     saves = _saves(ranks, warnings)
     n_ranks = max(ranks, default=-1) + 1
+    if len(ranks) < n_ranks:
+        warnings.append(f"there is no folder of {_ranks(ranks, n_ranks)}")
     metas = _metas(ranks, warnings)
     refused: list[Save] = []
     left: list[_Save] = []
@@ -188,17 +191,15 @@ def _by_name(save: _Save) -> tuple[bool, bool, int, int, int, bool, str]:
 
 def _fault(save: _Save, n_ranks: int) -> str | None:
     n_missing = n_ranks - len(save.ranks)
-    if not n_missing:
-        return None
+    return f"{_ranks(save.ranks, n_ranks)} {'have' if n_missing > 1 else 'has'} no file of it" if n_missing else None
+
+
+def _ranks(there: Collection[int], n_ranks: int) -> str:
+    """The ranks that are missing, in words."""
+    n_missing = n_ranks - len(there)
     # The largest rank comes out of a folder's name: only as many are looked at as are named.
-    first: list[int] = []
-    rank = 0
-    while len(first) < min(n_missing, _MAX_NAMED):
-        if rank not in save.ranks:
-            first.append(rank)
-        rank += 1
-    named = _and(map(str, first), n_missing - len(first))
-    return f"rank{'s' if n_missing > 1 else ''} {named} {'have' if n_missing > 1 else 'has'} no file of it"
+    absent = itertools.islice((rank for rank in range(n_ranks) if rank not in there), _MAX_NAMED)
+    return f"rank{'s' if n_missing > 1 else ''} {_and(map(str, absent), max(0, n_missing - _MAX_NAMED))}"
 
 
 def _and(items: Iterable[str], n_more: int) -> str:

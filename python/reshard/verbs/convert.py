@@ -91,7 +91,7 @@ def convert(
     prefix: str | None = None,
     dtype: object = None,
     max_shard_size: str | int | None = None,
-    dedup: bool = True,
+    dedup: bool | None = None,
     memory: str | int = "256MiB",
     threads: int | None = None,
     durable: bool = True,
@@ -129,7 +129,8 @@ def convert(
         dtype: cast the floating-point tensors to it; others stay.
         max_shard_size: largest file of whole weights, such as "4GiB"; a larger tensor gets a file of its own. Default:
             4 GiB for Hugging Face; for "mindspore" as many files as the original makes, about 3 GiB each.
-        dedup: write each shard once instead of once for every rank that holds it.
+        dedup: write each shard once instead of once for every rank that holds it. Default: yes, except in rank folders:
+            each rank of a trainer reads its own.
         memory: budget of the copy, such as "256MiB"; what is used beyond it does not grow with the model.
         threads: threads of the copy.
         durable: sync everything before it is published.
@@ -239,7 +240,7 @@ def convert(
                     layout,
                     number,
                     prefix,
-                    dedup=dedup,
+                    dedup=dedup is not False,
                     strict_format=strict_format,
                     original_modes=original_modes,
                 )

@@ -45,6 +45,7 @@ __all__ = [
     "n_bytes_of",
     "produced",
     "set_original_modes",
+    "settled_mapping",
     "to_huggingface",
     "to_safetensors",
     "whole_request",
@@ -116,6 +117,11 @@ class Written:
 def bind(source: Checkpoint, layout: LayoutLike | None) -> BoundLayout:
     """The layout laid over the source; none: everything whole on one rank."""
     return source.bind(ModelLayout.replicated() if layout is None else layout)
+
+
+def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]:
+    """The layout as a mapping that is right for the tensors of the source: it is kept beside them."""
+    return as_layout(layout).settled({key: source.shape(key) for key in source.keys()}).to_mapping()  # noqa: SIM118
 
 
 def file_sizes(job: Job, files: list[File]) -> list[int]:
@@ -251,7 +257,7 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
         with destination_folder(job) as folder:
             n_bytes = n_bytes_of(fill(folder))
             if len(builder):
-                content = builder.build(None if layout is None else as_layout(layout).to_mapping())
+                content = builder.build(None if layout is None else settled_mapping(job.source, layout))
                 tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
     return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
 

@@ -116,7 +116,7 @@ def select(
     if source.common is not None:
         # A counter that was left out does not come back in another file.
         left_out = [name for name in scalars.NAMES if name.startswith(drop)]
-        view.common = replace(source.common, **dict.fromkeys(left_out))
+        view.common = replace(source.common, **dict.fromkeys(left_out))  # type: ignore[arg-type]
     return Selection(view, written, {new[name]: counters[name] for name in beside if name in new})
 
 

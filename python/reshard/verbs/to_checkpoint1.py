@@ -126,7 +126,7 @@ def _name(names: FileName | None, rank: int) -> str:
 
 def _request(job: Job, bound: BoundLayout, rank: int, dtype_of: Mapping[str, str]) -> _core.Request:
     """A rank's own arrays and the counters, wide elements first."""
-    held = dtype_of | {name: dtypes.name_of(array.dtype) for name, array in job.counters.items()}
+    held = {**dtype_of} | {name: dtypes.name_of(array.dtype) for name, array in job.counters.items()}
     request = _core.Request()
     for name in file_order([*bound.local_names(rank, job.keys), *job.counters], held):
         if name in job.counters:

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import checkpoint2, manifest
 from reshard.formats.checkpoint2_common import CommonInfo
-from reshard.layout import as_layout
-from reshard.verbs.destinations import Written, as_file, bind, file_sizes, produced, set_original_modes, whole_tensors
+from reshard.verbs.destinations import (
+    Written,
+    as_file,
+    bind,
+    file_sizes,
+    produced,
+    set_original_modes,
+    settled_mapping,
+    whole_tensors,
+)
 from reshard.write import protocol, steps
 from reshard.write.claims import LOCK_FILE, WRITERS_FOLDER
 from reshard.write.commit import made_folder
@@ -61,7 +69,7 @@ def to_checkpoint2(
         prefix=prefix,
         dedup=dedup,
         strict=strict_format,
-        mapping=None if layout is None else as_layout(layout).to_mapping(),
+        mapping=None if layout is None else settled_mapping(job.source, layout),
     )
     files = [as_file(bound, file) for file in plan.files]
     for warning in plan.warnings[len(bound.warnings) :]:  # those of the layout are in the log already

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard import dtypes
 from reshard.errors import ArgumentError, LayoutError, MismatchError
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
+from reshard.layout.strategy import box_of
 from reshard.small_files import show
 from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint2 import Part
     from reshard.layout import ModelLayout
+    from reshard.layout.strategy import Strategy
     from reshard.write.arrays import LocalArray
     from reshard.write.iteration import Box, IterationPlan
 
@@ -231,8 +233,14 @@ def _by_layout(
         for name, of_ranks in found.items()
         if name not in members
     }
+    if layout.strategy is not None:
+        # A strategy speaks of each tensor by its name, and tells a shape by that of any part.
+        told = {
+            name: shape for name, of_ranks in alone.items() if (shape := _shape_by(layout.strategy, name, of_ranks))
+        } | told
     shapes = global_shapes(layout, alone, told, optimizer_keys)
     bound = layout.bind(shapes, optimizer_keys=optimizer_keys)
+    layout = layout.settled(shapes)
     check_local_shapes(
         bound, {name: {rank: fact.shape for rank, fact in of_ranks.items()} for name, of_ranks in found.items()}
     )
@@ -243,6 +251,11 @@ def _by_layout(
     keys_in_order = sorted(shapes, key=lambda key: parts[key] != "model")
     tensors = {key: WholeTensor(dtype_of[key], shapes[key], parts[key]) for key in keys_in_order}
     return plan_layout(tensors, bound, prefix=prefix, dedup=dedup, strict=strict, mapping=layout.to_mapping())
+
+
+def _shape_by(strategy: Strategy, key: str, local_shapes: Mapping[int, Shape]) -> Shape | None:
+    boxes = (box_of(strategy, key, rank, shape) for rank, shape in local_shapes.items())
+    return next((box[0] for box in boxes if box is not None), None)
 
 
 def _with_members(

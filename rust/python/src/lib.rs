@@ -13,6 +13,7 @@ mod geometry;
 mod index;
 mod plan;
 mod run;
+mod strategy;
 mod verify;
 mod write;
 
@@ -28,6 +29,7 @@ mod _core {
         geometry::{Layout, Mesh, Request},
         index::Index,
         plan::Plan,
+        strategy::{decode_strategy, encode_strategy},
         verify::{crc32c, scrub},
         write::{Snapshot, SnapshotPool, Windows, Written, rename, write_arrays},
     };

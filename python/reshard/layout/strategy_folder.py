@@ -1,0 +1,233 @@
+"""Which strategy files make up one strategy: a merged file, one stage's file, or a folder of them; and merging them.
+
+A folder usually holds a file a rank, those of one stage alike. In a merged file the stage stands before each name,
+`0-embed.weight`; the names themselves may hold dashes. The original takes the first file that it finds of a stage and
+never looks at the others; here files that disagree are an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    DamagedFileError,
+    DestinationExistsError,
+    StorageError,
+)
+from reshard.layout.strategy import Strategy
+from reshard.layout.strategy_file import (
+    OperatorItem,
+    StrategyFile,
+    parse_strategy,
+    read_content,
+    read_strategy_file,
+    write_strategy_file,
+)
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.layout.strategy_file import LayoutItem
+
+__all__ = ["Stage", "merge_strategies", "merged_file", "read_stages", "read_strategy", "stage_file"]
+
+_MERGED_NAME = re.compile(r"(0|[1-9][0-9]{0,8})-(.+)", re.DOTALL)
+_MAX_FILES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the files say of one pipeline stage.
+
+    Attributes:
+        path: the file that said it, the first of several.
+        operators: its operators.
+        layouts: its parameters, by name.
+    """
+
+    path: str
+    operators: tuple[OperatorItem, ...]
+    layouts: Mapping[str, LayoutItem]
+
+
+def read_strategy(path: str | os.PathLike[str]) -> Strategy:
+    """Read a whole strategy.
+
+    Args:
+        path: a merged file, the file of a job of one stage, or a folder with the files of all stages.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file, the folder holds no strategy files, or those of a stage are
+            missing; the message names it.
+        DamagedFileError: a file is no strategy file, contradicts itself, or another one of its stage.
+        LayoutError: the stages have different numbers of devices.
+        StorageError: the system failed to read.
+
+    Example:
+        >>> from reshard.layout.strategy_file import LayoutItem
+        >>> for stage in (0, 1):
+        ...     items = {f"layers.{stage}.w": LayoutItem((2,), ((0, -1),))}
+        ...     write_strategy_file(f"ckpt_strategy_rank_{2 * stage}.ckpt", stage_file(stage, items))
+        >>> strategy = read_strategy(".")
+        >>> strategy.world_size, strategy.keys(), strategy.stages_of("layers.1.w")
+        (4, ('layers.0.w', 'layers.1.w'), (1,))
+    """
+    stages = read_stages(path)
+    return Strategy({number: stage.layouts for number, stage in stages.items()}, source=os.fspath(path))
+
+
+def read_stages(path: str | os.PathLike[str]) -> dict[int, Stage]:
+    """What a file or a folder says of each stage, in their order; some may be missing. Raises as `read_strategy`."""
+    if not Path(path).is_dir():
+        found = _stages_of(read_strategy_file(path), os.fspath(path))
+    else:
+        found = {}
+        seen: set[bytes] = set()
+        for file in _files(Path(path)):
+            data = read_content(file, follow_links=False)
+            digest = hashlib.blake2b(data, digest_size=16).digest()
+            if digest in seen:
+                continue  # all ranks of a stage write the same
+            seen.add(digest)
+            for number, stage in _stages_of(parse_strategy(data, str(file)), str(file)).items():
+                _check_same(number, found.setdefault(number, stage), stage)
+    return dict(sorted(found.items()))
+
+
+def merge_strategies(
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = True
+) -> Strategy:
+    """Merge the strategy files of all stages into one file.
+
+    Args:
+        src: the folder with the files; or one file, which is written again.
+        dst: the merged file; JSON if its name ends in `.json`, else protobuf.
+        overwrite: replace `dst` if it is a strategy file.
+        durable: sync the file before this returns.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        DestinationExistsError: `dst` exists, and `overwrite` was not given or it is no strategy file.
+        ArgumentError: `dst` is a folder.
+        UnsupportedError: JSON has no words for a tensor.
+        CheckpointNotFoundError, DamagedFileError, LayoutError, StorageError: as `read_strategy`.
+
+    Example:
+        >>> from reshard.layout.strategy_file import LayoutItem
+        >>> write_strategy_file("ckpt_strategy_rank_0.ckpt", stage_file(0, {"w": LayoutItem((2,), ((0,),))}))
+        >>> merge_strategies(".", "merged.ckpt").world_size
+        2
+        >>> list(read_strategy_file("merged.ckpt").layouts)
+        ['0-w']
+    """
+    target = Path(dst)
+    if target.is_dir():
+        raise ArgumentError(f"{show(str(target))} is a folder, the destination is one file", path=str(target))
+    stages = read_stages(src)
+    strategy = Strategy({number: stage.layouts for number, stage in stages.items()}, source=os.fspath(src))
+    if os.path.lexists(target):
+        if not overwrite:
+            raise DestinationExistsError(
+                f"{show(str(target))} exists", path=str(target), hint="remove it, or ask to overwrite it"
+            )
+        try:
+            read_strategy_file(target, follow_links=False)
+        except DamagedFileError as error:
+            raise DestinationExistsError(
+                f"{show(str(target))} is to be replaced, but it is no strategy file: {error.message}", path=str(target)
+            ) from None
+    write_strategy_file(target, merged_file(stages), durable=durable)
+    return strategy
+
+
+def merged_file(stages: Mapping[int, Stage]) -> StrategyFile:
+    """One file that says what the stages say."""
+    return StrategyFile(
+        1,
+        tuple(operator for stage in stages.values() for operator in stage.operators),
+        {f"{number}-{name}": item for number, stage in stages.items() for name, item in stage.layouts.items()},
+    )
+
+
+def stage_file(stage: int, layouts: Mapping[str, LayoutItem]) -> StrategyFile:
+    """The file of one stage, with an operator for each parameter: a file tells its stage by its operators alone."""
+    names = list(layouts) or [f"stage-{stage}"]
+    return StrategyFile(1, tuple(OperatorItem(name, stage) for name in names), layouts)
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry, _ in zip(entries, range(_MAX_FILES), strict=False)]
+    except OSError as error:
+        raise StorageError(
+            f"listing {show(str(folder))}: {error.strerror}", path=str(folder), errno=error.errno
+        ) from None
+    by_kind = {
+        suffix: sorted(name for name in names if name.endswith(suffix) and not name.startswith("."))
+        for suffix in (".ckpt", ".json")
+    }
+    if all(by_kind.values()):
+        raise DamagedFileError(
+            f"{show(str(folder))} holds {show(by_kind['.ckpt'][0])} and {show(by_kind['.json'][0])}: which of the two "
+            "kinds is the strategy cannot be told",
+            path=str(folder),
+            hint="keep one kind, or name the file that is meant",
+        )
+    files = [folder / name for of_kind in by_kind.values() for name in of_kind]
+    if not files:
+        raise CheckpointNotFoundError(
+            f"{show(str(folder))} holds no strategy files (`ckpt_strategy_rank_<r>.ckpt`, or .json)", path=str(folder)
+        )
+    return files
+
+
+def _stages_of(content: StrategyFile, path: str) -> dict[int, Stage]:
+    """A file by stages: of a merged one the names lose their stage."""
+    told = {operator.stage for operator in content.operators}
+    names = [(name, _MERGED_NAME.fullmatch(name)) for name in content.layouts]
+    prefixes = {int(match[1]) for _, match in names if match is not None}
+    if prefixes and all(match for _, match in names) and (not told or prefixes <= told):
+        operators: dict[int, list[OperatorItem]] = {number: [] for number in sorted(prefixes | told)}
+        layouts: dict[int, dict[str, LayoutItem]] = {number: {} for number in operators}
+        for operator in content.operators:
+            operators[operator.stage].append(operator)
+        for name, match in names:
+            if match is not None:
+                layouts[int(match[1])][match[2]] = content.layouts[name]
+        return {number: Stage(path, tuple(operators[number]), layouts[number]) for number in operators}
+    if len(told) != 1:
+        stages = ", ".join(map(str, sorted(told)[:8]))
+        raise DamagedFileError(
+            f"{show(path)} cannot be told to be of one stage, or merged: its operators are of "
+            + (f"the stages {stages}, and not every parameter is named `<stage>-<name>`" if told else "no stage"),
+            path=path,
+        )
+    return {told.pop(): Stage(path, content.operators, content.layouts)}
+
+
+def _check_same(number: int, first: Stage, other: Stage) -> None:
+    """Two files of one stage must cut its parameters alike."""
+    if first.layouts == other.layouts:
+        return
+    for key in (*first.layouts, *other.layouts):
+        if first.layouts.get(key) != other.layouts.get(key):
+            missing = [stage.path for stage in (first, other) if key not in stage.layouts]
+            found = f"{show(missing[0])} does not list it" if missing else "they cut it otherwise"
+            raise DamagedFileError(
+                f"{show(first.path)} and {show(other.path)} are both of stage {number}, and disagree on {show(key)}: "
+                f"{found}",
+                path=other.path,
+                key=key,
+                hint="the files are of different runs: remove those that are not meant, or name one merged file",
+            )
