@@ -92,7 +92,12 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
             "load_checkpoint: '/output/distributed_safetenosrs'\nsrc_strategy_path_or_dir: '/output/src_strategy'\n"
             "load_ckpt_format: 'safetensors'\nauto_trans_ckpt: True"
         ),
-        {"load_path": "/output/distributed_safetenosrs", "load_format": "safetensors"},
+        {
+            "load_path": "/output/distributed_safetenosrs",
+            "load_format": "safetensors",
+            "auto_trans": True,
+            "strategy": "/output/src_strategy",
+        },
     ),
     (
         (
@@ -105,6 +110,7 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
         {
             "load_path": "/qwen2_7b/unified_safetenosrs",
             "load_format": "safetensors",
+            "auto_trans": True,
             "save_path": "output/checkpoint",
         },
     ),
@@ -162,6 +168,7 @@ def test_a_trainers_whole_file() -> None:
         "batch_size": 6,
         "sink_size": 2,
         "load_format": "safetensors",
+        "auto_trans": True,
     }
 
 
@@ -236,15 +243,15 @@ MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"resume_by_last_timestamp_ckpt": True, "load_ckpt_format": "ckpt"},
         {"by_timestamp": True, "load_format": "ckpt"},
     ),
+    (
+        {"use_legacy_format": True, "only_save_strategy": False, **monitor(save_network_params=True)},
+        {"legacy_format": True, "save_network_params": True},
+    ),
+    (monitor(integrated_save=True), {"integrated_save": True}),
     # kept, and said to do nothing here
     (
-        {"use_legacy_format": True, **monitor(integrated_save=True, save_network_params=True)},
-        {
-            "legacy_format": True,
-            "integrated_save": True,
-            "save_network_params": True,
-            "without_effect": ("`use_legacy_format`", "`integrated_save`", "`save_network_params`"),
-        },
+        monitor(save_network_params=True, save_trainable_params=False),
+        {"save_network_params": True, "without_effect": ("`save_network_params`",)},
     ),
     (monitor(save_checkpoint_seconds=30, enc_key="k"), {"without_effect": ("`save_checkpoint_seconds`", "`enc_key`")}),
     ({"reshard_worker_num": 4, "balanced_load": False}, {"without_effect": ("`reshard_worker_num`",)}),

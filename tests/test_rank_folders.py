@@ -685,7 +685,14 @@ def test_the_page_of_rank_folders() -> None:
     assert "give --strategy" in bare.stdout
     assert "1-25_2.safetensors  complete, unverified (taken): named by every meta.json" in bare.stdout
     assert run("inspect", tree, "embed.weight").exit_code == 0
-    assert not json.loads(run("inspect", tree, "embed.weight", "--json").stdout)["tensors"]["embed.weight"]["placed"]
+    bare = json.loads(run("inspect", tree, "--json").stdout)
+    for key, part, placed in (
+        ("embed.weight", "model", False),
+        ("adam_m.head.weight", "optimizer", False),
+        ("step_num", "optimizer", True),
+    ):
+        assert (bare["tensors"][key]["part"], bare["tensors"][key]["placed"]) == (part, placed)
+    assert bare["mesh"] is None
 
 
 def test_rank_folders_are_verified_save_by_save(tree: Path) -> None:

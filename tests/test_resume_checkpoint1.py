@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 from tests.threads import in_threads
 
 import reshard
+from reshard.cli import main
 from reshard.config import Config
 from reshard.errors import (
     CheckpointNotFoundError,
@@ -27,11 +29,12 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
+from reshard.formats import checkpoint1
 from reshard.formats.checkpoint1 import Meta, list_weight_files, parse_file_name, read_meta, write_meta
+from reshard.opening import rank_facts
 from reshard.opening.facts import gather
 from reshard.resume import ResumeDecision, RunFacts, decide
 from reshard.resume.checkpoint1 import RankFolder, name_of_rank, order_saves
-from reshard.verbs import load as verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from reshard.group import Group
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
+STRATEGY = SAMPLES / "strategy"
 PREFIX = {"ckpt1": "llama2_7b", "ckpt1_pb": "old"}
 EXTENSION = {"ckpt1": "safetensors", "ckpt1_pb": "ckpt"}
 RANKS = range(4)
@@ -95,10 +99,7 @@ DAMAGE: dict[str, Callable[[Path, str], None]] = {
     "last file of rank_1 truncated to half its bytes": lambda root, _: truncate(file(root, 1, "-20_2")),
     "meta.json of rank_3 removed": lambda root, _: (root / "rank_3" / "meta.json").unlink(),
     "meta.json of every rank removed": lambda root, _: without_meta(root),
-    "meta.json of every rank removed and last file of rank_1 removed": lambda root, _: (
-        without_meta(root),
-        file(root, 1, "-20_2").unlink(),
-    )[0],
+    "meta.json of every rank removed and last file of rank_1 removed": lambda root, _: without_meta(root, 1),
     "meta.json of rank_1 names the previous save": lambda root, sample: write_meta(
         root / "rank_1", Meta(15, 2, f"{PREFIX[sample]}_rank_1-15_2.{EXTENSION[sample]}")
     ),
@@ -107,13 +108,10 @@ DAMAGE: dict[str, Callable[[Path, str], None]] = {
         root / "rank_1" / "meta.json",
         (root / "rank_1" / "meta.json").read_text().replace('"last_epoch": 20', '"last_epoch": "20"'),
     ),
-    "last file removed on rank_1, previous removed on rank_2": lambda root, _: (
-        file(root, 1, "-20_2").unlink(),
-        file(root, 2, "-15_2").unlink(),
-    )[0],
-    "every file of rank_1 removed": lambda root, _: (
-        [(root / "rank_1" / name).unlink() for name in list_weight_files(root / "rank_1")] and None
+    "last file removed on rank_1, previous removed on rank_2": lambda root, _: remove(
+        file(root, 1, "-20_2"), file(root, 2, "-15_2")
     ),
+    "every file of rank_1 removed": lambda root, _: remove(*(root / "rank_1").glob("*.[sc]*")),
     "second-run tree, intact": lambda root, _: None,
     "second-run tree, every second-run file of rank_2 removed": lambda root, _: file(root, 2, "_1-25_2").unlink(),
 }
@@ -127,9 +125,14 @@ BETTER = {
 }
 
 
-def without_meta(root: Path) -> None:
-    for rank in RANKS:
-        (root / f"rank_{rank}" / "meta.json").unlink()
+def remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink()
+
+
+def without_meta(root: Path, *without_the_last: int) -> None:
+    remove(*(root / f"rank_{rank}" / "meta.json" for rank in RANKS))
+    remove(*(file(root, rank, "-20_2") for rank in without_the_last))
 
 
 def put(path: Path, text: str) -> None:
@@ -308,6 +311,11 @@ def link(path: Path) -> None:
     path.symlink_to(other)
 
 
+def replace_by(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
 def swap_for_another_save(path: Path) -> None:
     shutil.copy(file(path.parent.parent, 1, "-10_2"), path)
 
@@ -321,9 +329,9 @@ FAULTS: list[tuple[str, Callable[[Path], object]]] = [
     ("longer than it says", lambda path: path.write_bytes(path.read_bytes() + b"\0")),
     ("the content of another save", swap_for_another_save),
     ("a link", link),
-    ("a folder", lambda path: (path.unlink(), path.mkdir())),
-    ("a pipe", lambda path: (path.unlink(), os.mkfifo(path))),
-    ("gone", lambda path: path.unlink()),
+    ("a folder", lambda path: replace_by(path, Path.mkdir)),
+    ("a pipe", lambda path: replace_by(path, os.mkfifo)),
+    ("gone", remove),
 ]
 
 
@@ -373,7 +381,7 @@ def test_what_is_nobodys_damage_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object, **__: object) -> None:
         raise StorageError("too many open files", errno=24)
 
-    monkeypatch.setattr("reshard.opening.rank_facts.add_rank_file", fail)
+    monkeypatch.setattr("reshard.opening.rank_facts.open_rank_files", fail)
     with pytest.raises(StorageError, match="too many"):
         resume(copy("ckpt1", tmp_path))
 
@@ -637,9 +645,63 @@ def test_hosts_that_are_fewer_or_more_than_saved(tmp_path: Path) -> None:
             assert "saved by 4 ranks" in got.message
 
 
+def test_a_save_without_replicas_needs_its_strategy() -> None:
+    root, strategy = STRATEGY / "src_rank_slices_dedup", STRATEGY / "src_strategy_json"
+    for got in in_threads(8, lambda group: load(root, group)):
+        assert isinstance(got, MismatchError)
+        assert "without replicas" in got.message
+    for rank, got in enumerate(in_threads(8, lambda group: load(root, group, layout=strategy, strategy=strategy))):
+        assert (got.iteration, got.decision.is_resharded) == (40, False)
+        # The same tree, saved with replicas.
+        expected = reshard.load_file(file(STRATEGY / "src_rank_slices", rank, "-20_2"))
+        assert got.state.keys() == expected.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(got.state[key], array, strict=True)
+
+
+@pytest.mark.parametrize("tree", ["src_rank_slices", "src_rank_slices_dedup"])
+def test_a_run_that_is_cut_otherwise(tree: str, tmp_path: Path) -> None:
+    """`auto_trans_ckpt`: every rank gets its part under the new strategy."""
+    root = tmp_path / "checkpoint"
+    shutil.copytree(STRATEGY / tree, root)
+    shutil.copytree(STRATEGY / "src_strategy", tmp_path / "strategy")  # where the original writes it
+    layout = STRATEGY / "dst_strategy"
+    config = {"load_checkpoint": str(root), "resume_training": True, "auto_trans_ckpt": True}
+    told = [config, {**config, "src_strategy_path_or_dir": str(STRATEGY / "src_strategy_json")}]
+    for one in told:
+        for rank, got in enumerate(in_threads(8, lambda group: load(None, group, layout=layout, config=one))):  # noqa: B023
+            expected = reshard.load_file(STRATEGY / "expected_dst_slices" / f"rank_{rank}" / "net.safetensors")
+            assert got.state.keys() >= expected.keys()
+            for key, array in expected.items():
+                np.testing.assert_array_equal(got.state[key], array, strict=True)
+    whole = reshard.load(config=config)  # without a layout the whole tensors
+    for key, array in reshard.load_file(STRATEGY / "expected_full.safetensors").items():
+        np.testing.assert_array_equal(whole.state[key], array, strict=True)
+
+
+def test_real_processes_that_do_not_share(tmp_path: Path) -> None:
+    from tests.ranks import Job
+
+    whole = copy("ckpt1_pb", tmp_path / "whole")
+    hosts = scatter(copy("ckpt1_pb", tmp_path), tmp_path)
+    truncate(file(hosts[1], 1, "-20_2"))
+
+    def work(group: Any) -> Any:
+        os.chdir(hosts[group.rank].parent)  # the same path names another folder on each host
+        got = reshard.load("checkpoint", group=group, timeout=30)
+        return [got.iteration, got.decision.path, got.state["layers.0.w"].tolist()]
+
+    with Job(4, work) as job:
+        outcomes = job.outcomes()
+    for rank, outcome in enumerate(outcomes):
+        expected = reshard.load(file(whole, rank, "-15_2")).state["layers.0.w"]
+        assert outcome is not None
+        assert outcome["value"] == [30, "checkpoint/rank_0/old_rank_0-15_2.ckpt", expected.tolist()]
+
+
 def test_damage_that_only_loading_finds_rolls_back_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = copy("ckpt1", tmp_path)
-    real, lock, seen = verb.open_own, threading.Lock(), list[str]()
+    real, lock, seen = rank_facts.open_own, threading.Lock(), list[str]()
 
     def fails_late(path: Path, method: Any) -> Any:
         with lock:
@@ -648,7 +710,7 @@ def test_damage_that_only_loading_finds_rolls_back_all(tmp_path: Path, monkeypat
             raise DamagedFileError("cut since it was looked at", path=str(path))
         return real(path, method)
 
-    monkeypatch.setattr(verb, "open_own", fails_late)
+    monkeypatch.setattr("reshard.verbs.load.open_own", fails_late)
     results = in_threads(4, lambda group: load(root, group))
     assert [got.iteration for got in results] == [30] * 4
     for got in results:
@@ -658,14 +720,65 @@ def test_damage_that_only_loading_finds_rolls_back_all(tmp_path: Path, monkeypat
 
 def test_one_rank_fails_otherwise_and_all_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = scatter(copy("ckpt1", tmp_path), tmp_path)
-    real = reshard.opening.rank_facts.checkpoint1.rank_folders
+    real = checkpoint1.rank_folders
 
     def fails(root: str) -> Any:
         if "host_3" in str(root):
             raise StorageError("the disk is gone", errno=5)
         return real(root)
 
-    monkeypatch.setattr("reshard.opening.rank_facts.checkpoint1.rank_folders", fails)
+    monkeypatch.setattr(checkpoint1, "rank_folders", fails)
     for got in together(hosts):
         assert isinstance(got, StorageError)
         assert "rank 3: the disk is gone" in got.message
+
+
+# -- the command
+
+
+def explain(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["explain", *map(str, words)])
+    return result.exit_code, result.output
+
+
+def test_explain_shows_what_each_ranks_folder_offers(tmp_path: Path) -> None:
+    root = copy("ckpt1", tmp_path, "output_second_run")
+    file(root, 2, "_1-25_2").unlink()
+    truncate(file(root, 1, "-20_2"))
+    put(root / "rank_3" / "meta.json", "{")
+    code, page = explain(root)
+    assert code == 0
+    rows = [" ".join(line.split()) for line in page.splitlines()]
+    assert "llama2_7b_rank_0_1-25_2.safetensors refused rank 2 has no file of it" in rows
+    assert any(row.startswith("llama2_7b_rank_0-20_2.safetensors refused rank 1: ") for row in rows)
+    assert any(row.startswith("llama2_7b_rank_0-15_2.safetensors taken of an earlier run") for row in rows)
+    assert "0 1-25_2 10_2, 15_2, 20_2, 1-25_2" in rows
+    assert "1 1-25_2 10_2, 15_2, 20_2 (not whole), 1-25_2" in rows
+    assert "2 1-25_2 10_2, 15_2, 20_2" in rows
+    assert "3 damaged 10_2, 15_2, 20_2, 1-25_2" in rows
+    code, text = explain(root, "--json")
+    told = json.loads(text)
+    assert code == 0
+    assert told["initial_step"] == 30
+    assert [view["rank"] for view in told["ranks"]] == [0, 1, 2, 3]
+    ((name, fault),) = told["ranks"][1]["faults"]
+    assert name == "llama2_7b_rank_1-20_2.safetensors"
+    assert "header" in fault
+
+
+def test_explain_ranks_that_offer_the_same_share_a_line(tmp_path: Path) -> None:
+    code, page = explain(copy("ckpt1_pb", tmp_path))
+    assert code == 0
+    assert "0-3 20_2 10_2, 15_2, 20_2" in [" ".join(line.split()) for line in page.splitlines()]
+
+
+def test_explain_a_run_that_would_not_start(tmp_path: Path) -> None:
+    root = copy("ckpt1", tmp_path)
+    shutil.rmtree(root / "rank_1")
+    code, page = explain(root)
+    assert code == 1
+    assert "there is no folder of rank 1" in page
+    code, text = explain(root, "--json")
+    told = json.loads(text)
+    assert (code, told["outcome"]) == (1, "refused")
+    assert [view["rank"] for view in told["ranks"]] == [0, 2, 3]

@@ -30,7 +30,7 @@ from reshard.errors import (
     MismatchError,
     UnsupportedError,
 )
-from reshard.formats import checkpoint2, scalars, state, tiles
+from reshard.formats import checkpoint1, checkpoint1_state, checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.own_files import own_files, own_index
 from reshard.formats.rank_file import Placed
@@ -777,6 +777,8 @@ class Checkpoint:
         Example:
             >>> checkpoint.extra(rank=3)["rng"]  # doctest: +SKIP
         """
+        if self.format == "checkpoint1":
+            return checkpoint1_state.read(*self._weight_files(rank))
         if self.manifest is None or not self.path.is_dir():
             return {}
         shared, own = self._state(0), self._state(rank) if rank else {}
@@ -787,6 +789,18 @@ class Checkpoint:
             private = self._state(min(others)) if others else {}
             shared = {name: value for name, value in shared.items() if name not in private}
         return shared | own
+
+    def _weight_files(self, rank: int) -> tuple[Path | None, Path | None]:
+        """Of rank folders: the file of a rank and that of rank 0, as far as they are seen from here."""
+        if self._rank_files:
+            paths = {number: file.path for number, file in self._rank_files.items()}
+            alone = next(iter(paths.values())) if len(paths) == 1 else None  # one rank's folder, opened by itself
+            return paths.get(rank, alone), paths.get(0)
+        parsed = checkpoint1.parse_file_name(self.path.name)
+        if parsed is None:
+            return self.path, None
+        first = self.path.parent.with_name(checkpoint1.rank_folder_name(0)) / parsed.of_rank(0).name
+        return self.path, first if first.exists() else None
 
     def _state(self, rank: int) -> dict[str, Any]:
         """What one rank saved."""

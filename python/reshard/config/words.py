@@ -43,6 +43,11 @@ def _text(at: At, value: object) -> str:
     raise at.error(f"expected text, found {found(value)}")
 
 
+def _path(at: At, value: object) -> str | None:
+    """A path, of which the empty one says none."""
+    return _text(at, value) or None
+
+
 def _number(at: At, value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number or (isinstance(value, str) and _NUMBER.fullmatch(value)):
@@ -117,6 +122,7 @@ def _rampup(at: At, value: object) -> tuple[int, ...]:
 _FLAG = Kind("true or false", _flag)
 _ON = Kind("true or false", _on)
 _TEXT = Kind("text", _text)
+_PATH = Kind("text", _path)
 NUMBER = Kind("a number", _number)
 _STEPS = Kind("an integer, or 0 for none", _steps)
 _COUNT = Kind("an integer of at least 1", _count)
@@ -153,12 +159,13 @@ SAVING = {
     "save_checkpoint_steps": Word("save_every", _STEPS),
     "keep_checkpoint_max": Word("keep", _COUNT),
     "async_save": Word("async_save", _BACKGROUND),
-    "integrated_save": Word("integrated_save", _FLAG, inert=True),
-    "save_network_params": Word("save_network_params", _FLAG, inert=True),
-    "save_trainable_params": Word("save_trainable_params", _FLAG, inert=True),
+    "integrated_save": Word("integrated_save", _FLAG),
+    "save_network_params": Word("save_network_params", _FLAG),
+    "save_trainable_params": Word("save_trainable_params", _FLAG),
     "save_optimizer": Word("save_optimizer", _FLAG),
     "checkpoint_format": Word(None, _FORMAT),
-    "use_legacy_format": Word("legacy_format", _FLAG, inert=True),
+    "use_legacy_format": Word("legacy_format", _FLAG),
+    "only_save_strategy": Word("only_save_strategy", _FLAG),
     "use_checkpoint_health_monitor": Word("healthy_only", _ON),
     "save_checkpoint_seconds": Word(None, _STEPS, inert=True),
     "keep_checkpoint_per_n_minutes": Word(None, _STEPS, inert=True),
@@ -171,6 +178,8 @@ TOP = {
     "resume_training": Word("resume", _RESUME),
     "load_ckpt_async": Word("load_async", _FLAG),
     "load_ckpt_format": Word("load_format", _LOAD_FORMAT),
+    "auto_trans_ckpt": Word("auto_trans", _FLAG),
+    "src_strategy_path_or_dir": Word("strategy", _PATH),
     "resume_by_last_timestamp_ckpt": Word("by_timestamp", _FLAG),
     "remove_redundancy": Word(None, _FLAG),  # about loading, where the files tell it: see `read`
     "output_dir": Word(None, _TEXT),  # see `read`
@@ -225,7 +234,7 @@ TRAINING = {
 }
 SECTIONS = {"trainer": TRAINER, "lr_schedule": LR_SCHEDULE, "runner_config": RUNNER, "training": TRAINING}
 OTHERS = ("checkpoint", "callbacks", "monitor_config")  # read by functions of their own
-FOREIGN = {"lr_scheduler", "auto_trans_ckpt", "train_dataset", "eval_dataset"}
+FOREIGN = {"lr_scheduler", "train_dataset", "eval_dataset"}
 """Words of the original that are not ours, however much they look like them."""
 ELSEWHERE = {
     **dict.fromkeys(TRAINER, "trainer"),

@@ -305,8 +305,8 @@ def choose_by_suffix(
     Args:
         root: the folder of the `rank_<r>` folders.
         suffix: "20_2" (epoch and step), "1-20_2" (of a later run) or "2", also with a dash or an underscore before it:
-            the file whose name without extension ends so, after a dash or an underscore; of several the one of the
-            shortest name. None: the only file, or of several the highest epoch and step that every rank has.
+            the file whose name without extension ends so, after a dash or an underscore; of several of one epoch and
+            step the one of the shortest name. None: the only file, or of several the highest epoch and step that every rank has.
         extension: "safetensors" or "ckpt"; None: whichever there is.
 
     Returns:
@@ -373,7 +373,9 @@ def _last_numbers(name: str) -> tuple[int, int] | None:
 
 
 def _shortest(folder: Path, names: list[str], suffix: str | None) -> str:
-    shortest = [name for name in names if len(name) == min(map(len, names))]
+    # The shorter name is that of the earlier run; of different epochs it is a matter of their digits.
+    is_one_save = len(set(map(_last_numbers, names))) == 1
+    shortest = [name for name in names if len(name) == min(map(len, names))] if is_one_save else names
     if len(shortest) > 1:
         asked = "the suffix" if suffix is None else show(suffix)
         raise ArgumentError(

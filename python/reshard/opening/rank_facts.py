@@ -9,18 +9,15 @@ the counters are read.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard import _core
-from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, scalars
 from reshard.formats.checkpoint2_common import CommonInfo
-from reshard.formats.rank_file import add_rank_file, placed
+from reshard.opening.rank_folders import look_at, open_rank_files
 from reshard.opening.root import is_damage, reason_of
 from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
 from reshard.resume.checkpoint1 import RankFolder, Save, SaveOrder, name_of_rank, order_saves
@@ -28,9 +25,10 @@ from reshard.small_files import show
 from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
 
+    from reshard import _core
+    from reshard.checkpoint import Checkpoint
     from reshard.config import Config
 
 __all__ = [
@@ -40,6 +38,7 @@ __all__ = [
     "counters_of",
     "gather_saves",
     "holds_optimizer",
+    "is_deduplicated",
     "open_own",
     "path_of",
     "saves_root",
@@ -235,18 +234,9 @@ def _look(root: str, own: tuple[int, int]) -> dict[str, Any]:
     for rank, folder in folders.items():
         if rank % count != number:
             continue
-        meta, fault = None, None
-        try:
-            meta = asdict(checkpoint1.read_meta(folder))
-        except CheckpointNotFoundError:
-            pass
-        except DamagedFileError as error:
-            fault = error.message.replace(f"{show(str(folder / checkpoint1.META_FILE))}", "it").removeprefix("it: ")
-        files = []
-        for name in checkpoint1.list_weight_files(folder):
-            with contextlib.suppress(FileNotFoundError):  # retention may remove one meanwhile
-                files.append([name, (folder / name).stat(follow_symlinks=False).st_mtime_ns])
-        seen[str(rank)] = {"files": files, "meta": meta, "fault": fault}
+        found = look_at(folder)
+        meta = None if found.meta is None else asdict(found.meta)
+        seen[str(rank)] = {"files": found.files, "meta": meta, "fault": found.meta_fault}
     return seen
 
 
@@ -350,29 +340,23 @@ def _with_faults(views: list[RankView], found: list[CandidateFacts]) -> tuple[Ra
 # -- one rank's own file
 
 
-def open_own(path: str | os.PathLike[str], method: _core.ReadMethod = "auto") -> Checkpoint:
+def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
     """Open a rank's own file by itself: its local arrays are the tensors, and the counters in it `common`.
 
     Raises:
-        CheckpointNotFoundError, DamagedFileError, UnsupportedError, StorageError: as `add_rank_file`; or a counter is
-            no number.
+        CheckpointNotFoundError, DamagedFileError, UnsupportedError, StorageError: as `open_rank_files`.
 
     Example:
-        >>> open_own("checkpoint/rank_1/llama_rank_1-20_2.safetensors").common.step_num  # doctest: +SKIP
+        >>> open_own(Path("checkpoint/rank_1/llama_rank_1-20_2.safetensors")).common.step_num  # doctest: +SKIP
         40
     """
-    index = _core.Index()
-    file = add_rank_file(index, path, method=method)
-    for key, tensor in file.tensors.items():
-        index.add_tiles(key, tensor.dtype, tensor.shape, placed(file, key, (0,) * len(tensor.shape)))
-    checkpoint = Checkpoint("checkpoint1", Path(path), index)
-    try:
-        checkpoint.common = counters_of(checkpoint)
-    except ReshardError:
-        checkpoint.close()
-        raise
-    checkpoint.iteration = None if checkpoint.common is None else checkpoint.common.step_num
-    return checkpoint
+    return open_rank_files(path.parent, {0: path}, None, method)
+
+
+def is_deduplicated(checkpoint: Checkpoint, *, default: bool) -> bool:
+    """Whether a rank's own file lacks what another rank wrote for it: as the file says, else as the caller does."""
+    flags = [file.metadata.get("remove_redundancy") for file in checkpoint._rank_files.values()]  # noqa: SLF001
+    return default if None in flags else "True" in flags
 
 
 def counters_of(checkpoint: Checkpoint) -> CommonInfo | None:

@@ -42,6 +42,7 @@ __all__ = [
     "StrategyLike",
     "as_strategy",
     "files_of",
+    "look_at",
     "open_rank_files",
     "open_rank_folder",
     "open_rank_folders",
@@ -199,21 +200,24 @@ def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
         >>> [save.name for save in order_of_saves(rank_folders("output/checkpoint")).candidates]  # doctest: +SKIP
         ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
     """
-    seen = {}
-    for rank, folder in folders.items():
-        meta, fault = None, None
-        try:
-            meta = checkpoint1.read_meta(folder)
-        except CheckpointNotFoundError:
-            pass
-        except DamagedFileError as error:
-            fault = error.message
-        seen[rank] = RankFolder(tuple(_weight_files(folder)), meta, fault)
-    order = order_saves(seen)
-    if any(one.meta or one.meta_fault for one in seen.values()):
-        return order
-    # Weights alone, and trees of another origin, never have one: there is none to miss.
-    return replace(order, warnings=tuple(line for line in order.warnings if checkpoint1.META_FILE not in line))
+    return order_saves({rank: look_at(folder) for rank, folder in folders.items()})
+
+
+def look_at(folder: Path) -> RankFolder:
+    """What one rank's folder offers; no weight file is opened.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    meta, fault = None, None
+    try:
+        meta = checkpoint1.read_meta(folder)
+    except CheckpointNotFoundError:
+        pass
+    except DamagedFileError as error:
+        # It is told with the folder's name.
+        fault = error.message.replace(show(str(folder / checkpoint1.META_FILE)), "it", 1).removeprefix("it: ")
+    return RankFolder(tuple(_weight_files(folder)), meta, fault)
 
 
 def _weight_files(folder: Path) -> Iterator[tuple[str, int]]:
@@ -286,10 +290,11 @@ def as_strategy(strategy: StrategyLike) -> Strategy:
 
 
 def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
-    """The strategy that was given, or that lies where the original writes it."""
+    """The strategy that was given, or that lies in the folder, or where the original writes it: beside it."""
     if given is not None:
         return as_strategy(given)
-    for folder in (root.resolve().parent / _STRATEGY_FOLDER, root / _STRATEGY_FOLDER):
+    # Beside a root there may be another one, and its strategy: what lies in this one is its own.
+    for folder in (root / _STRATEGY_FOLDER, root.resolve().parent / _STRATEGY_FOLDER):
         if folder.is_dir() and any(is_strategy(path) for path in sorted(folder.iterdir())[:_MAX_NAMED]):
             _log.info("%s is opened with the strategy in %s", root, folder)
             return read_strategy(folder)

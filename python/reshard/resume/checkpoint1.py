@@ -227,6 +227,8 @@ def _metas(ranks: Mapping[int, RankFolder], warnings: list[str]) -> dict[int, Fi
             faults[rank] = f"names a file of rank {parsed.rank}"
         else:
             faults[rank] = folder.meta_fault or "is missing"
+    if all(folder.meta is None and folder.meta_fault is None for folder in ranks.values()):
+        return metas  # weights alone, and trees of another origin, never have one: there is none to miss
     by_fault: dict[str, list[int]] = {}
     for rank, fault in faults.items():
         by_fault.setdefault(fault, []).append(rank)

@@ -32,7 +32,7 @@ from reshard.formats import checkpoint2
 from reshard.formats.checkpoint2 import CommonInfo
 from reshard.group import agree, resolve, session
 from reshard.opening.facts import gather
-from reshard.opening.rank_facts import SavesRoot, Together, gather_saves, open_own, path_of, saves_root
+from reshard.opening.rank_facts import SavesRoot, Together, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.opening.rank_folders import open_rank_files, strategy_for
 from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, decide
 from reshard.small_files import show
@@ -258,7 +258,10 @@ def load_with(
         known = run or RunFacts()
         if known.world_size is None:
             known = replace(known, world_size=members.world_size)
-        return _Terms(_asked(root, config, iteration), known, compatible, allow_fresh, method, strategy, own_file)
+        asked, cut, own = _asked(root, config, iteration), strategy, own_file
+        if asked.auto_trans:
+            cut, own = strategy or asked.strategy or None, None
+        return _Terms(asked, known, compatible, allow_fresh, method, cut, own)
 
     def read_from(checkpoint: Checkpoint, decision: ResumeDecision) -> T:
         with checkpoint:
@@ -407,7 +410,15 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
             path=root,
             hint="give `layout`, what this run holds, and `strategy`, how the saved one was cut",
         )
-    return open_own(path_of(root, save, own), terms.method)
+    checkpoint = open_own(path_of(root, save, own), terms.method)
+    if is_deduplicated(checkpoint, default=terms.config.dedup):
+        checkpoint.close()
+        raise MismatchError(
+            f"{show(root)} was saved without replicas: the own file of rank {own} lacks what other ranks wrote for it",
+            path=root,
+            hint="give `strategy`, how it was cut, and as `layout` the same or what this run holds",
+        )
+    return checkpoint
 
 
 def _decide(terms: _Terms, facts: Facts) -> ResumeDecision:
