@@ -109,12 +109,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         return losses
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_resumed_run_is_the_same_run(tmp_path: Path, whole: list[float], async_save: Any) -> None:
-    with resumed(tmp_path, save_every=3, async_save=async_save) as (trainer, made, decision):
+@pytest.mark.parametrize("mode", [{"async_save": False}, {"async_save": True}, {"overlap": True}], ids=str)
+def test_resumed_run_is_the_same_run(tmp_path: Path, whole: list[float], mode: dict[str, Any]) -> None:
+    with resumed(tmp_path, save_every=3, **mode) as (trainer, made, decision):
         assert decision.fresh
         losses = trainer.run(made, 1, 8)
-    with resumed(tmp_path, seed=99, save_every=3, async_save=async_save) as (trainer, made, decision):
+    with resumed(tmp_path, seed=99, save_every=3, **mode) as (trainer, made, decision):
         assert (decision.initial_step, decision.warnings) == (6, ())
         assert (trainer.counter.n, trainer.sampler.total, trainer.schedule.last_epoch) == (24, 24, 6)
         assert losses[:6] + trainer.run(made, 7, 12) == whole
@@ -226,7 +226,7 @@ def test_failed_saves_are_told_and_the_third_raises(
             raise StorageError("no room", errno=28)
         return real(root, step, **options)
 
-    monkeypatch.setattr("reshard.torch.checkpointer.save_iteration", save)
+    monkeypatch.setattr("reshard.torch.saving.save_iteration", save)
     with make(tmp_path, save_every=1, async_save=False) as made:
         trainer = Trainer()
         made.resume(**trainer.parts())

@@ -244,13 +244,18 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reshard, "convert", stand_in)
     args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --max-shard-size 1MB"
-    more = "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes original --share 1/3"
+    more = "--strategy s --suffix 20_2 --drop a. --drop b. --rename =m. --rename c.= "
+    more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes original --share 1/3"
     assert run("convert", *args.split(), *more.split()).exit_code == 1
     assert seen == {
         "src": "a",
         "dst": "b",
         "to": "checkpoint2",
         "part": "all",
+        "strategy": "s",
+        "suffix": "20_2",
+        "drop": ("a.", "b."),
+        "rename": {"": "m.", "c.": ""},
         "layout": "l.yaml",
         "iteration": 7,
         "prefix": "p",
@@ -576,8 +581,16 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "demo" / "tp2_pp2", folder / "output" / "checkpoint")
     shutil.copy(tmp_path / "demo" / "tp4.yaml", folder)
     shutil.copy(SAMPLES / "train.yaml", folder)
-    if re.search("(convert|diff .*) hf/|diff hf/", example):
+    shutil.copy(SAMPLES / "ckpt" / "dtypes.ckpt", folder / "weights.ckpt")
+    shutil.copytree(SAMPLES / "ckpt" / "tree", folder / "old_run")
+    (folder / "names.yaml").write_text("w: model.w\n")
+    if re.search("(convert|split|diff .*) hf/|diff hf/", example):
         shutil.copytree(tmp_path / "demo" / "hf", folder / "hf")
+    for name, sample in (("ranks/", "src_rank_slices"), ("strategy/", "src_strategy")):
+        if re.search(f"(merge|--strategy) {name}", example):
+            shutil.copytree(SAMPLES / "strategy" / sample, folder / name)
+    if "split full/" in example:
+        shutil.copytree(SAMPLES / "full_ms", folder / "full")
     if example == "reshard demo":
         example += " --size 1"
     environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
@@ -589,12 +602,15 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
 def test_every_command_has_help_with_examples() -> None:
     assert sorted(main.commands) == [
         "convert",
+        "convert-files",
         "demo",
         "diff",
         "explain",
         "inspect",
+        "merge",
         "pin",
         "prune",
+        "split",
         "unpin",
         "verify",
     ]

@@ -85,14 +85,19 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
             "auto_trans_ckpt: False\n"
             "use_parallel: False\nparallel_config:\n  data_parallel: 1\n  model_parallel: 1\n  pipeline_stage: 1"
         ),
-        {"load_path": "/qwen2_7b/unified_safetenosrs"},
+        {"load_path": "/qwen2_7b/unified_safetenosrs", "load_format": "safetensors"},
     ),
     (
         (
             "load_checkpoint: '/output/distributed_safetenosrs'\nsrc_strategy_path_or_dir: '/output/src_strategy'\n"
             "load_ckpt_format: 'safetensors'\nauto_trans_ckpt: True"
         ),
-        {"load_path": "/output/distributed_safetenosrs"},
+        {
+            "load_path": "/output/distributed_safetenosrs",
+            "load_format": "safetensors",
+            "auto_trans": True,
+            "strategy": "/output/src_strategy",
+        },
     ),
     (
         (
@@ -102,14 +107,19 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
             '    dataset_dir: "/worker/dataset/wiki103/"\n    shuffle: True\nparallel_config:\n  vocab_emb_dp: True\n'
             "  gradient_aggregation_group: 4\n  micro_batch_interleave_num: 1"
         ),
-        {"load_path": "/qwen2_7b/unified_safetenosrs", "save_path": "output/checkpoint"},
+        {
+            "load_path": "/qwen2_7b/unified_safetenosrs",
+            "load_format": "safetensors",
+            "auto_trans": True,
+            "save_path": "output/checkpoint",
+        },
     ),
     ("only_save_strategy: True\ntrain_dataset: &train_dataset\n  data_loader:\n    type: MindDataset", {}),
     (
         "callbacks:\n  - type: CheckpointMonitor\n    checkpoint_format: safetensors\n    remove_redundancy: True",
         {"dedup": True},
     ),
-    ("load_ckpt_format: 'safetensors'\nremove_redundancy: True", {"dedup": True}),
+    ("load_ckpt_format: 'safetensors'\nremove_redundancy: True", {"dedup": True, "load_format": "safetensors"}),
     (
         (
             "use_legacy: False\nload_checkpoint : ''\npretrained_model_dir: \"/path/qwen3\"\nmodel:\n  model_config:\n"
@@ -122,7 +132,7 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
             "load_checkpoint: 'output/checkpoint/'\nload_ckpt_format: 'ckpt'\ncallbacks:\n  - type: CheckpointMonitor\n"
             "    checkpoint_format: 'safetensors'"
         ),
-        {"load_path": "output/checkpoint/"},
+        {"load_path": "output/checkpoint/", "load_format": "ckpt"},
     ),
     (
         (
@@ -130,7 +140,7 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
             "resume_training: True\ncallbacks:\n"
             "  - type: CheckpointMonitor\n    checkpoint_format: safetensors"
         ),
-        {"load_path": "/output/checkpoint", "resume": True},
+        {"load_path": "/output/checkpoint", "load_format": "safetensors", "resume": True},
     ),
     (
         "load_checkpoint: /path/to/output/checkpoint\nresume_training: True\nload_ckpt_async: True",
@@ -157,6 +167,8 @@ def test_a_trainers_whole_file() -> None:
         "epochs": 15,
         "batch_size": 6,
         "sink_size": 2,
+        "load_format": "safetensors",
+        "auto_trans": True,
     }
 
 
@@ -226,21 +238,26 @@ MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"healthy_only": True},
     ),
     ({"use_checkpoint_health_monitor": True, **monitor(embedding_local_norm_threshold=1)}, {"healthy_only": True}),
+    # which files of a Checkpoint 1.0 tree are looked at
+    (
+        {"resume_by_last_timestamp_ckpt": True, "load_ckpt_format": "ckpt"},
+        {"by_timestamp": True, "load_format": "ckpt"},
+    ),
+    (
+        {"use_legacy_format": True, "only_save_strategy": False, **monitor(save_network_params=True)},
+        {"legacy_format": True, "save_network_params": True},
+    ),
+    (monitor(integrated_save=True), {"integrated_save": True}),
     # kept, and said to do nothing here
     (
-        {"use_legacy_format": True, **monitor(integrated_save=True, save_network_params=True)},
-        {
-            "legacy_format": True,
-            "integrated_save": True,
-            "save_network_params": True,
-            "without_effect": ("`use_legacy_format`", "`integrated_save`", "`save_network_params`"),
-        },
+        monitor(save_network_params=True, save_trainable_params=False),
+        {"save_network_params": True, "without_effect": ("`save_network_params`",)},
     ),
     (monitor(save_checkpoint_seconds=30, enc_key="k"), {"without_effect": ("`save_checkpoint_seconds`", "`enc_key`")}),
     ({"reshard_worker_num": 4, "balanced_load": False}, {"without_effect": ("`reshard_worker_num`",)}),
     ({"reshard_worker_num": 1, "checkpoint": {"load_worker_number": 1}}, {}),
     # not ours, however near
-    ({"load_ckpt_format": "ckpt", "lr_scheduler": {"type": "x"}, "runner_wrapper": {}, "trainer_config": 1}, {}),
+    ({"lr_scheduler": {"type": "x"}, "runner_wrapper": {}, "trainer_config": 1}, {}),
     ({"training_args": {"global_batch_size": 8}, "model": {"checkpoint": 1, "resume_trainin": 2}}, {}),
 ]
 

@@ -472,7 +472,6 @@ def test_memory_and_threads_make_no_difference(single: Path, tmp_path: Path, mem
         {"memory": None},
         {"max_shard_size": "lots"},
         {"max_shard_size": 0},
-        {"max_shard_size": None},
         {"to": "gguf"},
         {"part": "weights"},
         {"threads": 0},

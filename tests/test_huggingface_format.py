@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import huggingface
+from reshard.formats import weight_map as maps
 from reshard.formats.huggingface import INDEX_FILE, SINGLE_FILE
 
 SAMPLE = Path(__file__).parent / "data" / "mindspore" / "full_hf"
@@ -29,7 +30,7 @@ def test_the_sample() -> None:
     assert huggingface.detect(SAMPLE) == "index"
     weight_map = huggingface.read_weight_map(SAMPLE)
     assert weight_map == json.loads((SAMPLE / INDEX_FILE).read_text())["weight_map"]
-    assert huggingface.index_writer(SAMPLE / INDEX_FILE) is None
+    assert maps.writer(SAMPLE / INDEX_FILE) is None
 
 
 def test_what_is_a_model_folder(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_hostile_indices(index: object, error: type[ReshardError], message: str,
         huggingface.read_weight_map(tmp_path)
     assert message in str(caught.value)
     assert str(tmp_path / INDEX_FILE) in str(caught.value)
-    assert huggingface.index_writer(tmp_path / INDEX_FILE) is None
+    assert maps.writer(tmp_path / INDEX_FILE) is None
 
 
 def test_missing_files_are_counted(tmp_path: Path) -> None:
@@ -129,9 +130,9 @@ def test_our_index_is_known_again(tmp_path: Path) -> None:
     assert huggingface.read_weight_map(tmp_path) == {"a": names[1], "z": names[0]}
     assert json.loads(text)["metadata"] == {"reshard": "0.1.0", "total_size": 12}
     assert list(json.loads(text)["weight_map"]) == ["a", "z"]
-    assert huggingface.index_writer(tmp_path / INDEX_FILE) == "0.1.0"
+    assert maps.writer(tmp_path / INDEX_FILE) == "0.1.0"
     (tmp_path / INDEX_FILE).unlink()
-    assert huggingface.index_writer(tmp_path / INDEX_FILE) is None
+    assert maps.writer(tmp_path / INDEX_FILE) is None
 
 
 @pytest.mark.parametrize(("number", "count"), [(0, 1), (2, 1), (-1, 3), (1, 0)])

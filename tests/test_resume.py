@@ -476,6 +476,8 @@ ERRORS: list[tuple[Config, Facts, type[ReshardError], str]] = [
     (Config("x", resume=True), Facts("x", "other"), CheckpointNotFoundError, "is there and holds no checkpoint"),
     (Config("x", resume=True), Facts("x", "huggingface", (CandidateFacts("x"),)), UnsupportedError, "weights alone"),
     (Config("x", resume=True, resume_file="a.ckpt"), Facts("x", "root"), UnsupportedError, "Checkpoint 1.0"),
+    (Config("x", resume=True, resume_file="a.ckpt"), Facts("x", "empty"), CheckpointNotFoundError, "no checkpoint"),
+    (Config("x", resume=True, resume_file="a.ckpt"), Facts("x", "absent"), CheckpointNotFoundError, "does not exist"),
     (Config("x/iteration_7", resume=True), Facts("x", "root", (candidate(5, refusal="iteration 7 was asked for"),)),
         CheckpointNotFoundError, "iteration 7 was asked for"),
     (Config("x", resume=True), Facts("x", "root", (candidate(5),), RunFacts(0)), ArgumentError, "expected at least 1"),

@@ -489,14 +489,15 @@ def test_state_of_a_loop_fits_other_ranks_between_steps_only() -> None:
 @pytest.mark.parametrize("as_batches", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stateful_data_loader(workers: int, as_batches: bool, both: bool) -> None:  # noqa: FBT001
-    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
     made: list[list[int]] = []
     states: list[Any] = []
     for n_steps in (3, 5, 4, 6):
         sampler = make(50, 8)
         options: dict[str, Any] = {"batch_sampler": sampler.batches(4)} if as_batches else {"sampler": sampler}
         options |= {} if as_batches else {"batch_size": 4}
-        loader = loaders.StatefulDataLoader(Ids(50), num_workers=workers, generator=torch.Generator(), **options)
+        loader = StatefulDataLoader(Ids(50), num_workers=workers, generator=torch.Generator(), **options)
         if states:
             sampler.load_state_dict(states[0])
             if both:

@@ -38,7 +38,7 @@ from reshard.errors import (
 )
 from reshard.formats import manifest
 from reshard.write import protocol
-from reshard.write.facts import plan_iteration
+from reshard.write.facts import LastMade, plan_iteration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -430,7 +430,7 @@ def test_no_room_leaves_the_old_checkpoint_and_no_debris(small_disk: Path, monke
     before = {path: path.stat().st_ino for path in small_disk.rglob("*") if path.is_file()}
     with pytest.raises(StorageError, match="bytes free"):  # seen before a byte is written
         reshard.save(small_disk, 2, big)
-    monkeypatch.setattr("reshard.write.save._last_plan", None)
+    monkeypatch.setattr("reshard.write.save._plans", LastMade())
     monkeypatch.setattr("reshard.write.save.planned_bytes", lambda plan, facts: 0)
     with pytest.raises(StorageError) as error:  # and met while writing
         reshard.save(small_disk, 2, big)
@@ -643,7 +643,7 @@ def test_a_plan_serves_until_something_changes(tmp_path: Path, monkeypatch: pyte
         return real(*args, **options)
 
     monkeypatch.setattr(module, "plan_iteration", counted)
-    monkeypatch.setattr(module, "_last_plan", None)
+    monkeypatch.setattr(module, "_plans", LastMade())
     narrow = np.zeros(3, np.int8)
     cases: list[tuple[int, dict[str, Array], dict[str, Any]]] = [
         (1, {"w": ZEROS}, {}),

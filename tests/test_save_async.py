@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load
 from tests.gate import Gate
 from tests.oracle import local_arrays
@@ -124,6 +125,45 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> None:
         raise StorageError("the disk is gone", path="/disk")
 
     monkeypatch.setattr(protocol, "publish", publish)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("check_replicas", [False, True])
+def test_arrays_that_are_still_being_filled(tmp_path: Path, blocking: Any, check_replicas: Any) -> None:
+    """They are not copied, and not looked at before they are ready."""
+    array, asked = np.zeros(N), list[str]()
+
+    def ready() -> None:
+        asked.append(threading.current_thread().name)
+        array[:] = 7
+
+    options: dict[str, Any] = {"check_replicas": check_replicas, "ready": ready, "durable": False}
+    saving: Any = reshard.save(tmp_path, 3, {"w": array, "empty": np.zeros(0)}, blocking=blocking, **options)
+    if not blocking:
+        saving.result(30)
+    assert (saved(tmp_path) == 7).all()
+    assert reshard.verify(tmp_path).ok
+    here = threading.current_thread().name
+    assert set(asked) == {here} if blocking else asked[-1] != here
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(3, ">f4"), memoryview(b"abc"), torch.zeros(3, dtype=torch.complex64).conj()], ids=type
+)
+def test_what_would_be_copied_before_it_is_filled_is_refused(tmp_path: Path, array: Any) -> None:
+    with pytest.raises(ArgumentError, match="with `ready` only numpy arrays and tensors of the host"):
+        reshard.save(tmp_path, 3, {"a": np.zeros(3), "w": array}, ready=lambda: None, blocking=False)
+
+
+def test_arrays_that_are_never_filled_cost_the_save(tmp_path: Path) -> None:
+    def ready() -> None:
+        raise RuntimeError("the device is lost")
+
+    pending = reshard.save(tmp_path, 3, {"w": np.zeros(3)}, ready=ready, blocking=False)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        pending.result(30)
+    assert not list(tmp_path.glob("iteration_*"))
+    assert not list((tmp_path / ".staging").glob("*"))
 
 
 def test_an_error_surfaces_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,7 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def launched(folder: Path, n_ranks: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    words = ["--nproc-per-node", str(n_ranks), "--standalone", "-m", "reshard.examples.train_gpt"]
-    words += ["--out", str(folder / "run"), "--log-file", str(folder / "log.jsonl"), *options]
+    words = ["--nproc-per-node", str(n_ranks), "--standalone", *options, "--out", str(folder / "run")]
     with (folder / "stderr").open("ab") as stderr:
         launcher = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words],
@@ -91,14 +90,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_launcher_is_killed_and_started_anew(tmp_path: Path) -> None:
     """As a user does it: torchrun, kill -9 of the launcher, which takes its ranks along, torchrun on fewer ranks."""
-    with launched(tmp_path, 2, "--steps", "100000", "--save-every", "2", "--fsdp", "--async-save") as launcher:
+    example, log = "reshard.examples.train_gpt", str(tmp_path / "log.jsonl")
+    options = ["--log", log, "--steps", "100000", "--save-every", "2", "--fsdp", "--async-save"]
+    with launched(tmp_path, 2, "-m", "--", example, *options) as launcher:
         wait_for(lambda: len(log_of(tmp_path)) >= 5)
         ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
         assert len(ranks) >= 2
     wait_for(lambda: not any(is_alive(pid) for pid in ranks))
     before = log_of(tmp_path)
     last = before[-1]["step"] + 3
-    with launched(tmp_path, 1, "--steps", str(last)) as launcher:
+    with launched(tmp_path, 1, "-m", example, "--log-file", log, "--steps", str(last)) as launcher:
         assert launcher.wait(120) == 0, (tmp_path / "stderr").read_text()
     after = log_of(tmp_path)[len(before) :]
     assert 1 < after[0]["step"] <= len(before) + 1

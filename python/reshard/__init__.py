@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from reshard.formats.state import per_rank
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
+    from reshard.names import NameMap
     from reshard.opening import open  # noqa: A004
     from reshard.verbs.convert import ConvertReport, convert
+    from reshard.verbs.convert_files import ConvertFilesReport, convert_files
     from reshard.verbs.diff import DiffReport, TensorDifference, diff
     from reshard.verbs.load import Loaded, PendingLoad, load, load_async
     from reshard.verbs.prune import Removed, pin, prune, unpin
@@ -34,10 +36,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "CommonInfo",
+    "ConvertFilesReport",
     "ConvertReport",
     "DiffReport",
     "Loaded",
     "ModelLayout",
+    "NameMap",
     "PendingLoad",
     "PendingSave",
     "Removed",
@@ -50,6 +54,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "convert",
+    "convert_files",
     "diff",
     "load",
     "load_async",
@@ -68,10 +73,12 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "reshard.checkpoint",
     "CommonInfo": "reshard.formats.checkpoint2",
+    "ConvertFilesReport": "reshard.verbs.convert_files",
     "ConvertReport": "reshard.verbs.convert",
     "DiffReport": "reshard.verbs.diff",
     "Loaded": "reshard.verbs.load",
     "ModelLayout": "reshard.layout",
+    "NameMap": "reshard.names",
     "PendingLoad": "reshard.verbs.load",
     "PendingSave": "reshard.write.save",
     "Removed": "reshard.verbs.prune",
@@ -82,6 +89,7 @@ _HOMES = {
     "TensorInfo": "reshard.checkpoint",
     "VerifyReport": "reshard.verbs.verify",
     "convert": "reshard.verbs.convert",
+    "convert_files": "reshard.verbs.convert_files",
     "diff": "reshard.verbs.diff",
     "load": "reshard.verbs.load",
     "load_async": "reshard.verbs.load",

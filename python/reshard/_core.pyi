@@ -152,6 +152,9 @@ class Index:
     def add_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
         """A shard file; opened when it is first needed, and then kept open."""
 
+    def add_ckpt_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
+        """The same for a `.ckpt` file. A tensor stored in several records has no stored name of its own but `<name>#<n>`."""
+
     def set_sums(self, file: int, n_bytes: int, header_bytes: int, header_sum: int, sums: bytes) -> None:
         """What a file must be, told before it is opened: opening checks size and header, plans check what they touch.
 
@@ -167,11 +170,28 @@ class Index:
     def file_bytes(self, file: int) -> int: ...
     def file_metadata(self, file: int) -> dict[str, str] | None: ...
     def file_tensors(self, file: int) -> list[tuple[str, str, tuple[int, ...], int, int]]:
-        """`(name, dtype, shape, first byte, end byte)` of each tensor in the order of the data, counted from its start."""
+        """`(name, dtype, shape, first byte, end byte)` of each tensor in the order of the data, counted from its start.
+
+        Of a `.ckpt` these are records, counted from the start of the file.
+        """
+
+    def file_arrays(
+        self, file: int
+    ) -> list[tuple[str, str, tuple[int, ...], list[tuple[str, tuple[int, ...], list[Tile]]]]]:
+        """`(name, dtype, shape, parts)` of each tensor, a part `(stored name, stored shape, tiles)`: one, unless it was split."""
+
+    def file_strings(self, file: int) -> list[str]:
+        """Names of values that are text; only a `.ckpt` has such."""
+
+    def prove_file(self, file: int) -> bool:
+        """Compare all bytes with the sum that the file itself has at its end, once; False if it has none.
+
+        Only a `.ckpt` can have one; other files are not opened. Carrying out a plan does it before the first byte is read, unless `verify=False`.
+        """
 
     # -- tensors
     def add_whole(self, key: str, file: int) -> None:
-        """`key` is stored whole in `file` under its own name."""
+        """`key` is stored whole in `file` under its own name, be it in one part or several."""
 
     def add_layout(self, key: str, dtype: str, layout: Layout, files: Sequence[int]) -> None:
         """`key` is stored under its own name in the files of the ranks, one file id a mesh point."""
@@ -206,6 +226,9 @@ class Index:
 
     def shards(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], list[int]]]:
         """`(offset, shape, files that hold it)` of each stored region."""
+
+    def stored(self, key: str) -> list[tuple[int, str, tuple[int, ...], list[Tile]]]:
+        """`(file, stored name, stored shape, tiles)` of each stored array of the key: what `add_tiles` takes. Opens nothing."""
 
     def metadata_layout(self, key: str) -> tuple[list[int], list[list[int]], list[str], list[int]] | None:
         """`device_matrix, tensor_map (a list a dim; whole: []), alias_name, rank_list`; None: null or no metadata.json."""

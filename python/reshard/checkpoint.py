@@ -9,24 +9,36 @@ sum while it is copied.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import os
 import re
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError
-from reshard.formats import checkpoint2, state, tiles
+from reshard.errors import (
+    ArgumentError,
+    DamagedFileError,
+    KeyNotFoundError,
+    LayoutError,
+    MismatchError,
+    UnsupportedError,
+)
+from reshard.formats import checkpoint1, checkpoint1_state, checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
+from reshard.formats.own_files import own_files, own_index
+from reshard.formats.rank_file import Placed
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.layout.strategy_like import device_layouts, named_mapping
+from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order
 from reshard.small_files import show
 
@@ -36,13 +48,19 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.manifest import Manifest
+    from reshard.formats.rank_file import RankFile
+    from reshard.layout.like import DeviceLayout
+    from reshard.layout.strategy import Strategy
+    from reshard.names import ConfigLike, Made, NamesLike
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
-Format = Literal["safetensors", "huggingface", "checkpoint2"]
+Format = Literal["safetensors", "huggingface", "checkpoint2", "checkpoint1", "mindspore", "ckpt"]
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
 _STATE_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
+_Stored: TypeAlias = tuple[str, tuple[int, ...], Placed]
+"""dtype, global shape and stored arrays of a tensor."""
 LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -97,12 +115,14 @@ class Checkpoint:
     """An opened checkpoint: names, shapes, and the bytes on demand. Made by `open`; safe to read from several threads.
 
     Attributes:
-        format: "safetensors", "huggingface" or "checkpoint2".
-        path: the file or folder that is read; of a root: the iteration folder that was taken.
+        format: "safetensors", "huggingface", "checkpoint2", "checkpoint1" (rank folders), "mindspore" (full weights) or
+            "ckpt" (one such file).
+        path: the file or folder that is read; of a Checkpoint 2.0 root: the iteration folder that was taken.
         iteration: the iteration, or None where the format or the folder's name has none.
-        common: the content of common.json, or None.
+        common: the counters of the run, of common.json or of tensors that keep them, or None.
         manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
         skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
+        strings: names of values of a `.ckpt` that are text: they are no tensors and cannot be read.
 
     Example:
         >>> import numpy as np, reshard
@@ -130,12 +150,19 @@ class Checkpoint:
         self.common: CommonInfo | None = None
         self.manifest = manifest
         self.skipped: tuple[tuple[str, str], ...] = ()
+        self.strings: tuple[str, ...] = ()
         self._index = index
         self._tiles: tiles.TilesFile | None = None
         self._keys = index.keys()
         self._is_scrubbed = False
+        self._method: _core.ReadMethod = "auto"
+        self._rank_files: Mapping[int, RankFile] = {}  # of rank folders: each rank's one file
+        self._unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
+        self._strategy: Strategy | None = None
+        self._followed: Mapping[str, str] = {}  # keys that it does not list, and as which they are cut
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
+        self._lock = lock
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
 
     def __enter__(self) -> Self:
@@ -157,7 +184,7 @@ class Checkpoint:
         return iter(self._keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._index
+        return key in self._index or key in self._unplaced
 
     def close(self) -> None:
         """Let go of the files. Arrays and views that were given out stay valid; reading more is an error."""
@@ -169,6 +196,11 @@ class Checkpoint:
     def verified(self) -> bool:
         """Whether there is a manifest to compare with what is read; without one only the structure is checked."""
         return self.manifest is not None
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """How the run cut its tensors, where rank folders were opened with their strategy."""
+        return self._strategy
 
     def keys(self, part: Part = "all") -> list[str]:
         """Names of the tensors, in the order of the checkpoint's description.
@@ -191,30 +223,81 @@ class Checkpoint:
 
     def __getitem__(self, key: str) -> TensorInfo:
         """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is none of the name."""
+        self._check_placed(key)
         dtype, shape = self._index.info(key)
         shards = tuple(
-            StoredShard(offset, extent, tuple(Path(self._index.file_path(file)).name for file in files))
+            StoredShard(offset, extent, tuple(map(self._file_name, files)))
             for offset, extent, files in self._index.shards(key)
         )
         return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self._part(key))
 
     def files(self) -> list[FileInfo]:
-        """The shard files that hold the tensors, with their sizes.
+        """The shard files that hold the tensors, with their sizes; in rank folders `rank_<number>/<name>`.
 
         Example:
             >>> checkpoint.files()  # doctest: +SKIP
             [FileInfo(name='model.safetensors', n_bytes=4920)]
         """
-        return [
-            FileInfo(Path(self._index.file_path(file)).name, self._index.file_bytes(file))
-            for file in range(self._index.n_files)
-        ]
+        return [FileInfo(self._file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)]
+
+    def _file_name(self, file: int) -> str:
+        """The name of a file in the folder; of rank folders with that of the rank, since all may have one name."""
+        path = Path(self._index.file_path(file))
+        return str(path.relative_to(self.path)) if self._rank_files else path.name
 
     def tiled_keys(self) -> list[str]:
         """The tensors that tiles.json describes: metadata.json cannot, so only this package reads them."""
         return [] if self._tiles is None else [key for key in self._keys if key in self._tiles.tensors]
 
+    def unplaced(self) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
+        """The tensors that only `stored` reads: no strategy tells how the ranks' arrays make them up.
+
+        Returns:
+            By key the dtype, and the shapes of the local arrays, each once, in elements.
+
+        Example:
+            >>> reshard.open("output/checkpoint").unplaced()["embed.weight"]  # doctest: +SKIP
+            ('F32', ((8, 4),))
+        """
+        return dict(self._unplaced)
+
+    def _check_placed(self, *keys: str) -> None:
+        """Refuse tensors whose parts have no place."""
+        for key in keys:
+            if key in self._unplaced:
+                shapes = " or ".join(map(str, self._unplaced[key][1][:4]))
+                raise LayoutError(
+                    f"each rank of {self.path} holds an array of shape {shapes} of {show(key)}, and nothing tells how "
+                    "they make up the tensor",
+                    path=str(self.path),
+                    key=key,
+                    hint="give `strategy=` (on the command line `--strategy`), the strategy files of the run; if every "
+                    "rank holds the whole model, open the folder of one rank",
+                )
+
+    def _place_ranks(
+        self,
+        files: Mapping[int, RankFile],
+        keys: list[str],
+        unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]],
+        strategy: Strategy | None,
+        followed: Mapping[str, str],
+    ) -> None:
+        """For `opening`: whose the files are, all keys in order, and how the run cut its tensors.
+
+        Args:
+            files: by rank.
+            keys: of all tensors, placed or not.
+            unplaced: as the method of this name tells it.
+            strategy: what was read of it, if there was one.
+            followed: keys that it does not list, and the parameters as which they are cut.
+        """
+        self._rank_files, self._keys, self._unplaced = files, keys, unplaced
+        self._strategy, self._followed = strategy, followed
+
     def _part(self, key: str) -> Literal["model", "optimizer"]:
+        if self.format in ("checkpoint1", "mindspore", "ckpt"):
+            return "optimizer" if scalars.is_state(key) else "model"
         if self.format != "checkpoint2":
             return "model"
         parsed = checkpoint2.parse_shard_file_name(Path(self._index.file_path(self._index.holders(key)[0])).name)
@@ -234,14 +317,19 @@ class Checkpoint:
                 )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
+        self._check_placed(*self._unplaced)
         return {key: self._index.shape(key) for key in self._keys}
 
-    def _device_layouts(self) -> dict[str, tuple[list[int], list[list[int]], list[str], list[int]] | None]:
-        """For `ModelLayout.like`: what metadata.json says of each key's layout."""
+    def _device_layouts(self) -> Mapping[str, DeviceLayout | None]:
+        """For `ModelLayout.like`: what metadata.json, or the strategy of rank folders, says of each key's layout."""
+        if self._strategy is not None:
+            return device_layouts(self._strategy, self._shapes(), self._followed)
         return {key: self._index.metadata_layout(key) for key in self._keys}
 
     def _layout_mapping(self) -> Mapping[str, Any] | None:
-        """For `ModelLayout.like`: the layout file that tiles.json keeps."""
+        """For `ModelLayout.like`: the layout that tiles.json keeps; of a strategy, what device layouts cannot say."""
+        if self._strategy is not None:
+            return named_mapping(self._strategy, self._shapes(), self._followed)
         return None if self._tiles is None else self._tiles.layout
 
     # -- reading
@@ -269,6 +357,7 @@ class Checkpoint:
         Example:
             >>> checkpoint.read("w", (slice(0, 1024),))  # doctest: +SKIP
         """
+        self._check_placed(key)
         dtype, shape = self._index.info(key)
         if dtypes.is_packed(dtype) and index not in (None, ..., ()):
             raise ArgumentError(f"`{key}` is {dtype}, packed into bytes: it can only be read whole", key=key)
@@ -318,7 +407,8 @@ class Checkpoint:
                 valid after `close()`, but not if someone truncates the file.
             verify: "touched": where there is a manifest, every 256 KiB that the load touches is compared with its sum
                 as it is copied, with `copy=False` before a view is handed out. "full": all shard files are, once, and
-                then what is touched. "structure": only sizes and headers. Without a manifest all three are the last.
+                then what is touched. "structure": only sizes and headers. Without a manifest all three are the last,
+                but for `.ckpt` files: one with a CRC is compared with it whole, once, the first time it is touched.
             threads: threads of the copy; default: the processors of this process.
             progress: called as `progress(done_bytes, total_bytes)`.
 
@@ -365,6 +455,7 @@ class Checkpoint:
         if layout is None:
             if rank is not None:
                 raise ArgumentError("`rank` was given without `layout`: whole tensors are the same on every rank")
+            self._check_placed(*wanted)
             request = _core.Request()
             for key in wanted:
                 shape = self._index.shape(key)
@@ -387,6 +478,7 @@ class Checkpoint:
             >>> checkpoint.shape("w")  # doctest: +SKIP
             (4096, 1024)
         """
+        self._check_placed(key)
         return self._index.shape(key)
 
     def plan(self, request: _core.Request, dtype: object = None, *, verify: Verify = "touched") -> _core.Plan:
@@ -415,7 +507,9 @@ class Checkpoint:
         )
 
     def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
-        """Compare all bytes of the shard files with their sums; without a manifest there is nothing to compare.
+        """Compare all bytes of the shard files with their sums, as the manifest tells them, or with their own.
+
+        Only a `.ckpt` file can have a sum of its own; other files without a manifest have nothing to compare.
 
         Through the page cache: what is read here is going to be loaded. A scrub of everything is done only once.
 
@@ -430,9 +524,14 @@ class Checkpoint:
         Example:
             >>> checkpoint.scrub()  # doctest: +SKIP
         """
-        if self.manifest is None or self._is_scrubbed:
+        if self._is_scrubbed:
             return
         number, count = share
+        if self.manifest is None:
+            for file in range(number, self._index.n_files, count):
+                self._index.prove_file(file)
+            self._is_scrubbed = count == 1
+            return
         # The largest file first, to whoever has least: every rank comes to the same division.
         loads = [(0, rank) for rank in range(count)]
         own = []
@@ -451,6 +550,216 @@ class Checkpoint:
                 raise DamagedFileError(f"{show(str(folder / name))}: {damaged[0]}", path=str(folder / name))
         self._is_scrubbed = count == 1
 
+    # -- the same files, other tensors
+
+    def view(self, tensors: Mapping[str, _Stored] | Iterable[tuple[str, _Stored]]) -> Checkpoint:
+        """The same files with other tensors: made of what is stored in them, without reading it.
+
+        Args:
+            tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
+                numbers of this checkpoint's files, as `_core.Index.stored` tells them. As pairs they can come one by
+                one.
+
+        Returns:
+            A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
+
+        Raises:
+            DamagedFileError: a file is not the one any more that was opened.
+            CoverageError, MismatchError: what is stored makes no such tensor.
+
+        Example:
+            >>> info = checkpoint["w"]  # doctest: +SKIP
+            >>> checkpoint.view({"v": (info.dtype, info.shape, checkpoint._index.stored("w"))}).keys()  # doctest: +SKIP
+            ['v']
+        """
+        index = _core.Index()
+        raw = {file.file for file in self._rank_files.values() if file.kind == "ckpt"}
+        # Links are followed where they were: in what may come from a download cache.
+        follow_links = self.format in ("huggingface", "mindspore") or not self.path.is_dir()
+        for file in range(self._index.n_files):
+            add = index.add_ckpt_file if file in raw or self.format == "ckpt" else index.add_file
+            add(self._index.file_path(file), follow_links=follow_links, method=self._method)
+        if self.manifest is not None:
+            names = [Path(self._index.file_path(file)).name for file in range(self._index.n_files)]
+            folder = self.path if self.path.is_dir() else self.path.parent
+            sums = manifests.read_sums(folder, self.manifest, names)
+            for file, name in enumerate(names):
+                entry = self.manifest.shards[name]
+                index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums[name])
+        else:
+            for file in range(self._index.n_files):
+                if index.file_tensors(file) != self._index.file_tensors(file):
+                    path = Path(self._index.file_path(file))
+                    raise DamagedFileError(
+                        f"{show(str(path))} is another file than the one that was opened", path=str(path)
+                    )
+        for key, (dtype, shape, stored) in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            # That regions overlap was allowed, where it was, by what described them.
+            index.add_tiles(key, dtype, shape, stored, overlapping=True)
+        # What is read here is read there: it must not be cleaned up under either of them.
+        lock = (
+            os.dup(self._lock) if self._lock is not None and self._unlock is not None and self._unlock.alive else None
+        )
+        made = Checkpoint(self.format, self.path, index, self.manifest, lock)
+        made.iteration, made.common, made.skipped = self.iteration, self.common, self.skipped
+        made._method, made._rank_files = self._method, self._rank_files
+        return made
+
+    def renamed(
+        self, names: NamesLike, *, reverse: bool = False, config: ConfigLike | None = None, part: Part = "all"
+    ) -> Checkpoint:
+        """The same checkpoint under other names: tensors renamed, fused, split, stacked or transposed, and none read.
+
+        State of the optimizer follows its tensor.
+
+        Args:
+            names: a `NameMap`, the path of one, its mapping, or a preset such as "qwen3-mindspore".
+            reverse: go from the map's side `to` to its side `from`.
+            config: the model's `config.json`, for the sizes that the map takes from it; default: the one in the folder.
+            part: only these tensors.
+
+        Returns:
+            A checkpoint that stays open, and is closed, by itself.
+
+        Raises:
+            NamesError: the map does not fit the tensors: a part is missing, shapes do not divide, no rule matches.
+            MismatchError: parts of one tensor have different dtypes.
+            UnsupportedError: a tensor is packed into less than bytes, and would be taken apart.
+
+        Example:
+            >>> import numpy as np, reshard
+            >>> parts = {"q": np.zeros((4, 2), np.float32), "k": np.ones((4, 2), np.float32)}
+            >>> reshard.save_file(parts, "m.safetensors")
+            >>> names = {"rules": [{"from": ["q", "k"], "to": "qk", "join": 0, "turns": [2, 2]}]}
+            >>> with reshard.open("m.safetensors") as checkpoint, checkpoint.renamed(names) as fused:
+            ...     fused.read("qk")[:, 0]
+            array([0., 0., 1., 1., 0., 0., 1., 1.], dtype=float32)
+        """
+        known = as_names(names, config_beside(self.path) if config is None else config)
+        shapes = self._shapes() if part == "all" else {key: self._index.shape(key) for key in self.keys(part)}
+        tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
+        # Of a tensor that becomes hundreds, what is stored is asked once: they follow one another.
+        stored_of = functools.lru_cache(maxsize=1)(self._index.stored)
+        return self.view((made.key, (self._dtype_of(made), made.shape, made.stored(stored_of))) for made in tensors)
+
+    def _dtype_of(self, made: Made) -> str:
+        """The one dtype of all that a renamed tensor is made of."""
+        found = {source.key: self._index.info(source.key)[0] for source in made.sources}
+        first, dtype = next(iter(found.items()))
+        other = next((key for key in found if found[key] != dtype), None)
+        if other is not None:
+            raise MismatchError(
+                f"{show(made.key)} would be made of {show(first)}, {dtype}, and of {show(other)}, {found[other]}",
+                key=other,
+                hint="convert to one dtype first (`dtype`)",
+            )
+        if dtypes.is_packed(dtype) and any(source.placement is not None for source in made.sources):
+            raise UnsupportedError(
+                f"{show(first)} is {dtype}, packed into bytes: it can get another name, and not be taken apart",
+                key=first,
+            )
+        return dtype
+
+    # -- what one rank stored
+
+    def ranks(self) -> list[int]:
+        """The ranks that saved it, ascending: those that `stored` takes. None where no file is a rank's own.
+
+        Example:
+            >>> checkpoint.ranks()  # doctest: +SKIP
+            [0, 1, 2, 3]
+        """
+        return [] if self._is_whole else list(self._own)
+
+    def stored(
+        self, rank: int, *, keys: Collection[str] | None = None, verify: Verify = "touched"
+    ) -> dict[str, np.ndarray]:
+        """Load what a rank's own files hold, as it lies in them: local arrays, no layout asked.
+
+        Where each shard is written once, a rank's files lack what another one wrote for it.
+
+        Args:
+            rank: the rank that wrote the files.
+            keys: only these arrays.
+            verify: "touched" or "structure", as in `load`.
+
+        Returns:
+            The arrays by the names of the files, the model's first; arrays that a layout joined are under the name of
+            the join, flat ones have one dim, and counters that are kept as tensors are among them.
+
+        Raises:
+            ArgumentError: the rank is none of `ranks()`, or no file is a rank's own: tensors are stored whole.
+            KeyNotFoundError: `keys` names what the rank does not hold.
+            DamagedFileError, StorageError: while reading, or the files are not those that were opened.
+
+        Example:
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(8)}, "whole.safetensors")
+            >>> layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+            >>> _ = reshard.convert("whole.safetensors", "of_two_ranks", layout=layout)
+            >>> reshard.open("of_two_ranks").stored(1)["w"]
+            array([4, 5, 6, 7])
+        """
+        if verify not in ("touched", "structure"):
+            raise ArgumentError(f'`verify` is {verify!r}; "touched" or "structure" are accepted')
+        index = self._own_index(rank)
+        wanted = index.keys()
+        if keys is not None:
+            chosen = {keys} if isinstance(keys, str) else set(keys)
+            if missing := sorted(chosen.difference(wanted)):
+                raise KeyNotFoundError(
+                    f"rank {rank} of {self.path} holds no {show(missing[0])}", key=missing[0], path=str(self.path)
+                )
+            wanted = [key for key in wanted if key in chosen]
+        request = _core.Request()
+        for key in wanted:
+            shape = index.shape(key)
+            request.add_region(key, key, (0,) * len(shape), shape)
+        plan = index.plan(request, verify=verify != "structure")
+        arrays = [(name, dtype, shape) for name, dtype, shape, _ in plan.arrays]
+        return {
+            name: as_array(*place, dtype, shape)
+            for (name, dtype, shape), place in zip(arrays, plan.load(), strict=True)
+        }
+
+    def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """What `stored` would load, as dtype and shape in elements; reads headers only. Raises as that does.
+
+        Example:
+            >>> checkpoint.stored_info(3)["w"]  # doctest: +SKIP
+            ('BF16', (1024, 4096))
+        """
+        index = self._own_index(rank)
+        return {key: index.info(key) for key in index.keys()}  # noqa: SIM118  not a mapping
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no file is a rank's own."""
+        return not self._rank_files and (self.format not in ("checkpoint2", "safetensors") or not self.path.is_dir())
+
+    @functools.cached_property
+    def _own(self) -> dict[int, list[int]]:
+        """Numbers of the files of each rank."""
+        if self._rank_files:
+            return {rank: [file.file] for rank, file in self._rank_files.items()}
+        numbers = {Path(self._index.file_path(file)).name: file for file in range(self._index.n_files)}
+        found = own_files(self.path, numbers, self.manifest)
+        return {rank: [numbers[name] for name in names] for rank, names in found.items()}
+
+    def _own_index(self, rank: int) -> _core.Index:
+        """An index of a rank's own arrays; every file is the one that was opened."""
+        if self._is_whole:
+            raise ArgumentError(
+                f"{self.path} holds whole tensors: no file of it is that of one rank", hint="`load` gives them"
+            )
+        if rank not in self._own:
+            some = ", ".join(map(str, list(self._own)[:8])) + (", ..." if len(self._own) > 8 else "")
+            raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {some}")
+        numbers = self._own[rank]
+        return own_index(self._index, numbers, self.manifest, is_local=bool(self._rank_files), method=self._method)
+
+    # -- what lies beside the tensors
+
     def extra(self, rank: int = 0) -> dict[str, Any]:
         """The state that was saved beside the tensors, by name; decoded anew at each call.
 
@@ -468,6 +777,8 @@ class Checkpoint:
         Example:
             >>> checkpoint.extra(rank=3)["rng"]  # doctest: +SKIP
         """
+        if self.format == "checkpoint1":
+            return checkpoint1_state.read(*self._weight_files(rank))
         if self.manifest is None or not self.path.is_dir():
             return {}
         shared, own = self._state(0), self._state(rank) if rank else {}
@@ -478,6 +789,18 @@ class Checkpoint:
             private = self._state(min(others)) if others else {}
             shared = {name: value for name, value in shared.items() if name not in private}
         return shared | own
+
+    def _weight_files(self, rank: int) -> tuple[Path | None, Path | None]:
+        """Of rank folders: the file of a rank and that of rank 0, as far as they are seen from here."""
+        if self._rank_files:
+            paths = {number: file.path for number, file in self._rank_files.items()}
+            alone = next(iter(paths.values())) if len(paths) == 1 else None  # one rank's folder, opened by itself
+            return paths.get(rank, alone), paths.get(0)
+        parsed = checkpoint1.parse_file_name(self.path.name)
+        if parsed is None:
+            return self.path, None
+        first = self.path.parent.with_name(checkpoint1.rank_folder_name(0)) / parsed.of_rank(0).name
+        return self.path, first if first.exists() else None
 
     def _state(self, rank: int) -> dict[str, Any]:
         """What one rank saved."""
@@ -517,7 +840,7 @@ class Checkpoint:
             return wanted
         chosen = {keys} if isinstance(keys, str) else set(keys)
         for key in chosen:
-            if key not in self._index:
+            if key not in self:
                 raise KeyNotFoundError(f"there is no tensor `{key}` in {self.path}", key=key, path=str(self.path))
         return [key for key in wanted if key in chosen]
 

@@ -22,7 +22,7 @@ use crate::error::{Error, Kind, Result};
 use crate::memory::{Stores, copy_run, finish_stores, prefetch};
 use crate::plan::{Array, Dim, Piece, Plan, PlanSource, dst_span, src_span};
 use crate::shard_file::ShardFile;
-use crate::verify::{Checks, Present, prove, read_chunks};
+use crate::verify::{Checks, Present, prove, prove_files, read_chunks};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::cell::RefCell;
@@ -130,6 +130,7 @@ pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Cont
             }
         }
     }
+    prove_files(plan, control)?;
     let run = Run {
         plan,
         checks: &Checks::new(plan),

@@ -560,7 +560,7 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
 /// Bytes of a tensor, or what is wrong.
 ///
 /// Stricter than [`Dtype::n_bytes`]: extents beside a zero must have a product too, since other readers multiply them.
-fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> Result<u64, String> {
+pub(crate) fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> Result<u64, String> {
     let bits = shape
         .iter()
         .filter(|&&extent| extent != 0)

@@ -15,7 +15,7 @@ use crate::metadata::Metadata;
 use crate::plan::{Array, Plan, PlanSource};
 use crate::region::{Dims, Region};
 use crate::request::{Request, Wanted};
-use crate::shard_file::ShardFile;
+use crate::shard_file::{Format, LocalArray, Part, ShardFile};
 use crate::source::{Method, closed};
 use crate::stored::{
     Form, Grid, Holders, Needed, Place, Stored, StoredTensor, Tiles, named, no_holder,
@@ -40,6 +40,7 @@ struct FileSlot {
     path: PathBuf,
     follow_links: bool,
     method: Method,
+    format: Format,
     sums: Option<Arc<Sums>>,
     opened: Mutex<Option<Arc<ShardFile>>>,
 }
@@ -83,10 +84,20 @@ impl Index {
 
     /// Adds a shard file, to be opened when it is needed; its number.
     pub fn add_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
+        self.add(path, follow_links, method, Format::Safetensors)
+    }
+
+    /// Adds a `.ckpt` file, to be opened when it is needed; its number.
+    pub fn add_ckpt_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
+        self.add(path, follow_links, method, Format::Ckpt)
+    }
+
+    fn add(&mut self, path: PathBuf, follow_links: bool, method: Method, format: Format) -> u32 {
         self.files.push(FileSlot {
             path,
             follow_links,
             method,
+            format,
             sums: None,
             opened: Mutex::new(None),
         });
@@ -96,7 +107,7 @@ impl Index {
     /// What a file must be, told before it is opened.
     ///
     /// # Errors
-    /// There is no such file, or it is open already.
+    /// There is no such file, it is open already, or it is no safetensors file.
     pub fn set_sums(&mut self, file: u32, sums: Sums) -> Result<()> {
         let n_files = self.files.len();
         let slot = self
@@ -108,13 +119,33 @@ impl Index {
             let message = format!("{} is open already", slot.path.display());
             return Err(Error::new(Kind::Argument, message));
         }
+        if slot.format != Format::Safetensors {
+            let message = format!(
+                "{} is no safetensors file: no sums belong to it",
+                slot.path.display()
+            );
+            return Err(Error::new(Kind::Argument, message));
+        }
         slot.sums = Some(Arc::new(sums));
         Ok(())
     }
 
-    /// `key` lies whole in a file under its own name.
+    /// `key` lies whole in a file under its own name, be it in one part or several.
     pub fn add_whole(&mut self, key: &str, file: u32) -> Result<()> {
         let opened = self.open(file)?;
+        if let Some(array) = opened.table().split(key) {
+            let LocalArray {
+                dtype,
+                shape,
+                parts,
+                ..
+            } = array;
+            let stored = parts.into_iter().map(|part| {
+                let Part { name, shape, tiles } = part;
+                (StoredTensor { file, name, shape }, tiles)
+            });
+            return self.add_tiles(key, dtype, shape, stored.collect(), false);
+        }
         let Some((dtype, shape, _)) = opened.tensor(key) else {
             return Err(self.missing_in(file, key));
         };
@@ -247,6 +278,11 @@ impl Index {
         Ok(&self.slot(file)?.path)
     }
 
+    /// How a file tells what it holds.
+    pub fn file_format(&self, file: u32) -> Result<Format> {
+        Ok(self.slot(file)?.format)
+    }
+
     fn slot(&self, file: u32) -> Result<&FileSlot> {
         self.files
             .get(file as usize)
@@ -270,6 +306,7 @@ impl Index {
             &slot.path,
             slot.follow_links,
             slot.method,
+            slot.format,
             slot.sums.clone(),
         )?);
         *opened = Some(Arc::clone(&shard_file));
@@ -381,6 +418,15 @@ impl Index {
         }
     }
 
+    /// Every stored array that holds a part of a key, and its tiles: what `add_tiles` takes. Replicas are all told.
+    pub fn stored_arrays(&self, key: &str) -> Result<Vec<(StoredTensor, Vec<Tile>)>> {
+        let stored = self.stored(key)?;
+        Ok(match &stored.form {
+            Form::Grid(grid) => grid.stored_arrays(&stored.key),
+            Form::Tiles(tiles) => tiles.stored_arrays(),
+        })
+    }
+
     /// Proves that the stored regions of every key cover it without hole or overlap.
     pub fn prove(&self) -> Result<()> {
         self.tensors
@@ -426,20 +472,20 @@ impl Index {
             .map(|(file, expected)| {
                 let file = file as u32;
                 let opened = self.open(file)?;
-                let mut is_known = vec![false; opened.header().len()];
+                let mut is_known = vec![false; opened.table().len()];
                 for (stored, name, shape) in expected {
                     let at = opened
-                        .header()
+                        .table()
                         .find(name)
                         .ok_or_else(|| self.missing_in(file, name))?;
                     is_known[at] = true;
-                    let entry = opened.header().entry(at);
+                    let entry = opened.table().entry(at);
                     let dtype = *stored.dtype.get_or_init(|| entry.dtype);
                     self.check_stored(file, name, (entry.dtype, &entry.shape), (dtype, &shape))?;
                 }
                 let unlisted = is_known.iter().enumerate().filter(|(_, known)| !**known);
                 Ok(unlisted
-                    .map(|(i, _)| (file, opened.header().entry(i).name.to_owned()))
+                    .map(|(i, _)| (file, opened.table().entry(i).name.to_owned()))
                     .collect())
             })
             .collect::<Result<_>>()?;

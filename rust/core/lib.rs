@@ -14,7 +14,8 @@ pub mod mesh;
 pub mod region;
 pub mod tile;
 
-// Reading: the header, one shard file, the table of a checkpoint.
+// Reading: the header or the records, one shard file, the table of a checkpoint.
+pub mod ckpt;
 pub mod header;
 pub mod metadata;
 pub mod shard_file;

@@ -1,68 +1,193 @@
-//! One safetensors file: its checked header and its bytes.
+//! One shard file: its checked table of contents and its bytes.
+//!
+//! A safetensors file tells its table at its beginning; that of a `.ckpt` is put together by a walk over the file. What
+//! differs ends here: to everybody else a file has tensors with a name, a dtype, a shape and a place.
 
 use crate::checksum::Sums;
+use crate::ckpt::Records;
+use crate::copy::Control;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::header::Header;
+use crate::header::{Entry, Header};
+use crate::region::{Region, row_major_strides};
 use crate::source::{Method, Source};
+use crate::tile::Tile;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-/// An opened shard file whose header has proved right.
+/// How a shard file tells what it holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// A header.
+    Safetensors,
+    /// Values with the contents between them.
+    Ckpt,
+}
+
+/// What a shard file says of its tensors.
+#[derive(Debug)]
+pub enum Table {
+    /// Of a safetensors file.
+    Header(Header),
+    /// Of a `.ckpt` file.
+    Records(Records),
+}
+
+/// A tensor of a file: joined, where it is stored in several parts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LocalArray {
+    /// Its name.
+    pub name: String,
+    /// Its element type.
+    pub dtype: Dtype,
+    /// Its shape in elements.
+    pub shape: Vec<u64>,
+    /// Where it lies in the file.
+    pub parts: Vec<Part>,
+}
+
+/// A stored part of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// The name under which it is stored.
+    pub name: String,
+    /// The shape that is stored.
+    pub shape: Vec<u64>,
+    /// Which boxes of the tensor lie where in it.
+    pub tiles: Vec<Tile>,
+}
+
+/// An opened shard file whose table has proved right.
 #[derive(Debug)]
 pub struct ShardFile {
     source: Source,
-    header: Header,
+    table: Table,
     sums: Option<Arc<Sums>>,
+    /// Whether the whole file has been compared with what stands in it for that.
+    is_proven: Mutex<bool>,
+}
+
+impl Table {
+    /// How many stored tensors there are.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Header(header) => header.len(),
+            Self::Records(records) => records.len(),
+        }
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Stored tensor `i` in the order of the data.
+    ///
+    /// # Panics
+    /// If `i` is not below [`Self::len`].
+    pub fn entry(&self, i: usize) -> Entry<'_> {
+        match self {
+            Self::Header(header) => header.entry(i),
+            Self::Records(records) => records.entry(i),
+        }
+    }
+
+    /// The number of the stored tensor of this name.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        match self {
+            Self::Header(header) => header.find(name),
+            Self::Records(records) => records.find(name),
+        }
+    }
+
+    /// Where the bytes of the entries are counted from.
+    pub fn data_start(&self) -> u64 {
+        match self {
+            Self::Header(header) => header.data_start(),
+            Self::Records(_) => 0,
+        }
+    }
+
+    /// Keys and values of `__metadata__`, sorted by key; `None` where there is none.
+    pub fn metadata(&self) -> Option<impl ExactSizeIterator<Item = (&str, &str)>> {
+        match self {
+            Self::Header(header) => header.metadata(),
+            Self::Records(_) => None,
+        }
+    }
+
+    /// Names of values that are text and no tensors.
+    pub fn strings(&self) -> &[String] {
+        match self {
+            Self::Header(_) => &[],
+            Self::Records(records) => records.strings(),
+        }
+    }
+
+    /// The tensors, each joined from its parts, in the order of the data.
+    pub fn arrays(&self) -> Vec<LocalArray> {
+        match self {
+            Self::Header(header) => (0..header.len())
+                .map(|i| LocalArray::whole(&header.entry(i)))
+                .collect(),
+            Self::Records(records) => records.arrays().collect(),
+        }
+    }
+
+    /// The tensor of a name, if it is stored in several parts.
+    pub fn split(&self, name: &str) -> Option<LocalArray> {
+        match self {
+            Self::Header(_) => None,
+            Self::Records(records) => records.split(name),
+        }
+    }
+}
+
+impl LocalArray {
+    /// One that is stored as it is.
+    fn whole(entry: &Entry<'_>) -> Self {
+        let tile = Tile {
+            global: Region::whole(&entry.shape),
+            local_offset: 0,
+            local_strides: row_major_strides(&entry.shape),
+        };
+        Self {
+            name: entry.name.to_owned(),
+            dtype: entry.dtype,
+            shape: entry.shape.clone(),
+            parts: vec![Part {
+                name: entry.name.to_owned(),
+                shape: entry.shape.clone(),
+                tiles: vec![tile],
+            }],
+        }
+    }
 }
 
 impl ShardFile {
-    /// Opens a file and checks its header; where sums are told, also that it has their size and header.
+    /// Opens a file and checks its table; where sums are told, also that it has their size and header.
     pub fn open(
         path: &Path,
         follow_links: bool,
         method: Method,
+        format: Format,
         sums: Option<Arc<Sums>>,
     ) -> Result<Self> {
         let source = Source::open(path, follow_links, method)?;
-        if let Some(sums) = &sums
-            && source.n_bytes() != sums.n_bytes()
-        {
-            let message = format!(
-                "{} has {} bytes, {} were written",
-                path.display(),
-                source.n_bytes(),
-                sums.n_bytes()
-            );
-            return Err(Error::damaged(message).path(path));
-        }
-        let header = source.with_file(|file| Header::read(file, path, source.n_bytes()));
-        let altered = || {
-            let message = format!(
-                "{}: the header is not the one that was written",
-                path.display()
-            );
-            Error::damaged(message).path(path)
+        let n_bytes = source.n_bytes();
+        let table = match format {
+            Format::Safetensors => Table::Header(read_header(&source, sums.as_deref())?),
+            Format::Ckpt => Table::Records(
+                source
+                    .with_file(|file| Records::read(file, path, n_bytes))
+                    .map_err(|error| error.within(path.display()))?,
+            ),
         };
-        if let Some(sums) = &sums {
-            // A header that is not the one that was written is best told so, whatever else is wrong with it.
-            match &header {
-                Ok(header) if header.sum() == sums.header_sum() => {}
-                Err(error) if error.kind() == crate::Kind::Io => {}
-                _ => return Err(altered()),
-            }
-        }
-        let header = header.map_err(|error| error.within(path.display()))?;
-        if sums
-            .as_ref()
-            .is_some_and(|sums| sums.header_bytes() != header.data_start())
-        {
-            return Err(altered());
-        }
         Ok(Self {
             source,
-            header,
+            table,
             sums,
+            is_proven: Mutex::new(false),
         })
     }
 
@@ -71,9 +196,9 @@ impl ShardFile {
         self.sums.as_ref()
     }
 
-    /// The header.
-    pub fn header(&self) -> &Header {
-        &self.header
+    /// What it says of its tensors.
+    pub fn table(&self) -> &Table {
+        &self.table
     }
 
     /// The bytes.
@@ -81,13 +206,78 @@ impl ShardFile {
         &self.source
     }
 
-    /// dtype, shape and first byte in the file of a tensor.
+    /// dtype, shape and first byte in the file of a stored tensor.
     pub fn tensor(&self, name: &str) -> Option<(Dtype, Vec<u64>, u64)> {
-        let entry = self.header.entry(self.header.find(name)?);
+        let entry = self.table.entry(self.table.find(name)?);
         Some((
             entry.dtype,
             entry.shape,
-            self.header.data_start() + entry.start,
+            self.table.data_start() + entry.start,
         ))
     }
+
+    /// Whether the file itself has a sum of all its bytes.
+    pub fn has_crc(&self) -> bool {
+        matches!(&self.table, Table::Records(records) if records.has_crc())
+    }
+
+    /// Compares all bytes with the sum in the file, if it has one and that has not been done: an opened file is the
+    /// same file as long as it is open.
+    ///
+    /// # Errors
+    /// They differ, or cannot be read.
+    pub fn prove(&self, control: &Control) -> Result<()> {
+        let Table::Records(records) = &self.table else {
+            return Ok(());
+        };
+        if !records.has_crc() {
+            return Ok(());
+        }
+        // Others wait here rather than read the file a second time.
+        let mut is_proven = self
+            .is_proven
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if !*is_proven {
+            records.prove(&self.source, control)?;
+            *is_proven = true;
+        }
+        Ok(())
+    }
+}
+
+fn read_header(source: &Source, sums: Option<&Sums>) -> Result<Header> {
+    let path = source.path();
+    if let Some(sums) = sums
+        && source.n_bytes() != sums.n_bytes()
+    {
+        let message = format!(
+            "{} has {} bytes, {} were written",
+            path.display(),
+            source.n_bytes(),
+            sums.n_bytes()
+        );
+        return Err(Error::damaged(message).path(path));
+    }
+    let header = source.with_file(|file| Header::read(file, path, source.n_bytes()));
+    let altered = || {
+        let message = format!(
+            "{}: the header is not the one that was written",
+            path.display()
+        );
+        Error::damaged(message).path(path)
+    };
+    if let Some(sums) = sums {
+        // A header that is not the one that was written is best told so, whatever else is wrong with it.
+        match &header {
+            Ok(header) if header.sum() == sums.header_sum() => {}
+            Err(error) if error.kind() == crate::Kind::Io => {}
+            _ => return Err(altered()),
+        }
+    }
+    let header = header.map_err(|error| error.within(path.display()))?;
+    if sums.is_some_and(|sums| sums.header_bytes() != header.data_start()) {
+        return Err(altered());
+    }
+    Ok(header)
 }

@@ -163,6 +163,37 @@ impl Grid {
         }
     }
 
+    /// The shape in which a region of a cell is stored, and where it lies there: all of it, its dims in storage order.
+    fn stored_tile(&self, region: Region) -> (Vec<u64>, Tile) {
+        let stored_shape: Vec<u64> = self.order.iter().map(|&d| region.shape()[d]).collect();
+        let storage = row_major_strides(&stored_shape);
+        let mut strides = vec![0; stored_shape.len()];
+        for (j, &d) in self.order.iter().enumerate() {
+            strides[d] = storage[j];
+        }
+        let tile = Tile {
+            global: region,
+            local_offset: 0,
+            local_strides: strides,
+        };
+        (stored_shape, tile)
+    }
+
+    /// Each cell in each file that holds it.
+    pub(crate) fn stored_arrays(&self, key: &str) -> Vec<(StoredTensor, Vec<Tile>)> {
+        (0..self.n_cells())
+            .flat_map(|cell| {
+                let (shape, tile) = self.stored_tile(self.region(cell));
+                let files = self.files(cell, u64::MAX).into_iter();
+                files.map(move |file| {
+                    let name = key.to_owned();
+                    let shape = shape.clone();
+                    (StoredTensor { file, name, shape }, vec![tile.clone()])
+                })
+            })
+            .collect()
+    }
+
     pub(crate) fn prove(&self, stored: &Stored) -> Result<()> {
         for (d, cuts) in self.cuts.iter().enumerate() {
             let is_whole = match cuts {
@@ -219,18 +250,7 @@ impl Grid {
                 let n = common.n_elements();
                 let file = choose(&self.files(cell, MAX_CANDIDATES), chosen, n)
                     .ok_or_else(|| no_holder(&stored.key, &region))?;
-                let stored_shape: Vec<u64> =
-                    self.order.iter().map(|&d| region.shape()[d]).collect();
-                let storage = row_major_strides(&stored_shape);
-                let mut strides = vec![0; stored_shape.len()];
-                for (j, &d) in self.order.iter().enumerate() {
-                    strides[d] = storage[j];
-                }
-                let source = Tile {
-                    global: region,
-                    local_offset: 0,
-                    local_strides: strides,
-                };
+                let (stored_shape, source) = self.stored_tile(region);
                 needed.push(needed_piece(
                     file,
                     &stored.key,
@@ -335,6 +355,25 @@ impl Tiles {
             dim,
             max_end,
         })
+    }
+
+    /// Each stored tensor with its tiles.
+    pub(crate) fn stored_arrays(&self) -> Vec<(StoredTensor, Vec<Tile>)> {
+        let mut stored: Vec<_> = self
+            .tensors
+            .iter()
+            .map(|tensor| (tensor.clone(), Vec::new()))
+            .collect();
+        for (region, places) in self.regions.iter().zip(&self.places) {
+            for place in places {
+                stored[place.tensor as usize].1.push(Tile {
+                    global: region.clone(),
+                    local_offset: place.local_offset,
+                    local_strides: place.local_strides.clone(),
+                });
+            }
+        }
+        stored
     }
 
     pub(crate) fn over(&self, wanted: &Region) -> std::ops::Range<usize> {

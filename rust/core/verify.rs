@@ -159,6 +159,20 @@ impl Checks {
     }
 }
 
+/// Proves the sources of a plan that have a sum of their own whole, if the plan is to be verified.
+///
+/// # Errors
+/// One of them differs from its sum, or cannot be read.
+pub(crate) fn prove_files(plan: &Plan<'_>, control: &Control) -> Result<()> {
+    if !plan.verify {
+        return Ok(());
+    }
+    plan.sources.par_iter().try_for_each(|source| match source {
+        PlanSource::File(_, file) => file.prove(control),
+        PlanSource::Memory(_) => Ok(()),
+    })
+}
+
 /// Reads the chunks that hold a range into scratch memory and proves them there; where in it the range begins.
 pub(crate) fn read_chunks(
     file: &ShardFile,
@@ -188,11 +202,13 @@ pub(crate) fn prove(file: &ShardFile, sums: &Sums, first: usize, bytes: &[u8]) -
     Ok(())
 }
 
-/// Proves every chunk that holds a byte of these contiguous arrays, without copying anything.
+/// Proves every chunk that holds a byte of these contiguous arrays, and files with a sum of their own, without copying
+/// anything.
 ///
 /// # Errors
 /// A chunk differs from its sum, or cannot be read.
 pub fn verify(plan: &Plan<'_>, arrays: &[usize], control: &Control) -> Result<()> {
+    prove_files(plan, control)?;
     let checks = Checks::new(plan);
     let mut chunks = Vec::new();
     for array in arrays.iter().map(|&i| &plan.arrays()[i]) {

@@ -14,7 +14,7 @@ use crate::error::{Error, Kind, Result};
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
-use crate::verify::Checks;
+use crate::verify::{Checks, prove_files};
 use rayon::prelude::*;
 use rustix::fs::{FallocateFlags, Mode, OFlags};
 use std::fs::File;
@@ -108,6 +108,7 @@ pub fn write(
     control: &Control,
 ) -> Result<Sums> {
     let content = Content::new(plan, &options.metadata).map_err(|error| error.path(path))?;
+    prove_files(plan, control)?;
     let temporary = Temporary::create(path, content.n_bytes(), options)?;
     let chunks = stream(&temporary, &content, windows, control)?;
     temporary.publish(path, options.durable)?;

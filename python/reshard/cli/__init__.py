@@ -10,11 +10,14 @@ import click
 
 from reshard._core import __version__
 from reshard.cli.convert import convert
+from reshard.cli.convert_files import convert_files
 from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
+from reshard.cli.merge import merge
 from reshard.cli.prune import pin, prune, unpin
+from reshard.cli.split import split
 from reshard.cli.strategy import strategy
 from reshard.cli.verify import verify
 
@@ -31,6 +34,8 @@ def main() -> None:
       reshard inspect output/checkpoint
       reshard convert output/checkpoint hf/
       reshard convert hf/ tp4/ --layout tp4.yaml
+      reshard merge ranks/ full/ --strategy strategy/
+      reshard split full/ ranks8/ --strategy strategy/
       reshard diff output/checkpoint hf/ --part model
       reshard explain output/checkpoint --global-batch-size 512
       reshard verify output/checkpoint
@@ -43,6 +48,9 @@ def main() -> None:
 main.add_command(inspect)
 main.add_command(verify)
 main.add_command(convert)
+main.add_command(merge)
+main.add_command(split)
+main.add_command(convert_files)
 main.add_command(diff)
 main.add_command(explain)
 main.add_command(prune)

@@ -37,6 +37,8 @@ _MAX_ROWS = 60
 @click.option(
     "--part", type=click.Choice(["model", "optimizer", "all"]), default="all", show_default=True, help="Which tensors."
 )
+@click.option("--strategy-a", metavar="PATH", help="Of rank folders A, how they make up tensors: strategy files.")
+@click.option("--strategy-b", metavar="PATH", help="The same of B.")
 @click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory of the buffers.")
 @click.option(
     "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors."
@@ -46,8 +48,8 @@ _MAX_ROWS = 60
 def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> None:
     """Compare the tensors of A and B: keys, shapes, dtypes, and every bit.
 
-    A and B are .safetensors files, Hugging Face folders, checkpoint roots or iteration folders, in any layouts. Files
-    beside the tensors are not compared.
+    A and B are .safetensors files, Hugging Face folders, checkpoint roots, iteration or rank folders, in any layouts.
+    Files beside the tensors are not compared.
 
     \b
     Examples:

@@ -19,13 +19,14 @@ from reshard.cli.output import (
     shown,
 )
 from reshard.errors import ReshardError
+from reshard.formats.checkpoint1 import parse_file_name
 from reshard.resume.choose import NOT_NEEDED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.config import Config
-    from reshard.resume import Facts, ResumeDecision, Verdict, View
+    from reshard.resume import Facts, RankView, ResumeDecision, Verdict, View
 
 __all__ = ["explain"]
 
@@ -55,7 +56,8 @@ def explain(
 ) -> None:
     """Tell which checkpoint a run would resume from, why newer ones are passed over, and where it would go on.
 
-    ROOT is a checkpoint root or an iteration folder; without it, what the configuration loads. Nothing is changed.
+    ROOT is a checkpoint root or an iteration folder; without it, what the configuration loads. Of a Checkpoint 1.0 tree
+    the page also shows what each rank's folder offers. Nothing is changed.
 
     \b
     Examples:
@@ -89,7 +91,8 @@ def explain(
         _refuse(error, config, facts, verdicts, as_json=as_json)
         raise AssertionError from error  # not reached
     if as_json:
-        echo_json({"outcome": _outcome(decision), **_json(decision)})
+        ranks = {"ranks": [dataclasses.asdict(view) for view in facts.ranks]} if facts.ranks else {}
+        echo_json({"outcome": _outcome(decision), **_json(decision), **ranks})
     else:
         _print(config, facts, decision)
     if decision.fresh:
@@ -125,6 +128,7 @@ def _refuse(error: ReshardError, config: Config, facts: Facts, verdicts: Sequenc
                 "hint": error.hint,
                 "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
                 "warnings": facts.warnings,
+                **({"ranks": [dataclasses.asdict(view) for view in facts.ranks]} if facts.ranks else {}),
             }
         )
         raise click.exceptions.Exit(1) from None
@@ -155,11 +159,48 @@ def _print(config: Config, facts: Facts, decision: ResumeDecision) -> None:
 
 def _print_verdicts(config: Config, facts: Facts, verdicts: Sequence[Verdict]) -> None:
     echo(f"{facts.kind}: {shown(facts.path or config.load_path)}")
-    table = plain_table("folder", "verdict", "why", folds=("why",))
+    table = plain_table("file of rank 0" if facts.ranks else "folder", "verdict", "why", folds=("why",))
     for verdict in verdicts:
         name = verdict.path.rstrip("/").rpartition("/")[2]
         table.add_row(shown(name), _word(verdict), shown(verdict.reason))
     echo_table(table)
+    if facts.ranks:
+        echo()
+        _print_ranks(facts.ranks)
+
+
+def _print_ranks(views: Sequence[RankView]) -> None:
+    """What each rank's folder offers; ranks whose folders offer the same share a line."""
+    parsed = [parse_file_name(name) for view in views for name in view.files]
+    is_plain = len({one and (one.prefix, one.kind, one.extension) for one in parsed}) == 1 and None not in parsed
+
+    def short(name: str) -> str:
+        one = parse_file_name(name)
+        if one is None:
+            return name
+        return one.suffix if is_plain else one.of_rank(0).name.replace("_rank_0", "_rank_*", 1)
+
+    lines: dict[tuple[str, str], list[int]] = {}
+    for view in views:
+        damaged = dict(view.faults)
+        files = [f"{short(name)} (not whole)" if name in damaged else short(name) for name in view.files]
+        meta = short(view.meta) if view.meta is not None else "damaged" if view.meta_fault else "-"
+        lines.setdefault((meta, ", ".join(files) or "-"), []).append(view.rank)
+    table = plain_table("rank", "meta.json names", "files", folds=("files",))
+    for (meta, listed), ranks in lines.items():
+        table.add_row(_spans(ranks), shown(meta), shown(listed))
+    echo_table(table)
+
+
+def _spans(numbers: list[int]) -> str:
+    """Ascending numbers as text: "0-3, 7"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def _lines(decision: ResumeDecision) -> list[tuple[str, str]]:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import reshard
+from reshard import dtypes
 from reshard.errors import LayoutError, ReshardError
+from reshard.formats import scalars
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from reshard.layout import BoundLayout, ModelLayout
     from reshard.resume.resolve import Order
 
-__all__ = ["Facts", "Iteration", "Row", "gather"]
+__all__ = ["Facts", "Iteration", "RankSaveState", "Row", "gather"]
 
 _MAX_CHECKED = 10  # iterations that are opened only to say whether they are complete
 
@@ -44,8 +46,19 @@ class Iteration:
 
 
 @dataclass(frozen=True)
+class RankSaveState:
+    """A save in rank folders; `complete` is None where nobody looked."""
+
+    name: str  # of the first rank's file
+    why: str  # it stands where it does, or is never opened
+    taken: bool
+    complete: bool | None
+    reason: str | None = None  # why it is not complete
+
+
+@dataclass(frozen=True)
 class Row:
-    """A tensor."""
+    """A tensor; without a place, what one rank holds of it."""
 
     key: str
     part: str
@@ -57,6 +70,7 @@ class Row:
     n_bytes: int
     stored_bytes: int
     tiled: bool  # described in tiles.json only
+    placed: bool = True  # whether it is known how the ranks' arrays make it up
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,7 @@ class Facts:
     checkpoint: Checkpoint
     rows: list[Row]
     iterations: list[Iteration] | None
+    rank_saves: list[RankSaveState] | None
     tracker_reason: str | None
     layout: ModelLayout | None
     layout_reason: str | None  # why there is no layout
@@ -94,14 +109,18 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
     layout: ModelLayout | None = None
     bound: BoundLayout | None = None
     reason: str | None = None
+    unplaced = checkpoint.unplaced()
     try:
         layout = reshard.ModelLayout.like(checkpoint)
         bound = checkpoint.bind(layout)
     except LayoutError as error:
-        layout, reason = None, error.message
+        layout, reason = None, "no strategy tells it" if unplaced else error.message
     tiled = set(checkpoint.tiled_keys())
     keys = [*checkpoint.keys("model"), *checkpoint.keys("optimizer")]
-    rows = [_row(key, checkpoint[key], bound, tiled=key in tiled) for key in keys]
+    rows = [
+        _unplaced_row(key, *unplaced[key]) if key in unplaced else _row(key, checkpoint[key], bound, tiled=key in tiled)
+        for key in keys
+    ]
     order = iterations(path)
     found = None if order is None else _iterations(path, order, checkpoint, everything=everything)
     return Facts(
@@ -109,6 +128,7 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
         checkpoint=checkpoint,
         rows=rows,
         iterations=found,
+        rank_saves=_rank_saves(path, checkpoint, everything=everything),
         tracker_reason="; ".join(order.warnings) or None if order is not None else None,
         layout=layout,
         layout_reason=reason,
@@ -156,6 +176,42 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
             )
         )
     return found
+
+
+def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankSaveState] | None:
+    """The saves of rank folders, in the order in which they are tried. Others than the one taken are opened here."""
+    from reshard.opening import open_rank_files, rank_saves
+
+    saves = rank_saves(path)
+    if saves is None:
+        return None
+    opened, skipped = {file.name for file in taken.files()}, dict(taken.skipped)
+    found: list[RankSaveState] = []
+    n_checked = 0
+    for save in saves:
+        is_taken = any(str(file.relative_to(path)) in opened for file in save.files.values())
+        complete: bool | None = True
+        reason = skipped.get(save.name, save.fault)
+        if reason is not None:
+            complete = False
+        elif not is_taken and n_checked == _MAX_CHECKED and not everything:
+            complete = None
+        elif not is_taken:
+            n_checked += 1
+            try:
+                open_rank_files(Path(path), save.files, taken.strategy).close()
+            except ReshardError as error:
+                complete, reason = False, error.message
+        found.append(RankSaveState(save.name, save.why, is_taken, complete, reason))
+    return found
+
+
+def _unplaced_row(key: str, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> Row:
+    """What can be told of a tensor of which only the ranks' own arrays are known: the largest of them."""
+    shape = max(shapes, key=math.prod)
+    n_bytes = math.prod(shape) * dtypes.bits(dtype) // 8
+    part = "optimizer" if scalars.is_state(key) else "model"
+    return Row(key, part, dtype, shape, "unknown", 1, (1, 1), n_bytes, n_bytes, tiled=False, placed=False)
 
 
 def _row(key: str, info: TensorInfo, bound: BoundLayout | None, *, tiled: bool) -> Row:

@@ -16,6 +16,7 @@ import click
 import reshard
 from reshard.cli.facts import gather
 from reshard.cli.output import (
+    STRATEGY_HELP,
     collected_warnings,
     command,
     console,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
-    from reshard.cli.facts import Facts, Iteration, Row
+    from reshard.cli.facts import Facts, Iteration, RankSaveState, Row
     from reshard.formats.manifest import Manifest
     from reshard.formats.save_log import SaveRecord
 
@@ -51,14 +52,18 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 @click.command(short_help="What is there: iterations, tensors, cuts, files, replicas.")
 @click.argument("path")
 @click.argument("pattern", required=False)
+@click.option("--strategy", metavar="PATH", help=STRATEGY_HELP)
 @click.option("--layout", "as_layout", is_flag=True, help="Print the layout, as a file that convert takes.")
 @click.option("--all", "everything", is_flag=True, help="List every tensor and check every iteration.")
 @command
-def inspect(path: str, pattern: str | None, *, as_layout: bool, everything: bool, as_json: bool) -> None:
+def inspect(
+    path: str, pattern: str | None, *, strategy: str | None, as_layout: bool, everything: bool, as_json: bool
+) -> None:
     """Show what a checkpoint holds. No tensor is read.
 
-    PATH is a .safetensors file, a Hugging Face folder, a checkpoint root or one of its iteration folders. PATTERN, a
-    glob over whole keys as in layout files (or re:...), narrows the list; a single tensor is drawn.
+    PATH is a .safetensors or .ckpt file, a Hugging Face folder, a checkpoint root or one of its iteration folders, or
+    rank folders. PATTERN, a glob over whole keys as in layout files (or re:...), narrows the list; a single tensor is
+    drawn.
 
     \b
     Examples:
@@ -67,9 +72,10 @@ def inspect(path: str, pattern: str | None, *, as_layout: bool, everything: bool
       reshard inspect output/checkpoint model.embed_tokens.weight
       reshard inspect output/checkpoint --layout > layout.yaml
       reshard inspect output/checkpoint --json
+      reshard inspect output/checkpoint --strategy output/strategy
     """
     # What is logged, iterations that are passed over, is told on the page.
-    with collected_warnings(print_on_error=False), reshard.open(path) as checkpoint:
+    with collected_warnings(print_on_error=False), reshard.open(path, strategy=strategy) as checkpoint:
         if as_layout:
             layout = reshard.ModelLayout.like(checkpoint)
             if as_json:
@@ -83,7 +89,7 @@ def inspect(path: str, pattern: str | None, *, as_layout: bool, everything: bool
             echo_json(_json(facts, rows))
         elif pattern is None:
             _print_page(facts, everything=everything)
-        elif len(rows) == 1:
+        elif len(rows) == 1 and rows[0].placed:
             from reshard.cli.picture import print_tensor
 
             _print_title(facts)
@@ -118,10 +124,12 @@ def _json(facts: Facts, rows: list[Row]) -> dict[str, Any]:
         "format": checkpoint.format,
         "iteration": checkpoint.iteration,
         "iterations": None if facts.iterations is None else [dataclasses.asdict(one) for one in facts.iterations],
+        "rank_saves": None if facts.rank_saves is None else [dataclasses.asdict(one) for one in facts.rank_saves],
         "tracker_reason": facts.tracker_reason,
         "verified": checkpoint.verified,
         "manifest": _json_manifest(checkpoint.manifest),
         "saves": [{**dataclasses.asdict(save), "metrics": _finite(save.metrics)} for save in facts.saves],
+        "strings": list(checkpoint.strings),
         "common": None if checkpoint.common is None else dataclasses.asdict(checkpoint.common),
         "parts": facts.parts,
         "mesh": None if layout is None else layout.mesh,
@@ -149,7 +157,7 @@ def _finite(metrics: Mapping[str, int | float]) -> dict[str, object]:
 def _json_row(row: Row, checkpoint: Checkpoint, *, with_shards: bool) -> dict[str, Any]:
     fields = dataclasses.asdict(row)
     del fields["key"]
-    if with_shards:
+    if with_shards and row.placed:
         fields["shards"] = [dataclasses.asdict(shard) for shard in checkpoint[row.key].shards]
     return fields
 
@@ -166,6 +174,9 @@ def _print_title(facts: Facts) -> None:
 def _print_page(facts: Facts, *, everything: bool) -> None:
     if facts.iterations is not None:
         _print_iterations(facts, facts.iterations, everything=everything)
+        echo()
+    if facts.rank_saves:
+        _print_rank_saves(facts, facts.rank_saves, everything=everything)
         echo()
     if facts.saves:
         _print_saves(facts.saves if everything else facts.saves[-_MAX_SAVES:], len(facts.saves))
@@ -195,19 +206,27 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     if manifest is not None:
         ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
         lines.append(("manifest", f"saved {shown(manifest.saved_at)} by {ranks}, {shown(manifest.writer)}"))
-    elif checkpoint.format == "checkpoint2":
+    elif checkpoint.format in ("checkpoint1", "checkpoint2"):
         lines.append(("manifest", "none: unverified, only the structure can be checked"))
     for part, told in sorted(facts.parts.items()):  # model, optimizer
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in told["dtypes"].most_common())
         elements = "parameters" if part == "model" else "elements"
         counts = f"{told['n_tensors']} tensors, {_count(told['n_elements'])} {elements}"
         lines.append((part, f"{counts}, {size(told['n_bytes'])} ({dtypes})"))
+    if checkpoint.strings:
+        names = ", ".join(map(shown, checkpoint.strings[:8])) + (", ..." if len(checkpoint.strings) > 8 else "")
+        lines.append(("text", f"{len(checkpoint.strings)} values that are no tensors and cannot be read: {names}"))
+    if checkpoint.format == "checkpoint1":
+        lines.append(("ranks", f"{len(checkpoint.ranks())}, each with a file of its own"))
+        lines.append(("strategy", _strategy(checkpoint)))
     lines.append(("mesh", _mesh(facts)))
     sizes = [n_bytes for _, n_bytes in facts.files]
     ends = dict.fromkeys((size(min(sizes)), size(max(sizes))))
     each = f", {' to '.join(ends)} each" if len(sizes) > 1 else ""
     lines.append(("files", f"{len(sizes)}, {size(sum(sizes))} in all{each}"))
     unique, stored = sum(row.n_bytes for row in facts.rows), sum(row.stored_bytes for row in facts.rows)
+    if checkpoint.unplaced():
+        return lines
     times = f"{size(stored)} stored for {size(unique)} of tensors, {stored / max(unique, 1):.2f} times"
     lines.append(("replicas", "none" if stored == unique else times))
     if unseen := facts.unseen:
@@ -216,6 +235,15 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
             ("unseen", count + "MindSpore Transformers does not see them, and keeps its initial values for them")
         )
     return lines
+
+
+def _strategy(checkpoint: Checkpoint) -> str:
+    if checkpoint.strategy is not None:
+        known = checkpoint.strategy
+        return f"{shown(known.source)}: {known.n_stages} stages of {known.devices_per_stage} ranks"
+    if checkpoint.unplaced():
+        return "none: shapes and sizes are those of one rank, and what they make up is not known; give --strategy"
+    return "none, one rank"
 
 
 def _mesh(facts: Facts) -> str:
@@ -253,6 +281,18 @@ def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everythi
         lines.append(("...", f"and {len(iterations) - len(listed)} older; --all lists and checks them"))
     if facts.tracker_reason is not None:
         lines.append(("no tracker", shown(facts.tracker_reason)))
+    echo_facts(lines)
+
+
+def _print_rank_saves(facts: Facts, saves: Sequence[RankSaveState], *, everything: bool) -> None:
+    echo(f"root: {shown(facts.path)}")
+    lines = []
+    for one in saves if everything else saves[:_MAX_ITERATIONS]:
+        state = {True: "complete, unverified", False: "damaged", None: "not checked"}[one.complete]
+        told = f"{state} (taken)" if one.taken else state
+        lines.append((shown(one.name), f"{told}: {shown(one.reason or one.why)}"))
+    if len(lines) < len(saves):
+        lines.append(("...", f"and {len(saves) - len(lines)} more; --all lists and checks them"))
     echo_facts(lines)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
+    "STRATEGY_HELP",
     "collected_warnings",
     "command",
     "console",
@@ -44,6 +45,10 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
+
+STRATEGY_HELP = (
+    "Of rank folders, how they make up tensors: the strategy file, or the folder of the run's strategy files."
+)
 
 _INTERRUPTED = 130
 

@@ -9,6 +9,7 @@ import click
 
 import reshard
 from reshard.cli.output import (
+    STRATEGY_HELP,
     collected_warnings,
     command,
     echo,
@@ -28,16 +29,19 @@ __all__ = ["verify"]
 
 @click.command(short_help="Prove every byte against the manifest.")
 @click.argument("path")
+@click.option("--strategy", metavar="PATH", help=STRATEGY_HELP)
 @click.option("--cached", is_flag=True, help="Read through the page cache: faster, and proves less of the disk.")
 @click.option(
     "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads that read. Default: all processors."
 )
 @command
-def verify(path: str, *, cached: bool, threads: int | None, as_json: bool) -> None:
+def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None, as_json: bool) -> None:
     """Compare every byte of a checkpoint with its manifest, and name file, tensors and bytes that differ.
 
     PATH is a checkpoint root (all iterations are verified, newest first), an iteration folder, or whatever else
-    inspect takes. Without a manifest, as MindSpore Transformers saves, only the structure is checked: "unverified".
+    inspect takes; of rank folders all saves are looked at. Without a manifest, as MindSpore Transformers saves, only
+    the structure is checked: "unverified".
+    A .ckpt file that was written with a CRC is compared with that.
 
     \b
     Examples:
@@ -47,7 +51,7 @@ def verify(path: str, *, cached: bool, threads: int | None, as_json: bool) -> No
     Exit codes: 0 nothing is wrong, 1 something is, 2 usage.
     """
     with collected_warnings() as logged, progress_bar() as progress:
-        report = reshard.verify(path, direct=not cached, threads=threads, progress=progress)
+        report = reshard.verify(path, strategy=strategy, direct=not cached, threads=threads, progress=progress)
     if as_json:
         told: dict[str, Any] = dataclasses.asdict(report)
         echo_json({"ok": report.ok, **told, "warnings": logged})
@@ -66,7 +70,7 @@ def _print_checkpoint(one: VerifiedCheckpoint) -> None:
     if one.faults:
         state = f"damaged, {len(one.faults)} fault{'s' if len(one.faults) > 1 else ''}"
     elif one.verified:
-        state = f"whole, {one.n_files} files, {size(one.n_bytes)}"
+        state = f"whole, {one.n_files} file{'s' if one.n_files != 1 else ''}, {size(one.n_bytes)}"
     else:
         state = "unverified: no manifest, its structure is right"
     echo(f"{shown(one.path)}: {state}")

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from reshard.config.read import read_values
 from reshard.errors import ConfigError
@@ -34,11 +34,20 @@ class Config:
     """How a training saves and resumes. In brackets the original's words, the older before the newer.
 
     Attributes:
-        load_path: the checkpoint root, iteration folder or Hugging Face folder to load; "" loads nothing
+        load_path: the checkpoint root, iteration folder, Hugging Face folder or file to load; "" loads nothing
             (`load_checkpoint`, `checkpoint.load_path`).
         resume: whether the training goes on where the checkpoint was saved, optimizer and counters included; False
             takes the weights alone (`resume_training`, the opposite of `checkpoint.no_load_optim`).
-        resume_file: the file that `resume_training` names, a matter of Checkpoint 1.0; None.
+        resume_file: the file of each rank's folder that `resume_training` names, whoever's rank is in the name and
+            with or without its extension; None: the newest that all ranks have whole.
+        load_format: the extension of the files of a Checkpoint 1.0 tree that are looked at, "safetensors" or "ckpt";
+            None: both (`load_ckpt_format`).
+        by_timestamp: whether the times of the files of a Checkpoint 1.0 tree tell which is newest, and not its
+            meta.json files (`resume_by_last_timestamp_ckpt`).
+        auto_trans: whether what was saved is cut anew for the run, and no rank takes its own file of a Checkpoint 1.0
+            tree as it is (`auto_trans_ckpt`).
+        strategy: the strategy file, or the folder of them, that says how a Checkpoint 1.0 tree was cut; None: the
+            folder `strategy` beside it (`src_strategy_path_or_dir`).
         load_async: whether loading begins in the background (`load_ckpt_async`).
         save_path: the checkpoint root that is saved to (`CheckpointMonitor.directory`, `save_checkpoint_path`,
             `checkpoint.save_path`, or `checkpoint` under `output_dir`); None if nothing says so.
@@ -62,10 +71,11 @@ class Config:
         sink_size: steps of a sink; None, as -1 does: a whole epoch (`runner_config.sink_size`).
         global_batch_size: samples a step over all ranks (`training.global_batch_size`).
         rampup: start, increment and samples of a growing batch (`training.rampup_batch_size`).
-        legacy_format: Checkpoint 1.0 (`use_legacy_format`).
-        integrated_save: cut tensors are joined when they are saved.
-        save_network_params: the weights are saved a second time, by themselves.
-        save_trainable_params: the trainable weights are saved a second time, by themselves.
+        legacy_format: whether Checkpoint 1.0 is saved (`use_legacy_format`).
+        integrated_save: whether each save is written a second time, as whole tensors.
+        save_network_params: of Checkpoint 1.0: whether the weights are saved a second time, by themselves.
+        save_trainable_params: of Checkpoint 1.0: whether the weights that are trained are, too.
+        only_save_strategy: whether nothing but the strategy files is written, that is how tensors are cut.
         without_effect: words that stand in the configuration and do nothing here, such as "`integrated_save`".
 
     Example:
@@ -81,6 +91,10 @@ class Config:
     load_path: str = ""
     resume: bool = False
     resume_file: str | None = None
+    load_format: Literal["safetensors", "ckpt"] | None = None
+    by_timestamp: bool = False
+    auto_trans: bool = False
+    strategy: str | None = None
     load_async: bool = False
     save_path: str | None = None
     save_every: int | None = None
@@ -103,6 +117,7 @@ class Config:
     integrated_save: bool = False
     save_network_params: bool = False
     save_trainable_params: bool = False
+    only_save_strategy: bool = False
     without_effect: tuple[str, ...] = ()
 
     @classmethod

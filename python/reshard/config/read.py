@@ -92,6 +92,11 @@ def _settle(values: _Values, top: dict[str, object], section: dict[str, object] 
             said.setdefault("save_every", _DEFAULT_STEPS_OF_SECTION)
         if section.get("enable_save") is False:
             said["save_every"] = None
+    if not said.get("legacy_format"):
+        # Other formats tell weights from the rest by their files.
+        for field in ("save_network_params", "save_trainable_params"):
+            if said.get(field):
+                values.without_effect[f"`{field}`"] = None
     # On the top level the original means loading, where the files say it themselves; of a configuration of ours that
     # has no other place for it, it can only mean saving, and one that does is not harmed.
     if top.get("remove_redundancy") is not None:

@@ -43,6 +43,11 @@ def _text(at: At, value: object) -> str:
     raise at.error(f"expected text, found {found(value)}")
 
 
+def _path(at: At, value: object) -> str | None:
+    """A path, of which the empty one says none."""
+    return _text(at, value) or None
+
+
 def _number(at: At, value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number or (isinstance(value, str) and _NUMBER.fullmatch(value)):
@@ -102,6 +107,12 @@ def _format(at: At, value: object) -> str:
     return "safetensors"
 
 
+def _load_format(at: At, value: object) -> str:
+    if value in ("ckpt", "safetensors"):
+        return str(value)
+    raise at.error(f"expected `safetensors` or `ckpt`, found {found(value)}")
+
+
 def _rampup(at: At, value: object) -> tuple[int, ...]:
     if not is_list(value) or len(value) != 3:  # type: ignore[arg-type]
         raise at.error(f"expected three integers: start, increment and samples, found {found(value)}")
@@ -111,6 +122,7 @@ def _rampup(at: At, value: object) -> tuple[int, ...]:
 _FLAG = Kind("true or false", _flag)
 _ON = Kind("true or false", _on)
 _TEXT = Kind("text", _text)
+_PATH = Kind("text", _path)
 NUMBER = Kind("a number", _number)
 _STEPS = Kind("an integer, or 0 for none", _steps)
 _COUNT = Kind("an integer of at least 1", _count)
@@ -119,6 +131,7 @@ _COUNT_OR_ALL = Kind("an integer of at least 1, or -1 for all", _count_or_all)
 _RESUME = Kind("true, false, or the name of a file", _resume)
 _BACKGROUND = Kind("true, false, `thread` or `process`", _background)
 _FORMAT = Kind("`safetensors`", _format)
+_LOAD_FORMAT = Kind("`safetensors` or `ckpt`", _load_format)
 _RAMPUP = Kind("a list of three integers", _rampup)
 _ANY = Kind("anything", lambda _, value: value)
 
@@ -146,12 +159,13 @@ SAVING = {
     "save_checkpoint_steps": Word("save_every", _STEPS),
     "keep_checkpoint_max": Word("keep", _COUNT),
     "async_save": Word("async_save", _BACKGROUND),
-    "integrated_save": Word("integrated_save", _FLAG, inert=True),
-    "save_network_params": Word("save_network_params", _FLAG, inert=True),
-    "save_trainable_params": Word("save_trainable_params", _FLAG, inert=True),
+    "integrated_save": Word("integrated_save", _FLAG),
+    "save_network_params": Word("save_network_params", _FLAG),
+    "save_trainable_params": Word("save_trainable_params", _FLAG),
     "save_optimizer": Word("save_optimizer", _FLAG),
     "checkpoint_format": Word(None, _FORMAT),
-    "use_legacy_format": Word("legacy_format", _FLAG, inert=True),
+    "use_legacy_format": Word("legacy_format", _FLAG),
+    "only_save_strategy": Word("only_save_strategy", _FLAG),
     "use_checkpoint_health_monitor": Word("healthy_only", _ON),
     "save_checkpoint_seconds": Word(None, _STEPS, inert=True),
     "keep_checkpoint_per_n_minutes": Word(None, _STEPS, inert=True),
@@ -163,6 +177,10 @@ TOP = {
     "load_checkpoint": Word("load_path", _TEXT),
     "resume_training": Word("resume", _RESUME),
     "load_ckpt_async": Word("load_async", _FLAG),
+    "load_ckpt_format": Word("load_format", _LOAD_FORMAT),
+    "auto_trans_ckpt": Word("auto_trans", _FLAG),
+    "src_strategy_path_or_dir": Word("strategy", _PATH),
+    "resume_by_last_timestamp_ckpt": Word("by_timestamp", _FLAG),
     "remove_redundancy": Word(None, _FLAG),  # about loading, where the files tell it: see `read`
     "output_dir": Word(None, _TEXT),  # see `read`
     "balanced_load": Word(None, _FLAG, inert=True),
@@ -216,7 +234,7 @@ TRAINING = {
 }
 SECTIONS = {"trainer": TRAINER, "lr_schedule": LR_SCHEDULE, "runner_config": RUNNER, "training": TRAINING}
 OTHERS = ("checkpoint", "callbacks", "monitor_config")  # read by functions of their own
-FOREIGN = {"load_ckpt_format", "lr_scheduler", "auto_trans_ckpt", "train_dataset", "eval_dataset"}
+FOREIGN = {"lr_scheduler", "train_dataset", "eval_dataset"}
 """Words of the original that are not ours, however much they look like them."""
 ELSEWHERE = {
     **dict.fromkeys(TRAINER, "trainer"),

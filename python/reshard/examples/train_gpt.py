@@ -1,6 +1,6 @@
 r"""A small GPT that learns to add, trained on any number of processes, killed and resumed at will.
 
-    torchrun --nproc-per-node 4 -m reshard.examples.train_gpt --out run --log-file run.jsonl --steps 40 --save-every 5 \
+    torchrun --nproc-per-node 4 -m -- reshard.examples.train_gpt --out run --log run.jsonl --steps 40 --save-every 5 \
         --dp 2 --tp 2
 
 Start it again with the same `--out` and it goes on where the last checkpoint was saved: on as many processes, with
@@ -10,6 +10,9 @@ over gloo.
 
 The log gets a line of JSON a step: `step`, `loss` (the mean over all ranks, as `float.hex` writes it), `samples` (the
 ids that all ranks read in that step), `world_size`.
+
+`--` ends what torchrun reads itself: on Python 3.11 it takes even a `--log` behind the module's name for one of its own
+options cut short, and refuses it as ambiguous. `--log-file` means the same as `--log`, and needs no `--`.
 """
 
 import argparse
@@ -227,7 +230,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="steps in all, those before a restart included")
     parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
     parser.add_argument("--out", required=True, help="the checkpoint root; the run goes on from what is in it")
-    # torchrun on Python 3.11 takes a `--log` for an option of its own that is cut short, wherever it stands.
     parser.add_argument("--log", "--log-file", help="file that gets a line of JSON a step")
     parser.add_argument("--dp", type=int, default=0, help="data parallel ranks; default: all that --tp leaves")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks: 1, 2, 3, 4, 6 or 12")

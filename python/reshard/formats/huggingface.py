@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.small_files import component_fault, show
-from reshard.strict_json import read_json
+from reshard.errors import ArgumentError, CheckpointNotFoundError
+from reshard.formats import weight_map as maps
+from reshard.small_files import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,19 +24,12 @@ __all__ = [
     "detect",
     "file_name",
     "index_text",
-    "index_writer",
     "plan_shards",
     "read_weight_map",
 ]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-_WRITER = "reshard"
-_MAX_INDEX_BYTES = 128 << 20
-_MAX_TENSORS = 1_000_000
-_MAX_NAME_BYTES = 1024
-_MAX_NAMED = 3  # names that a message lists before it only counts
 
 
 def detect(path: str | os.PathLike[str]) -> Literal["index", "single"] | None:
@@ -117,19 +110,8 @@ def index_text(weight_map: Mapping[str, str], total_size: int, version: str) -> 
           }
         }
     """
-    content = {"metadata": {_WRITER: version, "total_size": total_size}, "weight_map": dict(weight_map)}
+    content = {"metadata": {maps.WRITER: version, "total_size": total_size}, "weight_map": dict(weight_map)}
     return json.dumps(content, ensure_ascii=False, indent=2, sort_keys=True) + "\n"
-
-
-def index_writer(path: str | os.PathLike[str]) -> str | None:
-    """The version of this package that wrote an index; None if another writer did, or it cannot be read."""
-    try:
-        content = read_json(path, _MAX_INDEX_BYTES)
-    except ReshardError:
-        return None
-    metadata = content.get("metadata") if isinstance(content, dict) else None
-    version = metadata.get(_WRITER) if isinstance(metadata, dict) else None
-    return version if isinstance(version, str) else None
 
 
 def read_weight_map(folder: str | os.PathLike[str]) -> dict[str, str] | None:
@@ -151,37 +133,4 @@ def read_weight_map(folder: str | os.PathLike[str]) -> dict[str, str] | None:
         )
     if kind == "single":
         return None
-    content = read_json(path, _MAX_INDEX_BYTES, follow_links=True)
-    weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict):
-        raise _damaged(path, "it holds no object `weight_map`")
-    if not weight_map:
-        raise _damaged(path, "`weight_map` names no tensor")
-    if len(weight_map) > _MAX_TENSORS:
-        raise _damaged(path, f"`weight_map` names {len(weight_map)} tensors; at most {_MAX_TENSORS} are allowed")
-    for key, name in weight_map.items():
-        if not 1 <= len(key.encode()) <= _MAX_NAME_BYTES:
-            raise _damaged(path, f"a tensor's name has from 1 to {_MAX_NAME_BYTES} bytes, not {len(key.encode())}")
-        if not isinstance(name, str):
-            raise _damaged(path, f"the file of {show(key)} is not text")
-    for name in dict.fromkeys(weight_map.values()):
-        fault = component_fault(name)
-        if fault is not None:
-            raise _damaged(path, f"the file name {show(name)} is refused: {fault}")
-    _check_present(path, weight_map)
-    return weight_map
-
-
-def _check_present(path: Path, weight_map: Mapping[str, str]) -> None:
-    missing = [name for name in dict.fromkeys(weight_map.values()) if not (path.parent / name).is_file()]
-    if missing:
-        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-        raise CheckpointNotFoundError(
-            f"{show(str(path))} names files that are not there: {', '.join(map(show, missing[:_MAX_NAMED]))}{more}",
-            path=str(path),
-            hint="the download or copy of the model is incomplete",
-        )
-
-
-def _damaged(path: Path, fault: str) -> DamagedFileError:
-    return DamagedFileError(f"{show(str(path))}: {fault}", path=str(path))
+    return maps.read(path)

@@ -16,6 +16,7 @@ from reshard.formats import checkpoint2, huggingface
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
 from reshard.opening.folder import open_folder
+from reshard.opening.rank_facts import counters_of, gather_saves, holds_optimizer, saves_root
 from reshard.opening.root import MAX_LOOKS, is_damage, order_of, reason_of
 from reshard.resume import CandidateFacts, Facts, RunFacts, weigh
 
@@ -42,14 +43,15 @@ def gather(
     """Look at what a configuration wants to load.
 
     A path that ends in `iteration_<number>` and is not there itself is looked for by its number, whatever the digits
-    of the folder's name.
+    of the folder's name; in a Checkpoint 1.0 tree it is the save that made so many steps.
 
     Args:
         config: what is to be loaded, and what is asked of it.
         run: the run that is about to start.
         method: how files are read, as in `reshard.open`.
         faults: what has proven damaged already, while it was loaded: why, by its path.
-        opened: filled with the checkpoint that would be taken, opened, by its path; None: it is closed again.
+        opened: filled with the checkpoint that would be taken, opened, by its path; None: it is closed again. The
+            saves of a Checkpoint 1.0 tree are not opened as one: `rank_facts` tells their files.
 
     Raises:
         StorageError: something cannot be looked at; that is nobody's fault, and no reason to pass a checkpoint over.
@@ -65,6 +67,9 @@ def gather(
     look = _Look(config, facts, method, faults or {}, opened)
     if not config.load_path:
         return facts
+    tree = saves_root(config, facts.run.world_size or 1)
+    if tree is not None:
+        return gather_saves(config, facts.run, tree, method=method, faults=faults)
     root, iteration = split_iteration(config.load_path)
     if not path.exists() and iteration is not None and Path(root).is_dir() and checkpoint2.is_root(root):
         return look.at_root(Path(root), iteration)
@@ -143,7 +148,19 @@ class _Look:
             common=checkpoint.common,
             has_optimizer=bool(checkpoint.keys("optimizer")),
             world_size=_world_size(checkpoint),
+            is_legacy=checkpoint.format in ("checkpoint1", "mindspore", "ckpt"),
         )
+        if kind == "single" and not path.is_dir() and checkpoint.common is None:
+            # A rank's own file of Checkpoint 1.0, given by itself.
+            try:
+                checkpoint.common = counters_of(checkpoint)
+            except ReshardError as error:
+                if not is_damage(error):
+                    raise
+                return replace(facts, fault=reason_of(error))
+            is_legacy = checkpoint.common is not None
+            has_optimizer = holds_optimizer(checkpoint) if is_legacy else facts.has_optimizer
+            facts = replace(facts, common=checkpoint.common, is_legacy=is_legacy, has_optimizer=has_optimizer)
         is_taken = weigh(self.config, replace(self.facts, kind=kind, candidates=(facts,)))[0].taken
         if self.opened is not None and is_taken:
             self.opened[str(path)] = checkpoint

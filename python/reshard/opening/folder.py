@@ -20,6 +20,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import checkpoint2, tiles
 from reshard.formats import manifest as manifests
+from reshard.formats.own_files import MAX_METADATA_BYTES
 from reshard.small_files import read_small_file, show
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ __all__ = ["Chosen", "Proof", "chosen", "marks", "open_chosen", "open_folder", "
 
 _log = logging.getLogger("reshard")
 
-_MAX_METADATA_BYTES = 4 << 30
 _MAX_TRIES = 3  # to open what is saved again meanwhile
 
 Unlisted: TypeAlias = tuple[tuple[str, str, tuple[int, ...], tuple[str, ...]], ...]
@@ -154,7 +154,7 @@ def _open_proven(
         "checkpoint2" if is_checkpoint2 else "safetensors", folder, index, manifest, proof.keep_lock()
     )
     checkpoint.iteration, checkpoint.common = iteration, described.common
-    checkpoint._tiles = described.tiles  # noqa: SLF001  made here, as all of it
+    checkpoint._method, checkpoint._tiles = method, described.tiles  # noqa: SLF001  made here, as all of it
     checkpoint._chosen = Chosen(str(folder), iteration, digest, unlisted)  # noqa: SLF001
     if known is None:
         checkpoint._check_parts()  # noqa: SLF001
@@ -261,7 +261,7 @@ class _Description:
 def _read_description(folder: Path, manifest: Manifest | None) -> _Description:
     read: dict[str, bytes] = {}
     for name, max_bytes in (
-        (checkpoint2.METADATA_FILE, _MAX_METADATA_BYTES),
+        (checkpoint2.METADATA_FILE, MAX_METADATA_BYTES),
         (tiles.TILES_FILE, tiles.MAX_BYTES),
         (checkpoint2.COMMON_FILE, checkpoint2.MAX_COMMON_BYTES),
     ):

@@ -1,8 +1,8 @@
 """What a restarted run goes on from: pure decisions, facts in and a decision out. No disk, no clock, no environment.
 
-In reading order: `resolve` (in which order checkpoints are tried), `facts` (what goes into a decision and what comes
-out), `decision` (the one function), `choose` (which checkpoint is taken), `restore` (what follows from it), `counters`
-(the arithmetic of steps, epochs and samples).
+In reading order: `resolve` (in which order checkpoints are tried; of Checkpoint 1.0 `checkpoint1`), `facts` (what goes
+into a decision and what comes out), `decision` (the one function), `choose` (which checkpoint is taken), `restore`
+(what follows from it), `counters` (the arithmetic of steps, epochs and samples).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from reshard.resume.choose import weigh
 from reshard.resume.counters import BatchSchedule, Scaling, View
 from reshard.resume.decision import decide
-from reshard.resume.facts import CandidateFacts, Facts, ResumeDecision, RunFacts, Verdict
+from reshard.resume.facts import CandidateFacts, Facts, RankView, ResumeDecision, RunFacts, Verdict
 from reshard.resume.resolve import Candidate, Folder, Order, order
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Facts",
     "Folder",
     "Order",
+    "RankView",
     "ResumeDecision",
     "RunFacts",
     "Scaling",

@@ -46,11 +46,13 @@ def _misfit(config: Config, facts: Facts, candidate: CandidateFacts) -> str | No
     if candidate.common is None:
         return "it has no common.json: its counters are lost"
     if saved_steps(candidate.common, candidate.iteration) is None:
-        return "its common.json has neither step_num nor global_step"
+        where = "its files hold" if candidate.is_legacy else "its common.json has"
+        return f"{where} neither step_num nor global_step"
     if candidate.has_optimizer is False and facts.run.has_optimizer:
         return "it holds no optimizer state"
     status = candidate.common.ckpt_status
-    if config.healthy_only and status != 0:
+    # What is named is meant, as the original has it for its 1.0.
+    if config.healthy_only and status != 0 and not (candidate.is_legacy and config.resume_file is not None):
         found = "its health was not recorded" if status is None else "the health monitor found it unhealthy"
         return f"{found}, and only healthy ones are asked for"
     return None
@@ -62,7 +64,8 @@ def none_to_take(config: Config, facts: Facts, verdicts: tuple[Verdict, ...]) ->
         return CheckpointNotFoundError(
             f"{facts.path} is there and holds no checkpoint",
             path=facts.path,
-            hint="load_checkpoint names the folder that holds the iteration_<number> folders, or one of these",
+            hint="load_checkpoint names the folder that holds the iteration_<number> folders, or one of these; "
+            "of Checkpoint 1.0 the one that holds the rank_<number> folders",
         )
     hint = "nothing starts from step 0 by itself: repair one, name another folder, or begin in an empty one"
     error_class: type[ReshardError] = DamagedFileError

@@ -39,7 +39,8 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
     Raises:
         CheckpointNotFoundError: weights are to be loaded and there is nothing.
         DamagedFileError: there are checkpoints, and none can be taken; each is listed with its fault.
-        UnsupportedError: a Hugging Face folder is to be resumed from, or a file of Checkpoint 1.0.
+        UnsupportedError: a Hugging Face folder is to be resumed from, or `resume_training` names a file of Checkpoint
+            1.0 where a Checkpoint 2.0 root is.
         ArgumentError: the numbers of the run cannot be meant.
 
     Example:
@@ -56,12 +57,9 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
         >>> decision.iteration, decision.initial_step, decision.data_skip_steps, decision.verdicts[0].reason
         (400, 200, 200, 'a file is missing')
     """
-    if config.resume_file is not None:
-        raise UnsupportedError(
-            f"resume_training names the file {show(config.resume_file)}, a matter of Checkpoint 1.0, which is not read",
-            hint="say `resume_training: true`; an older iteration is chosen by load_checkpoint: .../iteration_<number>",
-        )
     warnings = list(facts.warnings)
+    if config.resume_file is not None:
+        _check_named(config.resume_file, facts, warnings)
     if config.without_effect:
         warnings.append(f"without effect here: {', '.join(config.without_effect)}")
     if not config.load_path:
@@ -76,7 +74,7 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
     verdicts = weigh(config, facts)
     taken = next((n for n, verdict in enumerate(verdicts) if verdict.taken), None)
     if taken is None:
-        if allow_fresh and facts.kind == "root":
+        if allow_fresh and facts.kind in ("root", "checkpoint1"):
             warnings.append("no checkpoint can be taken: the training starts from nothing, as `allow_fresh` says")
             return fresh(config, facts, verdicts, [], warnings)
         raise none_to_take(config, facts, verdicts)
@@ -94,3 +92,20 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
         return loading(start, candidate, facts.run)
     decision = resumed(config, facts.run, candidate, verdicts, warnings, compatible=compatible)
     return loading(decision, candidate, facts.run)
+
+
+def _check_named(name: str, facts: Facts, warnings: list[str]) -> None:
+    """A file that `resume_training` names is one of each rank's folder; elsewhere it names nothing."""
+    if facts.kind == "root":
+        raise UnsupportedError(
+            f"resume_training names the file {show(name)}, a matter of Checkpoint 1.0, and {facts.path} is of 2.0",
+            hint="say `resume_training: true`; an older iteration is chosen by load_checkpoint: .../iteration_<number>",
+        )
+    if facts.kind in ("absent", "empty"):
+        raise CheckpointNotFoundError(
+            f"resume_training names the file {show(name)}, and {facts.path} "
+            f"{'does not exist' if facts.kind == 'absent' else 'holds no checkpoint'}",
+            path=facts.path,
+        )
+    if facts.kind != "checkpoint1":
+        warnings.append(f"resume_training names {show(name)}, and load_checkpoint one checkpoint: that is taken")

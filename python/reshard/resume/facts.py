@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2_common import CommonInfo
     from reshard.resume.counters import Scaling, View
 
-__all__ = ["CandidateFacts", "Facts", "Kind", "Restored", "ResumeDecision", "RunFacts", "Verdict"]
+__all__ = ["CandidateFacts", "Facts", "Kind", "RankView", "Restored", "ResumeDecision", "RunFacts", "Verdict"]
 
-Kind: TypeAlias = Literal["absent", "empty", "root", "single", "huggingface", "other"]
+Kind: TypeAlias = Literal["absent", "empty", "root", "checkpoint1", "single", "huggingface", "other"]
 Restored: TypeAlias = Literal["weights", "optimizer", "counters", "loss scale", "data position"]
 
 
@@ -23,8 +23,8 @@ class CandidateFacts:
     """What is known of one checkpoint that could be resumed from.
 
     Attributes:
-        path: its folder.
-        iteration: the number in the folder's name; None: it says none.
+        path: its folder; of rank folders rank 0's file.
+        iteration: the number in the folder's name, of rank folders the steps made; None: nothing says it.
         why: half a sentence on why it stands where it does in the order: "named by the tracker".
         fault: why it is not whole; None: it is.
         refusal: why it is no candidate at all, whole or not; None: it is one.
@@ -32,6 +32,8 @@ class CandidateFacts:
         common: its counters; None: it has none.
         has_optimizer: whether it holds optimizer state; None: not known.
         world_size: ranks that saved it; None: not known.
+        is_legacy: whether it is of Checkpoint 1.0, whose counters the original computes otherwise.
+        rank_faults: `(rank, fault)` of each file of it that is not whole.
     """
 
     path: str
@@ -43,6 +45,27 @@ class CandidateFacts:
     common: CommonInfo | None = None
     has_optimizer: bool | None = None
     world_size: int | None = None
+    is_legacy: bool = False
+    rank_faults: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What one rank's folder of a Checkpoint 1.0 tree offers.
+
+    Attributes:
+        rank: whose it is.
+        meta: the file that its meta.json names; None: it names none.
+        meta_fault: why a meta.json that is there is of no use.
+        files: names of its weight files.
+        faults: `(name, fault)` of files that were looked into and are not whole.
+    """
+
+    rank: int
+    meta: str | None = None
+    meta_fault: str | None = None
+    files: tuple[str, ...] = ()
+    faults: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,11 +95,13 @@ class Facts:
 
     Attributes:
         path: what is to be loaded, as it was found.
-        kind: what is there. "single" is one checkpoint, given by itself; "empty" holds nothing but what an interrupted
-            first save leaves; "other" holds something that is no checkpoint.
+        kind: what is there. "root" is one of Checkpoint 2.0, "checkpoint1" one of 1.0, or any folder of rank folders.
+            "single" is one checkpoint, given by itself; "empty" holds nothing but what an interrupted first save
+            leaves; "other" holds something that is no checkpoint.
         candidates: best first, then those that are refused whatever they hold.
         run: the run that is about to start.
         warnings: what is wrong with the root itself.
+        ranks: of "checkpoint1" what each rank's folder offers, as far as it is known here. Nothing is decided by it.
     """
 
     path: str
@@ -84,6 +109,7 @@ class Facts:
     candidates: tuple[CandidateFacts, ...] = ()
     run: RunFacts = RunFacts()
     warnings: tuple[str, ...] = ()
+    ranks: tuple[RankView, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +117,7 @@ class Verdict:
     """What became of a candidate.
 
     Attributes:
-        path: its folder.
+        path: as in `CandidateFacts`.
         iteration: its number; None: it has none.
         taken: whether it is the one.
         reason: why, or why not.
@@ -108,7 +134,7 @@ class ResumeDecision:
     """What a run goes on from.
 
     Attributes:
-        path: the folder that is loaded; None: nothing is.
+        path: the folder that is loaded, of rank folders rank 0's file; None: nothing is.
         iteration: its number; None: it has none, or nothing is loaded.
         fresh: whether the run starts from nothing.
         is_verified: whether sums stand behind what is loaded.

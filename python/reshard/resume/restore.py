@@ -82,7 +82,10 @@ def resumed(
         reasons.append(f"global_step {steps} counts; step_num {common.step_num} is the length of the whole run")
     if common.step_num is None and common.global_step is None:
         reasons.append(f"common.json says no step: the folder's number, {steps}, counts")
-    batches = _Batches.of(config, run, common, compatible=compatible)
+    arithmetic: Arithmetic = "exact"
+    if compatible:
+        arithmetic = "float32" if config.legacy_format or candidate.is_legacy else "double"
+    batches = _Batches.of(config, run, common, arithmetic)
     scaling = batches.scale(steps)
     initial = steps if scaling is None else scaling.steps
     batches.tell(steps, scaling, reasons, warnings)
@@ -137,7 +140,7 @@ class _Batches:
 
     @classmethod
     def of(
-        cls, config: Config, run: RunFacts, common: CommonInfo | None = None, *, compatible: bool = False
+        cls, config: Config, run: RunFacts, common: CommonInfo | None = None, arithmetic: Arithmetic = "exact"
     ) -> _Batches:
         new = config.global_batch_size if run.global_batch_size is None else run.global_batch_size
         saved = None if common is None else common.global_batch_size
@@ -149,7 +152,7 @@ class _Batches:
             if new is None:
                 raise ArgumentError("a growing batch (rampup_batch_size) needs `global_batch_size`, where it ends")
             schedule = BatchSchedule(*config.rampup, new, run.base_units or 1)
-        return cls(saved, new, schedule, "exact" if not compatible else "float32" if config.legacy_format else "double")
+        return cls(saved, new, schedule, arithmetic)
 
     def scale(self, steps: int) -> Scaling | None:
         """Steps at the new size; None where they are the same."""

@@ -6,10 +6,9 @@
         ...
         checkpointer.step(step, loss=loss)
 
-Here is put together what others do: `state` makes arrays of what is live, `reshard.save` writes them, `load_with`
-chooses what is resumed from, `loading` reads it and `resuming` puts it back, `emergency` brings the ranks to the same
-step when a signal came. What is decided here is when to save, what belongs into a checkpoint besides tensors, and what
-to do if a save fails.
+Here is put together what others do: `saving` makes a checkpoint of what is live, `load_with` chooses what is resumed
+from, `loading` reads it and `resuming` puts it back, `emergency` brings the ranks to the same step when a signal came,
+and `leaving` saves there and ends. What is decided here is when to save.
 """
 
 from __future__ import annotations
@@ -22,27 +21,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
 from reshard.config import Config, as_config
-from reshard.errors import (
-    ArgumentError,
-    CoverageError,
-    LayoutError,
-    MismatchError,
-    ReshardError,
-    UnsupportedError,
-)
-from reshard.formats.state import per_rank
+from reshard.errors import ArgumentError, ReshardError
 from reshard.group import agree, resolve, session
 from reshard.resume import RunFacts
 from reshard.torch import environment as environments
-from reshard.torch import rng
 from reshard.torch.checks import MAX_SEED, count
-from reshard.torch.emergency import EXIT_CODE, LAST_WORDS_S, Rendezvous, Signals, board_of
+from reshard.torch.emergency import LAST_WORDS_S, Rendezvous, Signals, board_of
 from reshard.torch.health import LossHealth
+from reshard.torch.leaving import leave, save_after, save_and_leave
 from reshard.torch.loading import read_for
 from reshard.torch.resuming import (
     How,
@@ -55,9 +46,9 @@ from reshard.torch.resuming import (
 )
 from reshard.torch.run import Run, interval, number_of
 from reshard.torch.sampler import ElasticSampler
+from reshard.torch.saving import Saver
 from reshard.torch.state import describe
 from reshard.verbs.load import load_with
-from reshard.write.save import save as save_iteration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,10 +68,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("reshard")
-
-_MAX_FAILURES = 3  # saves in a row that may fail before the run is told by an error
-# What is wrong with the call or with the tensors is wrong at the next save too.
-_HOPELESS = (ArgumentError, CoverageError, LayoutError, MismatchError, UnsupportedError)
 
 
 class Checkpointer:
@@ -106,6 +93,9 @@ class Checkpointer:
         keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric, such as "loss".
         async_save: write in the background; the step waits only until its tensors are copied. A group without a method
             `session` cannot serve two threads at once: with one, saves are waited for, and a warning says so.
+        overlap: with `async_save`, `step` does not wait for copies of what only an optimizer's step changes, its
+            parameters and its state: a hook makes its next step wait. Then nothing else may change them: no step that
+            is replayed from a CUDA graph, and no update by hand.
         dedup: write each shard once instead of once for every rank that holds it.
         verify: how what is loaded is proven, as in `reshard.load`.
         verify_after_save: read back what was written before it is published.
@@ -133,6 +123,14 @@ class Checkpointer:
         durable: as in `reshard.save`.
         timeout: seconds that ranks wait for each other in one meeting, the time to write or to read included.
         threads: threads of copies.
+        format: as in `reshard.save`. In Checkpoint 1.0 (`use_legacy_format`) epoch and step of the names are those of
+            an `ElasticSampler`, where there is one.
+        sink_size: as in `reshard.save`.
+        save_network_params: as in `reshard.save`.
+        save_trainable_params: the parameters that require gradients are saved a second time, alone; of Checkpoint 1.0.
+        only_save_strategy: as in `reshard.save`.
+        integrated_save: each save is written once more, as whole tensors, into `<root>_integrated`, see
+            `reshard.verbs.integrate`.
 
     Raises:
         ArgumentError: `save_every` is neither steps nor a time, or a time and ranks cannot leave word for each other.
@@ -162,6 +160,7 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: tuple[str, int] | None = None,
         async_save: bool = True,
+        overlap: bool = False,
         dedup: bool = True,
         verify: Verify = "touched",
         verify_after_save: bool = False,
@@ -180,6 +179,12 @@ class Checkpointer:
         durable: bool = True,
         timeout: float = 1800.0,
         threads: int | None = None,
+        format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",  # noqa: A002
+        sink_size: int | None = None,
+        save_network_params: bool = False,
+        save_trainable_params: bool = False,
+        only_save_strategy: bool = False,
+        integrated_save: bool = False,
     ) -> None:
         self._root = Path(root)
         self._every_steps, self._every_s = interval(save_every)
@@ -192,9 +197,16 @@ class Checkpointer:
             "verify_after_save": verify_after_save,
             "durable": durable,
             "threads": threads,
+            "format": format,
+            "sink_size": sink_size,
+            "save_network_params": save_network_params,
+            "only_save_strategy": only_save_strategy,
         }
+        if format == "checkpoint1" and (keep_every is not None or keep_best is not None):
+            raise ArgumentError("`keep_every` and `keep_best` are for Checkpoint 2.0")
+        self._with_trainable, self._is_integrated = save_trainable_params, integrated_save
         self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
-        self._async, self._verify, self._mesh = async_save, verify, mesh
+        self._async, self._overlap, self._verify, self._mesh = async_save, overlap, verify, mesh
         self._save_optimizer = True
         self._health: Health = health or LossHealth()
         self._environment, self._strict_environment = dict(environment or {}), strict_environment
@@ -213,8 +225,7 @@ class Checkpointer:
                 hint="give `save_every` in steps, or the group the methods `post(name, text)` and `read(name)`",
             )
         self._signals = Signals(signals)
-        self._is_leaving = False
-        self._run: Run | None = None
+        self._saver: Saver | None = None
 
     @classmethod
     def from_config(cls, config: ConfigLike, **options: Any) -> Self:
@@ -246,7 +257,16 @@ class Checkpointer:
             "keep": known.keep,
             "async_save": known.async_save,
             "dedup": known.dedup,
+            "integrated_save": known.integrated_save,
+            "only_save_strategy": known.only_save_strategy,
         }
+        if known.legacy_format or known.only_save_strategy:  # strategy files are those of Checkpoint 1.0
+            said |= {
+                "format": "checkpoint1",
+                "sink_size": known.sink_size if known.sink_mode else None,
+                "save_network_params": known.save_network_params,
+                "save_trainable_params": known.save_trainable_params,
+            }
         given = said | options
         if given["root"] is None:
             raise ArgumentError(
@@ -308,7 +328,7 @@ class Checkpointer:
             MismatchError: tensors or objects do not fit, `check` refused, or the environment differs and is strict.
             DamagedFileError, CheckpointNotFoundError, UnsupportedError, GroupError, StorageError: as `reshard.load`.
         """
-        if self._run is not None:
+        if self._saver is not None:
             raise ArgumentError("`resume` was called before", hint="make another Checkpointer")
         run = Run(model, optimizer, scheduler, sampler, extra or {})
         members = self._group
@@ -438,7 +458,22 @@ class Checkpointer:
         run.above = decision.iteration if decision.iteration is not None and self._saves_where_it_loads(decision) else 0
         if self._save_on_exception:
             run.watch()
-        self._run = run
+        self._saver = Saver(
+            run=run,
+            root=self._root,
+            group=self._group,
+            options=self._options,
+            mesh=self._mesh,
+            coordinate=self._coordinate,
+            root_seed=self._root_seed,
+            timeout=self._timeout,
+            is_async=self._async,
+            overlap=self._overlap,
+            with_optimizer=self._save_optimizer,
+            with_trainable=self._with_trainable,
+            is_integrated=self._is_integrated,
+            record=self._record,
+        )
 
     def _saves_where_it_loads(self, decision: ResumeDecision) -> bool:
         return decision.path is not None and Path(decision.path).resolve().parent == self._root.resolve()
@@ -462,7 +497,8 @@ class Checkpointer:
             SystemExit: a signal came, and the save is done (code 75) or failed.
             ReshardError: what is to be saved cannot be, or three saves in a row have failed.
         """
-        run = self._running()
+        saver = self._running()
+        run = saver.run
         n_new = count("step", step) - run.last
         if n_new < 1:
             raise ArgumentError(f"step {step} is complete, and so was step {run.last} before it: steps count up")
@@ -475,7 +511,8 @@ class Checkpointer:
         run.healthy = self._health(step, run.loss, run.metrics)
         is_due = self._every_steps is not None and step % self._every_steps == 0
         if run.rendezvous is None:
-            self._step_without_board(step, is_due=is_due)
+            if is_due:
+                self._step_without_board(saver, step)
             return
         by_clock = (
             self._every_s is not None and self._group.rank == 0 and time.monotonic() - run.saved_at >= self._every_s
@@ -490,13 +527,13 @@ class Checkpointer:
             notice = run.rendezvous.look(step, self._timeout)
         except ReshardError as error:
             if self._signals.seen is not None:
-                self._leave(f"the ranks did not meet: {error}", saved=False)
-            self._failed(error, "the ranks did not meet to save")
+                leave(self._group, self._signals, f"the ranks did not meet: {error}", saved=False)
+            saver.failed(error, "the ranks did not meet to save")
             notice = None
         if notice is not None and notice.leave:
-            self._save_and_leave(step, notice.why, notice.seconds)
+            save_and_leave(saver, self._signals, step, notice.why, notice.seconds)
         if is_due or notice is not None:
-            self._save_due(step)
+            saver.save_due(step)
 
     def save(self, step: int | None = None, *, blocking: bool | None = None) -> SaveReport | PendingSave[SaveReport]:
         """Save now, whatever is due. All ranks call it.
@@ -511,9 +548,9 @@ class Checkpointer:
         Raises:
             ReshardError: as `reshard.save`, also if the save before, in the background, had failed.
         """
-        run = self._running()
-        return self._save(
-            run.last if step is None else count("step", step),
+        saver = self._running()
+        return saver.save(
+            saver.run.last if step is None else count("step", step),
             blocking=self._one_channel or (not self._async if blocking is None else blocking),
         )
 
@@ -530,21 +567,7 @@ class Checkpointer:
             TimeoutError: it has not ended in time.
             ReshardError: it failed.
         """
-        run = self._run
-        if run is None or run.pending is None:
-            return None
-        pending = run.pending
-        try:
-            report = pending.result(timeout)
-        except TimeoutError as error:
-            if not isinstance(error, ReshardError):
-                raise
-            run.pending = None
-            raise
-        except BaseException:
-            run.pending = None
-            raise
-        return report
+        return None if self._saver is None else self._saver.wait(timeout)
 
     def close(self) -> None:
         """Wait for the save in the background, and leave signals to whoever had them before.
@@ -552,11 +575,10 @@ class Checkpointer:
         Raises:
             ReshardError: that save failed.
         """
-        if not self._is_leaving:
-            self._signals.close()
-        run = self._run
-        if run is not None:
-            run.unwatch()
+        self._signals.close()
+        if self._saver is not None:
+            self._saver.run.unwatch()
+            self._saver.close()
         self.wait()
 
     def __enter__(self) -> Self:
@@ -569,157 +591,23 @@ class Checkpointer:
             self.close()
             return
         try:
-            if self._save_on_exception and not isinstance(error, SystemExit):
-                self._save_after(error)
+            if self._save_on_exception and self._saver is not None and not isinstance(error, SystemExit):
+                save_after(self._saver, error, self._grace_s)
             self.close()
         except Exception as other:  # noqa: BLE001  what ended the block matters more
             _log.error("closing the checkpointer: %s", other)
 
-    # ------------------------------------------------------------------------------------------------------ one save
-
-    def _running(self) -> Run:
-        if self._run is None:
-            raise ArgumentError("`resume` has not been called, which says what there is to save")
-        return self._run
-
-    def _save(
-        self, step: int, *, blocking: bool, timeout: float | None = None, interrupted: bool = False
-    ) -> SaveReport | PendingSave[SaveReport]:
-        """Save, whatever is due."""
-        run, members = self._running(), self._group
-        described = self._describe(run, run.optimizer if self._save_optimizer else None)
-        extra: dict[str, Any] = {
-            "trainer": described.extra,
-            "run": {
-                "step": step,
-                "root_seed": self._root_seed,
-                "loss": run.loss,
-                "metrics": run.metrics,
-                "interrupted": interrupted,
-            },
-            "rng": per_rank(
-                rng.capture(
-                    rank=members.rank,
-                    world_size=members.world_size,
-                    coordinate=self._coordinate,
-                    root_seed=self._root_seed,
-                )
-            ),
-        }
-        if run.sampler is not None:
-            extra["sampler"] = run.sampler.state_dict()
-        if run.per_rank:
-            extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
-        if members.rank == 0:
-            run.record = run.record or self._record()
-            extra["environment"] = run.record
-        metrics = run.metrics if run.loss is None else {**run.metrics, "loss": run.loss}
-        save_any: Any = save_iteration  # which of two things it returns is said by a variable
-        saved = save_any(
-            self._root,
-            step,
-            **described.saving(),
-            common=self._common(run, step),
-            extra=extra,
-            group=members,
-            blocking=blocking,
-            metrics=metrics,
-            rollback=step < run.above,
-            timeout=self._timeout if timeout is None else timeout,
-            **self._options,
-        )
-        run.saved, run.saved_at = step, time.monotonic()
-        run.above = 0
-        run.pending = None if blocking else saved
-        result: SaveReport | PendingSave[SaveReport] = saved
-        return result
-
-    def _common(self, run: Run, step: int) -> dict[str, Any]:
-        common: dict[str, Any] = {"step_num": step, "global_step": step}
-        if isinstance(run.sampler, ElasticSampler):
-            # The epoch of the step that was made, from 1.
-            common["epoch_num"] = run.sampler.epoch + (run.sampler.consumed > 0)
-            common["global_batch_size"] = run.sampler.global_batch_size
-        if run.healthy is not None:
-            common["ckpt_status"] = 0 if run.healthy else 1
-        return common
-
-    def _save_due(self, step: int) -> None:
-        """Save in `step`: what fails for a while costs a checkpoint, not the training."""
-        run = self._running()
-        try:
-            self.wait(self._timeout)
-        except (ReshardError, TimeoutError) as error:
-            self._failed(error, "the save in the background failed")
-        try:
-            self._save(step, blocking=not self._async)
-        except ReshardError as error:
-            self._failed(error, f"iteration {step} is not saved")
-        else:
-            if not self._async:
-                run.n_failures = 0
-
-    def _failed(self, error: BaseException, what: str) -> None:
-        run = self._running()
-        run.n_failures += 1
-        if isinstance(error, _HOPELESS) or run.n_failures >= _MAX_FAILURES:
-            raise error
-        _log.error("%s: %s (the training goes on)", what, error)
-
-    # -------------------------------------------------------------------------------------------------- before the end
-
-    def _step_without_board(self, step: int, *, is_due: bool) -> None:
+    def _step_without_board(self, saver: Saver, step: int) -> None:
         """A group without a board: signals are heeded where a save is due, all ranks having come there anyway."""
-        if not is_due:
-            return
         seen = [why for why in self._together(lambda: self._signals.seen) if why is not None]
         if seen:
-            self._save_and_leave(step, seen[0], self._grace_s)
-        self._save_due(step)
+            save_and_leave(saver, self._signals, step, seen[0], self._grace_s)
+        saver.save_due(step)
 
-    def _save_and_leave(self, step: int, why: str, seconds: float) -> NoReturn:
-        """Save within so many seconds and end the process. What was under way in the background is waited for."""
-        run = self._running()
-        deadline = time.monotonic() + seconds
-        _log.warning("%s: saving iteration %d, then leaving", why, step)
-        try:
-            self.wait(seconds)
-        except (ReshardError, TimeoutError) as error:
-            _log.error("the save in the background failed: %s", error)
-            run.saved = -1  # whatever it was
-        saved, message = True, f"iteration {step} is saved"
-        if run.saved != step:
-            try:
-                self._save(step, blocking=True, timeout=max(deadline - time.monotonic(), LAST_WORDS_S))
-            except ReshardError as error:
-                saved, message = False, f"iteration {step} is not saved: {error}"
-        self._leave(message, saved=saved)
-
-    def _leave(self, message: str, *, saved: bool) -> NoReturn:
-        try:
-            # Rank 0 may serve the store: it leaves last.
-            session(self._group, "leaving").gather(None, timeout=LAST_WORDS_S)
-        except ReshardError as error:
-            _log.debug("leaving: %s", error)
-        _log.log(logging.WARNING if saved else logging.ERROR, "%s; leaving", message)
-        # Handlers stay: launchers send another signal to whoever is left when the first rank ends.
-        self._is_leaving = True
-        raise SystemExit(EXIT_CODE if saved else 128 + (self._signals.number or signal.SIGTERM))
-
-    def _save_after(self, error: BaseException) -> None:
-        """Save where the last complete step ended, if the exception has left it as it was, on all ranks."""
-        run = self._run
-        if run is None or run.last == run.saved:
-            return
-        own = [run.last, run.n_updates == 0 and not run.is_updating]
-        what = f"{type(error).__name__} in the step after {run.last}"
-        states = agree(session(self._group, "exception"), own, self._grace_s)
-        if any(state != [run.last, True] for state in states):
-            _log.error("%s: nothing is saved, the ranks are not at the end of one step: %s", what, states)
-            return
-        self.wait(self._grace_s)
-        self._save(run.last, blocking=True, timeout=self._grace_s, interrupted=True)
-        _log.warning("%s: iteration %d is saved", what, run.last)
+    def _running(self) -> Saver:
+        if self._saver is None:
+            raise ArgumentError("`resume` has not been called, which says what there is to save")
+        return self._saver
 
 
 def _facts_of(sampler: object) -> RunFacts:

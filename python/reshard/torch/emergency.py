@@ -67,6 +67,7 @@ class Signals:
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
         self._first: tuple[int, float] | None = None
+        self._stays = False
         if numbers and threading.current_thread() is not threading.main_thread():
             _log.warning("signals are not watched: handlers can be set in the main thread alone")
             return
@@ -87,8 +88,14 @@ class Signals:
         """Seconds since it came."""
         return 0.0 if self._first is None else time.monotonic() - self._first[1]
 
+    def stay(self) -> None:
+        """Go on until the process ends, whoever calls `close`."""
+        self._stays = True
+
     def close(self) -> None:
         """Set back the handlers that were there before."""
+        if self._stays:
+            return
         if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._handle:

@@ -72,9 +72,13 @@ class Run:
         self.is_updating = False
         self._hooks: list[Any] = []
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those of torch's among what was given as `optimizer`."""
+        given = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        return [one for one in given if isinstance(one, torch.optim.Optimizer)]
+
     def watch(self) -> None:
         """Know when an optimizer is in the midst of its step."""
-        optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
 
         def before(*_: Any) -> None:
             self.is_updating = True
@@ -83,9 +87,8 @@ class Run:
             self.is_updating = False
             self.n_updates += 1
 
-        for one in optimizers:
-            if isinstance(one, torch.optim.Optimizer):
-                self._hooks += [one.register_step_pre_hook(before), one.register_step_post_hook(after)]
+        for one in self.optimizers():
+            self._hooks += [one.register_step_pre_hook(before), one.register_step_post_hook(after)]
 
     def unwatch(self) -> None:
         """Leave the optimizers alone."""

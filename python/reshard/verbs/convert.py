@@ -10,27 +10,41 @@ import contextlib
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from reshard import _core, dtypes, opening
+from reshard import _core, dtypes
 from reshard.errors import ArgumentError, CheckpointNotFoundError
+from reshard.formats import scalars
 from reshard.group import SingleProcess, agree, resolve, session
 from reshard.layout import as_layout
+from reshard.names import as_names, config_beside
 from reshard.small_files import parse_size
 from reshard.verbs.destinations import WRITER_KEY, Job, Options, to_huggingface, to_safetensors
+from reshard.verbs.selection import open_source, select
 from reshard.verbs.shares import Share, Shared, digest_of
+from reshard.verbs.to_checkpoint1 import to_checkpoint1
 from reshard.verbs.to_checkpoint2 import to_checkpoint2
+from reshard.verbs.to_mindspore import to_mindspore
 from reshard.write.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from reshard.checkpoint import LayoutLike, Part
+    from reshard.checkpoint import Checkpoint, LayoutLike, Part
+    from reshard.names import ConfigLike, NamesLike
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
-Target = Literal["huggingface", "checkpoint2", "safetensors"]
+Target = Literal["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors"]
+
+_METADATA = {
+    "mindspore": {"format": "ms", "remove_redundancy": "False"},
+    "checkpoint2": {"format": "ms"},
+    "checkpoint1": {"format": "ms", "remove_redundancy": "False"},
+}
+_PRIVATE = ("checkpoint2", "checkpoint1")  # a trainer's: not for others to read
+_HUGGINGFACE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -66,12 +80,18 @@ def convert(
     *,
     to: Target | None = None,
     part: Part | None = None,
+    strategy: str | os.PathLike[str] | None = None,
+    suffix: str | None = None,
+    drop: str | Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    names: NamesLike | None = None,
+    config: ConfigLike | None = None,
     layout: LayoutLike | None = None,
     iteration: int | None = None,
     prefix: str | None = None,
     dtype: object = None,
-    max_shard_size: str | int = "4GiB",
-    dedup: bool = True,
+    max_shard_size: str | int | None = None,
+    dedup: bool | None = None,
     memory: str | int = "256MiB",
     threads: int | None = None,
     durable: bool = True,
@@ -88,22 +108,37 @@ def convert(
     Args:
         src: whatever `reshard.open` opens.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file.
-        to: "huggingface" (the default without a layout), "checkpoint2" (the default with one) or "safetensors": one
-            file if `dst` ends so, else one a rank.
+        to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends so: one file; else one a
+            rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout) or "checkpoint1" (a
+            folder a rank).
         part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
-        layout: how the destination is cut: a layout, or a strategy file or folder; none: whole tensors.
-        iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none.
-        prefix: first part of the names of Checkpoint 2.0 shard files.
+        strategy: of rank folders, how they are cut: a strategy file, or a folder with those of all stages.
+        suffix: of rank folders, which file of each is read, by how its name ends: "20_2", of a later run "1-20_2".
+        drop: leave out the tensors whose names begin so; one beginning or several. They are nowhere in the destination.
+        rename: by how names begin, how they begin instead: `{"model.": "", "lm_head.": "head."}`. The longest beginning
+            that fits counts, "" puts something before every name. The state of a parameter follows it.
+        names: a name map, applied after `drop` and `rename`: tensors are renamed, fused, split, stacked, transposed. A
+            `NameMap`, its file or mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" goes the
+            other way.
+        config: the model's `config.json`, for the sizes that the name map takes from it; default: the one in `src`.
+        layout: how the destination is cut, a strategy file among others; none: whole tensors. It speaks of new names.
+        iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none. Of rank folders
+            the step in the names of the files.
+        prefix: first part of the names of Checkpoint 2.0 shard files. Of rank folders the files are then named as a
+            training run names them, `<prefix>_rank_<r>-<epoch>_<step>.safetensors`, and not `net.safetensors`.
         dtype: cast the floating-point tensors to it; others stay.
-        max_shard_size: largest Hugging Face file, such as "4GiB"; a larger tensor gets a file of its own.
-        dedup: write each shard once instead of once for every rank that holds it.
+        max_shard_size: largest file of whole weights, such as "4GiB"; a larger tensor gets a file of its own. Default:
+            4 GiB for Hugging Face; for "mindspore" as many files as the original makes, about 3 GiB each.
+        dedup: write each shard once instead of once for every rank that holds it. Default: yes, except in rank folders:
+            each rank of a trainer reads its own.
         memory: budget of the copy, such as "256MiB"; what is used beyond it does not grow with the model.
         threads: threads of the copy.
         durable: sync everything before it is published.
         overwrite: replace that iteration, or the files of an earlier conversion, and nothing else.
         strict_format: refuse tensors whose layout metadata.json cannot express, instead of describing them in
             tiles.json, which only this package reads.
-        modes: "original" gives files the permissions that MindSpore Transformers gives (shard files 0400).
+        modes: "original" gives files the permissions that MindSpore Transformers gives (shard files 0400), in its
+            formats.
         share: `(i, n)`, i from 0: write the i-th of n shares of the files, on any machine that sees source and
             destination, and publish if it was the last. A share that was cut short is given again.
         group: a `reshard.group.Group` or a process group of torch.distributed, all of whose ranks make this call: each
@@ -118,6 +153,7 @@ def convert(
         DestinationExistsError: `dst` holds something, and `overwrite` was not given or does not cover it.
         ClaimedError: another process writes into the checkpoint root `dst`.
         ArgumentError: options that contradict each other, or `dst` inside `src` or the reverse.
+        NamesError: the name map does not fit the tensors.
         LayoutError, CoverageError, MismatchError, UnsupportedError: the source or the layout does not allow it.
         DamagedFileError, StorageError: reading or writing failed. In every case the destination is as it was.
 
@@ -137,7 +173,7 @@ def convert(
     with _all_ranks(group, timeout) as share_of_rank:
         share = share or share_of_rank
         source, target = Path(src), Path(dst)
-        chosen = _target(to, layout)
+        chosen = _target(to, target, layout)
         _check_options(chosen, target, layout, {"iteration": iteration, "prefix": prefix, "modes": modes})
         _check_apart(source, target)
         is_one_file = chosen == "safetensors" and target.suffix == ".safetensors"
@@ -145,32 +181,42 @@ def convert(
             # What is published by a rename needs a name of its own, on the disk where it will lie.
             target = target.resolve()
         options = Options(
-            metadata={"format": "ms" if chosen == "checkpoint2" else "pt", WRITER_KEY: _core.__version__},
+            metadata=_METADATA.get(chosen, {"format": "pt"}) | {WRITER_KEY: _core.__version__},
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),
             windows=_core.Windows(parse_size(memory)),
             threads=threads,
             durable=durable,
-            file_mode=0o640 if chosen == "checkpoint2" else 0o666,
-            folder_mode=0o750 if chosen == "checkpoint2" else 0o777,
+            file_mode=0o640 if chosen in _PRIVATE else 0o666,
+            folder_mode=0o750 if chosen in _PRIVATE else 0o777,
             progress=progress,
         )
-        with opening.open(source) as opened:
-            keys = opened.keys(part or ("model" if chosen == "huggingface" else "all"))
-            if not keys:
-                raise ArgumentError(
-                    f"{source} holds no tensors of that part; there is nothing to write", path=str(source)
-                )
-            job = Job(opened, keys, target, options, overwrite)
+        max_bytes = None if max_shard_size is None else parse_size(max_shard_size)
+        with open_source(source, strategy=strategy, suffix=suffix) as whole, contextlib.ExitStack() as views:
+            part_written = part or ("model" if chosen == "huggingface" else "all")
+            known = None
+            if names is not None:
+                known = as_names(names, config_beside(source) if config is None else config)
+            elif config is not None:
+                raise ArgumentError("`config` has a meaning only with `names`")
+            apart = _apart(chosen, whole)
+            selection = select(whole, part_written, drop=drop, rename=rename, names=known, apart=apart)
+            opened = views.enter_context(selection.source)
+            job = Job(opened, selection.keys, target, options, overwrite, selection.counters)
             if share is not None:
                 if is_one_file:
                     raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
                 asked: list[object] = [
                     chosen,
                     part,
+                    None if strategy is None else str(Path(strategy).resolve()),
+                    suffix,
+                    drop,
+                    rename,
+                    None if known is None else known.to_mapping(),
                     iteration,
                     prefix,
                     options.dtype,
-                    max_shard_size,
+                    max_bytes,
                     dedup,
                     durable,
                     overwrite,
@@ -178,10 +224,22 @@ def convert(
                 ]
                 asked.append(None if layout is None else as_layout(layout).to_mapping())
                 job = replace(job, shared=_shared(job, Share(*share), asked, in_root=chosen == "checkpoint2"))
+            original_modes = modes == "original"
             if chosen == "huggingface":
-                written = to_huggingface(job, parse_size(max_shard_size))
+                written = to_huggingface(job, max_bytes or _HUGGINGFACE_BYTES)
+            elif chosen == "mindspore":
+                written = to_mindspore(job, max_bytes, original_modes=original_modes)
             elif chosen == "safetensors":
                 written = to_safetensors(job, layout)
+            elif chosen == "checkpoint1":
+                written = to_checkpoint1(
+                    job,
+                    layout,
+                    prefix=prefix,
+                    iteration=iteration,
+                    dedup=dedup is True,
+                    original_modes=original_modes,
+                )
             else:
                 number = iteration if iteration is not None else (opened.iteration or 0)
                 written = to_checkpoint2(
@@ -189,14 +247,14 @@ def convert(
                     layout,
                     number,
                     prefix,
-                    dedup=dedup,
+                    dedup=dedup is not False,
                     strict_format=strict_format,
-                    original_modes=modes == "original",
+                    original_modes=original_modes,
                 )
     return ConvertReport(
         path=str(written.path),
         to=chosen,
-        n_tensors=len(keys),
+        n_tensors=len(job.keys) + (len(job.counters) if chosen in ("mindspore", "checkpoint1") else 0),
         n_files=written.n_files,
         n_bytes=written.n_bytes,
         seconds=time.monotonic() - started,
@@ -230,19 +288,32 @@ def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None
     agree(session(members, "convert"), outcome, timeout)
 
 
-def _target(to: Target | None, layout: LayoutLike | None) -> Target:
+def _target(to: Target | None, target: Path, layout: LayoutLike | None) -> Target:
+    if to is None and layout is None:
+        return "safetensors" if target.suffix == ".safetensors" else "huggingface"
     if to is None:
-        return "huggingface" if layout is None else "checkpoint2"
-    if to not in ("huggingface", "checkpoint2", "safetensors"):
-        raise ArgumentError(f'`to` is {to!r}; "huggingface", "checkpoint2" or "safetensors" are accepted')
+        return "checkpoint2"
+    if to not in (known := get_args(Target)):
+        accepted = ", ".join(f'"{one}"' for one in known[:-1]) + f' or "{known[-1]}"'
+        raise ArgumentError(f"`to` is {to!r}; {accepted} are accepted")
     return to
 
 
-def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_checkpoint2: Mapping[str, object]) -> None:
-    if to == "huggingface" and layout is not None:
+def _apart(to: Target, source: Checkpoint) -> Collection[str]:
+    """The counters that are no tensors of the destination like others."""
+    if to in ("mindspore", "checkpoint1"):
+        return scalars.OF_NO_PARAMETER
+    if to == "checkpoint2" and source.format != "checkpoint2":
+        # They go into common.json; of the original's own tensors there, this one is a tensor.
+        return [name for name in scalars.NAMES if name != "global_step"]
+    return ()
+
+
+def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_format: Mapping[str, object]) -> None:
+    if to in ("huggingface", "mindspore") and layout is not None:
         raise ArgumentError(
-            "Hugging Face files hold whole tensors: `layout` has no meaning there",
-            hint='leave `layout` out, or choose to="checkpoint2" or to="safetensors"',
+            f'to="{to}" holds whole tensors: `layout` has no meaning there',
+            hint='leave `layout` out, or choose to="checkpoint2", to="checkpoint1" or to="safetensors"',
         )
     if to == "safetensors" and layout is not None and target.suffix == ".safetensors":
         raise ArgumentError(
@@ -250,12 +321,13 @@ def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_check
             hint="give a folder as the destination",
             path=str(target),
         )
-    for name, value in of_checkpoint2.items():
-        if value is not None and to != "checkpoint2":
+    for name, value in of_format.items():
+        has_it = to in ("checkpoint2", "checkpoint1") or (name == "modes" and to == "mindspore")
+        if value is not None and not has_it:
             raise ArgumentError(f'`{name}` belongs to to="checkpoint2"; the destination is "{to}"')
-    if of_checkpoint2["modes"] not in (None, "original"):
-        raise ArgumentError(f'`modes` is {of_checkpoint2["modes"]!r}; "original" is accepted')
-    iteration = of_checkpoint2["iteration"]
+    if of_format["modes"] not in (None, "original"):
+        raise ArgumentError(f'`modes` is {of_format["modes"]!r}; "original" is accepted')
+    iteration = of_format["iteration"]
     if iteration is not None and (isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0):
         raise ArgumentError(f"`iteration` is {iteration!r}; a whole number from 0 on is needed")
 

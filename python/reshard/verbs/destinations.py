@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import DestinationExistsError, ReshardError
-from reshard.formats import huggingface, tiles
+from reshard.formats import full_weights, huggingface, tiles, weight_map
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.small_files import write_file_atomically
 from reshard.verbs.shares import assign, committing, missing, place, record, told
@@ -19,8 +19,10 @@ from reshard.write.commit import as_storage_error, made_folder, published_file, 
 from reshard.write.iteration import JointProgress, RankFile, WholeTensor, describe_cut, file_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
+
+    import numpy as np
 
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.verbs.shares import Shared
@@ -30,16 +32,23 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WRITER_KEY",
+    "File",
     "Job",
     "Options",
     "Written",
     "as_file",
     "bind",
+    "check_folder_free",
+    "destination_folder",
     "file_sizes",
+    "is_our_file",
+    "n_bytes_of",
     "produced",
+    "set_original_modes",
     "settled_mapping",
     "to_huggingface",
     "to_safetensors",
+    "whole_request",
     "whole_tensors",
     "write_files",
 ]
@@ -50,7 +59,7 @@ WRITER_KEY = "reshard"
 
 @dataclass(frozen=True)
 class File:
-    """One shard file to be: its name, and what the core is asked for."""
+    """One shard file to be: its name, in a folder of its own or not, and what the core is asked for."""
 
     name: str
     request: _core.Request
@@ -72,13 +81,24 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """A conversion: the source's tensors that are written, and where."""
+    """A conversion: the source's tensors that are written, and where.
+
+    Attributes:
+        source: the opened source.
+        keys: its tensors that are written.
+        target: where to.
+        options: what holds for every file.
+        overwrite: whether what an earlier conversion wrote is replaced.
+        counters: those that the source knows and has no tensors of, as tensors: formats that keep them so write them.
+        shared: which share of the work this is.
+    """
 
     source: Checkpoint
     keys: list[str]
     target: Path
     options: Options
     overwrite: bool
+    counters: Mapping[str, np.ndarray] = field(default_factory=dict)
     shared: Shared | None = None
 
 
@@ -114,6 +134,9 @@ def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> 
     """Stream the files; what was written, by name."""
     options = job.options
     progress = JointProgress(options.progress, sum(sizes))
+    for name in {file.name.rpartition("/")[0] for file in files} - {""}:
+        with as_storage_error("make", folder / name):
+            (folder / name).mkdir(mode=options.folder_mode, exist_ok=True)
     return {
         file.name: job.source.plan(file.request, dtype=options.dtype).write(
             str(folder / file.name),
@@ -146,7 +169,7 @@ def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> 
         chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
         own = written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
         record(gathered, share, written, mode=job.options.file_mode, durable=job.options.durable)
-    report = Written(published, len(own), _n_bytes(own), missing(gathered, share.count))
+    report = Written(published, len(own), n_bytes_of(own), missing(gathered, share.count))
     if report.pending:
         yield report
         return
@@ -160,12 +183,12 @@ def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> 
 
 def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
     """Write whole tensors in files of a largest size, and the index of more than one."""
-    _check_folder_free(job)
-    request = _whole(job.source, job.keys)
+    check_folder_free(job)
+    request = whole_request(job.source, job.keys)
     sizes = [(name, n_bytes) for name, _, _, n_bytes in job.source.plan(request, dtype=job.options.dtype).arrays]
     shards = huggingface.plan_shards(sizes, max_shard_bytes)
     files = [
-        File(huggingface.file_name(number, len(shards)), _whole(job.source, keys))
+        File(huggingface.file_name(number, len(shards)), whole_request(job.source, keys))
         for number, keys in enumerate(shards, 1)
     ]
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
@@ -177,23 +200,25 @@ def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
 def _publish_huggingface(
     job: Job, files: list[File], shards: list[list[str]], sizes: list[tuple[str, int]], fill: Produce
 ) -> Written:
-    with _folder(job) as folder:
-        n_bytes = _n_bytes(fill(folder))
+    with destination_folder(job) as folder:
+        n_bytes = n_bytes_of(fill(folder))
         if len(files) > 1:
-            weight_map = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
+            file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
             total = sum(size for _, size in sizes)
-            text = huggingface.index_text(weight_map, total, _core.__version__)
+            text = huggingface.index_text(file_of, total, _core.__version__)
             write_file_atomically(
                 folder / huggingface.INDEX_FILE, text, job.options.file_mode, durable=job.options.durable
             )
     return Written(job.target, len(files), n_bytes)
 
 
-def _n_bytes(written: Mapping[str, FileTold]) -> int:
+def n_bytes_of(written: Mapping[str, FileTold]) -> int:
+    """Bytes of the files."""
     return sum(one.n_bytes for one in written.values())
 
 
-def _whole(source: Checkpoint, keys: list[str]) -> _core.Request:
+def whole_request(source: Checkpoint, keys: list[str]) -> _core.Request:
+    """The tensors whole, in their order."""
     request = _core.Request()
     for key in keys:
         shape = source.shape(key)
@@ -210,10 +235,10 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
             made_folder(parent, mode=job.options.folder_mode, durable=durable),
             published_file(job.target, replace=job.overwrite, durable=durable) as path,
         ):
-            files = [File(path.name, _whole(job.source, job.keys))]
-            n_bytes = _n_bytes(write_files(job, parent, files, file_sizes(job, files)))
+            files = [File(path.name, whole_request(job.source, job.keys))]
+            n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
         return Written(job.target, 1, n_bytes)
-    _check_folder_free(job)
+    check_folder_free(job)
     bound = bind(job.source, layout)
     tensors = whole_tensors(job)
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
@@ -229,8 +254,8 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
         if isinstance(fill, Written):
             return fill
-        with _folder(job) as folder:
-            n_bytes = _n_bytes(fill(folder))
+        with destination_folder(job) as folder:
+            n_bytes = n_bytes_of(fill(folder))
             if len(builder):
                 content = builder.build(None if layout is None else settled_mapping(job.source, layout))
                 tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
@@ -239,7 +264,7 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
 
 def whole_tensors(job: Job) -> dict[str, WholeTensor]:
     """What is known of the tensors that are written, after a cast. Casts and keys are checked here, for all of them."""
-    plan = job.source.plan(_whole(job.source, job.keys), dtype=job.options.dtype)
+    plan = job.source.plan(whole_request(job.source, job.keys), dtype=job.options.dtype)
     optimizer = set(job.source.keys("optimizer"))
     return {
         key: WholeTensor(dtype, job.source.shape(key), "optimizer" if key in optimizer else "model")
@@ -255,8 +280,25 @@ def as_file(bound: BoundLayout, file: RankFile) -> File:
 # -- the destination
 
 
+def set_original_modes(folder: Path) -> None:
+    """Give the files of a folder, and itself, the permissions that MindSpore Transformers gives."""
+    for entry in folder.iterdir():
+        entry.chmod(0o400 if entry.suffix == ".safetensors" else 0o640)
+    folder.chmod(0o750)
+
+
 @contextlib.contextmanager
-def _folder(job: Job) -> Iterator[Path]:
+def destination_folder(
+    job: Job, subfolders: Collection[str] = (), is_ours: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
+    """A folder that becomes the destination when the block ends well; what an earlier conversion wrote goes.
+
+    Args:
+        job: the conversion.
+        subfolders: folders in it that are written too.
+        is_ours: what is replaced of a destination that is there, and not carried over.
+    """
+    is_ours = is_ours or is_our_file
     options, parent = job.options, job.target.parent
     with (
         made_folder(parent, mode=options.folder_mode, durable=options.durable),
@@ -266,13 +308,14 @@ def _folder(job: Job) -> Iterator[Path]:
             replace=job.overwrite,
             durable=options.durable,
             mode=options.folder_mode,
-            keep=lambda entry: not _is_ours(entry),
+            keep=lambda entry: not is_ours(entry),
+            subfolders=subfolders,
         ) as folder,
     ):
         yield folder
 
 
-def _is_ours(entry: Path) -> bool:
+def is_our_file(entry: Path) -> bool:
     """Whether a file was written by an earlier conversion: it names its writer."""
     if entry.is_symlink() or not entry.is_file():
         return False
@@ -281,8 +324,8 @@ def _is_ours(entry: Path) -> bool:
             tiles.read(entry)
             return True
         return False
-    if entry.name == huggingface.INDEX_FILE:
-        return huggingface.index_writer(entry) is not None
+    if entry.name in (huggingface.INDEX_FILE, full_weights.MAP_FILE):
+        return weight_map.writer(entry) is not None
     if entry.suffix != ".safetensors":
         return False
     try:
@@ -292,7 +335,13 @@ def _is_ours(entry: Path) -> bool:
         return False
 
 
-def _check_folder_free(job: Job) -> None:
+def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _: False) -> None:
+    """Refuse a destination folder that holds what is not to be replaced, or not to be mixed up with what is written.
+
+    Args:
+        job: the conversion.
+        would_be_lost: entries beside foreign weight files that are refused.
+    """
     target = job.target
     if not target.exists():
         return
@@ -307,14 +356,14 @@ def _check_folder_free(job: Job) -> None:
             path=str(target),
             hint="choose another destination, or give `overwrite` to replace the files of an earlier conversion",
         )
-    names = (huggingface.INDEX_FILE, tiles.TILES_FILE)
-    foreign = [e for e in entries if (e.suffix == ".safetensors" or e.name in names) and not _is_ours(e)]
-    if foreign:
-        raise DestinationExistsError(
-            f"{foreign[0]} was not written by an earlier conversion and would be mixed up with what is written now",
-            path=str(foreign[0]),
-            hint="move it away, or choose another destination",
-        )
+    names = (huggingface.INDEX_FILE, full_weights.MAP_FILE, tiles.TILES_FILE)
+    for entry in entries:
+        if would_be_lost(entry) or ((entry.suffix == ".safetensors" or entry.name in names) and not is_our_file(entry)):
+            raise DestinationExistsError(
+                f"{entry} was not written by an earlier conversion and would be mixed up with what is written now",
+                path=str(entry),
+                hint="move it away, or choose another destination",
+            )
 
 
 def _check_file_free(job: Job) -> None:
@@ -323,7 +372,7 @@ def _check_file_free(job: Job) -> None:
         return
     if not job.overwrite:
         raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite` to replace it")
-    if not _is_ours(target):
+    if not is_our_file(target):
         raise DestinationExistsError(
             f"{target} was not written by an earlier conversion", path=str(target), hint="choose another destination"
         )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.checkpoint import Checkpoint, Part
+    from reshard.opening import StrategyLike
 
 __all__ = ["DiffReport", "TensorDifference", "diff"]
 
@@ -89,6 +90,8 @@ def diff(
     b: str | os.PathLike[str],
     *,
     part: Part = "all",
+    strategy_a: StrategyLike | None = None,
+    strategy_b: StrategyLike | None = None,
     memory: str | int = "256MiB",
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -99,6 +102,8 @@ def diff(
         a: anything that `reshard.open` opens.
         b: another one; its format and layout may differ.
         part: "model", "optimizer" or "all". Hugging Face folders and plain files hold only model tensors.
+        strategy_a: of rank folders, how they make up whole tensors: as `strategy` of `reshard.open`.
+        strategy_b: the same of the second.
         memory: budget of the buffers, such as "256MiB"; what is used beyond it does not grow with the model.
         threads: threads of the copies.
         progress: called as `progress(done_bytes, total_bytes)`.
@@ -109,6 +114,7 @@ def diff(
     Raises:
         CheckpointNotFoundError, DamagedFileError, CoverageError, StorageError: one of them cannot be opened or read.
         ArgumentError: `part` or `memory` is none.
+        LayoutError: rank folders without a strategy.
 
     Example:
         >>> import numpy as np, reshard
@@ -119,7 +125,7 @@ def diff(
         (1, [('w', 1, 0.5)])
     """
     half_bytes = max(parse_size(memory) // 2, 1)
-    with opening.open(a) as left, opening.open(b) as right:
+    with opening.open(a, strategy=strategy_a) as left, opening.open(b, strategy=strategy_b) as right:
         keys, other = left.keys(part), set(right.keys(part))
         pairs = [_Pair(key, left, right) for key in keys if key in other]
         n_bytes = sum(sum(pair.n_bytes) for pair in pairs if pair.is_comparable)

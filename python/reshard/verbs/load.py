@@ -1,9 +1,10 @@
 """Resuming: all ranks load the newest checkpoint that proves whole while it is loaded, or none starts.
 
-Rank 0 looks at the root and decides; the others are told which manifest, by its digest, and open the very same. Each
-loads its part, comparing what it touches. Damage on any rank passes the iteration over on all of them, and the next
-older one is taken; why is told in the decision. What is nobody's damage, a layout that does not fit or memory that runs
-out, is raised on all ranks. The damaged checkpoint is left as it is.
+Rank 0 looks at the root and decides; the others are told which manifest, by its digest, and open the very same. Of a
+Checkpoint 1.0 tree, which has no manifest and need not lie on a shared disk, every rank looks at its own folder, and
+what all have whole is taken. Each loads its part, comparing what it touches. Damage on any rank passes the iteration
+over on all of them, and the next older one is taken; why is told in the decision. What is nobody's damage, a layout
+that does not fit or memory that runs out, is raised on all ranks. The damaged checkpoint is left as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from reshard.formats import checkpoint2
 from reshard.formats.checkpoint2 import CommonInfo
 from reshard.group import agree, resolve, session
 from reshard.opening.facts import gather
+from reshard.opening.rank_facts import SavesRoot, Together, gather_saves, is_deduplicated, open_own, path_of, saves_root
+from reshard.opening.rank_folders import open_rank_files, strategy_for
 from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, decide
+from reshard.small_files import show
 from reshard.write import protocol, taken
 
 if TYPE_CHECKING:
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, LayoutLike, Part, Verify
     from reshard.config import ConfigLike
     from reshard.group import Group
+    from reshard.opening.rank_folders import StrategyLike
 
 __all__ = ["Loaded", "PendingLoad", "load", "load_async", "load_with"]
 
@@ -79,6 +84,7 @@ def load(
     layout: LayoutLike | None = None,
     rank: int | None = None,
     *,
+    strategy: StrategyLike | None = None,
     group: object = None,
     verify: Verify = "touched",
     config: ConfigLike | None = None,
@@ -106,6 +112,9 @@ def load(
             the configuration loads.
         layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder; None: whole tensors.
         rank: the rank in the layout whose arrays are wanted; None: this process's rank in the group.
+        strategy: how the ranks of a Checkpoint 1.0 tree cut its tensors: a strategy file or a folder of them. None: the
+            folder `strategy` in the tree or beside it. With neither strategy nor layout a rank gets what its own file
+            holds, and needs to see no other.
         group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
             None: torch's default group if there is one, else this process alone.
         verify: "touched" compares every 256 KiB that is read with its sum, "full" first all files, shared out over the
@@ -169,6 +178,8 @@ def load(
     decision, loaded = load_with(
         read,
         root,
+        strategy=strategy,
+        own_file=own if layout is None and strategy is None else None,
         group=members,
         check=check,
         scrub=verify == "full",
@@ -192,6 +203,8 @@ def load_with(
     read: Callable[[Checkpoint, ResumeDecision], T],
     root: str | os.PathLike[str] | None = None,
     *,
+    strategy: StrategyLike | None = None,
+    own_file: int | None = None,
     group: object = None,
     check: Callable[[], None] = _nothing,
     scrub: bool = False,
@@ -210,6 +223,8 @@ def load_with(
         read: called with the open checkpoint and the decision, for one after the other until no rank finds damage. What
             it returned of a damaged one is thrown away.
         root: as in `load`, and so are the other arguments.
+        strategy: see `load`.
+        own_file: of a Checkpoint 1.0 tree this rank's own file alone is opened, as it is; None: all files, as one.
         group: all its ranks call this.
         check: called first; what it raises is raised on all ranks.
         scrub: compare all files with their sums first, shared out over the ranks.
@@ -243,7 +258,10 @@ def load_with(
         known = run or RunFacts()
         if known.world_size is None:
             known = replace(known, world_size=members.world_size)
-        return _Terms(_asked(root, config, iteration), known, compatible, allow_fresh, method)
+        asked, cut, own = _asked(root, config, iteration), strategy, own_file
+        if asked.auto_trans:
+            cut, own = strategy or asked.strategy or None, None
+        return _Terms(asked, known, compatible, allow_fresh, method, cut, own)
 
     def read_from(checkpoint: Checkpoint, decision: ResumeDecision) -> T:
         with checkpoint:
@@ -315,6 +333,8 @@ class _Terms:
     compatible: bool
     allow_fresh: bool
     method: _core.ReadMethod
+    strategy: StrategyLike | None
+    own_file: int | None
 
 
 def _choose(
@@ -331,6 +351,9 @@ def _choose(
     opened: dict[str, Checkpoint] = {}
 
     def look(terms: _Terms) -> list[Any]:
+        tree = saves_root(terms.config, channel.world_size)
+        if tree is not None:
+            return [None, asdict(tree)]
         facts = gather(terms.config, terms.run, method=terms.method, faults=faults, opened=opened)
         path = _decide(terms, facts).path
         chosen = None if path is None else opening.chosen(opened[path])
@@ -341,6 +364,12 @@ def _choose(
         outcome = _attempt(lambda: look(terms))
     value, chosen = _agree(channel, outcome, timeout)[0]
     assert isinstance(terms, _Terms)
+    if value is None:
+        # A host may have its ranks' folders under a path of its own.
+        tree = _attempt(lambda: saves_root(terms.config, channel.world_size) or SavesRoot(**chosen))
+        _agree(channel, tree if isinstance(tree, BaseException) else None, timeout)
+        assert isinstance(tree, SavesRoot)
+        return _choose_save(channel, terms, tree, faults, timeout)
     decision = _decide(terms, _facts(value))
     path = str(decision.path)
     if path in opened:
@@ -350,6 +379,46 @@ def _choose(
     return decision, lambda: _open_same(
         opening.Chosen.from_value(chosen), terms.method, min(_SIGHT_SECONDS, timeout / 2)
     )
+
+
+def _choose_save(
+    channel: Group, terms: _Terms, tree: SavesRoot, faults: Mapping[str, str], timeout: float
+) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
+    """As `_choose`, of the saves of rank folders: all ranks look, and each may see its own folder alone."""
+    together = Together(
+        channel.rank,
+        channel.world_size,
+        lambda value: channel.gather(value, timeout=timeout),
+        lambda outcome: _agree(channel, outcome, timeout),
+    )
+    facts = gather_saves(terms.config, terms.run, tree, together=together, method=terms.method, faults=faults)
+    decision = _decide(terms, facts)
+    n_ranks = next((one.world_size or 0 for one in facts.candidates if one.path == decision.path), 0)
+    return decision, lambda: _open_save(terms, tree.path, Path(str(decision.path)).name, n_ranks, channel.world_size)
+
+
+def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: int) -> Checkpoint:
+    """The files of a save as one checkpoint, or one rank's own file alone."""
+    own = terms.own_file
+    if own is None:
+        files = {rank: path_of(root, save, rank) for rank in range(n_ranks)}
+        return open_rank_files(Path(root), files, strategy_for(Path(root), terms.strategy), terms.method)
+    if not own < n_ranks or world_size not in (1, n_ranks):
+        raise MismatchError(
+            f"{show(root)} was saved by {n_ranks} ranks, and this is rank {own} of {world_size}: its own file is not "
+            "what it needs",
+            path=root,
+            hint="give `layout`, what this run holds, and `strategy`, how the saved one was cut",
+        )
+    checkpoint = open_own(path_of(root, save, own), terms.method)
+    if is_deduplicated(checkpoint, default=terms.config.dedup):
+        checkpoint.close()
+        raise MismatchError(
+            f"{show(root)} was saved without replicas: the own file of rank {own} lacks what other ranks wrote for it",
+            path=root,
+            hint="give `strategy`, how it was cut, and as `layout` the same or what this run holds",
+        )
+    return checkpoint
 
 
 def _decide(terms: _Terms, facts: Facts) -> ResumeDecision:
@@ -363,9 +432,9 @@ def _facts(value: dict[str, Any]) -> Facts:
         common = one["common"]
         if common is not None:
             common = CommonInfo(**{**common, "unknown": tuple(common["unknown"])})
-        candidates.append(CandidateFacts(**{**one, "common": common}))
+        candidates.append(CandidateFacts(**{**one, "common": common, "rank_faults": ()}))
     run, warnings = RunFacts(**value["run"]), tuple(value["warnings"])
-    return Facts(**{**value, "candidates": tuple(candidates), "run": run, "warnings": warnings})
+    return Facts(**{**value, "candidates": tuple(candidates), "run": run, "warnings": warnings, "ranks": ()})
 
 
 def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: float) -> Checkpoint:

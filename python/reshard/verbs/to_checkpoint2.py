@@ -17,6 +17,7 @@ from reshard.verbs.destinations import (
     bind,
     file_sizes,
     produced,
+    set_original_modes,
     settled_mapping,
     whole_tensors,
 )
@@ -121,7 +122,7 @@ def _publish(
                 file_mode=options.file_mode,
             )
             if original_modes:
-                _set_original_modes(attempt.staging)
+                set_original_modes(attempt.staging)
             if attempt.previous_tracker is not None and attempt.previous_tracker > iteration:
                 # No run went back: a newer iteration that the tracker names is left there, as if it had just come.
                 attempt = replace(attempt, previous_tracker=None)
@@ -173,12 +174,6 @@ def _take_back(attempt: protocol.Attempt) -> None:
     with contextlib.suppress(ReshardError, OSError):
         if manifest.read(attempt.folder).attempt == attempt.id:
             steps.remove_folder(attempt.folder, durable=False)
-
-
-def _set_original_modes(folder: Path) -> None:
-    for entry in folder.iterdir():
-        entry.chmod(0o400 if entry.suffix == ".safetensors" else 0o640)
-    folder.chmod(0o750)
 
 
 def _check_root_free(job: Job, folder_name: str) -> None:

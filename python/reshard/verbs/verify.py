@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard import opening
-from reshard.errors import CheckpointNotFoundError, ReshardError
+from reshard import _core, opening
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import manifest as manifests
+from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import scrub_file
 from reshard.small_files import show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from reshard import _core
     from reshard.formats.manifest import Manifest
+    from reshard.opening import RankSave, StrategyLike
 
 __all__ = ["Fault", "VerifiedCheckpoint", "VerifyReport", "verify"]
 
@@ -51,10 +52,10 @@ class VerifiedCheckpoint:
     """What was found out about one checkpoint.
 
     Attributes:
-        path: its folder or file.
+        path: its folder or file; in rank folders the first rank's file.
         iteration: its number, or None.
-        verified: whether there is a manifest, so that every byte was compared.
-        n_files: files that were compared with the manifest.
+        verified: whether every byte was compared: there is a manifest, or each file is a `.ckpt` with a CRC.
+        n_files: files that were compared.
         n_bytes: their bytes.
         faults: what is wrong; nothing if it is whole.
     """
@@ -73,7 +74,8 @@ class VerifyReport:
 
     Attributes:
         path: what was verified.
-        checkpoints: of a root every iteration, newest first; else the one.
+        checkpoints: of a root every iteration, newest first; of rank folders every save, in the order in which they
+            are tried; else the one.
         seconds: how long it took.
     """
 
@@ -95,6 +97,7 @@ class VerifyReport:
 def verify(
     path: str | os.PathLike[str],
     *,
+    strategy: StrategyLike | None = None,
     direct: bool = True,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -103,12 +106,14 @@ def verify(
 
     Args:
         path: anything that `reshard.open` opens.
+        strategy: of rank folders, how they make up whole tensors: as in `reshard.open`.
         direct: read shard files past the page cache, where the file system allows it: what the disk holds is proven.
         threads: threads that read.
         progress: called as `progress(done_bytes, total_bytes)`.
 
     Returns:
-        All faults. What has no manifest is checked in its structure and marked as not verified.
+        All faults. What has no manifest is checked in its structure and marked as not verified; but `.ckpt` files with
+        a CRC are compared with that.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -123,13 +128,16 @@ def verify(
     """
     started = time.monotonic()
     target = Path(path)
-    order = opening.iterations(target)
-    if order is None:
-        folders = [target]
-    else:
+    order, saves = opening.iterations(target), opening.rank_saves(target)
+    jobs: Sequence[_Job | _SaveJob]
+    if saves:
+        known = opening.strategy_for(target, strategy)
+        jobs = [_SaveJob(target, save, known) for save in saves]
+    elif order is not None:
         found = sorted((*order.candidates, *order.refused), key=lambda one: -one.iteration)
-        folders = [target / one.name for one in found]
-    jobs = [_Job(folder, is_given=order is None) for folder in folders]
+        jobs = [_Job(target / one.name, None, is_given=False) for one in found]
+    else:
+        jobs = [_Job(target, strategy, is_given=True)]
     total, done = sum(job.n_bytes for job in jobs), 0
 
     def advance(n_bytes: int) -> None:
@@ -147,8 +155,9 @@ def verify(
 class _Job:
     """One checkpoint: its manifest is read at once, so that the bytes of all are known before the first is read."""
 
-    def __init__(self, path: Path, *, is_given: bool) -> None:
+    def __init__(self, path: Path, strategy: StrategyLike | None, *, is_given: bool) -> None:
         self.path = path
+        self.strategy = strategy
         self.is_given = is_given  # and not found in a root
         self.faults: list[Fault] = []
         self.manifest: Manifest | None = None
@@ -182,19 +191,33 @@ class _Job:
                 self._shard_file(folder, self.manifest, shard, advance, direct=direct, threads=threads)
             n_files += len(self.names)
         iteration = None if self.manifest is None else self.manifest.iteration
+        is_verified = self.manifest is not None
         if not self.faults:
             # The files are what they were; whether together they are a checkpoint is told by opening them.
             try:
-                with opening.open(self.path) as opened:
+                with opening.open(self.path, strategy=self.strategy) as opened:
                     iteration = opened.iteration
+                    if self.manifest is None:
+                        proven = self._own_sums(opened._index)  # noqa: SLF001  what `scrub` does, told file by file
+                        n_files, n_bytes = len(proven), sum(proven)
+                        is_verified = n_files == len(opened.files())
             except ReshardError as error:
                 if isinstance(error, CheckpointNotFoundError) and self.is_given:
                     raise
                 name = None if error.path in (None, str(self.path)) else Path(str(error.path)).name
                 self.faults.append(Fault(name, error.message, tensors=() if error.key is None else (error.key,)))
-        return VerifiedCheckpoint(
-            str(self.path), iteration, self.manifest is not None, n_files, n_bytes, tuple(self.faults)
-        )
+        return VerifiedCheckpoint(str(self.path), iteration, is_verified, n_files, n_bytes, tuple(self.faults))
+
+    def _own_sums(self, index: _core.Index) -> list[int]:
+        """Compare files that have a sum of their own, `.ckpt` with a CRC; the sizes of those."""
+        proven = []
+        for file in range(index.n_files):
+            try:
+                if index.prove_file(file):
+                    proven.append(index.file_bytes(file))
+            except DamagedFileError as error:
+                self.faults.append(Fault(Path(index.file_path(file)).name, error.message))
+        return proven
 
     def _plain_files(self, folder: Path, manifest: Manifest) -> None:
         for name, entry in manifest.files.items():
@@ -229,3 +252,36 @@ class _Job:
             if about == name or not any(fault.file == about for fault in self.faults):
                 self.faults.append(Fault(about, error.message))
         advance(manifest.shards[name].n_bytes - told)
+
+
+class _SaveJob:
+    """One save in rank folders: every file is opened and compared with its CRC, if it has one, then all together."""
+
+    n_bytes = 0
+
+    def __init__(self, root: Path, save: RankSave, strategy: StrategyLike | None) -> None:
+        self.root, self.save, self.strategy = root, save, strategy
+
+    def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint:
+        del advance, direct, threads  # no sums are kept beside the files
+        faults: list[Fault] = []
+        proven: list[int] = []
+        for path in self.save.files.values():
+            index = _core.Index()
+            try:
+                file = add_rank_file(index, path).file
+                if index.prove_file(file):
+                    proven.append(index.file_bytes(file))
+            except ReshardError as error:
+                faults.append(Fault(str(path.relative_to(self.root)), error.message))
+            index.close()
+        iteration = None
+        if not faults:
+            try:
+                with opening.open_rank_files(self.root, self.save.files, self.strategy) as opened:
+                    iteration = opened.iteration
+            except ReshardError as error:
+                faults.append(Fault(None, error.message, tensors=() if error.key is None else (error.key,)))
+        files = list(self.save.files.values())
+        is_verified = len(proven) == len(files)
+        return VerifiedCheckpoint(str(files[0]), iteration, is_verified, len(proven), sum(proven), tuple(faults))

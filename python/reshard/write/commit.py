@@ -18,7 +18,7 @@ from reshard import _core
 from reshard.errors import DestinationExistsError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
 __all__ = ["as_storage_error", "made_folder", "published_file", "published_folder", "sync_folder"]
@@ -103,8 +103,11 @@ def published_folder(
     durable: bool,
     mode: int,
     keep: Callable[[Path], bool] = lambda _: False,
+    subfolders: Collection[str] = (),
 ) -> Iterator[Path]:
-    """A staging folder, for files alone, that becomes `target` when the block ends well, and is removed if it does not.
+    """A staging folder that becomes `target` when the block ends well, and is removed if it does not.
+
+    It is for files, and for folders of files whose names are told.
 
     Args:
         target: the name to be.
@@ -112,7 +115,8 @@ def published_folder(
         replace: whether an existing `target` is exchanged for the new folder; else it must not exist or be empty.
         durable: sync the new folder, and the folders whose entries change, in that order.
         mode: permission bits of the folder, less the umask.
-        keep: which entries of a replaced folder are carried over into the new one.
+        keep: which entries of a replaced folder are carried over into the new one; not those in `subfolders`.
+        subfolders: the folders in it, which are made empty.
 
     Raises:
         DestinationExistsError: `target` appeared meanwhile.
@@ -122,12 +126,19 @@ def published_folder(
     with as_storage_error("write", target):
         staging.mkdir(mode=mode)
     try:
+        with as_storage_error("write", target):
+            for name in subfolders:
+                (staging / name).mkdir(mode=mode)
         yield staging
         with as_storage_error("publish", target):
+            for name in subfolders if durable else ():
+                sync_folder(staging / name)
             is_exchanged = _publish(staging, target, replace=replace, durable=durable, keep=keep)
     except BaseException:
-        # Only files, which is all that is written here: after an interrupt in the very exchange this is the old
-        # folder, and in it lie the folders that were to move over.
+        # Only what is written here: after an interrupt in the very exchange this is the old folder, and in it lie the
+        # folders that were to move over.
+        for name in subfolders:
+            _remove_files(staging / name)
         _remove_files(staging)
         raise
     if is_exchanged:

@@ -7,9 +7,11 @@ pure; where ranks disagree, the error names the key and the ranks.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, LayoutError, MismatchError
@@ -19,7 +21,7 @@ from reshard.small_files import show
 from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reshard.formats.checkpoint2 import Part
     from reshard.layout import ModelLayout
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
     from reshard.write.arrays import LocalArray
     from reshard.write.iteration import Box, IterationPlan
 
-__all__ = ["Fact", "RankFacts", "check_options", "facts_of", "plan_iteration", "planned_bytes"]
+__all__ = ["Fact", "LastMade", "RankFacts", "check_options", "facts_of", "plan_iteration", "planned_bytes"]
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 _MAX_NAMED = 3
 
@@ -290,6 +293,27 @@ def _with_members(
                 hint="tell the global shape of each of them in `shapes`",
             )
     return shapes, members
+
+
+class LastMade(Generic[T]):
+    """The last of values that can be made again at any time: a step apart, a run saves the same tensors.
+
+    Example:
+        >>> plans = LastMade[list[int]]()
+        >>> plans.get({"n": 2}, lambda: [1, 2]) is plans.get({"n": 2}, lambda: [])
+        True
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[bytes, T] | None = None
+
+    def get(self, made_of: object, make: Callable[[], T]) -> T:
+        """The value that is made of this, which is JSON-able; `make` is called if it was something else before."""
+        key = hashlib.blake2b(json.dumps(made_of).encode()).digest()
+        last = self._last
+        if last is None or last[0] != key:
+            last = self._last = (key, make())
+        return last[1]
 
 
 def check_options(ranks: Sequence[RankFacts]) -> None:

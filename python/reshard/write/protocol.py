@@ -52,7 +52,18 @@ if TYPE_CHECKING:
 
     from reshard.write.claims import Claim
 
-__all__ = ["Attempt", "Told", "abandon", "begin", "publish", "recover", "release", "seal"]
+__all__ = [
+    "Attempt",
+    "Told",
+    "abandon",
+    "begin",
+    "check_space",
+    "make_root",
+    "publish",
+    "recover",
+    "release",
+    "seal",
+]
 
 _SPARE = 20  # one part in 20 more than planned: names, blocks and what others write meanwhile
 _log = logging.getLogger("reshard")
@@ -153,7 +164,7 @@ def begin(
     """
     root = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
     folder = root / checkpoint2.iteration_folder_name(iteration)
-    _make_root(root, folder_mode, durable=durable)
+    make_root(root, folder_mode, durable=durable)
     claim = claims.hold(root, takeover=takeover, durable=durable, folder_mode=folder_mode)
     with claims.locked(root):
         claims.check(claim)
@@ -172,7 +183,7 @@ def begin(
             raise DestinationExistsError(
                 f"{show(str(folder))} is there already", path=str(folder), hint="give `overwrite` to replace it"
             )
-        _check_space(root, planned_bytes, durable=durable)
+        check_space(root, planned_bytes, durable=durable)
         number = secrets.token_hex(16)
         in_staging = staging.abilities(claim).renames_folders
         work = root / STAGING_FOLDER / str(StagedName(iteration, claim.epoch, number)) if in_staging else folder
@@ -338,7 +349,8 @@ def release(root: str | os.PathLike[str] | None = None) -> None:
 # -- before
 
 
-def _make_root(root: Path, mode: int, *, durable: bool) -> None:
+def make_root(root: Path, mode: int, *, durable: bool) -> None:
+    """The folder of a checkpoint root, and those above it, where they are missing. Raises StorageError."""
     missing = [folder for folder in (root, *root.parents) if not os.path.lexists(folder)]
     for folder in reversed(missing):
         steps.make_folder(folder, mode, durable=durable)
@@ -361,7 +373,8 @@ def _check_one_device(root: Path) -> None:
                 )
 
 
-def _check_space(root: Path, planned_bytes: int, *, durable: bool) -> None:
+def check_space(root: Path, planned_bytes: int, *, durable: bool) -> None:
+    """Refuse to begin what does not fit: there must be 5 % more room than is written. Raises StorageError."""
     needed = planned_bytes + -(-planned_bytes // _SPARE)
     free = _free_bytes(root)
     if free is not None and free < needed and steps.names(root / TRASH_FOLDER):

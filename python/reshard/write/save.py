@@ -12,43 +12,41 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from reshard import _core
 from reshard.errors import ArgumentError
-from reshard.formats import checkpoint2, mounts, state
+from reshard.formats import checkpoint1_state, checkpoint2, mounts, state
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
 from reshard.small_files import show
-from reshard.write import background, retention
-from reshard.write.arrays import LocalArray, Shard, as_shape, local_arrays
+from reshard.write import background, checkpoint1, retention
+from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
-from reshard.write.facts import RankFacts, check_options, facts_of, plan_iteration, planned_bytes
-from reshard.write.together import Planned, SaveReport, ShardFile, Share, Terms, carry_out, meet, outcome_of
+from reshard.write.facts import LastMade, RankFacts, check_options, facts_of, plan_iteration, planned_bytes
+from reshard.write.shard_files import maker
+from reshard.write.together import Own, Planned, SaveReport, Share, Terms, carry_out, meet, outcome_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
+    from collections.abc import Callable, Collection, Sequence
 
     from reshard.layout import ModelLayout
     from reshard.layout.model import LayoutLike
+    from reshard.write.arrays import LocalArray
 
 __all__ = ["PendingSave", "SaveReport", "Shard", "save"]
 
 _EPOCH = "1970-01-01T00:00:00+00:00"
 _METADATA = {"format": "ms", "reshard": _core.__version__}
-_WINDOWS_BYTES = 64 << 20
 _COMMON_KEYS = tuple(name for name in CommonInfo.__dataclass_fields__ if name != "unknown")
 
 
@@ -70,7 +68,7 @@ def save(
     rank: int | None = None,
     blocking: Literal[True] = True,
     durable: bool = True,
-    format: Literal["checkpoint2"] = "checkpoint2",
+    format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",
     keep_every: int | None = None,
     keep_best: tuple[str, int] | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -79,6 +77,13 @@ def save(
     strict_format: bool = False,
     rollback: bool = False,
     takeover: bool = False,
+    ready: Callable[[], object] | None = None,
+    after: Callable[[SaveReport], list[str]] | None = None,
+    sink_size: int | None = None,
+    steps_per_epoch: int | None = None,
+    save_network_params: bool = False,
+    save_trainable_params: Collection[str] | None = None,
+    only_save_strategy: bool = False,
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -101,7 +106,7 @@ def save(
     rank: int | None = None,
     blocking: Literal[False],
     durable: bool = True,
-    format: Literal["checkpoint2"] = "checkpoint2",
+    format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",
     keep_every: int | None = None,
     keep_best: tuple[str, int] | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -110,6 +115,13 @@ def save(
     strict_format: bool = False,
     rollback: bool = False,
     takeover: bool = False,
+    ready: Callable[[], object] | None = None,
+    after: Callable[[SaveReport], list[str]] | None = None,
+    sink_size: int | None = None,
+    steps_per_epoch: int | None = None,
+    save_network_params: bool = False,
+    save_trainable_params: Collection[str] | None = None,
+    only_save_strategy: bool = False,
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -131,7 +143,7 @@ def save(  # noqa: PLR0917
     rank: int | None = None,
     blocking: bool = True,
     durable: bool = True,
-    format: Literal["checkpoint2"] = "checkpoint2",  # noqa: A002
+    format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",  # noqa: A002
     keep_every: int | None = None,
     keep_best: tuple[str, int] | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -140,6 +152,13 @@ def save(  # noqa: PLR0917
     strict_format: bool = False,
     rollback: bool = False,
     takeover: bool = False,
+    ready: Callable[[], object] | None = None,
+    after: Callable[[SaveReport], list[str]] | None = None,
+    sink_size: int | None = None,
+    steps_per_epoch: int | None = None,
+    save_network_params: bool = False,
+    save_trainable_params: Collection[str] | None = None,
+    only_save_strategy: bool = False,
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -151,8 +170,8 @@ def save(  # noqa: PLR0917
 
     Args:
         root: the checkpoint root; made if it is missing.
-        iteration: the number. One that is there is replaced, in one step. A lower one than the tracker's is refused,
-            but for the first save after `reshard.load` took an older one.
+        iteration: the number: steps that were made. One that is there is replaced, in one step. A lower one than the
+            tracker's is refused, but for the first save after `reshard.load` took an older one.
         model: this rank's arrays by key: numpy arrays, torch tensors, anything with DLPack or the buffer protocol,
             contiguous or not; or `reshard.Shard`s of them.
         optimizer: the same for the state of the optimizer. State named `<slot>.<key>` follows its parameter.
@@ -173,7 +192,9 @@ def save(  # noqa: PLR0917
         blocking: False returns as soon as this rank's part is copied; what happens to the arrays then is no matter.
             One save at a time goes on in the background: the next one first waits for it, and raises its error.
         durable: sync everything before it is published. False survives a crash of the process, not of the machine.
-        format: the only one so far.
+        format: "checkpoint2"; or "checkpoint1", a file for each rank, under a name that says epoch and step (see
+            `write.checkpoint1`). There every layout that is saved must be one that a strategy file can say, a root is
+            of one number of ranks and one strategy, and `keep` counts the saves of this process.
         keep_every: keep every iteration that is a multiple of this.
         keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric.
         metrics: numbers by name, such as the loss: kept in `saves.jsonl` beside the checkpoints.
@@ -183,6 +204,19 @@ def save(  # noqa: PLR0917
             tiles.json, which only this package reads.
         rollback: allow an iteration below the tracker's.
         takeover: end the claim of another process that seems to be alive.
+        ready: for arrays that are still being filled, such as copies from a device: waits until they have their
+            content. With it nothing is copied, and the arrays belong to the save until it has ended. It is called more
+            than once, and in the background if `blocking` is False.
+        after: called on every rank as `after(report)` once the save has succeeded, in the thread that saved; the texts
+            that it returns are warnings of the report.
+        sink_size: of Checkpoint 1.0: steps of a sink, if the loop runs in sinks: names then count sinks as epochs.
+        steps_per_epoch: of Checkpoint 1.0: steps of an epoch, for the names. With neither, `common` says the epoch and
+            the step is the iteration.
+        save_network_params: of Checkpoint 1.0: save the weights a second time, alone, into `<root>_network`.
+        save_trainable_params: of Checkpoint 1.0: names of the weights that are trained, to be saved alone into
+            `<root>_trainable`.
+        only_save_strategy: of Checkpoint 1.0: write the strategy files, that is how the tensors are cut, and nothing
+            else.
         timeout: seconds that a rank waits for the others in each of the three meetings, the time to write included.
         threads: threads of the copies.
         progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; from the thread in the
@@ -221,16 +255,35 @@ def save(  # noqa: PLR0917
         keep_every=keep_every,
         keep_best=keep_best,
     )
-    agreed = {"prefix": prefix, "dedup": dedup, "blocking": blocking, "strict_format": strict_format}
+    how = checkpoint1.How(
+        prefix=prefix,
+        dedup=dedup,
+        sink_size=sink_size,
+        steps_per_epoch=steps_per_epoch,
+        network=save_network_params,
+        trainable=None if save_trainable_params is None else frozenset(save_trainable_params),
+        only_strategy=only_save_strategy,
+    )
+    agreed = {"format": format, "blocking": blocking, "strict_format": strict_format, **how.agreed()}
 
-    def prepare() -> _Own:
+    def prepare() -> Own:
         background.finish_previous(timeout)
-        if format != "checkpoint2":
-            raise ArgumentError(f'`format` is {format!r}; "checkpoint2" is accepted')
+        if format not in ("checkpoint2", "checkpoint1"):
+            raise ArgumentError(f'`format` is {format!r}; "checkpoint2" and "checkpoint1" are accepted')
         checkpoint2.iteration_folder_name(iteration)
         _check_retention(keep, keep_every, keep_best)
+        how.check(is_chosen=format == "checkpoint1", model=model)
+        if format == "checkpoint1" and (keep_every is not None or keep_best is not None):
+            raise ArgumentError(
+                "`keep_every` and `keep_best` are for Checkpoint 2.0; of 1.0 the newest `keep` are kept"
+            )
         own_layout = None if layout is None else as_layout(layout)
         arrays = local_arrays(model, optimizer)
+        if ready is not None:
+            for name, given in [*(model or {}).items(), *(optimizer or {}).items()]:
+                _check_is_written_as_it_is(given, arrays[name])
+            if check_replicas:
+                ready()  # what is summed must be there
         facts = facts_of(
             arrays.values(),
             {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
@@ -242,61 +295,66 @@ def save(  # noqa: PLR0917
         counters = _common_info(common, iteration)
         # Made now, so that a metric that is no number is refused before anything is written.
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
-        state_files = _extra(extra, members.rank, copy=not blocking)
-        return _Own(arrays, facts, own_layout, counters, record, state_files)
+        state_files = _extra(extra, members.rank, copy=not blocking, is_alone=format == "checkpoint1")
+        return Own(arrays, facts, own_layout, counters, record, state_files)
 
     # What fails on this rank alone must reach the others as a value: they are waiting.
     own = outcome_of(prepare)
+    if format == "checkpoint1":
+        return checkpoint1.save_ranks(
+            terms, how, channel, own, started=started, blocking=blocking, ready=ready, progress=progress, after=after
+        )
     planned: Planned | None = None
 
     def decide(told: list[Any]) -> list[tuple[int, str, tuple[str, ...]]]:
         nonlocal planned
-        assert isinstance(own, _Own)
+        assert isinstance(own, Own)
         facts = [RankFacts.from_json(one) for one in told]
         check_options(facts)
         _check_shared(terms.root, facts)
         planned = _plan(facts, told, own.layout, prefix=prefix, dedup=dedup, strict=strict_format)
         return [(file.rank, file.name, file.arrays) for file in planned.plan.files]
 
-    files = meet(channel, own.facts.to_json() if isinstance(own, _Own) else own, decide, timeout)
-    assert isinstance(own, _Own)
-    arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in files if of == members.rank}
+    planned_files = meet(channel, own.facts.to_json() if isinstance(own, Own) else own, decide, timeout)
+    assert isinstance(own, Own)
+    arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in planned_files if of == members.rank}
+    make = maker(_METADATA, threads, blocking=blocking, ready=ready)
+    files = outcome_of(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
+    share = Share(files, own.extra, own.common, own.record)
     if blocking:
-        ready = [_shard_file(name, arrays, threads) for name, arrays in arrays_of.items()]
-        share = Share(ready, own.extra, own.common, own.record)
-        return carry_out(terms, channel, share, planned, started=started, progress=progress)
-    snapshots = outcome_of(lambda: [_snapshot(name, arrays, threads) for name, arrays in arrays_of.items()])
-    share = Share(snapshots, own.extra, own.common, own.record)
+        return carry_out(terms, channel, share, planned, started=started, progress=progress, after=after)
     stall_seconds = time.monotonic() - started
-    work = functools.partial(carry_out, terms, channel, share, planned, started=started, stall_seconds=stall_seconds)
+    work = functools.partial(
+        carry_out, terms, channel, share, planned, started=started, stall_seconds=stall_seconds, after=after
+    )
     return background.start(iteration, work, progress, exit_seconds=timeout)
 
 
-@dataclass(frozen=True)
-class _Own:
-    """What this rank brings along."""
+def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
+    """Refuse what was copied to be looked at: before `ready`, that is before it has its content."""
+    one: Any = given.array if isinstance(given, Shard) else given
+    place = one.data_ptr() if callable(getattr(one, "data_ptr", None)) else None
+    if isinstance(one, np.ndarray):
+        place = one.ctypes.data
+    if array.n_bytes and place != array.array.ctypes.data:
+        raise ArgumentError(
+            f"saving {show(array.name)}: with `ready` only numpy arrays and tensors of the host are taken, in the byte "
+            "order of the machine",
+            key=array.name,
+        )
 
-    arrays: dict[str, LocalArray]
-    facts: RankFacts
-    layout: ModelLayout | None
-    common: CommonInfo
-    record: SaveRecord
-    extra: tuple[str, dict[str, np.ndarray]] | None
 
-
-_last_plan: tuple[bytes, Planned] | None = None
+_plans = LastMade[Planned]()
 
 
 def _plan(facts: Sequence[RankFacts], told: Sequence[Any], layout: ModelLayout | None, **options: Any) -> Planned:
-    """The plan of this save, which mostly is that of the last one: a step apart, a run saves the same tensors."""
-    global _last_plan  # noqa: PLW0603  a value that can be made again at any time
-    same = [[one["arrays"], one["shapes"]] for one in told]
-    key = hashlib.blake2b(json.dumps([same, str(layout), options]).encode()).digest()
-    last = _last_plan
-    if last is None or last[0] != key:
+    """The plan of this save, which mostly is that of the last one."""
+
+    def make() -> Planned:
         plan = plan_iteration(facts, layout, **options)
-        last = _last_plan = (key, Planned(plan, planned_bytes(plan, facts)))
-    return last[1]
+        return Planned(plan, planned_bytes(plan, facts))
+
+    return _plans.get([[[one["arrays"], one["shapes"]] for one in told], str(layout), options], make)
 
 
 def _agreed(terms: Terms, layout: ModelLayout | None) -> dict[str, object]:
@@ -338,19 +396,24 @@ def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: in
     return CommonInfo(**{"step_num": iteration, "global_step": iteration} | given)  # type: ignore[arg-type]
 
 
-def _extra(extra: Mapping[str, object] | None, rank: int, *, copy: bool) -> tuple[str, dict[str, np.ndarray]] | None:
-    """This rank's share of `extra`, as it is written: rank 0 everything, the others what is kept for each rank."""
+def _extra(
+    extra: Mapping[str, object] | None, rank: int, *, copy: bool, is_alone: bool
+) -> tuple[str, dict[str, np.ndarray]] | None:
+    """This rank's share of `extra`, as it is written: rank 0 everything, the others what is kept for each rank.
+
+    One that `is_alone`, in a folder that may be all that it will see, keeps what all share, too.
+    """
     if not isinstance(extra, Mapping | None):
         raise ArgumentError(f"`extra` is a {type(extra).__name__}, expected a mapping of names to state")
-    own = {}
-    for name, value in (extra or {}).items():
-        if isinstance(value, state.PerRank):
-            own[name] = value.value
-        elif rank == 0:
-            own[name] = value
-    if not own:
+    own = {name: value.value for name, value in (extra or {}).items() if isinstance(value, state.PerRank)}
+    shared = {name: value for name, value in (extra or {}).items() if name not in own and (is_alone or rank == 0)}
+    kept = own | shared
+    if not kept:
         return None
-    text, arrays = state.dump(own)
+    if is_alone:
+        text, arrays = checkpoint1_state.dump(shared, own)
+    else:
+        text, arrays = state.dump({name: kept[name] for name in extra or () if name in kept})
     return text, {name: array.copy() for name, array in arrays.items()} if copy else dict(arrays)
 
 
@@ -371,33 +434,3 @@ def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:
             path=str(root),
             hint="save to a network file system, or name the folder in the environment variable SHARED_PATHS",
         )
-
-
-def _shard_file(name: str, arrays: list[LocalArray], threads: int | None) -> ShardFile:
-    def write(path: str, **options: Any) -> _core.Written:
-        # Arrays that must be copied to be written are copied here, a file at a time.
-        return _core.write_arrays(
-            path, _tensors(arrays), metadata=_METADATA, windows=_windows(), threads=threads, **options
-        )
-
-    return ShardFile(name, sum(array.n_bytes for array in arrays), write)
-
-
-_kept = threading.local()
-
-
-def _windows() -> _core.Windows:
-    """This thread's windows, kept from save to save: touching fresh memory costs more than filling it."""
-    if not hasattr(_kept, "windows"):
-        _kept.windows = _core.Windows(_WINDOWS_BYTES)
-    windows: _core.Windows = _kept.windows
-    return windows
-
-
-def _snapshot(name: str, arrays: list[LocalArray], threads: int | None) -> ShardFile:
-    snapshot = background.snapshot_pool().take(_tensors(arrays), metadata=_METADATA, threads=threads)
-    return ShardFile(name, snapshot.n_bytes, functools.partial(snapshot.write, threads=threads))
-
-
-def _tensors(arrays: list[LocalArray]) -> list[tuple[str, str, tuple[int, ...], np.ndarray]]:
-    return [(array.name, array.dtype, array.shape, array.buffer()) for array in arrays]

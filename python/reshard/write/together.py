@@ -34,9 +34,25 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2_common import CommonInfo
     from reshard.formats.save_log import SaveRecord
     from reshard.group import Group
+    from reshard.layout import ModelLayout
+    from reshard.write.arrays import LocalArray
+    from reshard.write.facts import RankFacts
     from reshard.write.iteration import IterationPlan
+    from reshard.write.shard_files import ShardFile
 
-__all__ = ["Planned", "SaveReport", "ShardFile", "Share", "Terms", "carry_out", "meet", "outcome_of"]
+__all__ = [
+    "Own",
+    "Planned",
+    "SaveReport",
+    "Share",
+    "Terms",
+    "append_to_log",
+    "carry_out",
+    "log_once",
+    "meet",
+    "outcome_of",
+    "read_back",
+]
 
 _log = logging.getLogger("reshard")
 
@@ -53,15 +69,16 @@ class SaveReport:
     """What was saved.
 
     Attributes:
-        path: the iteration folder.
+        path: the iteration folder; of Checkpoint 1.0 the root.
         iteration: its number.
         n_bytes: bytes of all files of the iteration.
         n_files: shard files of all ranks.
         seconds: from the call to the end of the save.
         stall_seconds: how long the caller waited in `save`.
         durable: whether the iteration survives a loss of power: asked for, and within the file system's means.
-        digest: of its manifest: it names this content of the iteration and no other.
+        digest: of its manifest, or of its files' sums: it names this content of the iteration and no other.
         warnings: what deserves a look.
+        suffix: of Checkpoint 1.0, what the names of its files end in, such as "20_2" or, of a later run, "1-20_2".
     """
 
     path: str
@@ -73,6 +90,7 @@ class SaveReport:
     durable: bool
     digest: str
     warnings: tuple[str, ...] = ()
+    suffix: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,20 +111,32 @@ class Terms:
 
 
 @dataclass(frozen=True)
+class Own:
+    """What this rank brings along.
+
+    Attributes:
+        arrays: what it holds, by name.
+        facts: what it tells of them.
+        layout: how they are cut; None: they say it themselves.
+        common: the counters.
+        record: the line of the log, but for what is known at the end.
+        extra: text and arrays of its state; None: it has none.
+    """
+
+    arrays: dict[str, LocalArray]
+    facts: RankFacts
+    layout: ModelLayout | None
+    common: CommonInfo
+    record: SaveRecord
+    extra: tuple[str, dict[str, np.ndarray]] | None
+
+
+@dataclass(frozen=True)
 class Planned:
     """What rank 0 decided, and how many bytes it makes."""
 
     plan: IterationPlan
     n_bytes: int
-
-
-@dataclass(frozen=True)
-class ShardFile:
-    """A shard file of this rank that is ready to be written: `write(path, durable=, mode=, progress=)`."""
-
-    name: str
-    n_bytes: int
-    write: Callable[..., _core.Written]
 
 
 @dataclass(frozen=True)
@@ -191,6 +221,7 @@ def carry_out(
     started: float,
     stall_seconds: float | None = None,
     progress: _core.Progress | None = None,
+    after: Callable[[SaveReport], list[str]] | None = None,
 ) -> SaveReport:
     """Save what was planned. All ranks call this; none raises unless nothing is published, but see `GroupError`.
 
@@ -202,6 +233,7 @@ def carry_out(
         started: when `save` was called, on the monotonic clock.
         stall_seconds: how long the caller waited; None: it is waiting.
         progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes.
+        after: as in `save`.
 
     Raises:
         GroupError: a rank did not answer in time. Nothing is published, unless only rank 0's last word was lost.
@@ -234,9 +266,9 @@ def carry_out(
         digest=summary["digest"],
         warnings=tuple(summary["warnings"]),
     )
-    if coordinator is None or coordinator.attempt is None:
-        return report
-    return _aftermath(terms, coordinator.attempt, share.record, report)
+    if coordinator is not None and coordinator.attempt is not None:
+        report = _aftermath(terms, coordinator.attempt, share.record, report)
+    return report if after is None else replace(report, warnings=(*report.warnings, *after(report)))
 
 
 # -- every rank
@@ -272,16 +304,21 @@ def _write_own(
 def _row(path: str, written: _core.Written, terms: Terms) -> tuple[str, int, int, int, str]:
     """What rank 0 must know of a file that is written, read back if that is asked for."""
     if terms.verify:
-        damaged = _core.scrub(path, written.n_bytes, written.sums, threads=terms.threads)
-        if damaged:
-            first, end = damaged[0]
-            raise DamagedFileError(
-                f"{show(path)}: bytes {first} to {end}, read back, are not what was written",
-                path=path,
-                hint="the disk or the memory fails: save elsewhere",
-            )
+        read_back(path, written, terms.threads)
     sums = base64.b64encode(written.sums).decode()
     return Path(path).name, written.n_bytes, written.header_bytes, written.header_sum, sums
+
+
+def read_back(path: str, written: _core.Written, threads: int | None) -> None:
+    """Read a file past the page cache. Raises DamagedFileError: it is not what was written."""
+    damaged = _core.scrub(path, written.n_bytes, written.sums, threads=threads)
+    if damaged:
+        first, end = damaged[0]
+        raise DamagedFileError(
+            f"{show(path)}: bytes {first} to {end}, read back, are not what was written",
+            path=path,
+            hint="the disk or the memory fails: save elsewhere",
+        )
 
 
 def _wait_for(staging: Path, timeout: float) -> None:
@@ -382,22 +419,7 @@ class _Coordinator:
 
 def _aftermath(terms: Terms, attempt: protocol.Attempt, record: SaveRecord, report: SaveReport) -> SaveReport:
     """The log and retention. The save has succeeded: what fails here is a warning."""
-    warnings: list[str] = []
-    try:
-        line = replace(
-            record,
-            saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-            wall_s=round(report.seconds, 3),
-            stall_s=round(report.stall_seconds, 3),
-            n_bytes=report.n_bytes,
-            epoch=attempt.epoch,
-            attempt=attempt.id,
-        )
-        save_log.append(terms.root, line, durable=terms.durable)
-    except (ReshardError, OSError) as error:
-        warnings.append(f"the save is not in the log: {error}")
-    for warning in (*report.warnings, *warnings):
-        _log_once(warning)
+    warnings = append_to_log(terms, record, report, attempt.epoch, attempt.id)
     if terms.keep is not None:
         try:
             removed = retention.apply(
@@ -414,7 +436,28 @@ def _aftermath(terms: Terms, attempt: protocol.Attempt, record: SaveRecord, repo
     return replace(report, warnings=(*report.warnings, *warnings))
 
 
+def append_to_log(terms: Terms, record: SaveRecord, report: SaveReport, epoch: int, attempt: str) -> list[str]:
+    """A line in the log of saves, and what the report warns of in that of the program; what failed."""
+    warnings: list[str] = []
+    try:
+        line = replace(
+            record,
+            saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            wall_s=round(report.seconds, 3),
+            stall_s=round(report.stall_seconds, 3),
+            n_bytes=report.n_bytes,
+            epoch=epoch,
+            attempt=attempt,
+        )
+        save_log.append(terms.root, line, durable=terms.durable)
+    except (ReshardError, OSError) as error:
+        warnings.append(f"the save is not in the log: {error}")
+    for warning in (*report.warnings, *warnings):
+        log_once(warning)
+    return warnings
+
+
 @functools.lru_cache(maxsize=1024)
-def _log_once(warning: str) -> None:
+def log_once(warning: str) -> None:
     """What is said of a layout or a disk at every save needs to be read once; every report has it."""
     _log.warning("save: %s", warning)

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// `(offset, shape, local_offset, local_strides)`
-type TileTuple<'py> = (
+pub(crate) type TileTuple<'py> = (
     Bound<'py, PyTuple>,
     Bound<'py, PyTuple>,
     u64,
@@ -182,7 +182,10 @@ impl Layout {
     }
 }
 
-fn tile_tuple<'py>(py: Python<'py>, tile: &reshard_core::tile::Tile) -> PyResult<TileTuple<'py>> {
+pub(crate) fn tile_tuple<'py>(
+    py: Python<'py>,
+    tile: &reshard_core::tile::Tile,
+) -> PyResult<TileTuple<'py>> {
     Ok((
         PyTuple::new(py, tile.global.offset())?,
         PyTuple::new(py, tile.global.shape())?,

@@ -1,7 +1,7 @@
 //! The index.
 
 use crate::errors::raise;
-use crate::geometry::{Layout, Request};
+use crate::geometry::{Layout, Request, TileTuple, tile_tuple};
 use crate::plan::Plan;
 use crate::run::run;
 use pyo3::prelude::*;
@@ -11,6 +11,7 @@ use reshard_core::copy::Control;
 use reshard_core::dtype::Dtype;
 use reshard_core::metadata::{CellTable, Metadata, decode};
 use reshard_core::region::Region;
+use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
@@ -23,6 +24,11 @@ use std::sync::Arc;
 type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
 /// `device_matrix, tensor_map, alias_name, rank_list`
 type DeviceLayoutTuple = (Vec<u64>, Vec<Vec<u64>>, Vec<String>, Vec<u64>);
+
+/// `stored name, stored shape, tiles`
+type PartTuple<'py> = (String, Bound<'py, PyTuple>, Vec<TileTuple<'py>>);
+/// `file, stored name, stored shape, tiles`
+type StoredTuple<'py> = (u32, String, Bound<'py, PyTuple>, Vec<TileTuple<'py>>);
 
 #[pyclass(module = "reshard._core")]
 pub(crate) struct Index {
@@ -58,6 +64,13 @@ fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
     text.resize(n_bytes as usize, 0);
     source.read_at(0, &mut text)?;
     Ok(text)
+}
+
+impl Index {
+    /// A file, opened without the interpreter: the walk over a `.ckpt` reads all over it.
+    fn opened(&self, py: Python<'_>, file: u32) -> reshard_core::Result<Arc<ShardFile>> {
+        py.detach(|| self.index.open(file))
+    }
 }
 
 #[pymethods]
@@ -121,6 +134,18 @@ impl Index {
         Ok(self.index.add_file(path, follow_links, method))
     }
 
+    #[pyo3(signature = (path, *, follow_links=true, method="auto"))]
+    fn add_ckpt_file(
+        &mut self,
+        py: Python<'_>,
+        path: PathBuf,
+        follow_links: bool,
+        method: &str,
+    ) -> PyResult<u32> {
+        let method = raise(py, parse_method(method))?;
+        Ok(self.index.add_ckpt_file(path, follow_links, method))
+    }
+
     fn set_sums(
         &mut self,
         py: Python<'_>,
@@ -142,7 +167,7 @@ impl Index {
     }
 
     fn file_bytes(&self, py: Python<'_>, file: u32) -> PyResult<u64> {
-        Ok(raise(py, self.index.open(file))?.source().n_bytes())
+        Ok(raise(py, self.opened(py, file))?.source().n_bytes())
     }
 
     fn file_metadata(
@@ -150,9 +175,9 @@ impl Index {
         py: Python<'_>,
         file: u32,
     ) -> PyResult<Option<BTreeMap<String, String>>> {
-        let opened = raise(py, self.index.open(file))?;
+        let opened = raise(py, self.opened(py, file))?;
         Ok(opened
-            .header()
+            .table()
             .metadata()
             .map(|pairs| pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect()))
     }
@@ -162,11 +187,11 @@ impl Index {
         py: Python<'py>,
         file: u32,
     ) -> PyResult<Vec<(String, &'static str, Bound<'py, PyTuple>, u64, u64)>> {
-        let opened = raise(py, self.index.open(file))?;
-        let header = opened.header();
-        (0..header.len())
+        let opened = raise(py, self.opened(py, file))?;
+        let table = opened.table();
+        (0..table.len())
             .map(|i| {
-                let entry = header.entry(i);
+                let entry = table.entry(i);
                 Ok((
                     entry.name.to_owned(),
                     entry.dtype.name(),
@@ -176,6 +201,56 @@ impl Index {
                 ))
             })
             .collect()
+    }
+
+    fn file_arrays<'py>(
+        &self,
+        py: Python<'py>,
+        file: u32,
+    ) -> PyResult<
+        Vec<(
+            String,
+            &'static str,
+            Bound<'py, PyTuple>,
+            Vec<PartTuple<'py>>,
+        )>,
+    > {
+        let opened = raise(py, self.opened(py, file))?;
+        let arrays = opened.table().arrays().into_iter();
+        arrays
+            .map(|array| {
+                let parts = array.parts.into_iter().map(|part| {
+                    let tiles = part.tiles.iter().map(|tile| tile_tuple(py, tile));
+                    Ok((
+                        part.name,
+                        PyTuple::new(py, part.shape)?,
+                        tiles.collect::<PyResult<_>>()?,
+                    ))
+                });
+                Ok((
+                    array.name,
+                    array.dtype.name(),
+                    PyTuple::new(py, array.shape)?,
+                    parts.collect::<PyResult<_>>()?,
+                ))
+            })
+            .collect()
+    }
+
+    fn file_strings(&self, py: Python<'_>, file: u32) -> PyResult<Vec<String>> {
+        let opened = raise(py, self.opened(py, file))?;
+        Ok(opened.table().strings().to_vec())
+    }
+
+    fn prove_file(&self, py: Python<'_>, file: u32) -> PyResult<bool> {
+        if raise(py, self.index.file_format(file))? == Format::Safetensors {
+            return Ok(false);
+        }
+        let opened = raise(py, self.opened(py, file))?;
+        let control = Control::default();
+        let n_bytes = opened.source().n_bytes();
+        run(py, None, n_bytes, None, &control, || opened.prove(&control))?;
+        Ok(opened.has_crc())
     }
 
     fn add_whole(&mut self, py: Python<'_>, key: &str, file: u32) -> PyResult<()> {
@@ -279,6 +354,21 @@ impl Index {
             .collect()
     }
 
+    fn stored<'py>(&self, py: Python<'py>, key: &str) -> PyResult<Vec<StoredTuple<'py>>> {
+        let stored = raise(py, self.index.stored_arrays(key))?.into_iter();
+        stored
+            .map(|(tensor, tiles)| {
+                let tiles = tiles.iter().map(|tile| tile_tuple(py, tile));
+                Ok((
+                    tensor.file,
+                    tensor.name,
+                    PyTuple::new(py, tensor.shape)?,
+                    tiles.collect::<PyResult<_>>()?,
+                ))
+            })
+            .collect()
+    }
+
     fn metadata_layout(&self, key: &str) -> Option<DeviceLayoutTuple> {
         let (metadata, by_key) = self.metadata.as_ref()?;
         let layout = &metadata.layouts[metadata.tensors[*by_key.get(key)?].layout? as usize];
@@ -296,8 +386,10 @@ impl Index {
     }
 
     fn prove(&self, py: Python<'_>) -> PyResult<()> {
-        let result = py.detach(|| self.index.prove());
-        raise(py, result)
+        // Never on rayon's global pool: a forked child would wait for threads that only its parent has.
+        run(py, None, 0, None, &Control::default(), || {
+            self.index.prove()
+        })
     }
 
     #[pyo3(signature = (*, threads=None))]

@@ -1,0 +1,178 @@
+"""What `convert`, `merge` and `split` share: their options, and how a conversion is carried out and reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+import reshard
+from reshard.cli.output import collected_warnings, echo, echo_json, progress_bar, rate, shown, size, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["OPTIONS", "carry_out", "options"]
+
+F = TypeVar("F", bound="Callable[..., object]")
+
+OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "part": click.option(
+        "--part",
+        type=click.Choice(["model", "optimizer", "all"]),
+        help="Which tensors. Default: model for huggingface, else all.",
+    ),
+    "strategy": click.option(
+        "--strategy",
+        metavar="PATH",
+        help="How the rank folders of SRC are cut: a strategy file, or the folder with those of all stages. "
+        "Default: the folder `strategy` beside SRC.",
+    ),
+    "suffix": click.option(
+        "--suffix",
+        metavar="TEXT",
+        help="Which file of each rank folder: how its name ends, 20_2, or of a later run 1-20_2. Default: the newest.",
+    ),
+    "drop": click.option(
+        "--drop",
+        multiple=True,
+        metavar="PREFIX",
+        help="Leave out the tensors whose names begin so. They are nowhere in DST. Can be given again.",
+    ),
+    "rename": click.option(
+        "--rename",
+        multiple=True,
+        metavar="OLD=NEW",
+        help="Names that begin with OLD begin with NEW instead; the longest OLD counts, an empty one begins every "
+        "name. Can be given again.",
+    ),
+    "names": click.option(
+        "--names",
+        metavar="FILE|PRESET",
+        help="Name map, after --drop and --rename: tensors are renamed, fused, split. A file or a preset such as "
+        "qwen3-mindspore; with :reverse behind it the other way.",
+    ),
+    "config": click.option(
+        "--config", metavar="FILE", help="config.json for the sizes that --names needs. Default: the one in SRC."
+    ),
+    "layout": click.option(
+        "--layout",
+        metavar="FILE",
+        help="How DST is cut: a layout file, a strategy file, or a folder of these. Default: whole tensors.",
+    ),
+    "iteration": click.option(
+        "--iteration",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Iteration that is written. Default: that of SRC, or 0. Of rank folders with --prefix: the step.",
+    ),
+    "prefix": click.option(
+        "--prefix",
+        metavar="NAME",
+        help="First part of the names of Checkpoint 2.0 shard files, or of rank files, which else are net.safetensors.",
+    ),
+    "dtype": click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to this, such as bfloat16."),
+    "max_shard_size": click.option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Largest file of whole weights. Default: 4GiB for huggingface, about 3GiB each for mindspore.",
+    ),
+    "dedup": click.option(
+        "--dedup/--no-dedup",
+        default=None,
+        help="Write each shard once, or every replica. Default: once, but in rank folders every replica.",
+    ),
+    "memory": click.option(
+        "--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory that the copy may use."
+    ),
+    "threads": click.option(
+        "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors."
+    ),
+    "no_sync": click.option(
+        "--no-sync", is_flag=True, help="Do not wait until all is on disk: a power cut can lose DST."
+    ),
+    "overwrite": click.option(
+        "--overwrite", is_flag=True, help="Replace that iteration, or the files of an earlier conversion."
+    ),
+    "strict_format": click.option(
+        "--strict-format", is_flag=True, help="Refuse tensors that metadata.json cannot describe."
+    ),
+    "modes": click.option(
+        "--modes",
+        type=click.Choice(["original"]),
+        help="File permissions as MindSpore Transformers sets them (0400).",
+    ),
+    "share": click.option(
+        "--share",
+        metavar="I/N",
+        help="Write the I-th of N shares, I from 0; whoever writes the last one publishes. "
+        "Default: by torchrun or Slurm.",
+    ),
+}
+"""Each option of `reshard.convert` on the command line, by the name that the function gets."""
+
+
+def options(*names: str) -> Callable[[F], F]:
+    """Give a command these options, in this order."""
+
+    def decorate(function: F) -> F:
+        for name in reversed(names):
+            function = OPTIONS[name](function)
+        return function
+
+    return decorate
+
+
+def carry_out(src: str, dst: str, *, no_sync: bool, as_json: bool, share: str | None, **given: Any) -> None:
+    """Convert, and print what was written."""
+    given["share"] = _launched() if share is None else _parsed(share)
+    given["rename"] = _renames(given["rename"])
+    with collected_warnings() as logged, progress_bar() as progress:
+        report = reshard.convert(src, dst, durable=not no_sync, progress=progress, **given)
+    # What is in the report was often logged as well, with where it came from before it.
+    warnings = [*report.warnings, *(line for line in logged if not any(known in line for known in report.warnings))]
+    if as_json:
+        echo_json({**dataclasses.asdict(report), "warnings": warnings})
+        return
+    if report.pending:
+        others = ", ".join(map(str, report.pending[:8])) + (", ..." if len(report.pending) > 8 else "")
+        echo(f"wrote share {given['share'][0]} of {given['share'][1]}; to be written before it appears: {others}")
+    else:
+        echo(f"wrote {shown(report.path)}")
+    echo(
+        f"{report.to}, {report.n_tensors} tensors, {report.n_files} file{'s' if report.n_files != 1 else ''}, "
+        f"{size(report.n_bytes)} in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}"
+    )
+    for warning in warnings:
+        warn(warning)
+    if report.not_expressible:
+        echo(f"hint: `reshard inspect {shown(dst)}` marks them", err=True)
+
+
+def _renames(given: tuple[str, ...]) -> dict[str, str] | None:
+    renames: dict[str, str] = {}
+    for text in given:
+        old, equals, new = text.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{text!r} is not OLD=NEW, such as model.=", param_hint="--rename")
+        if renames.setdefault(old, new) != new:
+            raise click.BadParameter(f"{old!r} is renamed to two names", param_hint="--rename")
+    return renames or None
+
+
+def _parsed(share: str) -> tuple[int, int]:
+    index, slash, count = share.partition("/")
+    if not (slash and index.isascii() and index.isdigit() and count.isascii() and count.isdigit()):
+        raise click.BadParameter(f"{share!r} is not I/N, such as 0/4 for the first of four", param_hint="--share")
+    return int(index), int(count)
+
+
+def _launched() -> tuple[int, int] | None:
+    """The share of a process that torchrun or Slurm started beside others."""
+    for rank, of in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        index, count = os.environ.get(rank, ""), os.environ.get(of, "")
+        if index.isascii() and index.isdigit() and count.isascii() and count.isdigit():
+            return (int(index), int(count)) if int(count) > 1 else None
+    return None

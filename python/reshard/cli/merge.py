@@ -1,0 +1,54 @@
+"""`reshard merge`: whole tensors out of the parts of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from reshard.cli.conversion import carry_out, options
+from reshard.cli.output import command
+
+__all__ = ["merge"]
+
+
+@click.command(short_help="Merge the parts of all ranks into whole weights.")
+@click.argument("src")
+@click.argument("dst")
+@click.option(
+    "--to",
+    type=click.Choice(["mindspore", "huggingface", "safetensors"]),
+    default="mindspore",
+    show_default=True,
+    help="Format of DST: parts with param_name_map.json, a Hugging Face folder, or one file.",
+)
+@options("strategy", "suffix", "drop", "rename", "part", "dtype", "max_shard_size", "memory", "threads", "share")
+@options("no_sync", "overwrite", "modes")
+@command
+def merge(src: str, dst: str, **given: Any) -> None:
+    """Merge SRC, whose tensors are cut over ranks, into the whole weights DST.
+
+    SRC is a folder of rank folders (Checkpoint 1.0 and others), for which --strategy tells how they are cut, or
+    anything else that `reshard convert` reads. A rank or a pipeline stage that is missing is an error. De-duplicated
+    files are known by themselves.
+
+    \b
+    For those who know unified_safetensors of MindSpore and its script:
+      --strategy        src_strategy_file, --src_strategy_dirs    files of several stages need no merging first
+      --suffix          file_suffix, --file_suffix
+      --drop PREFIX     choice_func, --filter_out_param_prefix    dropped tensors come back nowhere
+      --rename OLD=NEW  choice_func
+      --max-shard-size  (3 GiB)
+      --threads         max_process_num, --max_process_num
+      --share I/N       split_dst_file=(I + 1, N)
+      (by itself)       merge_with_redundancy, --has_redundancy
+
+    \b
+    Examples:
+      reshard merge output/checkpoint full/
+      reshard merge ranks/ full/ --strategy strategy/ --suffix 20_2
+      reshard merge ranks/ full/ --strategy strategy/ --drop adam_ --rename =model.
+      reshard merge ranks/ hf/ --strategy strategy/ --to huggingface --max-shard-size 2GB
+      reshard merge ranks/ full/ --strategy strategy/ --share 0/2      on the first of two machines
+    """
+    carry_out(src, dst, **given)

@@ -1,0 +1,64 @@
+"""`reshard split`: each rank's own part of whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from reshard.cli.conversion import carry_out, options
+from reshard.cli.output import command
+
+__all__ = ["split"]
+
+
+@click.command(short_help="Split whole weights into the part of each rank.")
+@click.argument("src")
+@click.argument("dst")
+@click.option(
+    "--to",
+    type=click.Choice(["checkpoint1", "checkpoint2", "safetensors"]),
+    default="checkpoint1",
+    show_default=True,
+    help="Format of DST: rank folders, a Checkpoint 2.0, or one file a rank.",
+)
+@click.option(
+    "--strategy",
+    metavar="PATH",
+    help="How DST is cut: a strategy file, or the folder with those of all stages. The same as --layout.",
+)
+@click.option("--layout", metavar="FILE", help="How DST is cut: a layout file, or a strategy.")
+@click.option(
+    "--source-strategy",
+    metavar="PATH",
+    help="How SRC is cut, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
+)
+@options("suffix", "drop", "rename", "part", "dtype", "iteration", "prefix", "dedup", "memory", "threads", "share")
+@options("no_sync", "overwrite", "modes")
+@command
+def split(
+    src: str, dst: str, *, strategy: str | None, layout: str | None, source_strategy: str | None, **given: Any
+) -> None:
+    """Split the whole weights SRC into the part of each rank, DST.
+
+    SRC is anything that `reshard convert` reads; what is cut already is cut anew. Every rank's file holds the counters
+    too. A tensor that the strategy does not name is whole on every rank, with a warning: --drop leaves it out.
+
+    \b
+    For those who know load_distributed_checkpoint of MindSpore:
+      SRC               unified_safetensors_dir
+      DST               dst_safetensors_dir
+      --strategy        predict_strategy                          files of several stages need no merging first
+      --rename OLD=NEW  name_map
+      --threads         max_process_num
+      --share I/N       (rank_id)                                 part of the ranks, on one of several machines
+
+    \b
+    Examples:
+      reshard split hf/ ranks4/ --layout tp4.yaml
+      reshard split full/ ranks8/ --strategy strategy/
+      reshard split full/ again/ --strategy strategy/ --prefix llama --iteration 20
+    """
+    if (strategy is None) == (layout is None):
+        raise click.UsageError("give --strategy or --layout: how DST is cut")
+    carry_out(src, dst, layout=layout or strategy, strategy=source_strategy, **given)

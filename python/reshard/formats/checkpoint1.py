@@ -1,0 +1,392 @@
+"""A Checkpoint 1.0 tree of MindSpore Transformers: names of folders and files, and `meta.json`.
+
+    <root>/rank_<r>/<prefix>_rank_<r>[_<k>]-<epoch>_<step>.{safetensors|ckpt}    k: the run, absent for the first
+    <root>/rank_<r>/meta.json                                                    what this rank saved last
+    <root>_network/rank_<r>/...-network-<epoch>_<step>.*                         the weights alone
+    <root>_trainable/rank_<r>/...-trainable_params-<epoch>_<step>.*              the weights that are trained
+
+All ranks' files of one save differ in the rank alone. Trees of other origin, whose rank folders hold a file of any
+name, are known by their folders. This module opens no weight file; which save a restart uses is for `resume` to say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
+from reshard.small_files import component_fault, show, write_file_atomically
+from reshard.strict_json import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = [
+    "EXTENSIONS",
+    "META_FILE",
+    "Extension",
+    "FileKind",
+    "FileName",
+    "Meta",
+    "choose_by_suffix",
+    "is_root",
+    "list_files",
+    "list_weight_files",
+    "parse_file_name",
+    "rank_folder_name",
+    "rank_folders",
+    "read_meta",
+    "write_meta",
+]
+
+META_FILE = "meta.json"
+
+Extension = Literal["safetensors", "ckpt"]
+FileKind = Literal["full", "network", "trainable"]
+
+EXTENSIONS: tuple[Extension, ...] = ("safetensors", "ckpt")
+
+_TAGS: dict[FileKind, str] = {"full": "", "network": "-network", "trainable": "-trainable_params"}
+_KINDS: dict[str, FileKind] = {tag: kind for kind, tag in _TAGS.items()}
+# No leading zeros, so that a name that was parsed and printed is the same file; 18 digits fit 64 bits.
+_INT = "(0|[1-9][0-9]{0,17})"
+_RANK_FOLDER = re.compile("rank_" + _INT)
+_FILE = re.compile(
+    rf"(.+)_rank_{_INT}(?:_([1-9][0-9]{{0,17}}))?(-network|-trainable_params|)-{_INT}_{_INT}\.(safetensors|ckpt)"
+)
+_SUFFIX = re.compile(r"[-_]?(?:[0-9]{1,18}-)?(?:[0-9]{1,18}_)?[0-9]{1,18}")
+_LAST_NUMBERS = re.compile(r"([0-9]{1,18})_([0-9]{1,18})$")
+_MAX_META_BYTES = 1 << 16
+_MAX_NAMED = 3  # names that a message lists before it only counts
+
+
+# -- names
+
+
+@dataclass(frozen=True)
+class FileName:
+    """What the name of a rank's file says.
+
+    Attributes:
+        prefix: what stands before `_rank_`.
+        rank: whose file it is.
+        run: number of the run in this root; None: the first, which writes none.
+        kind: "full": weights and optimizer; "network": weights; "trainable": the weights that are trained.
+        epoch: the loop's epoch, of sinks in sink mode.
+        step: the step in it.
+        extension: "safetensors" or "ckpt".
+
+    Example:
+        >>> name = FileName("llama", 3, 1, "full", 20, 2, "safetensors")
+        >>> name.name, name.suffix, name.of_rank(0).name
+        ('llama_rank_3_1-20_2.safetensors', '1-20_2', 'llama_rank_0_1-20_2.safetensors')
+    """
+
+    prefix: str
+    rank: int
+    run: int | None
+    kind: FileKind
+    epoch: int
+    step: int
+    extension: Extension
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        run = "" if self.run is None else f"_{self.run}"
+        return f"{self.prefix}_rank_{self.rank}{run}{_TAGS[self.kind]}-{self.epoch}_{self.step}.{self.extension}"
+
+    @property
+    def suffix(self) -> str:
+        """What tells a save from others of the same prefix: "20_2", of a later run "1-20_2"."""
+        return f"{'' if self.run is None else f'{self.run}-'}{self.epoch}_{self.step}"
+
+    def of_rank(self, rank: int) -> FileName:
+        """The file that another rank wrote in the same save."""
+        return replace(self, rank=rank)
+
+
+def parse_file_name(name: str) -> FileName | None:
+    """What the name of a rank's file says, parsed from the right: a prefix may hold dashes. None if it is no such name.
+
+    Example:
+        >>> parse_file_name("my-run_rank_1-network-20_2.ckpt")
+        FileName(prefix='my-run', rank=1, run=None, kind='network', epoch=20, step=2, extension='ckpt')
+    """
+    match = _FILE.fullmatch(name)
+    if match is None or name.startswith(".") or component_fault(name) is not None:
+        return None
+    return FileName(
+        match[1],
+        int(match[2]),
+        None if match[3] is None else int(match[3]),
+        _KINDS[match[4]],
+        int(match[5]),
+        int(match[6]),
+        cast("Extension", match[7]),
+    )
+
+
+def rank_folder_name(rank: int) -> str:
+    """The folder of a rank.
+
+    Raises:
+        ArgumentError: it is not an integer from 0 to 10**18 - 1.
+
+    Example:
+        >>> rank_folder_name(3)
+        'rank_3'
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < 10**18:
+        raise ArgumentError(f"a rank is an integer from 0 to 10**18 - 1, not {rank!r}")
+    return f"rank_{rank}"
+
+
+# -- what is in a tree
+
+
+def rank_folders(root: str | os.PathLike[str]) -> dict[int, Path]:
+    """The folders `rank_<r>` of a root, by rank, ascending; there may be gaps. Links are not followed.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> rank_folders("output/checkpoint")[1].name  # doctest: +SKIP
+        'rank_1'
+    """
+    found = {}
+    for name in _names(root, lambda entry: entry.is_dir(follow_symlinks=False)):
+        match = _RANK_FOLDER.fullmatch(name)
+        if match is not None:
+            found[int(match[1])] = Path(root) / name
+    return dict(sorted(found.items()))
+
+
+def is_root(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is the root of such a tree: it holds a `rank_<r>` folder.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+    """
+    return bool(rank_folders(path))
+
+
+def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -> list[FileName]:
+    """The files of one rank's folder that are named as above, by run, epoch and step; links are not followed.
+
+    Args:
+        folder: `rank_<r>`.
+        kind: only these; None: all.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> [file.suffix for file in list_files("output/checkpoint/rank_0")]  # doctest: +SKIP
+        ['10_2', '15_2', '20_2', '1-25_2']
+    """
+    found = [
+        parsed
+        for parsed in map(parse_file_name, list_weight_files(folder))
+        if parsed is not None and kind in (None, parsed.kind)
+    ]
+    return sorted(found, key=lambda one: (one.run or 0, one.epoch, one.step, one.name))
+
+
+def list_weight_files(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of the weight files of one rank's folder, whatever they are called, sorted; links are not followed.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+    """
+    names = _names(folder, lambda entry: entry.is_file(follow_symlinks=False))
+    return sorted(name for name in names if not name.startswith(".") and name.rpartition(".")[2] in EXTENSIONS)
+
+
+def _names(folder: str | os.PathLike[str], is_kind: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    """Names of one kind of entry in a folder."""
+    path = os.fspath(folder)
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if is_kind(entry)]
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+    except OSError as error:
+        raise StorageError(f"listing {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+
+
+# -- meta.json
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a rank saved last, under the names of the file.
+
+    Attributes:
+        last_epoch: the epoch in the file's name.
+        last_step: the step in it.
+        last_ckpt_file: the file's name.
+    """
+
+    last_epoch: int
+    last_step: int
+    last_ckpt_file: str
+
+
+def read_meta(folder: str | os.PathLike[str]) -> Meta:
+    """Read the `meta.json` of a rank's folder.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        DamagedFileError: it is no such JSON, or names no file of a save with this epoch and step.
+        StorageError: the system failed to read it.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_meta(folder, Meta(20, 2, "llama_rank_1-20_2.safetensors"))
+        ...     read_meta(folder)
+        Meta(last_epoch=20, last_step=2, last_ckpt_file='llama_rank_1-20_2.safetensors')
+    """
+    path = Path(folder) / META_FILE
+    content = read_json(path, _MAX_META_BYTES)
+
+    def damaged(why: str) -> DamagedFileError:
+        return DamagedFileError(f"{show(str(path))}: {why}", path=str(path))
+
+    if not isinstance(content, dict):
+        raise damaged("expected an object")
+    numbers = []
+    for key in ("last_epoch", "last_step"):
+        value = content.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise damaged(f"`{key}` is not an integer of at least 0")
+        numbers.append(value)
+    name = content.get("last_ckpt_file")
+    parsed = parse_file_name(name) if isinstance(name, str) else None
+    if parsed is None:
+        raise damaged("`last_ckpt_file` is not the name of a rank's file")
+    if [parsed.epoch, parsed.step] != numbers:
+        raise damaged(f"`last_ckpt_file` is {show(parsed.name)}, and epoch and step are {numbers[0]} and {numbers[1]}")
+    return Meta(numbers[0], numbers[1], parsed.name)
+
+
+def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o640, *, durable: bool = True) -> None:
+    """Write the `meta.json` of a rank's folder, atomically; the file that it names must be durable already.
+
+    Raises:
+        StorageError: the system failed; the old one is as it was.
+    """
+    content = {
+        "last_epoch": meta.last_epoch,
+        "last_step": meta.last_step,
+        "last_ckpt_file": meta.last_ckpt_file,
+    }
+    write_file_atomically(Path(folder) / META_FILE, json.dumps(content), mode, durable=durable)
+
+
+# -- one file of every rank, whatever the names
+
+
+def choose_by_suffix(
+    root: str | os.PathLike[str], suffix: str | None = None, *, extension: Extension | None = None
+) -> dict[int, Path]:
+    """One file of each rank folder, told by how its name ends; no file is opened, and `meta.json` is not asked.
+
+    Args:
+        root: the folder of the `rank_<r>` folders.
+        suffix: "20_2" (epoch and step), "1-20_2" (of a later run) or "2", also with a dash or an underscore before it:
+            the file whose name without extension ends so, after a dash or an underscore; of several of one epoch and
+            step the one of the shortest name. None: the only file, or of several the highest epoch and step that every rank has.
+        extension: "safetensors" or "ckpt"; None: whichever there is.
+
+    Returns:
+        The files, by rank. Whether these are all ranks that there should be is not known here.
+
+    Raises:
+        ArgumentError: the suffix is no such text; it fits several files of a rank; or there are files of both
+            extensions.
+        CheckpointNotFoundError: there is no rank folder; a rank has no such file, or none that all others have too.
+        StorageError: a folder cannot be listed.
+
+    Example:
+        >>> choose_by_suffix("output/checkpoint", "15_2")[1].name  # doctest: +SKIP
+        'llama_rank_1-15_2.safetensors'
+    """
+    if suffix is not None and _SUFFIX.fullmatch(suffix) is None:
+        raise ArgumentError(f"{show(suffix)} is no suffix of a checkpoint file", hint='write it as "20_2" or "1-20_2"')
+    shown = show(os.fspath(root))
+    folders = rank_folders(root)
+    if not folders:
+        raise CheckpointNotFoundError(f"{shown} holds no folder `rank_<number>`", path=os.fspath(root))
+    extensions = EXTENSIONS if extension is None else (extension,)
+    names = {
+        rank: [
+            name for name in list_weight_files(folder) if name.rpartition(".")[2] in extensions and _ends(name, suffix)
+        ]
+        for rank, folder in folders.items()
+    }
+    asked = "no weight file" if suffix is None else f"no weight file that ends in {show(suffix)}"
+    missing = [folders[rank].name for rank, found in names.items() if not found]
+    if missing:
+        raise CheckpointNotFoundError(f"{shown} holds {asked} in {_some(missing)}", path=os.fspath(root))
+    if len({name.rpartition(".")[2] for found in names.values() for name in found}) > 1:
+        raise ArgumentError(f"{shown} holds both .safetensors and .ckpt files: which are meant?", path=os.fspath(root))
+    numbers = [{_last_numbers(name) for name in found} for found in names.values()]
+    if suffix is None and numbers != [{None}] * len(numbers):
+        common = set.intersection(*numbers) - {None}
+        if not common:
+            raise CheckpointNotFoundError(
+                f"there is no epoch and step of which every rank folder of {shown} holds a file", path=os.fspath(root)
+            )
+        best = max(one for one in common if one is not None)
+        names = {rank: [name for name in found if _last_numbers(name) == best] for rank, found in names.items()}
+    chosen = {rank: _shortest(folders[rank], found, suffix) for rank, found in names.items()}
+    parsed = {None if one is None else one.of_rank(0) for one in map(parse_file_name, chosen.values())}
+    if len(parsed) > 1 and None not in parsed:
+        raise CheckpointNotFoundError(
+            f"the rank folders of {shown} hold files of several saves, and not all of one: {_some(chosen.values())}",
+            path=os.fspath(root),
+        )
+    return {rank: folders[rank] / name for rank, name in chosen.items()}
+
+
+def _ends(name: str, suffix: str | None) -> bool:
+    if suffix is None:
+        return True
+    stem, wanted = name.rpartition(".")[0], suffix.lstrip("-_")
+    return stem.endswith((f"-{wanted}", f"_{wanted}"))
+
+
+def _last_numbers(name: str) -> tuple[int, int] | None:
+    match = _LAST_NUMBERS.search(name.rpartition(".")[0])
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def _shortest(folder: Path, names: list[str], suffix: str | None) -> str:
+    # The shorter name is that of the earlier run; of different epochs it is a matter of their digits.
+    is_one_save = len(set(map(_last_numbers, names))) == 1
+    shortest = [name for name in names if len(name) == min(map(len, names))] if is_one_save else names
+    if len(shortest) > 1:
+        asked = "the suffix" if suffix is None else show(suffix)
+        raise ArgumentError(
+            f"{show(str(folder))} holds several files that {asked} fits: {_some(shortest)}",
+            path=str(folder),
+            hint='say epoch and step, such as "20_2", of a later run "1-20_2"',
+        )
+    return shortest[0]
+
+
+def _some(names: Iterable[str]) -> str:
+    first = [show(name) for name in names]
+    more = f" and {len(first) - _MAX_NAMED} more" if len(first) > _MAX_NAMED else ""
+    return f"{', '.join(first[:_MAX_NAMED])}{more}"

@@ -1,0 +1,75 @@
+"""`<root>/../health_ckpts.json`: what a health monitor found at each save of a Checkpoint 1.0 root.
+
+    [{"is_health": 0, "ckpt_name": "llama_rank_0-20_2.safetensors"}, ...]
+
+The word says the opposite of what is meant: 0 is healthy, 1 is not. Rank 0's file stands for those of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.errors import CheckpointNotFoundError, DamagedFileError
+from reshard.small_files import write_file_atomically
+from reshard.strict_json import read_json
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["HEALTH_FILE", "health_path", "note"]
+
+HEALTH_FILE = "health_ckpts.json"
+
+_MAX_BYTES = 64 << 20
+
+
+def health_path(root: str | os.PathLike[str]) -> Path:
+    """Where the file of a root lies.
+
+    Example:
+        >>> str(health_path("output/checkpoint"))
+        'output/health_ckpts.json'
+    """
+    return Path(root).parent / HEALTH_FILE
+
+
+def note(
+    root: str | os.PathLike[str], name: str, status: int, mode: int = 0o640, *, durable: bool = True
+) -> str | None:
+    """Add what was found at a save.
+
+    Args:
+        root: the checkpoint root.
+        name: rank 0's file.
+        status: 0: healthy, 1: not.
+        mode: permission bits of the file, less the umask.
+        durable: sync it before this returns.
+
+    Returns:
+        A warning, if what was there was no such file and is replaced; else None.
+
+    Raises:
+        StorageError: the system failed; the file is as it was.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as output:
+        ...     note(f"{output}/checkpoint", "llama_rank_0-20_2.safetensors", 0)
+        ...     health_path(f"{output}/checkpoint").read_text()
+        '[{"is_health": 0, "ckpt_name": "llama_rank_0-20_2.safetensors"}]'
+    """
+    path = health_path(root)
+    warning = None
+    try:
+        records = read_json(path, _MAX_BYTES)
+        if not isinstance(records, list):
+            raise DamagedFileError(f"{path} is no list of saves", path=str(path))  # noqa: TRY301
+    except CheckpointNotFoundError:
+        records = []
+    except DamagedFileError as error:
+        records, warning = [], f"what was known of the health of earlier saves is lost: {error.message}"
+    text = json.dumps([*records, {"is_health": status, "ckpt_name": name}])
+    write_file_atomically(path, text, mode, durable=durable)
+    return warning

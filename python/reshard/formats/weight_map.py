@@ -1,0 +1,83 @@
+"""A map from tensors to the files that hold them, as Hugging Face and MindSpore keep it beside whole weights.
+
+Both are JSON `{"metadata": {...}, "weight_map": {name: file}}`. Knows how such a map is read from a stranger, and how a
+later run knows its own again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.small_files import component_fault, show
+from reshard.strict_json import read_json
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["WRITER", "read", "writer"]
+
+WRITER = "reshard"
+"""In `metadata`, the version of this package that wrote the map stands under this name."""
+
+_MAX_BYTES = 128 << 20
+_MAX_TENSORS = 1_000_000
+_MAX_NAME_BYTES = 1024
+_MAX_NAMED = 3  # names that a message lists before it only counts
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The file of each tensor, every file being there.
+
+    Links are followed: the files of a download cache are links. A map that lies in the file without the wrapper
+    `weight_map` is accepted too.
+
+    Raises:
+        CheckpointNotFoundError: there is no map, or a file that it names is missing.
+        DamagedFileError: the map is not such JSON, or a name in it is refused.
+        StorageError: the system failed to read it.
+    """
+    path = Path(path)
+    content = read_json(path, _MAX_BYTES, follow_links=True)
+    weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise _damaged(path, "it holds no object `weight_map`")
+    if not weight_map:
+        raise _damaged(path, "`weight_map` names no tensor")
+    if len(weight_map) > _MAX_TENSORS:
+        raise _damaged(path, f"`weight_map` names {len(weight_map)} tensors; at most {_MAX_TENSORS} are allowed")
+    for key, name in weight_map.items():
+        if not 1 <= len(key.encode()) <= _MAX_NAME_BYTES:
+            raise _damaged(path, f"a tensor's name has from 1 to {_MAX_NAME_BYTES} bytes, not {len(key.encode())}")
+        if not isinstance(name, str):
+            raise _damaged(path, f"the file of {show(key)} is not text")
+    files = list(dict.fromkeys(weight_map.values()))
+    for name in files:
+        fault = component_fault(name)
+        if fault is not None:
+            raise _damaged(path, f"the file name {show(name)} is refused: {fault}")
+    missing = [name for name in files if not (path.parent / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+        raise CheckpointNotFoundError(
+            f"{show(str(path))} names files that are not there: {', '.join(map(show, missing[:_MAX_NAMED]))}{more}",
+            path=str(path),
+            hint="the download or copy of the model is incomplete",
+        )
+    return weight_map
+
+
+def writer(path: str | os.PathLike[str]) -> str | None:
+    """The version of this package that wrote a map; None if another writer did, or it cannot be read."""
+    try:
+        content = read_json(path, _MAX_BYTES)
+    except ReshardError:
+        return None
+    metadata = content.get("metadata") if isinstance(content, dict) else None
+    version = metadata.get(WRITER) if isinstance(metadata, dict) else None
+    return version if isinstance(version, str) else None
+
+
+def _damaged(path: Path, fault: str) -> DamagedFileError:
+    return DamagedFileError(f"{show(str(path))}: {fault}", path=str(path))

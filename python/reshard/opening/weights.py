@@ -1,0 +1,79 @@
+"""Full weights in the MindSpore layout, opened: the tensors that the map names, and the counters beside them.
+
+What a merge of the original has left out it writes into the file of the counters, as the first rank's part of it: such
+a part is no tensor, and is not taken for one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.checkpoint import Checkpoint
+from reshard.errors import DamagedFileError
+from reshard.formats import full_weights, scalars
+from reshard.small_files import show
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["open_full_weights"]
+
+_log = logging.getLogger("reshard")
+
+
+def open_full_weights(folder: Path, method: _core.ReadMethod) -> Checkpoint:
+    """Open a folder that `full_weights.detect` knows.
+
+    Raises:
+        CheckpointNotFoundError: a file is missing, or there are several parts without a map.
+        DamagedFileError: a file is not what its format or the map says.
+
+    Example:
+        >>> open_full_weights(Path("unified_safe"), "auto").common.global_step  # doctest: +SKIP
+        40
+    """
+    index = _core.Index()
+    weight_map = full_weights.read_weight_map(folder)
+    # Files of a download cache are symbolic links into its store: here links are followed.
+    if weight_map is None:
+        file = index.add_file(str(folder / full_weights.file_name(0)), method=method)
+        for name, *_ in index.file_tensors(file):
+            index.add_whole(name, file)
+    else:
+        files = {name: index.add_file(str(folder / name), method=method) for name in dict.fromkeys(weight_map.values())}
+        for key, name in weight_map.items():
+            index.add_whole(key, files[name])
+    path = folder / full_weights.HYPER_FILE
+    names = _add_counters(index, path, method) if path.is_file() else []
+    checkpoint = Checkpoint("mindspore", folder, index)
+    if names:
+        values = {name: checkpoint.read(name) for name in names if name in scalars.NAMES}
+        checkpoint.common = scalars.common_of(values, str(path))
+        checkpoint.iteration = checkpoint.common.step_num
+    return checkpoint
+
+
+def _add_counters(index: _core.Index, path: Path, method: _core.ReadMethod) -> list[str]:
+    """Add what the file holds of one element; their names."""
+    file = index.add_file(str(path), method=method)
+    names, strays = [], []
+    for name, _, shape, *_ in index.file_tensors(file):
+        if name in index:
+            raise DamagedFileError(f"{show(str(path))} and a part both hold {show(name)}", path=str(path), key=name)
+        if math.prod(shape) == 1:
+            index.add_whole(name, file)
+            names.append(name)
+        else:
+            strays.append(name)
+    if strays:
+        more = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
+        _log.warning(
+            "%s holds %s%s: a merge that left them out has put the first rank's part of them there; passed over",
+            path,
+            show(strays[0]),
+            more,
+        )
+    return names

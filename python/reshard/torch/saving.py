@@ -1,0 +1,290 @@
+"""One save of a run: what a checkpoint holds, how it is written, and what becomes of a save that fails.
+
+`Saver` makes arrays of what is live (`state`), copies those that a save in the background must not see change
+(`staging`), adds what resuming needs besides tensors, and hands it all to `reshard.save`. When a save is due, and why,
+is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import (
+    ArgumentError,
+    CoverageError,
+    LayoutError,
+    MismatchError,
+    ReshardError,
+    UnsupportedError,
+)
+from reshard.formats.state import per_rank
+from reshard.torch import rng
+from reshard.torch.sampler import ElasticSampler
+from reshard.torch.staging import Staging
+from reshard.torch.state import describe
+from reshard.verbs.integrate import integrate
+from reshard.write.save import Shard
+from reshard.write.save import save as save_iteration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from reshard.group import Group
+    from reshard.torch.run import Run
+    from reshard.torch.staging import Staged
+    from reshard.torch.state import Described
+    from reshard.write.save import PendingSave, SaveReport
+
+__all__ = ["Saver"]
+
+_log = logging.getLogger("reshard")
+
+_MAX_FAILURES = 3  # saves in a row that may fail before the run is told by an error
+# What is wrong with the call or with the tensors is wrong at the next save too.
+_HOPELESS = (ArgumentError, CoverageError, LayoutError, MismatchError, UnsupportedError)
+
+
+@dataclass(eq=False)
+class Saver:
+    """Saves one run.
+
+    Attributes:
+        run: what is saved.
+        root, group, options: of `reshard.save`; what the options are is its business.
+        mesh, coordinate, root_seed, timeout: as in `Checkpointer`.
+        is_async: whether saves that are due are written in the background.
+        overlap: whether what only an optimizer's step changes is copied while the training goes on.
+        with_optimizer: whether the state of the optimizer is saved.
+        with_trainable: whether the parameters that require gradients are saved a second time, alone.
+        is_integrated: whether each save is written once more, as whole tensors.
+        record: makes the record of the environment; asked on rank 0, once.
+    """
+
+    run: Run
+    root: Path
+    group: Group
+    options: Mapping[str, Any]
+    mesh: DeviceMesh | None
+    coordinate: Mapping[str, int] | None
+    root_seed: int
+    timeout: float
+    is_async: bool
+    overlap: bool
+    with_optimizer: bool
+    with_trainable: bool
+    is_integrated: bool
+    record: Callable[[], dict[str, Any]]
+    _staging: Staging = field(default_factory=Staging)
+    _hooks: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for one in self.run.optimizers() if self.overlap else ():
+            self._hooks.append(one.register_step_pre_hook(lambda *_: self._staging.hold()))
+
+    def save(
+        self, step: int, *, blocking: bool, timeout: float | None = None, interrupted: bool = False
+    ) -> SaveReport | PendingSave[SaveReport]:
+        """Save, all ranks together.
+
+        Args:
+            step: the iteration.
+            blocking: whether to wait until it is published.
+            timeout: seconds that ranks wait for each other, if not as always.
+            interrupted: whether the step after it had begun.
+
+        Raises:
+            ReshardError: as `reshard.save`.
+        """
+        run = self.run
+        described = describe(
+            run.model,
+            run.optimizer if self.with_optimizer else None,
+            objects=run.objects,
+            mesh=self.mesh,
+            group=self.group,
+            timeout=self.timeout,
+        )
+        extra = self._extra(described, step, interrupted=interrupted)
+        saving = described.saving()
+        staged = self._staged(described, saving, blocking=blocking)
+        save_any: Any = save_iteration  # which of two things it returns is said by a variable
+        saved = save_any(
+            self.root,
+            step,
+            **(saving if staged is None else _with(staged.tensors, saving)),
+            common=self._common(step),
+            extra=extra,
+            group=self.group,
+            blocking=blocking,
+            metrics=run.metrics if run.loss is None else {**run.metrics, "loss": run.loss},
+            rollback=step < run.above,
+            timeout=self.timeout if timeout is None else timeout,
+            ready=None if staged is None else staged.ready,
+            after=self._after,
+            **self._of_format(described, saving),
+            **self.options,
+        )
+        run.saved, run.saved_at = step, time.monotonic()
+        run.above = 0
+        run.pending = None if blocking else saved
+        result: SaveReport | PendingSave[SaveReport] = saved
+        return result
+
+    def save_due(self, step: int) -> None:
+        """Save as it was agreed: what fails for a while costs a checkpoint, not the training.
+
+        Raises:
+            ReshardError: what is to be saved cannot be, or three saves in a row have failed.
+        """
+        try:
+            self.wait(self.timeout)
+        except (ReshardError, TimeoutError) as error:
+            self.failed(error, "the save in the background failed")
+        try:
+            self.save(step, blocking=not self.is_async)
+        except ReshardError as error:
+            self.failed(error, f"iteration {step} is not saved")
+        else:
+            if not self.is_async:
+                self.run.n_failures = 0
+
+    def failed(self, error: BaseException, what: str) -> None:
+        """Take note of a save that failed; raises its error if there is no hope, or it was one too many."""
+        self.run.n_failures += 1
+        if isinstance(error, _HOPELESS) or self.run.n_failures >= _MAX_FAILURES:
+            raise error
+        _log.error("%s: %s (the training goes on)", what, error)
+
+    def wait(self, timeout: float | None = None) -> SaveReport | None:
+        """Wait for the save in the background, if there is one; as `Checkpointer.wait`."""
+        pending = self.run.pending
+        if pending is None:
+            return None
+        try:
+            return pending.result(timeout)
+        except BaseException as error:
+            is_late = isinstance(error, TimeoutError) and not isinstance(error, ReshardError)
+            if pending.done() and not is_late:
+                self.run.pending = None  # its error is told
+            raise
+
+    def close(self) -> None:
+        """Leave the optimizers alone."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _after(self, report: SaveReport) -> list[str]:
+        """What follows a save that has succeeded."""
+        if not self.is_integrated or self.options["only_save_strategy"]:
+            return []
+        return integrate(
+            self.root,
+            report,
+            group=self.group,
+            keep=self.options["keep"],
+            durable=self.options["durable"],
+            threads=self.options["threads"],
+            timeout=self.timeout,
+        )
+
+    def _of_format(self, described: Described, saving: Mapping[str, Any]) -> dict[str, Any]:
+        """What Checkpoint 1.0 alone is told."""
+        if self.options["format"] != "checkpoint1":
+            return {}
+        sampler = self.run.sampler
+        options: dict[str, Any] = {}
+        if isinstance(sampler, ElasticSampler):
+            options["steps_per_epoch"] = sampler.steps_per_epoch
+        if self.with_trainable:
+            live = described.live.named.tensors
+            options["save_trainable_params"] = [key for key in saving["model"] if live[key].requires_grad]
+        return options
+
+    def _extra(self, described: Described, step: int, *, interrupted: bool) -> dict[str, Any]:
+        """What is saved besides the tensors."""
+        run, members = self.run, self.group
+        extra: dict[str, Any] = {
+            "trainer": described.extra,
+            "run": {
+                "step": step,
+                "root_seed": self.root_seed,
+                "loss": run.loss,
+                "metrics": run.metrics,
+                "interrupted": interrupted,
+            },
+            "rng": per_rank(
+                rng.capture(
+                    rank=members.rank,
+                    world_size=members.world_size,
+                    coordinate=self.coordinate,
+                    root_seed=self.root_seed,
+                )
+            ),
+        }
+        if run.sampler is not None:
+            extra["sampler"] = run.sampler.state_dict()
+        if run.per_rank:
+            extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
+        if members.rank == 0:
+            run.record = run.record or self.record()
+            extra["environment"] = run.record
+        return extra
+
+    def _common(self, step: int) -> dict[str, Any]:
+        run = self.run
+        common: dict[str, Any] = {"step_num": step, "global_step": step}
+        if isinstance(run.sampler, ElasticSampler):
+            # The epoch of the step that was made, from 1.
+            if self.options["sink_size"] is None:  # else the epochs that are counted are sinks
+                common["epoch_num"] = run.sampler.epoch + (run.sampler.consumed > 0)
+            common["global_batch_size"] = run.sampler.global_batch_size
+        if run.healthy is not None:
+            common["ckpt_status"] = 0 if run.healthy else 1
+        return common
+
+    def _staged(self, described: Described, saving: Mapping[str, Any], *, blocking: bool) -> Staged | None:
+        """Copies that are under way; None where `reshard.save` makes them: of the host's tensors, at once."""
+        tensors = {name: _tensor(value) for part in _parts(saving) for name, value in part.items()}
+        overlaps = self.overlap and not blocking
+        if not overlaps and not any(tensor.is_cuda for tensor in tensors.values()):
+            return None
+        trained = {name for live in described.live.lives for name in live.names.values()}
+        try:
+            return self._staging.stage(
+                tensors,
+                trained | described.optimizer.keys() if overlaps else (),
+                reuse=self.run.pending is None or self.run.pending.done(),
+            )
+        except (RuntimeError, MemoryError) as error:
+            # The other ranks are waiting in the save, which tells them what goes wrong on this one.
+            _log.warning("tensors are copied one by one before the training goes on: %s", error)
+            return None
+
+
+def _parts(saving: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [saving["model"], saving["optimizer"] or {}]
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    tensor: torch.Tensor = value.array if isinstance(value, Shard) else value
+    return tensor
+
+
+def _with(tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments of `reshard.save`, with other tensors."""
+    model, optimizer = (
+        {
+            name: replace(value, array=tensors[name]) if isinstance(value, Shard) else tensors[name]
+            for name, value in part.items()
+        }
+        for part in _parts(saving)
+    )
+    return {**saving, "model": model, "optimizer": optimizer or None}

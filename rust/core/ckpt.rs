@@ -1,0 +1,745 @@
+//! A `.ckpt` file of `MindSpore`: a walk over its framing that never reads what the tensors hold.
+//!
+//! The file is one protobuf message that was written in pieces, without a magic number or a table of contents:
+//!
+//! ```text
+//! Checkpoint     1 repeated Value { 1 string tag; 2 TensorProto tensor; 3 MapTensorProto maptensor }
+//! TensorProto    1 repeated int64 dims; 2 string tensor_type; 3 bytes tensor_content
+//! ```
+//!
+//! and after it, if the writer was asked to, `crc_num` and ten bytes with a CRC-32 of everything before. A tensor that was
+//! too large for one value is stored in several that follow each other: same tag, type and dims, contents to be joined.
+//!
+//! A general decoder would take the whole file into memory. Here only the few bytes between the contents are read, in
+//! small windows at known positions, and every length is held against what is really there. Memory is bounded by the
+//! number of values and by [`MAX_HEADER_BYTES`] of framing, whatever the file claims.
+//!
+//! This module knows one file's framing. It does not know what the tensors mean, and proves no content but by the CRC.
+
+use crate::copy::Control;
+use crate::dtype::Dtype;
+use crate::error::{Error, Kind, Printable, Result};
+use crate::header::{
+    Entry, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_RANK, MAX_TENSORS, check_name, tensor_bytes,
+};
+use crate::region::{Dims, Region, flat_range_boxes, row_major_strides};
+use crate::shard_file::{LocalArray, Part};
+use crate::source::Source;
+use crate::tile::Tile;
+use crc_fast::{CrcAlgorithm, Digest};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// Bytes that are read at once: a few small values, and little beside a large one.
+const WINDOW_BYTES: usize = 4096;
+/// Bytes that the CRC is taken of at once.
+const PIECE_BYTES: u64 = 4 << 20;
+/// Longest name of a type; real ones have eight bytes.
+const MAX_TYPE_BYTES: u64 = 64;
+/// What stands before the CRC, and the bytes of both.
+const CRC_MARK: &[u8] = b"crc_num";
+const CRC_BYTES: u64 = CRC_MARK.len() as u64 + 10;
+/// The type of a value that is text: four bytes a character.
+const TEXT: &str = "str";
+
+/// Field and wire type of what may stand in a file, as the one byte that they are coded in.
+mod tag {
+    pub(super) const VALUE: u8 = 0x0a; // Checkpoint.value
+    pub(super) const NAME: u8 = 0x0a; // Value.tag
+    pub(super) const TENSOR: u8 = 0x12; // Value.tensor
+    pub(super) const TABLE: u8 = 0x1a; // Value.maptensor
+    pub(super) const DIM: u8 = 0x08; // TensorProto.dims, one
+    pub(super) const DIMS: u8 = 0x0a; // TensorProto.dims, packed
+    pub(super) const TYPE: u8 = 0x12; // TensorProto.tensor_type
+    pub(super) const CONTENT: u8 = 0x1a; // TensorProto.tensor_content
+    /// A strategy file begins with its first field, a number.
+    pub(super) const OF_STRATEGY: u8 = 0x08;
+}
+
+/// The table of a `.ckpt` file that has proved right.
+///
+/// A *record* is the content of one value. A tensor in one record has the tag as its stored name; the records of one
+/// that was split are one-dimensional and called `<tag>#<number>`.
+#[derive(Debug)]
+pub struct Records {
+    /// In the order of the file.
+    slots: Vec<Record>,
+    /// In the order of the file; each has the records that follow those of the one before.
+    arrays: Vec<Array>,
+    /// Numbers of the records, sorted by name.
+    by_name: Vec<u32>,
+    strings: Vec<String>,
+    crc: Option<Crc>,
+}
+
+/// Content of one value.
+#[derive(Debug)]
+struct Record {
+    name: String,
+    dtype: Dtype,
+    shape: Box<[u64]>,
+    start: u64,
+    end: u64,
+}
+
+/// A tensor in several records.
+#[derive(Debug)]
+struct Array {
+    name: String,
+    shape: Box<[u64]>,
+    /// Its records.
+    first: u32,
+    n_records: u32,
+}
+
+/// A CRC-32 and the bytes at the beginning of the file that it is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Crc {
+    n_bytes: u64,
+    sum: u32,
+}
+
+impl Records {
+    /// Walks over an opened file of `file_bytes` bytes; `path` serves the messages.
+    ///
+    /// # Errors
+    /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for a type that is not known, `Kind::Io` if
+    /// a read fails.
+    pub fn read(file: &File, path: &Path, file_bytes: u64) -> Result<Self> {
+        let window = Window {
+            file,
+            path,
+            file_bytes,
+            first: 0,
+            bytes: Vec::new(),
+        };
+        let mut walk = Walk {
+            window,
+            at: 0,
+            framing_bytes: 0,
+            arrays: Vec::new(),
+            records: Vec::new(),
+            strings: Vec::new(),
+            open: None,
+        };
+        let crc = walk.file().map_err(|error| error.path(path))?;
+        let Walk {
+            arrays,
+            records,
+            strings,
+            ..
+        } = walk;
+        let mut this = Self {
+            slots: records,
+            arrays,
+            by_name: Vec::new(),
+            strings,
+            crc,
+        };
+        this.order().map_err(|error| error.path(path))?;
+        Ok(this)
+    }
+
+    /// How many records there are.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Whether there is no record.
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    /// Record `i` in the order of the file, its bytes counted from the start of the file.
+    ///
+    /// # Panics
+    /// If `i` is not below [`Self::len`].
+    pub fn entry(&self, i: usize) -> Entry<'_> {
+        let record = &self.slots[i];
+        Entry {
+            name: &record.name,
+            dtype: record.dtype,
+            shape: record.shape.to_vec(),
+            start: record.start,
+            end: record.end,
+        }
+    }
+
+    /// The number of the record of this stored name.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        let name_of = |i: &u32| self.slots[*i as usize].name.as_str();
+        let at = self.by_name.binary_search_by(|i| name_of(i).cmp(name));
+        at.ok().map(|at| self.by_name[at] as usize)
+    }
+
+    /// The tensors, joined from their records, in the order of the file.
+    pub fn arrays(&self) -> impl ExactSizeIterator<Item = LocalArray> {
+        self.arrays.iter().map(|array| self.local(array))
+    }
+
+    /// The tensor of a tag, if it lies in several records.
+    pub fn split(&self, tag: &str) -> Option<LocalArray> {
+        let first = self.find(&format!("{tag}#0"))? as u32;
+        let at = self
+            .arrays
+            .binary_search_by_key(&first, |array| array.first);
+        let array = &self.arrays[at.ok()?];
+        (array.n_records > 1 && array.name == tag).then(|| self.local(array))
+    }
+
+    /// Tags of values that are text.
+    pub fn strings(&self) -> &[String] {
+        &self.strings
+    }
+
+    /// Whether the file has a CRC.
+    pub fn has_crc(&self) -> bool {
+        self.crc.is_some()
+    }
+
+    /// Reads the whole file and compares it with its CRC, where it has one.
+    ///
+    /// # Errors
+    /// It differs, or cannot be read.
+    pub fn prove(&self, source: &Source, control: &Control) -> Result<()> {
+        let Some(crc) = self.crc else {
+            return Ok(());
+        };
+        let mut digest = Digest::new(CrcAlgorithm::Crc32IsoHdlc);
+        let mut scratch = Vec::new();
+        let mut at = 0;
+        while at < crc.n_bytes {
+            control.check()?;
+            let n = (crc.n_bytes - at).min(PIECE_BYTES);
+            if let Some(bytes) = source.bytes(at, n)? {
+                digest.update(bytes);
+            } else {
+                scratch.resize(n as usize, 0);
+                source.read_at(at, &mut scratch)?;
+                digest.update(&scratch);
+            }
+            control.fetched(n);
+            at += n;
+        }
+        let found = digest.finalize() as u32;
+        if found == crc.sum {
+            return Ok(());
+        }
+        let message = format!(
+            "{}: its bytes have the CRC {found:#010x}, {:#010x} was written behind them",
+            Printable(&source.path().to_string_lossy()),
+            crc.sum
+        );
+        Err(Error::damaged(message).path(source.path()).hint(
+            "the file has changed since it was written; take a copy of it, or an older checkpoint",
+        ))
+    }
+
+    fn local(&self, array: &Array) -> LocalArray {
+        let records = &self.slots[array.first as usize..][..array.n_records as usize];
+        let dtype = records[0].dtype;
+        let strides = row_major_strides(&array.shape);
+        let flat =
+            |offset: &[u64]| -> u64 { offset.iter().zip(&strides).map(|(o, s)| o * s).sum() };
+        let mut begin = 0;
+        let parts = records.iter().map(|record| {
+            let tile = |global: Region| Tile {
+                local_offset: flat(global.offset()) - begin,
+                local_strides: strides.clone(),
+                global,
+            };
+            let tiles = if records.len() == 1 {
+                vec![tile(Region::whole(&array.shape))]
+            } else {
+                let end = begin + record.shape[0];
+                let boxes = flat_range_boxes(&array.shape, begin, end);
+                boxes.into_iter().map(tile).collect()
+            };
+            begin += if records.len() == 1 {
+                0
+            } else {
+                record.shape[0]
+            };
+            Part {
+                name: record.name.clone(),
+                shape: record.shape.to_vec(),
+                tiles,
+            }
+        });
+        LocalArray {
+            parts: parts.collect(),
+            name: array.name.clone(),
+            dtype,
+            shape: array.shape.to_vec(),
+        }
+    }
+
+    /// Makes names found, and finds duplicates.
+    fn order(&mut self) -> Result<()> {
+        let name = |i: u32| self.slots[i as usize].name.as_str();
+        let mut by_name: Vec<u32> = (0..self.slots.len() as u32).collect();
+        by_name.sort_unstable_by(|&a, &b| name(a).cmp(name(b)));
+        let twice = by_name
+            .windows(2)
+            .find(|pair| name(pair[0]) == name(pair[1]));
+        if let Some(pair) = twice {
+            return Err(twice_error(name(pair[0])));
+        }
+        // A tensor of several records has none of its own name.
+        let mut tags: Vec<&str> = self.arrays.iter().map(|array| &*array.name).collect();
+        tags.extend(self.strings.iter().map(String::as_str));
+        tags.sort_unstable();
+        if let Some(pair) = tags.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(twice_error(pair[0]));
+        }
+        self.by_name = by_name;
+        Ok(())
+    }
+}
+
+fn twice_error(name: &str) -> Error {
+    let message = format!(
+        "`{}` occurs twice, and not as records of one tensor",
+        Printable(name)
+    );
+    Error::damaged(message).key(name)
+}
+
+/// The bytes of the file around a position.
+struct Window<'f> {
+    file: &'f File,
+    path: &'f Path,
+    file_bytes: u64,
+    /// Where `bytes` begin in the file.
+    first: u64,
+    bytes: Vec<u8>,
+}
+
+impl Window<'_> {
+    /// `n` bytes, no more than a window has, from a position on; the caller knows that the file had them.
+    fn bytes(&mut self, at: u64, n: usize) -> Result<&[u8]> {
+        debug_assert!(n <= WINDOW_BYTES && at + n as u64 <= self.file_bytes);
+        let is_here = at >= self.first && at + n as u64 <= self.first + self.bytes.len() as u64;
+        if !is_here {
+            let n_bytes = (self.file_bytes - at).min(WINDOW_BYTES as u64);
+            self.bytes.resize(n_bytes as usize, 0);
+            let read = self.file.read_exact_at(&mut self.bytes, at);
+            read.map_err(|error| match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => Error::damaged(format!(
+                    "the file ends at or before byte {}: it had {} bytes when opened",
+                    at + n_bytes,
+                    self.file_bytes
+                )),
+                _ => Error::io("cannot read", self.path, &error),
+            })?;
+            self.first = at;
+        }
+        Ok(&self.bytes[(at - self.first) as usize..][..n])
+    }
+}
+
+/// What stands in one `TensorProto`.
+struct Tensor {
+    dims: Vec<u64>,
+    dtype: String,
+    start: u64,
+    end: u64,
+}
+
+/// A tensor whose records are being read.
+struct Open {
+    name: String,
+    /// As the values have it.
+    type_name: String,
+    dims: Vec<u64>,
+    dtype: Dtype,
+    contents: Vec<(u64, u64)>,
+}
+
+struct Walk<'f> {
+    window: Window<'f>,
+    at: u64,
+    /// Bytes so far that are no content.
+    framing_bytes: u64,
+    arrays: Vec<Array>,
+    records: Vec<Record>,
+    strings: Vec<String>,
+    open: Option<Open>,
+}
+
+impl Walk<'_> {
+    fn file(&mut self) -> Result<Option<Crc>> {
+        let file_bytes = self.window.file_bytes;
+        if file_bytes == 0 {
+            return Err(Error::damaged("the file is empty")
+                .hint("the save that made it did not end, or the disk was full"));
+        }
+        let mut crc = None;
+        let mut n_values = 0_usize;
+        while self.at < file_bytes {
+            if file_bytes - self.at == CRC_BYTES && self.window.bytes(self.at, 7)? == CRC_MARK {
+                crc = Some(self.crc()?);
+                break;
+            }
+            let start = self.at;
+            n_values += 1;
+            if n_values > MAX_TENSORS {
+                return Err(Error::damaged(format!(
+                    "the file has more than {MAX_TENSORS} values"
+                )));
+            }
+            self.value()
+                .map_err(|error| error.within(format_args!("value {n_values} at byte {start}")))?;
+            if self.framing_bytes > MAX_HEADER_BYTES {
+                return Err(Error::damaged(format!(
+                    "what stands between the contents of its tensors has more than {MAX_HEADER_BYTES} bytes"
+                )));
+            }
+        }
+        if n_values == 0 {
+            return Err(Error::damaged("the file holds no value"));
+        }
+        self.close()?;
+        Ok(crc)
+    }
+
+    fn crc(&mut self) -> Result<Crc> {
+        let n_bytes = self.at;
+        let bytes = self.window.bytes(n_bytes + CRC_MARK.len() as u64, 10)?;
+        let number = bytes
+            .iter()
+            .fold(0_u128, |n, &byte| n << 8 | u128::from(byte));
+        let sum = u32::try_from(number)
+            .map_err(|_| Error::damaged(format!("the CRC at its end is {number}, no 32 bits")))?;
+        Ok(Crc { n_bytes, sum })
+    }
+
+    /// One `Value` of the file.
+    fn value(&mut self) -> Result<()> {
+        let file_bytes = self.window.file_bytes;
+        let start = self.at;
+        let first = self.byte(file_bytes)?;
+        if first != tag::VALUE {
+            return Err(no_value(first, start));
+        }
+        let len = self.varint(file_bytes).map_err(truncated)?;
+        let end = self.end_of(len, file_bytes, "it").map_err(truncated)?;
+        let (mut name, mut tensor, mut is_table) = (None, None, false);
+        while self.at < end {
+            let is_new = match self.byte(end)? {
+                tag::NAME => name.replace(self.name(end)?).is_none(),
+                tag::TENSOR => {
+                    let len = self.varint(end)?;
+                    let inner_end = self.end_of(len, end, "its tensor")?;
+                    tensor.replace(self.tensor(inner_end)?).is_none()
+                }
+                tag::TABLE => {
+                    let len = self.varint(end)?;
+                    self.at = self.end_of(len, end, "its hash table")?;
+                    !std::mem::replace(&mut is_table, true)
+                }
+                other => return Err(unknown(other, self.at - 1, "a value")),
+            };
+            if !is_new {
+                return Err(Error::damaged("a field occurs twice"));
+            }
+        }
+        let name = name.ok_or_else(|| Error::damaged("it has no tag"))?;
+        let within = |error: Error| {
+            let error = error.within(format_args!("`{}`", Printable(&name)));
+            error.key(&name)
+        };
+        if is_table {
+            let message = "it is a hash table; only tensors can be read";
+            return Err(within(Error::new(Kind::Unsupported, message)));
+        }
+        let tensor = tensor.ok_or_else(|| within(Error::damaged("it holds no tensor")))?;
+        self.framing_bytes += (end - start) - (tensor.end - tensor.start);
+        self.add(&name, tensor).map_err(within)
+    }
+
+    fn name(&mut self, end: u64) -> Result<String> {
+        let len = self.varint(end)?;
+        if len > MAX_NAME_BYTES as u64 {
+            let message = format!("its tag has {len} bytes; at most {MAX_NAME_BYTES} are allowed");
+            return Err(Error::damaged(message));
+        }
+        let name = self.text(len, end, "its tag")?;
+        check_name(&name)?;
+        Ok(name)
+    }
+
+    fn text(&mut self, len: u64, end: u64, what: &str) -> Result<String> {
+        let text_end = self.end_of(len, end, what)?;
+        let bytes = self.window.bytes(self.at, len as usize)?;
+        let text = std::str::from_utf8(bytes)
+            .map_err(|_| Error::damaged(format!("{what} is not UTF-8")))?
+            .to_owned();
+        self.at = text_end;
+        Ok(text)
+    }
+
+    /// A `TensorProto` up to `end`.
+    fn tensor(&mut self, end: u64) -> Result<Tensor> {
+        let mut dims = Vec::new();
+        let (mut dtype, mut content) = (None, None);
+        while self.at < end {
+            let is_new = match self.byte(end)? {
+                tag::DIM => {
+                    let dim = self.dim(end)?;
+                    push_dim(&mut dims, dim)?;
+                    true
+                }
+                tag::DIMS => {
+                    let len = self.varint(end)?;
+                    let dims_end = self.end_of(len, end, "its dims")?;
+                    while self.at < dims_end {
+                        let dim = self.dim(dims_end)?;
+                        push_dim(&mut dims, dim)?;
+                    }
+                    true
+                }
+                tag::TYPE => {
+                    let len = self.varint(end)?;
+                    if len > MAX_TYPE_BYTES {
+                        let message = format!("the name of its type has {len} bytes");
+                        return Err(Error::damaged(message));
+                    }
+                    dtype.replace(self.text(len, end, "its type")?).is_none()
+                }
+                tag::CONTENT => {
+                    let len = self.varint(end)?;
+                    let start = self.at;
+                    self.at = self.end_of(len, end, "its content")?;
+                    content.replace((start, self.at)).is_none()
+                }
+                other => return Err(unknown(other, self.at - 1, "a tensor")),
+            };
+            if !is_new {
+                return Err(Error::damaged("a field of its tensor occurs twice"));
+            }
+        }
+        let missing = |field| Error::damaged(format!("its tensor has no {field}"));
+        let (start, end) = content.ok_or_else(|| missing("content"))?;
+        Ok(Tensor {
+            dims,
+            dtype: dtype.ok_or_else(|| missing("type"))?,
+            start,
+            end,
+        })
+    }
+
+    /// Adds what a value holds to the tensor that is open, or opens the next one.
+    fn add(&mut self, name: &str, tensor: Tensor) -> Result<()> {
+        let Tensor {
+            dims,
+            dtype: type_name,
+            start,
+            end,
+        } = tensor;
+        if let Some(open) = self.open.as_mut().filter(|open| open.name == name) {
+            if open.dims != dims || open.type_name != type_name {
+                let message = format!(
+                    "its records disagree: {} {} and {} {}",
+                    Printable(&open.type_name),
+                    Dims(&open.dims),
+                    Printable(&type_name),
+                    Dims(&dims)
+                );
+                return Err(Error::damaged(message));
+            }
+            open.contents.push((start, end));
+            return Ok(());
+        }
+        self.close()?;
+        if type_name == TEXT {
+            if !(end - start).is_multiple_of(4) {
+                let n_bytes = end - start;
+                let message = format!("text of {n_bytes} bytes; a character has four");
+                return Err(Error::damaged(message));
+            }
+            self.strings.push(name.to_owned());
+            return Ok(());
+        }
+        self.open = Some(Open {
+            name: name.to_owned(),
+            dtype: dtype_of(&type_name)?,
+            type_name,
+            dims,
+            contents: vec![(start, end)],
+        });
+        Ok(())
+    }
+
+    /// Checks the tensor that is open as a whole: its records have exactly the bytes that its dims need.
+    fn close(&mut self) -> Result<()> {
+        let Some(open) = self.open.take() else {
+            return Ok(());
+        };
+        let name = open.name.clone();
+        self.take(open).map_err(|error| {
+            let error = error.within(format_args!("`{}`", Printable(&name)));
+            error.key(&name)
+        })
+    }
+
+    fn take(&mut self, open: Open) -> Result<()> {
+        let Open {
+            name,
+            dims,
+            dtype,
+            contents,
+            ..
+        } = open;
+        // Contents lie apart in the file: their sum cannot overflow.
+        let n_bytes: u64 = contents.iter().map(|(start, end)| end - start).sum();
+        // Older writers gave a scalar the dims [0].
+        let shape = if dims == [0] && n_bytes > 0 {
+            Vec::new()
+        } else {
+            dims
+        };
+        let needed = tensor_bytes(dtype, &shape).map_err(Error::damaged)?;
+        if n_bytes != needed {
+            let message = format!(
+                "{dtype} of shape {} needs {needed} bytes, {n_bytes} are there",
+                Dims(&shape)
+            );
+            return Err(Error::damaged(message));
+        }
+        let first = self.records.len() as u32;
+        let unit_bytes = dtype.bits() / 8;
+        let is_split = contents.len() > 1;
+        for (i, &(start, end)) in contents.iter().enumerate() {
+            let n = end - start;
+            if !n.is_multiple_of(unit_bytes) {
+                let message = format!("record {i} of it ends inside an element");
+                return Err(Error::new(Kind::Unsupported, message));
+            }
+            let (name, shape) = if is_split {
+                (format!("{name}#{i}"), vec![n / unit_bytes])
+            } else {
+                (name.clone(), shape.clone())
+            };
+            self.records.push(Record {
+                name,
+                dtype,
+                shape: shape.into(),
+                start,
+                end,
+            });
+        }
+        self.arrays.push(Array {
+            name,
+            shape: shape.into(),
+            first,
+            n_records: contents.len() as u32,
+        });
+        Ok(())
+    }
+
+    // -- the wire format
+
+    /// Where something of `len` bytes that begins here ends; `what` it is, which must lie before `end`.
+    fn end_of(&self, len: u64, end: u64, what: &str) -> Result<u64> {
+        let rest = end - self.at;
+        if len > rest {
+            let message = format!("{what} claims {len} bytes, {rest} are left");
+            return Err(Error::damaged(message));
+        }
+        Ok(self.at + len)
+    }
+
+    fn byte(&mut self, end: u64) -> Result<u8> {
+        if self.at >= end {
+            return Err(Error::damaged(format!("it ends too early, at byte {end}")));
+        }
+        let byte = self.window.bytes(self.at, 1)?[0];
+        self.at += 1;
+        Ok(byte)
+    }
+
+    fn varint(&mut self, end: u64) -> Result<u64> {
+        let start = self.at;
+        let mut value = 0_u64;
+        for shift in (0..70).step_by(7) {
+            let byte = self.byte(end)?;
+            let bits = u64::from(byte & 0x7f);
+            if shift == 63 && bits > 1 {
+                break;
+            }
+            value |= bits << shift;
+            if byte < 0x80 {
+                return Ok(value);
+            }
+        }
+        let message = format!("the number at byte {start} is too large");
+        Err(Error::damaged(message))
+    }
+
+    fn dim(&mut self, end: u64) -> Result<u64> {
+        let dim = self.varint(end)?;
+        if i64::try_from(dim).is_err() {
+            let message = format!("an extent of {} is negative", dim.cast_signed());
+            return Err(Error::damaged(message));
+        }
+        Ok(dim)
+    }
+}
+
+fn push_dim(dims: &mut Vec<u64>, dim: u64) -> Result<()> {
+    if dims.len() == MAX_RANK {
+        return Err(Error::damaged(format!("it has more than {MAX_RANK} dims")));
+    }
+    dims.push(dim);
+    Ok(())
+}
+
+/// The dtype of a `tensor_type`.
+fn dtype_of(name: &str) -> Result<Dtype> {
+    Ok(match name {
+        "Int8" => Dtype::I8,
+        "UInt8" => Dtype::U8,
+        "Int16" => Dtype::I16,
+        "UInt16" => Dtype::U16,
+        "Int32" => Dtype::I32,
+        "UInt32" => Dtype::U32,
+        "Int64" => Dtype::I64,
+        "UInt64" => Dtype::U64,
+        "Float16" => Dtype::F16,
+        "Float32" => Dtype::F32,
+        "Float64" => Dtype::F64,
+        "BFloat16" => Dtype::Bf16,
+        "Bool" => Dtype::Bool,
+        other => {
+            let message = format!("its type is `{}`, which cannot be read", Printable(other));
+            return Err(Error::new(Kind::Unsupported, message)
+                .hint("known are the integers of 8 to 64 bits, Float16 to Float64, BFloat16, Bool and str"));
+        }
+    })
+}
+
+fn unknown(byte: u8, at: u64, of: &str) -> Error {
+    Error::damaged(format!("byte {at}, {byte:#04x}, begins no field of {of}"))
+}
+
+fn truncated(error: Error) -> Error {
+    error.hint("the file is truncated, or no `.ckpt` file")
+}
+
+/// The error for a byte that begins no value.
+fn no_value(byte: u8, at: u64) -> Error {
+    let error = Error::damaged(format!(
+        "it begins with {byte:#04x}; a value of a `.ckpt` file begins with {:#04x}",
+        tag::VALUE
+    ));
+    match byte {
+        _ if at > 0 => error.hint("the file was overwritten in part, or something was appended to it"),
+        tag::OF_STRATEGY => error.hint(
+            "it looks like a strategy file, which has the same suffix and holds no tensors: give it as `strategy`",
+        ),
+        0 => error.hint("the file was allocated and never written, or its disk lost it"),
+        _ => error.hint("it is no `.ckpt` file, or an encrypted one, which cannot be read"),
+    }
+}

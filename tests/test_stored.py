@@ -1,0 +1,202 @@
+"""`Checkpoint.stored`: what lies in a rank's own files, for every format in which a rank has some.
+
+What a file holds is read here without `reshard`, and whose it is out of metadata.json.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tests import original_reader
+
+import reshard
+from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, ReshardError
+from reshard.formats.own_files import own_files, storage_ranks
+
+SAMPLES = Path(__file__).parent / "data" / "mindspore"
+FOLDERS = [
+    SAMPLES / tree / "checkpoint" / f"iteration_{iteration:08d}"
+    for tree, iteration in (("ckpt2", 5), ("ckpt2", 10), ("ckpt2_dedup", 5), ("ckpt2_dedup", 10), ("ckpt2_named", 7))
+]
+TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+
+Arrays = dict[str, np.ndarray]
+
+
+def assert_same(found: Arrays, expected: Arrays) -> None:
+    assert set(found) == set(expected)
+    for key, array in expected.items():
+        assert (found[key].dtype, found[key].shape) == (array.dtype, array.shape), key
+        assert found[key].tobytes() == array.tobytes(), key
+
+
+def content(*files: Path) -> Arrays:
+    return {key: array for file in files for key, array in original_reader.read_shard_file(file).items()}
+
+
+def written_by(folder: Path) -> dict[int, list[Path]]:
+    """Each rank's files, as metadata.json has it."""
+    found: dict[int, set[Path]] = {}
+    for holders in json.loads((folder / "metadata.json").read_text())["storage_data"].values():
+        for holder in holders:
+            found.setdefault(holder["storage_rank"], set()).add(folder / holder["file_name"])
+    return {rank: sorted(files) for rank, files in found.items()}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parts[-3]}-{folder.name}")
+def test_a_rank_gets_what_its_files_hold(folder: Path) -> None:
+    files = written_by(folder)
+    with reshard.open(folder) as opened:
+        assert opened.ranks() == sorted(files)
+        for rank, own in files.items():
+            assert_same(opened.stored(rank), content(*own))
+            told = {key: shape for key, (_, shape) in opened.stored_info(rank).items()}
+            assert told == {key: array.shape for key, array in content(*own).items()}
+
+
+def test_the_number_of_a_file_is_not_taken_for_a_rank(tmp_path: Path) -> None:
+    """Rank 1 had nothing to write: the second file is rank 2's."""
+    folder = tmp_path / "iteration_00000001"
+    folder.mkdir()
+    files = ("a-model-0000000-0000002.safetensors", "a-model-0000001-0000002.safetensors")
+    save_file({"w": np.zeros((2, 2), np.float32)}, folder / files[0])
+    save_file({"w": np.ones((2, 2), np.float32)}, folder / files[1])
+    write_metadata(folder, files, ranks=(0, 2))
+    with reshard.open(folder) as opened:
+        assert opened.ranks() == [0, 2]
+        assert (opened.stored(2)["w"] == 1).all()
+        with pytest.raises(ArgumentError, match="rank 1 did not save"):
+            opened.stored(1)
+
+
+def write_metadata(folder: Path, files: tuple[str, str], ranks: tuple[int, int], **holder: Any) -> None:
+    """A tensor `w` in two parts, the first whole ranks 0 and 1 hold, and who wrote each."""
+    layout = {"device_matrix": [2, 2], "tensor_map": [1, -1], "interleaved_parallel": False, "alias_name": ["a", "b"]}
+    tensor = {
+        "properties": {"dtype": "Float32", "replica_id": 0, "allow_shape_mismatch": False, "allow_to_save": True},
+        "global_shape": [4, 2],
+        "axis_fragmentations": [2, 1],
+        "layout": {**layout, "rank_list": [0, 1, 2, 3]},
+        "chunk": [{"global_offset": [n], "local_shape": [2, 2]} for n in (0, 1)],
+    }
+    storage = {
+        f"('w', ({n},))": [
+            {"file_name": files[n], "storage_rank": ranks[n], "rank_group": [2 * n, 2 * n + 1], **holder}
+        ]
+        for n in (0, 1)
+    }
+    text = json.dumps({"state_dict_metadata": {"w": tensor}, "storage_data": storage})
+    (folder / "metadata.json").write_text(text)
+
+
+def test_one_device_without_metadata() -> None:
+    folder = SAMPLES / "ckpt2_single" / "checkpoint" / "iteration_00000003"
+    with reshard.open(folder) as opened:
+        assert opened.ranks() == [0]
+        assert_same(opened.stored(0), content(*folder.glob("*.safetensors")))
+
+
+def test_a_save_of_ours_with_a_rank_that_wrote_nothing(tmp_path: Path) -> None:
+    reshard.save_file({"w": np.arange(8.0)}, tmp_path / "w.safetensors")
+    layout = {"mesh": {"dp": 3}, "rules": [{"match": "*"}]}
+    reshard.convert(tmp_path / "w.safetensors", tmp_path / "root", layout=layout, iteration=4)
+    with reshard.open(tmp_path / "root") as opened:
+        assert opened.verified
+        assert opened.ranks() == [0, 1, 2]
+        stored = [opened.stored(rank) for rank in opened.ranks()]
+    assert [list(one) for one in stored] == [["w"], [], []]
+    assert_same(stored[0], {"w": np.arange(8.0)})
+
+
+def test_arrays_come_as_they_lie_in_the_file(tmp_path: Path) -> None:
+    """Flat and joined arrays under the name of the join, others in their storage order."""
+    a, b = np.arange(12, dtype=np.float32).reshape(3, 4), np.arange(5, dtype=np.float32)
+    c = np.arange(6, dtype=np.int32).reshape(2, 3)
+    reshard.save_file({"a": a, "b": b, "c": c}, tmp_path / "w.safetensors")
+    layout = {
+        "mesh": {"dp": 2},
+        "rules": [
+            {"match": ["a", "b"], "flat": {"axes": ["dp"], "join": "joined"}},
+            {"match": "c", "stored": [1, 0]},
+        ],
+    }
+    reshard.convert(tmp_path / "w.safetensors", tmp_path / "files", layout=layout, to="safetensors")
+    with reshard.open(tmp_path / "files") as opened:
+        assert opened.ranks() == [0, 1]
+        for rank in (0, 1):
+            assert_same(opened.stored(rank), content(tmp_path / "files" / f"rank_{rank}.safetensors"))
+        joined = np.concatenate([opened.stored(rank)["joined"] for rank in (0, 1)])
+        assert joined[:17].tolist() == [*a.ravel(), *b]
+        assert opened.stored(0)["c"].tolist() == c.T.tolist()
+        assert list(opened.stored(1, keys=["c"])) == list(opened.stored(1, keys="c")) == ["c"]
+
+
+def converted(tmp_path: Path) -> Path:
+    reshard.save_file({"w": np.arange(1 << 16, dtype=np.float32)}, tmp_path / "w.safetensors")
+    reshard.convert(tmp_path / "w.safetensors", tmp_path / "root", layout=TP2, iteration=4)
+    return tmp_path / "root" / "iteration_00000004"
+
+
+def test_damage_is_found_while_a_rank_reads(tmp_path: Path) -> None:
+    folder = converted(tmp_path)
+    file = folder / "model-0000001-0000002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.chmod(0o640)
+    file.write_bytes(data)
+    with reshard.open(folder) as opened:
+        assert opened.stored(0)["w"].size == 1 << 15
+        with pytest.raises(DamagedFileError, match="model-0000001"):
+            opened.stored(1)
+        assert opened.stored(1, verify="structure")["w"].size == 1 << 15
+
+
+def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "iteration_00000007"
+    shutil.copytree(FOLDERS[-1], folder)
+    with reshard.open(folder) as opened:
+        file = written_by(folder)[1][0]
+        file.unlink()
+        save_file({"other": np.zeros(3)}, file)
+        with pytest.raises(DamagedFileError, match="another file than the one that was opened"):
+            opened.stored(1)
+
+
+def test_what_cannot_be_asked(tmp_path: Path) -> None:
+    reshard.save_file({"w": np.zeros(3)}, tmp_path / "w.safetensors")
+    for whole in (tmp_path / "w.safetensors", SAMPLES / "full_hf"):
+        with reshard.open(whole) as opened:
+            assert opened.ranks() == []
+            with pytest.raises(ArgumentError, match="holds whole tensors"):
+                opened.stored(0)
+    with reshard.open(FOLDERS[-1]) as opened:
+        with pytest.raises(ArgumentError, match=r"rank 4 did not save.*\nhint: these did: 0, 1, 2, 3$"):
+            opened.stored(4)
+        with pytest.raises(KeyNotFoundError, match=r"rank 1 .* holds no `nothing`"):
+            opened.stored(1, keys=["nothing"])
+        with pytest.raises(ArgumentError, match='"touched" or "structure"'):
+            opened.stored(1, verify="full")
+        opened.close()
+        with pytest.raises(ReshardError, match="closed"):
+            opened.stored(1)
+
+
+def test_a_file_of_two_ranks(tmp_path: Path) -> None:
+    with pytest.raises(DamagedFileError, match="`f` was written by rank 3 and by rank 4"):
+        storage_ranks(
+            b'{"storage_data": {"a": [{"file_name": "f", "storage_rank": 3}], '
+            b'"b": [{"file_name": "f", "storage_rank": 4}]}}',
+            "metadata.json",
+        )
+    for holder in ({"file_name": "f", "storage_rank": True}, {"file_name": 1, "storage_rank": 1}, {"file_name": "f"}):
+        text = json.dumps({"storage_data": {"a": [holder]}})
+        with pytest.raises(DamagedFileError, match="`file_name` or `storage_rank` is none"):
+            storage_ranks(text.encode(), "metadata.json")
+    with pytest.raises(ArgumentError, match=r"nothing tells which rank wrote `x.safetensors`"):
+        own_files(tmp_path, ["rank_0.safetensors", "x.safetensors"], None)
