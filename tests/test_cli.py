@@ -581,10 +581,14 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "demo" / "tp2_pp2", folder / "output" / "checkpoint")
     shutil.copy(tmp_path / "demo" / "tp4.yaml", folder)
     shutil.copy(SAMPLES / "train.yaml", folder)
+    shutil.copy(SAMPLES / "ckpt" / "dtypes.ckpt", folder / "weights.ckpt")
+    shutil.copytree(SAMPLES / "ckpt" / "tree", folder / "old_run")
+    (folder / "names.yaml").write_text("w: model.w\n")
     if re.search("(convert|split|diff .*) hf/|diff hf/", example):
         shutil.copytree(tmp_path / "demo" / "hf", folder / "hf")
-    shutil.copytree(SAMPLES / "strategy" / "src_rank_slices", folder / "ranks")
-    shutil.copytree(SAMPLES / "strategy" / "src_strategy", folder / "strategy")
+    for name, sample in (("ranks/", "src_rank_slices"), ("strategy/", "src_strategy")):
+        if re.search(f"(merge|--strategy) {name}", example):
+            shutil.copytree(SAMPLES / "strategy" / sample, folder / name)
     if "split full/" in example:
         shutil.copytree(SAMPLES / "full_ms", folder / "full")
     if example == "reshard demo":
@@ -598,6 +602,7 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
 def test_every_command_has_help_with_examples() -> None:
     assert sorted(main.commands) == [
         "convert",
+        "convert-files",
         "demo",
         "diff",
         "explain",

@@ -403,7 +403,7 @@ class Checkpoint:
         """Load the arrays of a rank under a layout, or whole tensors.
 
         Args:
-            layout: a `ModelLayout`, a layout file or its mapping; None: whole tensors.
+            layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder; None: whole tensors.
             rank: the rank whose arrays are wanted; may be left out where the layout has only one.
             part: "model", "optimizer" or "all".
             keys: only these tensors.

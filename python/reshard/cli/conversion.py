@@ -66,7 +66,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--iteration",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Iteration that is written. Default: that of SRC, or 0. Of rank folders with --prefix: the epoch.",
+        help="Iteration that is written. Default: that of SRC, or 0. Of rank folders with --prefix: the step.",
     ),
     "prefix": click.option(
         "--prefix",

@@ -123,7 +123,7 @@ def convert(
         config: the model's `config.json`, for the sizes that the name map takes from it; default: the one in `src`.
         layout: how the destination is cut, a strategy file among others; none: whole tensors. It speaks of new names.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none. Of rank folders
-            the epoch in the names of the files.
+            the step in the names of the files.
         prefix: first part of the names of Checkpoint 2.0 shard files. Of rank folders the files are then named as a
             training run names them, `<prefix>_rank_<r>-<epoch>_<step>.safetensors`, and not `net.safetensors`.
         dtype: cast the floating-point tensors to it; others stay.
@@ -232,7 +232,14 @@ def convert(
             elif chosen == "safetensors":
                 written = to_safetensors(job, layout)
             elif chosen == "checkpoint1":
-                written = to_checkpoint1(job, layout, prefix=prefix, iteration=iteration, original_modes=original_modes)
+                written = to_checkpoint1(
+                    job,
+                    layout,
+                    prefix=prefix,
+                    iteration=iteration,
+                    dedup=dedup is True,
+                    original_modes=original_modes,
+                )
             else:
                 number = iteration if iteration is not None else (opened.iteration or 0)
                 written = to_checkpoint2(
