@@ -21,6 +21,7 @@ from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
     DamagedFileError,
+    LayoutError,
     MismatchError,
     NamesError,
     ReshardError,
@@ -368,6 +369,21 @@ def test_names_follow_drop_and_rename_and_come_before_the_layout(hf: Path, tmp_p
         names=names,
     )
     assert list(reshard.load_file(tmp_path / "out.safetensors")) == ["qk"]
+
+
+@pytest.mark.parametrize("to", ["checkpoint1", "checkpoint2", "mindspore", "safetensors"])
+def test_there_and_back_through_every_format(to: Any, hf: Path, tmp_path: Path) -> None:
+    layout = {"mesh": {"tp": 2}, "rules": [{"match": "*linear_qkv*", "cut": ["tp"]}, {"match": "*"}]}
+    given: dict[str, Any] = {} if to == "mindspore" else {"layout": layout}
+    reshard.convert(hf, tmp_path / to, names="mindspore", to=to, **given)
+    names = NameMap.preset("mindspore", hf).reversed()
+    expected = reshard.load_file(hf)
+    with reshard.open(tmp_path / to, names=names) as back:
+        assert {key: array.tolist() for key, array in back.load().items()} == {
+            k: a.tolist() for k, a in expected.items()
+        }
+        with pytest.raises(LayoutError, match="under other names than those under which they were cut"):
+            reshard.ModelLayout.like(back)
 
 
 def test_only_what_is_written_must_fit(tmp_path: Path) -> None:

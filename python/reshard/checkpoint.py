@@ -160,6 +160,7 @@ class Checkpoint:
         self._unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
         self._strategy: Strategy | None = None
         self._followed: Mapping[str, str] = {}  # keys that it does not list, and as which they are cut
+        self._is_renamed = False
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
         self._lock = lock
@@ -328,6 +329,12 @@ class Checkpoint:
 
     def _layout_mapping(self) -> Mapping[str, Any] | None:
         """For `ModelLayout.like`: the layout that tiles.json keeps; of a strategy, what device layouts cannot say."""
+        if self._is_renamed:
+            raise LayoutError(
+                f"the tensors of {self.path} are seen under other names than those under which they were cut",
+                path=str(self.path),
+                hint="take the layout of the checkpoint as it is stored, without a name map",
+            )
         if self._strategy is not None:
             return named_mapping(self._strategy, self._shapes(), self._followed)
         return None if self._tiles is None else self._tiles.layout
@@ -640,7 +647,9 @@ class Checkpoint:
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
         # Of a tensor that becomes hundreds, what is stored is asked once: they follow one another.
         stored_of = functools.lru_cache(maxsize=1)(self._index.stored)
-        return self.view((made.key, (self._dtype_of(made), made.shape, made.stored(stored_of))) for made in tensors)
+        renamed = self.view((made.key, (self._dtype_of(made), made.shape, made.stored(stored_of))) for made in tensors)
+        renamed._is_renamed = True  # noqa: SLF001  made here, as all of it
+        return renamed
 
     def _dtype_of(self, made: Made) -> str:
         """The one dtype of all that a renamed tensor is made of."""
