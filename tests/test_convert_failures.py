@@ -40,6 +40,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "checkpoint2": ("out", {"layout": LAYOUT, "dedup": False}),
     "a file a rank": ("out", {"layout": LAYOUT, "to": "safetensors"}),
     "one file": ("out.safetensors", {"to": "safetensors"}),
+    "full weights": ("out", {"to": "mindspore", "max_shard_size": 300}),
+    "rank folders": ("out", {"to": "checkpoint1", "layout": LAYOUT, "prefix": "run"}),
 }
 every_kind = pytest.mark.parametrize(("name", "options"), KINDS.values(), ids=KINDS)
 

@@ -18,6 +18,8 @@ TARGETS: list[dict[str, Any]] = [
     {"to": "checkpoint2", "layout": LAYOUT, "iteration": 7},
     {"to": "huggingface", "max_shard_size": 4096},
     {"to": "safetensors", "layout": LAYOUT},
+    {"to": "mindspore", "max_shard_size": 4096},
+    {"to": "checkpoint1", "layout": LAYOUT, "prefix": "run"},
 ]
 
 
@@ -36,11 +38,16 @@ def source(tmp_path: Path) -> Path:
 def content(path: Path) -> dict[str, bytes]:
     """The files of a destination, less what only one attempt has."""
     folder = next(path.glob("iteration_*"), path)
-    names = [file.name for file in folder.iterdir() if file.suffix == ".safetensors" or file.name in KEPT]
-    return {name: (folder / name).read_bytes() for name in names}
+    files = {str(file.relative_to(folder)): file for file in folder.rglob("*")}
+    kept = {name: file for name, file in files.items() if file.suffix in SUFFIXES or file.name in KEPT}
+    return {name: file.read_bytes() for name, file in kept.items() if not name.startswith(".")}
 
 
-KEPT = ("metadata.json", "tiles.json", "common.json", "checksums.bin", "model.safetensors.index.json")
+SUFFIXES = (".safetensors", ".ckpt")
+KEPT = (
+    *("metadata.json", "tiles.json", "common.json", "checksums.bin", "model.safetensors.index.json"),
+    *("param_name_map.json", "meta.json"),
+)
 
 
 def debris(folder: Path) -> list[str]:
@@ -74,9 +81,9 @@ def test_a_share_that_was_cut_short_is_written_again_and_one_that_is_there_is_no
     dst = tmp_path / "shared"
     reshard.convert(source, dst, share=(0, 2), **options)
     (record,) = tmp_path.rglob("share-0.json")
-    files = {path: path.stat().st_ino for path in record.parent.iterdir()}
+    files = {path: path.stat().st_ino for path in record.parent.rglob("*")}
     assert reshard.convert(source, dst, share=(0, 2), **options).pending == (1,)
-    assert files == {path: path.stat().st_ino for path in record.parent.iterdir()}
+    assert files == {path: path.stat().st_ino for path in record.parent.rglob("*")}
     victim = next(path for path in files if path.suffix == ".safetensors")
     os.truncate(victim, 9)
     record.write_bytes(record.read_bytes()[:-3])

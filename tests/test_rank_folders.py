@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from tests import original_reader
+from tests import ckpt_files, original_reader
 
 import reshard
 from reshard.cli import main
@@ -506,6 +506,81 @@ def test_an_uneven_table(tmp_path: Path) -> None:
         assert [opened.load(layout, rank=rank)["table"].shape for rank in range(3)] == [(3, 2), (3, 2), (4, 2)]
 
 
+def test_a_table_on_two_stages(tmp_path: Path) -> None:
+    """Tied: both stages hold it, cut alike. The layout that it is stored in has it on both, too."""
+    items = {"own": Item((4, 2), (2,), (0, -1), stage=1), "tied": Item((4, 2), (2,), (0, -1))}
+    cut = write_strategy(tmp_path / "cut", items, 2)
+    for stage in (0, 1):
+        path = cut / f"strategy_stage_{stage}.json"
+        content = json.loads(path.read_text())
+        tied = json.loads((cut / "strategy_stage_0.json").read_text())["parallel_layout_item"]["tied"]
+        content["parallel_layout_item"]["tied"] = tied
+        path.write_text(json.dumps(content))
+    tied, own = np.arange(8.0).reshape(4, 2), np.ones((4, 2))
+    halves = [{"tied": tied[:2]}, {"tied": tied[2:]}]
+    root = write_ranks(tmp_path / "tree", [*halves, *({**half, "own": own[:2]} for half in halves)])
+    with reshard.open(root, strategy=cut) as opened:
+        assert_same(opened.load(), {"tied": tied, "own": own})
+        assert [len(shard.files) for shard in opened["tied"].shards] == [2, 2]
+        layout = reshard.ModelLayout.like(opened)
+        assert_same(opened.load(layout, rank=1), {"tied": tied[2:]})
+        assert_same(opened.load(layout, rank=3), {"tied": tied[2:], "own": own[2:]})
+
+
+# -- `.ckpt` files
+
+
+def as_ckpt(tree: Path, **options: Any) -> None:
+    for file in tree.rglob("*.safetensors"):
+        file.with_suffix(".ckpt").write_bytes(ckpt_files.dump(original_reader.read_shard_file(file), **options))
+        file.unlink()
+
+
+@pytest.mark.parametrize("record_bytes", [None, 8])
+def test_ckpt_files_make_up_the_same(record_bytes: int | None, tree: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where arrays are split into many records, and some values are text."""
+    as_ckpt(tree, record_bytes=record_bytes, crc=True)
+    first = tree / "rank_0" / "net.ckpt"
+    first.write_bytes(ckpt_files.text("note", "hello") + ckpt_files.dump({"w": SLICES[0], "step_num": np.array(7)}))
+    with caplog.at_level(logging.WARNING, "reshard"), reshard.open(tree, strategy=tree.parent / "cut") as opened:
+        assert opened.iteration == 7
+        assert opened.strings == ("note",)
+        assert_same(opened.load(keys=["w"]), {"w": W})
+        assert opened.read("w", (slice(3, 5), 1)).tolist() == W[3:5, 1].tolist()
+        for rank, rows in enumerate(SLICES):
+            assert_same(opened.stored(rank), {"w": rows, "step_num": np.array(7)})
+    assert any("rank_0/net.ckpt` holds text" in line and "`note`" in line for line in caplog.messages)
+
+
+def test_the_sums_of_ckpt_files_are_proven(tree: Path) -> None:
+    as_ckpt(tree, crc=True)
+    report = reshard.verify(tree, strategy=tree.parent / "cut")
+    assert report.ok
+    assert (report.checkpoints[0].verified, report.checkpoints[0].n_files) == (True, 4)
+    last = tree / "rank_3" / "net.ckpt"
+    data = bytearray(last.read_bytes())
+    data[data.index(SLICES[3].tobytes()) + 4] ^= 1
+    last.write_bytes(data)
+    report = reshard.verify(tree, strategy=tree.parent / "cut")
+    assert [fault.file for fault in report.checkpoints[0].faults] == ["rank_3/net.ckpt"]
+    with reshard.open(tree, strategy=tree.parent / "cut") as opened:
+        with pytest.raises(DamagedFileError, match="have the CRC"):
+            opened.load(verify="full")
+        with pytest.raises(DamagedFileError, match="have the CRC"):
+            opened.stored(3)
+        assert_same(opened.stored(2), {"w": SLICES[2], "step_num": np.array(7)})
+
+
+def test_the_original_in_ckpt_files() -> None:
+    root = SAMPLES / "ckpt1_pb" / "output" / "checkpoint"
+    with reshard.open(root) as opened:
+        assert opened.iteration == 40
+        assert [file.name for file in opened.files()] == [f"rank_{n}/old_rank_{n}-20_2.ckpt" for n in range(4)]
+        for rank in range(4):
+            with reshard.open(root / f"rank_{rank}" / f"old_rank_{rank}-20_2.ckpt") as alone:
+                assert_same(opened.stored(rank), alone.load())
+
+
 # -- any strategy
 
 
@@ -610,7 +685,14 @@ def test_the_page_of_rank_folders() -> None:
     assert "give --strategy" in bare.stdout
     assert "1-25_2.safetensors  complete, unverified (taken): named by every meta.json" in bare.stdout
     assert run("inspect", tree, "embed.weight").exit_code == 0
-    assert not json.loads(run("inspect", tree, "embed.weight", "--json").stdout)["tensors"]["embed.weight"]["placed"]
+    bare = json.loads(run("inspect", tree, "--json").stdout)
+    for key, part, placed in (
+        ("embed.weight", "model", False),
+        ("adam_m.head.weight", "optimizer", False),
+        ("step_num", "optimizer", True),
+    ):
+        assert (bare["tensors"][key]["part"], bare["tensors"][key]["placed"]) == (part, placed)
+    assert bare["mesh"] is None
 
 
 def test_rank_folders_are_verified_save_by_save(tree: Path) -> None:

@@ -15,7 +15,7 @@ import os
 import re
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,12 +25,11 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, LayoutError
 from reshard.formats import checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
-from reshard.formats.own_files import own_files
-from reshard.formats.rank_file import Placed, RankFile, add_rank_file, placed
+from reshard.formats.own_files import own_files, own_index
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
-from reshard.layout.strategy_layout import specs_of
+from reshard.layout.strategy_like import device_layouts, named_mapping
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order
 from reshard.small_files import show
 
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.manifest import Manifest
+    from reshard.formats.rank_file import Placed, RankFile
+    from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
@@ -306,39 +307,17 @@ class Checkpoint:
         self._check_placed(*self._unplaced)
         return {key: self._index.shape(key) for key in self._keys}
 
-    def _device_layouts(self) -> dict[str, tuple[list[int], list[list[int]], list[str], list[int]] | None]:
+    def _device_layouts(self) -> Mapping[str, DeviceLayout | None]:
         """For `ModelLayout.like`: what metadata.json, or the strategy of rank folders, says of each key's layout."""
-        if self._strategy is None:
-            return {key: self._index.metadata_layout(key) for key in self._keys}
-        return {key: self._strategy_layout(self._strategy, key) for key in self._keys}
-
-    def _strategy_layout(
-        self, strategy: Strategy, key: str
-    ) -> tuple[list[int], list[list[int]], list[str], list[int]] | None:
-        """The layout of a key on the first stage that holds it; None: every rank holds it whole."""
-        shape = self._index.shape(key)
-        key = self._followed.get(key, key)
-        stages = strategy.stages_of(key)
-        if not stages:
-            return None
-        ranks = range(stages[0] * strategy.devices_per_stage, (stages[0] + 1) * strategy.devices_per_stage)
-        cut = strategy.cut_of(key, ranks[0], len(shape), shape)
-        if cut is None or (len(stages) == strategy.n_stages > 1 and not any(cut.tensor_map)):
-            return None
-        # Axes have no names there; nothing can be meant by an empty one.
-        matrix = list(cut.dev_matrix)
-        return matrix, [list(axes) for axes in cut.tensor_map], [""] * len(matrix), list(ranks)
+        if self._strategy is not None:
+            return device_layouts(self._strategy, self._shapes(), self._followed)
+        return {key: self._index.metadata_layout(key) for key in self._keys}
 
     def _layout_mapping(self) -> Mapping[str, Any] | None:
-        """For `ModelLayout.like`: the layout file that tiles.json keeps; or that of a strategy, if parts differ in size."""
-        if self._strategy is None:
-            return None if self._tiles is None else self._tiles.layout
-        shapes = self._shapes()
-        found = specs_of(self._strategy, shapes)
-        if not any(spec.sizes for spec in found.specs.values()):
-            return None  # it can be told by patterns
-        followed = {key: replace(found.specs[of], shape=shapes[key]) for key, of in self._followed.items()}
-        return replace(found, specs=found.specs | followed).mapping()
+        """For `ModelLayout.like`: the layout that tiles.json keeps; of a strategy, what device layouts cannot say."""
+        if self._strategy is not None:
+            return named_mapping(self._strategy, self._shapes(), self._followed)
+        return None if self._tiles is None else self._tiles.layout
 
     # -- reading
 
@@ -703,28 +682,8 @@ class Checkpoint:
         if rank not in self._own:
             some = ", ".join(map(str, list(self._own)[:8])) + (", ..." if len(self._own) > 8 else "")
             raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {some}")
-        index = _core.Index()
-        for number in self._own[rank]:
-            path = Path(self._index.file_path(number))
-            expected = self._index.file_tensors(number)
-            if self._rank_files:
-                file = add_rank_file(index, path, method=self._method)
-                for key, tensor in file.tensors.items():
-                    index.add_tiles(key, tensor.dtype, tensor.shape, placed(file, key, (0,) * len(tensor.shape)))
-                n = file.file
-            else:
-                n = index.add_file(str(path), follow_links=False, method=self._method)
-                if self.manifest is not None:
-                    entry = self.manifest.shards[path.name]
-                    sums = manifests.read_sums(self.path, self.manifest, [path.name])[path.name]
-                    index.set_sums(n, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
-                for key, *_ in index.file_tensors(n):
-                    index.add_whole(key, n)
-            if index.file_tensors(n) != expected:
-                raise DamagedFileError(
-                    f"{show(str(path))} is another file than the one that was opened", path=str(path)
-                )
-        return index
+        numbers = self._own[rank]
+        return own_index(self._index, numbers, self.manifest, is_local=bool(self._rank_files), method=self._method)
 
     # -- what lies beside the tensors
 

@@ -2,26 +2,29 @@
 
 Where every rank writes all that it holds, its number stands in the names of its files. Where each shard is written
 once it does not: a rank that had nothing to write has no file, and is left out of the numbers. Then the manifest
-knows, or the `storage_rank` of `metadata.json`. What is in the files is for others to read.
+knows, or the `storage_rank` of `metadata.json`.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.formats import checkpoint2
+from reshard.formats import manifest as manifests
+from reshard.formats.rank_file import add_rank_file, placed
 from reshard.small_files import read_small_file, show
 from reshard.strict_json import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
     from reshard.formats.manifest import Manifest
 
-__all__ = ["MAX_METADATA_BYTES", "own_files", "storage_ranks"]
+__all__ = ["MAX_METADATA_BYTES", "own_files", "own_index", "storage_ranks"]
 
 MAX_METADATA_BYTES = 4 << 30
 _RANK_FILE = re.compile(r"rank_(0|[1-9][0-9]{0,17})\.safetensors")
@@ -44,7 +47,6 @@ def own_files(folder: Path, names: Iterable[str], manifest: Manifest | None) -> 
         StorageError: it cannot be read.
 
     Example:
-        >>> from pathlib import Path
         >>> own_files(Path("tp2"), ["rank_1.safetensors", "rank_0.safetensors"], None)
         {0: ['rank_0.safetensors'], 1: ['rank_1.safetensors']}
     """
@@ -74,6 +76,49 @@ def _rank_in(name: str) -> int | None:
         return int(match[1])
     parsed = checkpoint2.parse_shard_file_name(name)
     return None if parsed is None else parsed.index
+
+
+def own_index(
+    opened: _core.Index,
+    numbers: Iterable[int],
+    manifest: Manifest | None,
+    *,
+    is_local: bool,
+    method: _core.ReadMethod = "auto",
+) -> _core.Index:
+    """An index of what some files hold, each array by itself.
+
+    Args:
+        opened: the index in which they are.
+        numbers: of the files.
+        manifest: that of their folder, or None: then there are no sums to compare.
+        is_local: whether each is the one file of a rank, and perhaps a `.ckpt`.
+        method: how they are read.
+
+    Raises:
+        DamagedFileError: a file is not the one that was opened, or two of them hold one name.
+        StorageError: one cannot be read.
+    """
+    index = _core.Index()
+    for number in numbers:
+        path = Path(opened.file_path(number))
+        expected = opened.file_tensors(number)
+        if is_local:
+            own = add_rank_file(index, path, method=method)
+            for key, tensor in own.tensors.items():
+                index.add_tiles(key, tensor.dtype, tensor.shape, placed(own, key, (0,) * len(tensor.shape)))
+            file = own.file
+        else:
+            file = index.add_file(str(path), follow_links=False, method=method)
+            if manifest is not None:
+                entry = manifest.shards[path.name]
+                sums = manifests.read_sums(path.parent, manifest, [path.name])[path.name]
+                index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
+            for key, *_ in index.file_tensors(file):
+                index.add_whole(key, file)
+        if index.file_tensors(file) != expected:
+            raise DamagedFileError(f"{show(str(path))} is another file than the one that was opened", path=str(path))
+    return index
 
 
 def storage_ranks(data: bytes, name: str) -> dict[str, int]:

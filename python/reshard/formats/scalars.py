@@ -18,7 +18,7 @@ from reshard.small_files import show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["NAMES", "OF_NO_PARAMETER", "arrays_of", "common_of", "is_state", "parameter_of"]
+__all__ = ["NAMES", "OF_NO_PARAMETER", "arrays_of", "common_of", "is_counter", "is_state", "parameter_of"]
 
 NAMES = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 """Those that are counters."""
@@ -45,6 +45,16 @@ def is_state(key: str) -> bool:
     """
     slot, dot, _ = key.partition(".")
     return slot in _SLOTS if dot else key in OF_NO_PARAMETER
+
+
+def is_counter(key: str) -> bool:
+    """Whether a tensor is a counter, or state of the optimizer that belongs to no parameter.
+
+    Example:
+        >>> is_counter("global_step"), is_counter("adam_m.embed.weight")
+        (True, False)
+    """
+    return key in OF_NO_PARAMETER
 
 
 def parameter_of(key: str) -> tuple[str, str] | None:

@@ -8,6 +8,7 @@ is no array at all (counters) can be told to be whole; everything else can be re
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -220,16 +221,10 @@ def look_at(folder: Path) -> RankFolder:
 
 
 def _weight_files(folder: Path) -> Iterator[tuple[str, int]]:
-    """Names and times of the weight files of a rank, whatever they are called."""
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                is_weights = entry.name.rpartition(".")[2] in checkpoint1.EXTENSIONS and entry.name[0] != "."
-                if is_weights and entry.is_file(follow_symlinks=False):
-                    yield entry.name, entry.stat(follow_symlinks=False).st_mtime_ns
-    except OSError as error:
-        path = str(folder)
-        raise StorageError(f"listing {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+    """Names and times of the weight files of a rank."""
+    for name in checkpoint1.list_weight_files(folder):
+        with contextlib.suppress(FileNotFoundError):  # retention may remove one meanwhile
+            yield name, (folder / name).lstat().st_mtime_ns
 
 
 def rank_of_folder(folder: Path) -> int:
@@ -270,7 +265,9 @@ def open_rank_files(
     tree = _Tree(root, ranks, known)
     for key in tree.keys:
         if key not in tree.unplaced:
-            index.add_tiles(key, *tree.placed(key))
+            # Ranks that hold the same part may have it in other records: these overlap, and are no replicas.
+            is_split = any(len(one.parts) > 1 for one in tree.held[key].values())
+            index.add_tiles(key, *tree.placed(key), overlapping=is_split)
     tree.prove(index)
     tree.warn()
     checkpoint = Checkpoint("checkpoint1", root, index)
@@ -278,6 +275,7 @@ def open_rank_files(
         ranks, tree.keys, tree.unplaced, known, tree.followed
     )
     checkpoint._method = method  # noqa: SLF001
+    checkpoint.strings = tuple(dict.fromkeys(name for file in ranks.values() for name in file.strings))
     checkpoint.common = tree.common(method)
     checkpoint.iteration = None if checkpoint.common is None else checkpoint.common.step_num
     return checkpoint
@@ -292,10 +290,10 @@ def as_strategy(strategy: StrategyLike) -> Strategy:
 
 
 def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
-    """The strategy that was given, or that lies where the original writes it."""
+    """The strategy that was given, or that lies in the folder, or where the original writes it: beside it."""
     if given is not None:
         return as_strategy(given)
-    for folder in (root.resolve().parent / _STRATEGY_FOLDER, root / _STRATEGY_FOLDER):
+    for folder in (root / _STRATEGY_FOLDER, root.resolve().parent / _STRATEGY_FOLDER):
         if folder.is_dir() and any(is_strategy(path) for path in sorted(folder.iterdir())[:_MAX_NAMED]):
             _log.info("%s is opened with the strategy in %s", root, folder)
             return read_strategy(folder)
@@ -474,9 +472,16 @@ class _Tree:
             request = _core.Request()
             for name in names:
                 shape = again.tensors[name].shape
+                if shape not in ((), (1,)):  # looked at before it is read: it can be of any size
+                    raise DamagedFileError(
+                        f"{self.name(rank)}: the counter `{name}` has shape {shape}, expected one element",
+                        path=str(file.path),
+                        key=name,
+                    )
                 index.add_tiles(name, again.tensors[name].dtype, shape, placed(again, name, (0,) * len(shape)))
                 request.add_region(name, name, (0,) * len(shape), shape)
-            plan = index.plan(request)
+            # A sum of its own a file may have is not compared yet: that would read all of it.
+            plan = index.plan(request, verify=False)
             places = zip(plan.arrays, plan.load(), strict=True)
             arrays = {name: as_array(*place, dtype, shape) for (name, dtype, shape, _), place in places}
             found[rank] = scalars.common_of(arrays, str(file.path))

@@ -52,6 +52,7 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> Checkpoint:
     if names:
         values = {name: checkpoint.read(name) for name in names if name in scalars.NAMES}
         checkpoint.common = scalars.common_of(values, str(path))
+        checkpoint.iteration = checkpoint.common.step_num
     return checkpoint
 
 

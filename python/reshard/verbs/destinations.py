@@ -335,8 +335,13 @@ def is_our_file(entry: Path) -> bool:
         return False
 
 
-def check_folder_free(job: Job) -> None:
-    """Refuse a destination folder that holds what is not to be replaced, or not to be mixed up with what is written."""
+def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _: False) -> None:
+    """Refuse a destination folder that holds what is not to be replaced, or not to be mixed up with what is written.
+
+    Args:
+        job: the conversion.
+        would_be_lost: entries beside foreign weight files that are refused.
+    """
     target = job.target
     if not target.exists():
         return
@@ -352,13 +357,13 @@ def check_folder_free(job: Job) -> None:
             hint="choose another destination, or give `overwrite` to replace the files of an earlier conversion",
         )
     names = (huggingface.INDEX_FILE, full_weights.MAP_FILE, tiles.TILES_FILE)
-    foreign = [e for e in entries if (e.suffix == ".safetensors" or e.name in names) and not is_our_file(e)]
-    if foreign:
-        raise DestinationExistsError(
-            f"{foreign[0]} was not written by an earlier conversion and would be mixed up with what is written now",
-            path=str(foreign[0]),
-            hint="move it away, or choose another destination",
-        )
+    for entry in entries:
+        if would_be_lost(entry) or ((entry.suffix == ".safetensors" or entry.name in names) and not is_our_file(entry)):
+            raise DestinationExistsError(
+                f"{entry} was not written by an earlier conversion and would be mixed up with what is written now",
+                path=str(entry),
+                hint="move it away, or choose another destination",
+            )
 
 
 def _check_file_free(job: Job) -> None:

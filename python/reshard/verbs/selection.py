@@ -102,6 +102,7 @@ def select(
         raise ArgumentError(
             f"{source.path} holds no tensors of that part; there is nothing to write", path=str(source.path)
         )
+    source._check_placed(*(key for key in tensors if key in names))  # noqa: SLF001  as reading one would
     view = _view(source, {key: names[key] for key in tensors if key in names})
     if source.common is not None:
         # A counter that was left out does not come back in another file.
@@ -181,7 +182,7 @@ def _renamed(key: str, changes: Mapping[str, str], longest_first: Sequence[str],
     if state is not None and not (old and len(old) > len(state[0])):
         # Not asked for by its own name: it goes where its parameter goes.
         return f"{state[0]}.{_renamed(state[1], changes, longest_first, used)}"
-    if old is None or (key in scalars.OF_NO_PARAMETER and old != key):
+    if old is None or (scalars.is_counter(key) and old != key):
         return key
     used.add(old)
     return changes[old] + key[len(old) :]

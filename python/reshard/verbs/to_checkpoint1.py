@@ -8,20 +8,26 @@ together again.
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError, DestinationExistsError
+from reshard.errors import ArgumentError, ReshardError
 from reshard.formats import checkpoint1
 from reshard.formats.checkpoint1 import FileName, Meta
+from reshard.layout.strategy_file import read_strategy_file
+from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.verbs.destinations import (
     File,
     Written,
     bind,
+    check_folder_free,
     destination_folder,
     file_sizes,
     is_our_file,
@@ -37,12 +43,14 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import LayoutLike
     from reshard.layout import BoundLayout
+    from reshard.layout.strategy import Strategy
     from reshard.verbs.destinations import Job
 
 __all__ = ["to_checkpoint1"]
 
 STRATEGY_FOLDER = "strategy"
 _FILE = "net.safetensors"
+_RANK_FOLDER = re.compile("rank_(0|[1-9][0-9]{0,17})")
 
 
 def to_checkpoint1(
@@ -57,11 +65,12 @@ def to_checkpoint1(
         DestinationExistsError, LayoutError, StorageError: as told at `convert`.
     """
     names = _file_name(job, prefix, iteration)
-    _check_free(job)
+    check_folder_free(job, functools.partial(_is_foreign, names=names))
     bound = bind(job.source, layout)
     ranks = sorted(bound.ranks)
     if ranks != list(range(len(ranks))):
         raise ArgumentError(f"rank folders are numbered from 0, and the layout has rank {ranks[-1]} of {len(ranks)}")
+    strategy = _strategy(job, bound)
     _check_counters(job)
     dtype_of = {key: tensor.dtype for key, tensor in whole_tensors(job).items()}
     subfolders = [checkpoint1.rank_folder_name(rank) for rank in ranks]
@@ -73,8 +82,13 @@ def to_checkpoint1(
         with produced(job, job.target, files, file_sizes(job, files)) as fill:
             if isinstance(fill, Written):
                 return fill
-            with destination_folder(job, subfolders, _is_our_folder) as folder:
+            more = [] if strategy is None else [STRATEGY_FOLDER]
+            with destination_folder(job, [*subfolders, *more], functools.partial(_is_ours, names=names)) as folder:
                 n_bytes = n_bytes_of(fill(folder))
+                if strategy is not None:
+                    of_stages = range(0, strategy.world_size, strategy.devices_per_stage)
+                    mode, durable = job.options.file_mode, job.options.durable
+                    write_stage_files(strategy, folder / STRATEGY_FOLDER, ranks=of_stages, mode=mode, durable=durable)
                 if names is not None:
                     for rank, name in zip(ranks, subfolders, strict=True):
                         meta = Meta(names.epoch, names.step, names.of_rank(rank).name)
@@ -83,6 +97,16 @@ def to_checkpoint1(
                     for name in subfolders:
                         set_original_modes(folder / name)
     return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
+
+
+def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
+    """What tells how the written tensors are cut; one rank holds all of them whole."""
+    if len(bound.ranks) == 1:
+        return None
+    written = set(job.keys)
+    specs = {key: spec for key, spec in bound.specs.items() if key in written}
+    joins = [join for join in bound.joins if written.intersection(join.keys)]
+    return strategy_of(replace(bound, specs=specs, joins=joins))
 
 
 # -- names
@@ -176,34 +200,27 @@ def _check_counters(job: Job) -> None:
 # -- the destination
 
 
-def _check_free(job: Job) -> None:
-    target = job.target
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise DestinationExistsError(f"{target} is a file; the destination is to be a folder", path=str(target))
-    entries = list(target.iterdir())
-    if not entries:
-        return
-    if not job.overwrite:
-        raise DestinationExistsError(
-            f"{target} holds {len(entries)} entries, such as {entries[0].name}",
-            path=str(target),
-            hint="choose another destination, or give `overwrite` to replace the files of an earlier conversion",
-        )
-    names = [*map(checkpoint1.rank_folder_name, checkpoint1.rank_folders(target)), STRATEGY_FOLDER]
-    foreign = [entry for entry in entries if entry.name in names and not _is_our_folder(entry)]
-    if foreign:
-        raise DestinationExistsError(
-            f"{foreign[0]} holds what was not written by an earlier conversion, and would be lost",
-            path=str(foreign[0]),
-            hint="move it away, or choose another destination",
-        )
+def _is_foreign(entry: Path, names: FileName | None) -> bool:
+    """Whether a folder stands where one is written, and holds what no earlier conversion to the same names wrote."""
+    has_name = _RANK_FOLDER.fullmatch(entry.name) is not None or entry.name == STRATEGY_FOLDER
+    return has_name and not _is_ours(entry, names)
 
 
-def _is_our_folder(entry: Path) -> bool:
-    """Whether a folder of a rank holds one file that was written here, and nothing else but its `meta.json`."""
-    if entry.is_symlink() or not entry.is_dir() or not entry.name.startswith("rank_"):
+def _is_ours(entry: Path, names: FileName | None) -> bool:
+    """Whether a folder holds what an earlier conversion to the same names wrote there, and nothing else."""
+    if entry.is_symlink() or not entry.is_dir():
         return False
-    names = {one.name for one in entry.iterdir()} - {checkpoint1.META_FILE}
-    return len(names) == 1 and is_our_file(entry / names.pop())
+    files = {one.name for one in entry.iterdir()} - {checkpoint1.META_FILE}
+    if (match := _RANK_FOLDER.fullmatch(entry.name)) is not None:
+        name = _name(names, int(match[1]))
+        return files == {name} and is_our_file(entry / name)
+    return entry.name == STRATEGY_FOLDER and all(_is_our_strategy(entry / name) for name in files)
+
+
+def _is_our_strategy(path: Path) -> bool:
+    """Whether a strategy was written here: it names no operators but those that stand for parameters."""
+    try:
+        content = read_strategy_file(path, follow_links=False)
+    except ReshardError:
+        return False
+    return all(one.node_name in content.layouts or not content.layouts for one in content.operators)
