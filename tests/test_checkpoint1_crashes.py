@@ -134,9 +134,7 @@ def found(root: Path) -> int:
     steps = {int(read_shard_file(path)["step_num"]) for path in files.values()}
     assert len(steps) == 1, "files of two saves"
     (iteration,) = steps
-    groups = {"n": [[0, 1]], "w": [[0], [1]]}
-    for rank in range(N_RANKS):
-        arrays = original.read(files, rank, groups)
+    for rank, arrays in enumerate(original.read(files, {"n": [[0, 1]], "w": [[0], [1]]})):
         for key, array in local_arrays(LAYOUT, tensors(iteration), rank).items():
             assert (arrays[key] == array).all(), (rank, key)
     assert found_by_us(root) in (iteration, iteration + 10), "no older one, and a newer one only if it is whole"
