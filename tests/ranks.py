@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import json
 import os
 import select
 import signal
 import tempfile
+import time
 import traceback
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
@@ -68,7 +70,8 @@ class Job:
         self._pipes = []
         for rank in range(world_size):
             connect = functools.partial(self._connect, store, port, world_size)
-            be = functools.partial(self._be, work, rank, world_size, connect, interface=interface)
+            stack = f"{self._folder.name}/rank {rank}.stack"
+            be = functools.partial(self._be, work, rank, world_size, connect, interface=interface, stack=stack)
             pid, pipe = self._fork(be, hosts[rank] if hosts else None)
             self.pids.append(pid)
             self._pipes.append(pipe)
@@ -92,10 +95,11 @@ class Job:
     def outcomes(self) -> list[dict[str, Any] | None]:
         """What each rank had to say; None of one that died silently."""
         said: list[dict[str, Any] | None] = []
-        for pipe in self._pipes:
+        for rank, pipe in enumerate(self._pipes):
             text = b""
-            while select.select([pipe], [], [], _PATIENCE_S)[0] and (part := os.read(pipe, 1 << 20)):
+            while (is_there := select.select([pipe], [], [], _PATIENCE_S)[0]) and (part := os.read(pipe, 1 << 20)):
                 text += part
+            assert is_there, f"rank {rank} hangs:\n{self._stacks()}"
             said.append(json.loads(text) if text else None)
         crashes = [entry["crash"] for entry in said if entry is not None and "crash" in entry]
         assert not crashes, crashes[0]
@@ -104,8 +108,17 @@ class Job:
     def values(self) -> list[Any]:
         """What the ranks returned, all of which must have ended well."""
         said = self.outcomes()
-        assert all(entry is not None and "value" in entry for entry in said), said
+        assert all(entry is not None and "value" in entry for entry in said), f"{said}\n{self._stacks()}"
         return [entry["value"] for entry in said if entry is not None]
+
+    def _stacks(self) -> str:
+        """Where the ranks are, and of what those have died that are gone."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGQUIT)
+        time.sleep(1)  # until they have written it
+        files = sorted(Path(self._folder.name).glob("*.stack"))
+        return "\n".join(f"-- {path.stem}\n{path.read_text()}" for path in files)
 
     def _fork(self, do: Callable[[int], object], host: Host | None) -> tuple[int, int]:
         """A child, and the end of a pipe that it writes into."""
@@ -147,10 +160,14 @@ class Job:
         out: int,
         *,
         interface: str,
+        stack: str,
     ) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the store's warnings of what the tests do to it
+        # What the store warns of is what the tests do to it. What the process dies of, or is at when it hangs, stays.
+        handle = os.open(stack, os.O_WRONLY | os.O_CREAT)
+        faulthandler.enable(handle)
+        faulthandler.register(signal.SIGQUIT, handle)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-        torch.set_num_threads(1)  # a child does not have the threads of its parent's pool, and would wait for them
         try:
             dist.init_process_group("gloo", store=connect(), rank=rank, world_size=world_size)
             group = resolve()
