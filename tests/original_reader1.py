@@ -67,21 +67,21 @@ def header(path: Path) -> dict[str, Any]:
     return dict(content.get("__metadata__", {}))
 
 
-def read(files: Mapping[int, Path], rank: int, groups: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, np.ndarray]:
-    """What a rank has after loading.
+def read(files: Mapping[int, Path], groups: Mapping[str, Sequence[Sequence[int]]]) -> list[dict[str, np.ndarray]]:
+    """What each rank has after loading.
 
     Args:
         files: each rank's.
-        rank: this one.
         groups: for each tensor the ranks of one stage that hold the same slice, as the strategy tells them.
     """
-    found = read_shard_file(files[rank])
-    if header(files[rank]).get("remove_redundancy") == "True":
-        for key, of_key in groups.items():
-            for group in of_key:
-                if rank in group and key not in found:
-                    holders = [other for other in group if key in read_shard_file(files[other])]
+    own = {rank: read_shard_file(path) for rank, path in files.items()}
+    found = {rank: dict(arrays) for rank, arrays in own.items()}
+    for key, of_key in groups.items():
+        for group in of_key:
+            holders = [rank for rank in group if key in own[rank]]
+            for rank in group:
+                if key not in own[rank] and header(files[rank]).get("remove_redundancy") == "True":
                     if len(holders) != 1:
                         raise ValueError(f"{key} of rank {rank} is kept by {holders}")
-                    found[key] = read_shard_file(files[holders[0]])[key]
-    return found
+                    found[rank][key] = own[holders[0]][key]
+    return [found[rank] for rank in sorted(found)]

@@ -32,6 +32,8 @@ _SLOTS = frozenset(
         *("adam_m", "adam_v", "muon_m", "moment1", "moment2", "moments", "vhat"),
         *("exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_insta_row", "exp_avg_insta_col"),
         *("accum", "accu_grads", "mean_square", "mean_gradient"),
+        # torch's
+        *("step", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf", "mu_product"),
     )
 )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard import dtypes
+from reshard.formats import scalars
 from reshard.layout import as_layout
 from reshard.layout.patterns import glob_of
 from reshard.outputs import as_array, fill
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
 
 __all__ = ["Read", "read_for"]
+
+_COUNTERS_AS_TENSORS = ("checkpoint1", "mindspore", "ckpt")
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ def read_for(
         >>> model.weight.item()
         5.0
     """
-    keys = checkpoint.keys(part)
+    # Formats without a file of counters keep them as tensors; they come as `checkpoint.common`.
+    counters = set(scalars.NAMES) - described.model.keys() if checkpoint.format in _COUNTERS_AS_TENSORS else set()
+    keys = [key for key in checkpoint.keys(part) if key not in counters]
     mapping = described.layout
     if described.reason is not None:
         mapping = _box_layout(described, rank)
@@ -104,7 +109,10 @@ def read_for(
             name, dtype, shape, _ = plan.arrays[number]
             arrays[name] = as_array(*place, dtype, shape)
     world_size = None if checkpoint.manifest is None else checkpoint.manifest.world_size
-    return Read(arrays, checkpoint.extra(rank=rank), bool(checkpoint.keys("optimizer")), world_size)
+    if checkpoint.format == "checkpoint1":
+        world_size = len(checkpoint.ranks())
+    has_optimizer = any(key not in counters for key in checkpoint.keys("optimizer"))
+    return Read(arrays, checkpoint.extra(rank=rank), has_optimizer, world_size)
 
 
 def _own_keys(described: Described, keys: list[str]) -> list[str]:

@@ -310,17 +310,19 @@ class _Coordinator:
         facts = [RankFacts.from_json(one["facts"]) for one in told]
         views = [RankView.from_json(one["view"]) for one in told]
         check_options(facts)
-        rank_plan.check_world(views, os.fspath(terms.root))
         firsts = self._first_of_each_root(facts)
+        rank_plan.check_world(views, os.fspath(terms.root), is_shared=len(firsts) == 1)
         same = [[[one["facts"]["arrays"], one["facts"]["shapes"]] for one in told], str(self.own.layout)]
         plan, shapes, self.strategy = _plans.get([same, os.fspath(terms.root)], lambda: self._plan(facts))
-        stage_of = [0] * len(told)
-        if self.strategy is not None:
-            self.strategy.check_same(is_used=any(view.has_meta for view in views))
-            stage_of = [rank // self.strategy.devices_per_stage for rank in range(len(told))]
-        else:
+        dealt = Dealt()
+        if self.strategy is None:
             _check_whole(plan, how, has_layout=self.own.layout is not None)
-        dealt = rank_plan.deal(plan.holders, stage_of) if how.dedup else Dealt()
+        else:
+            self.strategy.check_same(is_used=any(view.has_meta for view in views))
+            if how.dedup:
+                holders = {name: plan.holders[name] for name in self.strategy.strategy.keys()}  # noqa: SIM118
+                n_devices = self.strategy.devices_per_stage
+                dealt = rank_plan.deal(holders, [rank // n_devices for rank in range(len(told))])
         self._claim(facts, dealt, None if len(firsts) == 1 else facts[0].host)
         naming = self._naming(views)
         files: list[FileName] = []

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint1 import FileName, parse_file_name
-from reshard.formats.scalars import NAMES
 from reshard.small_files import show
 
 if TYPE_CHECKING:
@@ -221,11 +220,16 @@ def run_number(views: Sequence[RankView], current: int | None) -> int:
     return max((run for view in views for run in view.runs), default=-1) + 1
 
 
-def check_world(views: Sequence[RankView], root: str) -> None:
+def check_world(views: Sequence[RankView], root: str, *, is_shared: bool) -> None:
     """Refuse to save into a root that holds saves of another number of ranks.
 
     The original counts the folders of ranks: of a tree with too many or too few it would resume nothing, or the wrong
     save.
+
+    Args:
+        views: what the ranks found.
+        root: for the message.
+        is_shared: whether all ranks see one root. If not, the folders of one may be gone with its disk.
 
     Raises:
         ArgumentError: there are such saves.
@@ -233,7 +237,7 @@ def check_world(views: Sequence[RankView], root: str) -> None:
     n_ranks = len(views)
     if any(view.has_more for view in views):
         found = "more"
-    elif any(view.has_meta for view in views) and not all(view.has_folder for view in views):
+    elif is_shared and any(view.has_meta for view in views) and not all(view.has_folder for view in views):
         found = "fewer"
     else:
         return
@@ -248,10 +252,9 @@ def check_world(views: Sequence[RankView], root: str) -> None:
 def deal(holders: Mapping[str, Sequence[tuple[int, ...]]], stage_of: Sequence[int]) -> Dealt:
     """Who keeps what, if every shard is kept once: inside each group of ranks the arrays go round, in order of names.
 
-    Counters stay with every rank.
-
     Args:
-        holders: by array, the groups of ranks whose copies hold the same bytes.
+        holders: by array, the groups of ranks whose copies hold the same bytes; only of those that the strategy lists.
+            The original does not look for others elsewhere: they stay with every rank.
         stage_of: the pipeline stage of each rank: what two stages hold is kept by both, since the original looks for a
             copy only in the stage.
 
@@ -260,7 +263,7 @@ def deal(holders: Mapping[str, Sequence[tuple[int, ...]]], stage_of: Sequence[in
         (((0, 1, 2, 3), ('norm',)), ((0, 2), ('a', 'w')), ((1, 3), ('a', 'w')))
     """
     groups: dict[tuple[int, ...], list[str]] = {}
-    for name in sorted(holders.keys() - set(NAMES)):
+    for name in sorted(holders):
         for ranks in holders[name]:
             by_stage: dict[int, list[int]] = {}
             for rank in ranks:

@@ -238,6 +238,8 @@ def save(  # noqa: PLR0917
         >>> report = reshard.save("output", 100, {"w": np.arange(6.0).reshape(2, 3)}, common={"global_batch_size": 32})
         >>> report.n_files, reshard.open("output").iteration
         (1, 100)
+        >>> reshard.save("legacy", 40, {"w": np.zeros(2)}, format="checkpoint1", sink_size=2).suffix
+        '20_2'
     """
     started = time.monotonic()
     members = resolve(group, rank)
