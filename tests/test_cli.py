@@ -591,6 +591,13 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
     for name, sample in (("ranks/", "src_rank_slices"), ("strategy/", "src_strategy")):
         if re.search(f"(merge|--strategy) {name}", example):
             shutil.copytree(SAMPLES / "strategy" / sample, folder / name)
+    if "strategy" in example:
+        shutil.copytree(SAMPLES / "strategy" / "src_strategy", folder / "output" / "strategy")
+    if "--layout merged_strategy.ckpt" in example:
+        # The layout says where the tensors of its own model lie.
+        shutil.copy(SAMPLES / "strategy" / "merged" / "src_merged_strategy.ckpt", folder / "merged_strategy.ckpt")
+        shutil.rmtree(folder / "hf")
+        shutil.copytree(SAMPLES / "full_ms", folder / "hf")
     if "split full/" in example:
         shutil.copytree(SAMPLES / "full_ms", folder / "full")
     if "--names" in example:
@@ -620,6 +627,7 @@ def test_every_command_has_help_with_examples() -> None:
         "pin",
         "prune",
         "split",
+        "strategy",
         "unpin",
         "verify",
     ]
@@ -627,7 +635,12 @@ def test_every_command_has_help_with_examples() -> None:
         text = run(*([name] if name else []), "--help").stdout
         assert "Examples:" in text
         assert len(examples()) >= 10
-    for command in main.commands.values():
+    leaves = [
+        leaf
+        for command in main.commands.values()
+        for leaf in (command.commands.values() if isinstance(command, click.Group) else [command])
+    ]
+    for command in leaves:
         options = [param for param in command.params if isinstance(param, click.Option)]
         assert all(option.help for option in options)
         assert "--json" in [option.opts[0] for option in options]

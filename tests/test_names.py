@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from reshard.errors import (
     NamesError,
     ReshardError,
 )
-from reshard.names import as_names
+from reshard.names import as_names, file
 from reshard.names.templates import Template, Templates
 
 if TYPE_CHECKING:
@@ -128,6 +129,14 @@ def test_a_file_is_named_with_its_line(tmp_path: Path) -> None:
         NameMap.from_yaml(path)
     with pytest.raises(CheckpointNotFoundError, match="there is no name map file"):
         NameMap.from_yaml(tmp_path / "none.yaml")
+
+
+def test_the_map_that_the_module_shows_is_one(tmp_path: Path) -> None:
+    shown = (file.__doc__ or "").partition("::\n\n")[2].partition("\n\nDims")[0]
+    (tmp_path / "names.yaml").write_text(textwrap.dedent(shown))
+    names = NameMap.from_yaml(tmp_path / "names.yaml")
+    assert len(names.rules) == 5
+    assert NameMap.from_mapping(names.to_mapping()) == names
 
 
 # -- maps that do not fit the tensors

@@ -189,7 +189,7 @@ def check_equal(found: dict[str, Array], expected: dict[str, Array]) -> None:
 def test_a_renamed_checkpoint_is_what_numpy_makes_of_it() -> None:
     seen: Counter[str] = Counter()
 
-    @cases(150)
+    @cases(110)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         case = data.draw(name_maps())
