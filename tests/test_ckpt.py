@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -405,6 +406,52 @@ def test_nothing_is_written_where_one_source_is_damaged_or_one_file_is_there(tmp
         reshard.convert_files(source, tmp_path / "out")
     assert caught.value.path == str(last)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_converted_run_can_be_resumed_from(tmp_path: Path) -> None:
+    source = DATA.parent / "ckpt1_pb" / "output" / "checkpoint"
+    reshard.convert_files(source, tmp_path / "out", name_regex="-(10|20)_2")
+    for rank in range(4):
+        folder = tmp_path / "out" / f"rank_{rank}"
+        names = [f"old_rank_{rank}-{n}_2.safetensors" for n in (10, 20)]
+        assert listed(folder) == ["meta.json", *names]
+        old, new = (json.loads((one / "meta.json").read_text()) for one in (source / folder.name, folder))
+        assert new == {**old, "last_ckpt_file": f"old_rank_{rank}-20_2.safetensors"}
+    with reshard.open(source) as before, reshard.open(tmp_path / "out") as after:
+        assert before.iteration == after.iteration == 40
+        for rank in range(4):
+            check_equal(after.stored(rank), before.stored(rank))
+    # Where meta.json names a file that was not converted, none is written.
+    reshard.convert_files(source, tmp_path / "older", name_regex="-10_2")
+    assert listed(tmp_path / "older" / "rank_0") == ["old_rank_0-10_2.safetensors"]
+
+
+def test_rank_folders_of_ckpt_files_are_one_checkpoint(tmp_path: Path) -> None:
+    data = DATA.parent / "strategy"
+    for path in sorted((data / "src_rank_slices").rglob("*.safetensors")):
+        (tmp_path / "root" / path.parent.name).mkdir(parents=True)
+        content = dump(load(path), record_bytes=24)
+        content += text("note", "of this rank")
+        content += b"crc_num" + zlib.crc32(content).to_bytes(10, "big")
+        file_of(tmp_path / "root" / path.parent.name, content, f"{path.stem}.ckpt")
+    expected = load(data / "expected_full.safetensors")
+    with reshard.open(tmp_path / "root", strategy=data / "src_strategy") as opened:
+        found = opened.load()
+        check_equal({key: found[key] for key in expected}, expected)
+        assert opened.strings == ("note",)
+    assert reshard.verify(tmp_path / "root").checkpoints[0].verified
+    path = next((tmp_path / "root" / "rank_3").iterdir())
+    damaged = bytearray(path.read_bytes())
+    damaged[-18 - len(text("note", "of this rank"))] ^= 1  # in the content of the last tensor
+    path.write_bytes(damaged)
+    report = reshard.verify(tmp_path / "root")
+    assert [fault.file for one in report.checkpoints for fault in one.faults] == ["rank_3/" + path.name]
+    with reshard.open(tmp_path / "root", strategy=data / "src_strategy") as opened:
+        with pytest.raises(DamagedFileError, match=r"rank_3.*CRC"):
+            opened.stored(3)
+        with pytest.raises(DamagedFileError, match=r"rank_3.*CRC"):
+            reshard.convert(tmp_path / "root", tmp_path / "hf", strategy=data / "src_strategy")
+    assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.parametrize(

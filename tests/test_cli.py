@@ -244,7 +244,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reshard, "convert", stand_in)
     args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --max-shard-size 1MB"
-    more = "--strategy s --suffix 20_2 --drop a. --drop b. --rename =m. --rename c.= "
+    more = "--strategy s --suffix 20_2 --drop a. --drop b. --rename =m. --rename c.= --names n --config c "
     more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes original --share 1/3"
     assert run("convert", *args.split(), *more.split()).exit_code == 1
     assert seen == {
@@ -256,6 +256,8 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "suffix": "20_2",
         "drop": ("a.", "b."),
         "rename": {"": "m.", "c.": ""},
+        "names": "n",
+        "config": "c",
         "layout": "l.yaml",
         "iteration": 7,
         "prefix": "p",
@@ -581,12 +583,23 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "demo" / "tp2_pp2", folder / "output" / "checkpoint")
     shutil.copy(tmp_path / "demo" / "tp4.yaml", folder)
     shutil.copy(SAMPLES / "train.yaml", folder)
+    shutil.copy(SAMPLES / "ckpt" / "dtypes.ckpt", folder / "weights.ckpt")
+    shutil.copytree(SAMPLES / "ckpt" / "tree", folder / "old_run")
+    (folder / "names.yaml").write_text("w: model.w\n")
     if re.search("(convert|split|diff .*) hf/|diff hf/", example):
         shutil.copytree(tmp_path / "demo" / "hf", folder / "hf")
-    shutil.copytree(SAMPLES / "strategy" / "src_rank_slices", folder / "ranks")
-    shutil.copytree(SAMPLES / "strategy" / "src_strategy", folder / "strategy")
+    for name, sample in (("ranks/", "src_rank_slices"), ("strategy/", "src_strategy")):
+        if re.search(f"(merge|--strategy) {name}", example):
+            shutil.copytree(SAMPLES / "strategy" / sample, folder / name)
     if "split full/" in example:
         shutil.copytree(SAMPLES / "full_ms", folder / "full")
+    if "--names" in example:
+        hf = shutil.copytree(tmp_path / "demo" / "hf", folder / "hf", dirs_exist_ok=True)
+        width = reshard.open(hf)["model.norm.weight"].shape[0]
+        config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": width}
+        (hf / "config.json").write_text(json.dumps(config))
+        if ":reverse" in example:
+            reshard.convert(hf, folder / "mcore", names="mindspore")
     if example == "reshard demo":
         example += " --size 1"
     environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
@@ -598,6 +611,7 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
 def test_every_command_has_help_with_examples() -> None:
     assert sorted(main.commands) == [
         "convert",
+        "convert-files",
         "demo",
         "diff",
         "explain",

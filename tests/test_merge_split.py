@@ -291,6 +291,22 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert bits(whole(tmp_path / "c")) == bits(FULL)
 
 
+def test_each_shard_once(tmp_path: Path) -> None:
+    """As the original leaves out what another rank of the stage keeps; and whole again, as it is without."""
+    strategy = STRATEGY / "src_strategy"
+    reshard.convert(STRATEGY / "unified", tmp_path / "a", to="checkpoint1", layout=strategy, dedup=True, durable=False)
+    original = of_ranks(STRATEGY / "src_rank_slices_dedup")
+    assert {rank: bits(arrays) for rank, arrays in of_ranks(tmp_path / "a").items()} == {
+        rank: bits(arrays) for rank, arrays in original.items()
+    }
+    with safe_open(tmp_path / "a" / "rank_3" / "net.safetensors", "np") as file:
+        assert file.metadata()["remove_redundancy"] == "True"
+    reshard.convert(tmp_path / "a", tmp_path / "b", to="checkpoint1", layout=strategy, durable=False)
+    assert {rank: bits(arrays) for rank, arrays in of_ranks(tmp_path / "b").items()} == {
+        rank: bits(arrays) for rank, arrays in of_ranks(RANKS).items()
+    }
+
+
 REST = {"match": "*"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"mesh": {"tp": 1}, "rules": [REST]},
@@ -328,11 +344,12 @@ def test_split_by_a_layout(tmp_path: Path, name: str) -> None:
     ("rule", "reason"),
     [
         ({"match": "embed.weight", "flat": ["tp"]}, "flattened"),
+        ({"match": "embed.weight", "flat": {"axes": ["tp"], "join": "both"}}, "in one array"),
         ({"match": "embed.weight", "cut": [None, "tp"], "sizes": {1: [1, 5]}}, "parts of different sizes"),
         ({"match": "embed.weight", "cut": ["tp"], "blocks": {0: [12, 4]}}, "blocks"),
         ({"match": "embed.weight", "cut": ["tp"], "stored": [1, 0]}, "another order"),
     ],
-    ids=["flat", "sizes", "blocks", "stored"],
+    ids=["flat", "joined", "sizes", "blocks", "stored"],
 )
 def test_what_a_strategy_cannot_say_is_refused(tmp_path: Path, rule: dict[str, Any], reason: str) -> None:
     layout = {"mesh": {"tp": 2}, "rules": [rule, REST]}
@@ -346,6 +363,13 @@ def test_what_a_strategy_cannot_say_is_refused(tmp_path: Path, rule: dict[str, A
     )
 
 
+@pytest.mark.parametrize("rule", [{"flat": ["tp"]}, {"cut": ["tp"], "stored": [1, 0]}], ids=["flat", "stored"])
+def test_even_one_rank_stores_no_other_array_than_the_tensor(tmp_path: Path, rule: dict[str, Any]) -> None:
+    layout = {"mesh": {"tp": 1}, "rules": [{"match": "embed.weight", **rule}, REST]}
+    with pytest.raises(UnsupportedError, match=r"embed\.weight"):
+        reshard.convert(SAMPLES / "full_ms", tmp_path / "out", to="checkpoint1", layout=layout)
+
+
 def test_from_checkpoint_2_0_and_back(tmp_path: Path) -> None:
     source = SAMPLES / "ckpt2" / "checkpoint"
     expected = load_file(SAMPLES / "ckpt2" / "expected_00000010.safetensors")
@@ -353,9 +377,9 @@ def test_from_checkpoint_2_0_and_back(tmp_path: Path) -> None:
     reshard.convert(source, tmp_path / "out", to="checkpoint1", layout=layout, prefix="demo", durable=False)
     names = sorted(str(path.relative_to(tmp_path / "out")) for path in tmp_path.rglob("rank_*/*"))
     assert names == [
-        "rank_0/demo_rank_0-10_1.safetensors",
+        "rank_0/demo_rank_0-1_10.safetensors",
         "rank_0/meta.json",
-        "rank_1/demo_rank_1-10_1.safetensors",
+        "rank_1/demo_rank_1-1_10.safetensors",
         "rank_1/meta.json",
     ]
     reshard.convert(tmp_path / "out", tmp_path / "back", to="checkpoint2", durable=False)
@@ -377,8 +401,8 @@ def test_names_as_a_training_run_gives_them(tmp_path: Path) -> None:
     options: dict[str, Any] = {"to": "checkpoint1", "layout": layout, "durable": False}
     reshard.convert(STRATEGY / "unified", tmp_path / "a", prefix="my-llama", iteration=7, **options)
     meta = json.loads((tmp_path / "a" / "rank_1" / "meta.json").read_text())
-    assert meta == {"last_epoch": 7, "last_step": 1, "last_ckpt_file": "my-llama_rank_1-7_1.safetensors"}
-    assert (tmp_path / "a" / "rank_1" / "my-llama_rank_1-7_1.safetensors").is_file()
+    assert meta == {"last_epoch": 1, "last_step": 7, "last_ckpt_file": "my-llama_rank_1-1_7.safetensors"}
+    assert (tmp_path / "a" / "rank_1" / "my-llama_rank_1-1_7.safetensors").is_file()
     # Epoch and step of a save of a run are kept.
     reshard.convert(RANKS, tmp_path / "b", prefix="x", strategy=STRATEGY / "src_strategy", **options)
     assert (tmp_path / "b" / "rank_0" / "x_rank_0-20_2.safetensors").is_file()
@@ -441,7 +465,7 @@ def test_permissions_of_the_original(tmp_path: Path) -> None:
     modes = {
         str(path.relative_to(tmp_path / "out")): oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("rank_0*")
     } | {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out" / "rank_0").iterdir()}
-    assert modes == {"rank_0": "0o750", "x_rank_0-40_1.safetensors": "0o400", "meta.json": "0o640"}
+    assert modes == {"rank_0": "0o750", "x_rank_0-1_40.safetensors": "0o400", "meta.json": "0o640"}
 
 
 def test_a_cast_changes_no_counter(tmp_path: Path) -> None:

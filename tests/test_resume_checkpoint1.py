@@ -31,7 +31,7 @@ from reshard.errors import (
 )
 from reshard.formats import checkpoint1
 from reshard.formats.checkpoint1 import Meta, list_weight_files, parse_file_name, read_meta, write_meta
-from reshard.opening import rank_facts
+from reshard.opening import rank_facts, rank_folders
 from reshard.opening.facts import gather
 from reshard.resume import ResumeDecision, RunFacts, decide
 from reshard.resume.checkpoint1 import RankFolder, name_of_rank, order_saves
@@ -667,16 +667,41 @@ def test_a_run_that_is_cut_otherwise(tree: str, tmp_path: Path) -> None:
     shutil.copytree(STRATEGY / "src_strategy", tmp_path / "strategy")  # where the original writes it
     layout = STRATEGY / "dst_strategy"
     config = {"load_checkpoint": str(root), "resume_training": True, "auto_trans_ckpt": True}
-    told = [config, {**config, "src_strategy_path_or_dir": str(STRATEGY / "src_strategy_json")}]
-    for one in told:
+    named = {**config, "src_strategy_path_or_dir": str(STRATEGY / "src_strategy_json")}
+    for one in (config, named):
         for rank, got in enumerate(in_threads(8, lambda group: load(None, group, layout=layout, config=one))):  # noqa: B023
             expected = reshard.load_file(STRATEGY / "expected_dst_slices" / f"rank_{rank}" / "net.safetensors")
             assert got.state.keys() >= expected.keys()
             for key, array in expected.items():
                 np.testing.assert_array_equal(got.state[key], array, strict=True)
-    whole = reshard.load(config=config)  # without a layout the whole tensors
-    for key, array in reshard.load_file(STRATEGY / "expected_full.safetensors").items():
-        np.testing.assert_array_equal(whole.state[key], array, strict=True)
+        shutil.rmtree(tmp_path / "strategy", ignore_errors=True)
+    truth = reshard.load_file(STRATEGY / "expected_full.safetensors")
+    for got in in_threads(2, lambda group: load(None, group, config=named)):  # without a layout the whole tensors
+        for key, array in truth.items():
+            np.testing.assert_array_equal(got.state[key], array, strict=True)
+
+
+def test_every_rank_looks_at_its_own_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = copy("ckpt1", tmp_path)
+    looked, opened = list[str](), list[str]()
+    real_look, real_open = rank_folders.look_at, rank_facts.open_own
+
+    def look(folder: Path) -> Any:
+        looked.append(folder.name)
+        return real_look(folder)
+
+    def open_own(path: Path, method: Any) -> Any:
+        opened.append(path.name)
+        return real_open(path, method)
+
+    monkeypatch.setattr("reshard.opening.rank_facts.look_at", look)
+    monkeypatch.setattr("reshard.opening.rank_facts.open_own", open_own)
+    for world_size in (1, 4, 6):
+        looked.clear()
+        opened.clear()
+        in_threads(world_size, lambda group: load(root, group, keys=["layers.0.w"]))
+        assert sorted(looked) == [f"rank_{rank}" for rank in RANKS]
+        assert sorted(opened) == [f"llama2_7b_rank_{rank}-20_2.safetensors" for rank in RANKS]
 
 
 def test_real_processes_that_do_not_share(tmp_path: Path) -> None:

@@ -589,8 +589,10 @@ def check_parsed(content: bytes) -> None:
 
 
 def test_a_safetensors_file_that_begins_as_a_strategy(tmp_path: Path) -> None:
-    header = b"{}" + b" " * 0x1206
+    header = b"{}".ljust(0x120108)
     path = tmp_path / "x.ckpt"
     path.write_bytes(struct.pack("<Q", len(header)) + header)
-    assert path.read_bytes()[:2] == b"\x08\x12"
+    assert path.read_bytes()[:3] == b"\x08\x01\x12"
     assert not is_strategy(path)
+    with pytest.raises(DamagedFileError, match="it is a safetensors file"):
+        read_strategy(path)

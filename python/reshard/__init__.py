@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from reshard.formats.state import per_rank
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
+    from reshard.names import NameMap
     from reshard.opening import open  # noqa: A004
     from reshard.verbs.convert import ConvertReport, convert
     from reshard.verbs.convert_files import ConvertFilesReport, convert_files
@@ -40,6 +41,7 @@ __all__ = [
     "DiffReport",
     "Loaded",
     "ModelLayout",
+    "NameMap",
     "PendingLoad",
     "PendingSave",
     "Removed",
@@ -76,6 +78,7 @@ _HOMES = {
     "DiffReport": "reshard.verbs.diff",
     "Loaded": "reshard.verbs.load",
     "ModelLayout": "reshard.layout",
+    "NameMap": "reshard.names",
     "PendingLoad": "reshard.verbs.load",
     "PendingSave": "reshard.write.save",
     "Removed": "reshard.verbs.prune",

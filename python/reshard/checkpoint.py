@@ -14,22 +14,31 @@ import heapq
 import os
 import re
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, LayoutError
+from reshard.errors import (
+    ArgumentError,
+    DamagedFileError,
+    KeyNotFoundError,
+    LayoutError,
+    MismatchError,
+    UnsupportedError,
+)
 from reshard.formats import checkpoint1, checkpoint1_state, checkpoint2, scalars, state, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.own_files import own_files, own_index
+from reshard.formats.rank_file import Placed
 from reshard.formats.scrub import scrub_file
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.layout.strategy_like import device_layouts, named_mapping
+from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order
 from reshard.small_files import show
 
@@ -39,9 +48,10 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.manifest import Manifest
-    from reshard.formats.rank_file import Placed, RankFile
+    from reshard.formats.rank_file import RankFile
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
+    from reshard.names import ConfigLike, Made, NamesLike
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
@@ -49,6 +59,8 @@ Format = Literal["safetensors", "huggingface", "checkpoint2", "checkpoint1", "mi
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
 _STATE_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
+_Stored: TypeAlias = tuple[str, tuple[int, ...], Placed]
+"""dtype, global shape and stored arrays of a tensor."""
 LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -148,8 +160,10 @@ class Checkpoint:
         self._unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
         self._strategy: Strategy | None = None
         self._followed: Mapping[str, str] = {}  # keys that it does not list, and as which they are cut
+        self._is_renamed = False
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
+        self._lock = lock
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
 
     def __enter__(self) -> Self:
@@ -315,6 +329,12 @@ class Checkpoint:
 
     def _layout_mapping(self) -> Mapping[str, Any] | None:
         """For `ModelLayout.like`: the layout that tiles.json keeps; of a strategy, what device layouts cannot say."""
+        if self._is_renamed:
+            raise LayoutError(
+                f"the tensors of {self.path} are seen under other names than those under which they were cut",
+                path=str(self.path),
+                hint="take the layout of the checkpoint as it is stored, without a name map",
+            )
         if self._strategy is not None:
             return named_mapping(self._strategy, self._shapes(), self._followed)
         return None if self._tiles is None else self._tiles.layout
@@ -383,7 +403,7 @@ class Checkpoint:
         """Load the arrays of a rank under a layout, or whole tensors.
 
         Args:
-            layout: a `ModelLayout`, a layout file or its mapping; None: whole tensors.
+            layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder; None: whole tensors.
             rank: the rank whose arrays are wanted; may be left out where the layout has only one.
             part: "model", "optimizer" or "all".
             keys: only these tensors.
@@ -539,12 +559,13 @@ class Checkpoint:
 
     # -- the same files, other tensors
 
-    def view(self, tensors: Mapping[str, tuple[str, tuple[int, ...], Placed]]) -> Checkpoint:
+    def view(self, tensors: Mapping[str, _Stored] | Iterable[tuple[str, _Stored]]) -> Checkpoint:
         """The same files with other tensors: made of what is stored in them, without reading it.
 
         Args:
             tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
-                numbers of this checkpoint's files, as `_core.Index.stored` tells them.
+                numbers of this checkpoint's files, as `_core.Index.stored` tells them. As pairs they can come one by
+                one.
 
         Returns:
             A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
@@ -579,13 +600,74 @@ class Checkpoint:
                     raise DamagedFileError(
                         f"{show(str(path))} is another file than the one that was opened", path=str(path)
                     )
-        for key, (dtype, shape, stored) in tensors.items():
+        for key, (dtype, shape, stored) in tensors.items() if isinstance(tensors, Mapping) else tensors:
             # That regions overlap was allowed, where it was, by what described them.
             index.add_tiles(key, dtype, shape, stored, overlapping=True)
-        made = Checkpoint(self.format, self.path, index, self.manifest)
+        # What is read here is read there: it must not be cleaned up under either of them.
+        lock = (
+            os.dup(self._lock) if self._lock is not None and self._unlock is not None and self._unlock.alive else None
+        )
+        made = Checkpoint(self.format, self.path, index, self.manifest, lock)
         made.iteration, made.common, made.skipped = self.iteration, self.common, self.skipped
         made._method, made._rank_files = self._method, self._rank_files
         return made
+
+    def renamed(
+        self, names: NamesLike, *, reverse: bool = False, config: ConfigLike | None = None, part: Part = "all"
+    ) -> Checkpoint:
+        """The same checkpoint under other names: tensors renamed, fused, split, stacked or transposed, and none read.
+
+        State of the optimizer follows its tensor.
+
+        Args:
+            names: a `NameMap`, the path of one, its mapping, or a preset such as "qwen3-mindspore".
+            reverse: go from the map's side `to` to its side `from`.
+            config: the model's `config.json`, for the sizes that the map takes from it; default: the one in the folder.
+            part: only these tensors.
+
+        Returns:
+            A checkpoint that stays open, and is closed, by itself.
+
+        Raises:
+            NamesError: the map does not fit the tensors: a part is missing, shapes do not divide, no rule matches.
+            MismatchError: parts of one tensor have different dtypes.
+            UnsupportedError: a tensor is packed into less than bytes, and would be taken apart.
+
+        Example:
+            >>> import numpy as np, reshard
+            >>> parts = {"q": np.zeros((4, 2), np.float32), "k": np.ones((4, 2), np.float32)}
+            >>> reshard.save_file(parts, "m.safetensors")
+            >>> names = {"rules": [{"from": ["q", "k"], "to": "qk", "join": 0, "turns": [2, 2]}]}
+            >>> with reshard.open("m.safetensors") as checkpoint, checkpoint.renamed(names) as fused:
+            ...     fused.read("qk")[:, 0]
+            array([0., 0., 1., 1., 0., 0., 1., 1.], dtype=float32)
+        """
+        known = as_names(names, config_beside(self.path) if config is None else config)
+        shapes = self._shapes() if part == "all" else {key: self._index.shape(key) for key in self.keys(part)}
+        tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
+        # Of a tensor that becomes hundreds, what is stored is asked once: they follow one another.
+        stored_of = functools.lru_cache(maxsize=1)(self._index.stored)
+        renamed = self.view((made.key, (self._dtype_of(made), made.shape, made.stored(stored_of))) for made in tensors)
+        renamed._is_renamed = True  # noqa: SLF001  made here, as all of it
+        return renamed
+
+    def _dtype_of(self, made: Made) -> str:
+        """The one dtype of all that a renamed tensor is made of."""
+        found = {source.key: self._index.info(source.key)[0] for source in made.sources}
+        first, dtype = next(iter(found.items()))
+        other = next((key for key in found if found[key] != dtype), None)
+        if other is not None:
+            raise MismatchError(
+                f"{show(made.key)} would be made of {show(first)}, {dtype}, and of {show(other)}, {found[other]}",
+                key=other,
+                hint="convert to one dtype first (`dtype`)",
+            )
+        if dtypes.is_packed(dtype) and any(source.placement is not None for source in made.sources):
+            raise UnsupportedError(
+                f"{show(first)} is {dtype}, packed into bytes: it can get another name, and not be taken apart",
+                key=first,
+            )
+        return dtype
 
     # -- what one rank stored
 

@@ -21,6 +21,7 @@ __all__ = [
     "KeyNotFoundError",
     "LayoutError",
     "MismatchError",
+    "NamesError",
     "ReshardError",
     "StorageError",
     "UnsupportedError",
@@ -107,6 +108,10 @@ class KeyNotFoundError(ReshardError, KeyError):
 
 class MismatchError(ReshardError, ValueError):
     """Shape or dtype of two things that must agree differ."""
+
+
+class NamesError(ReshardError, ValueError):
+    """A name map contradicts itself, or does not fit the tensors."""
 
 
 class StorageError(ReshardError, OSError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -20,7 +21,7 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Lines", "Step", "quote", "read_yaml"]
+__all__ = ["Lines", "Step", "flow", "quote", "read_yaml"]
 
 Step: TypeAlias = str | int
 Lines: TypeAlias = dict[tuple[Step, ...], int]
@@ -84,6 +85,32 @@ def _quoted_char(c: str) -> str:
         return c
     n = ord(c)
     return f"\\x{n:02x}" if n < 0x100 else f"\\u{n:04x}" if n < 0x10000 else f"\\U{n:08x}"
+
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What a YAML 1.1 or 1.2 reader would not take as text.
+_RESERVED = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
+
+
+def flow(value: object) -> str:
+    """A value on one line of YAML.
+
+    Example:
+        >>> flow({"cut": [None, "tp"], "match": "*.w"})
+        '{cut: [null, tp], match: "*.w"}'
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{flow(k)}: {flow(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED else quote(text)
 
 
 class _Reader:

@@ -48,6 +48,15 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Names that begin with OLD begin with NEW instead; the longest OLD counts, an empty one begins every "
         "name. Can be given again.",
     ),
+    "names": click.option(
+        "--names",
+        metavar="FILE|PRESET",
+        help="Name map, after --drop and --rename: tensors are renamed, fused, split. A file or a preset such as "
+        "qwen3-mindspore; with :reverse behind it the other way.",
+    ),
+    "config": click.option(
+        "--config", metavar="FILE", help="config.json for the sizes that --names needs. Default: the one in SRC."
+    ),
     "layout": click.option(
         "--layout",
         metavar="FILE",
@@ -57,7 +66,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--iteration",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Iteration that is written. Default: that of SRC, or 0. Of rank folders with --prefix: the epoch.",
+        help="Iteration that is written. Default: that of SRC, or 0. Of rank folders with --prefix: the step.",
     ),
     "prefix": click.option(
         "--prefix",

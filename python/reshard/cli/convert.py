@@ -37,6 +37,8 @@ def convert(src: str, dst: str, **given: Any) -> None:
       reshard convert output/checkpoint all.safetensors
       reshard convert weights.ckpt weights.safetensors
       reshard convert hf/ small/ --max-shard-size 500MB --dtype bfloat16
+      reshard convert hf/ mcore/ --names mindspore           as MindSpore Transformers names, fuses and stacks tensors
+      reshard convert mcore/ back/ --names mindspore:reverse --config hf/
       reshard convert output/checkpoint hf/ --share 0/4      a fourth of the work, on one of four machines
     """
     carry_out(src, dst, **given)

@@ -35,8 +35,8 @@ def convert_files(src: str, dst: str | None, *, no_sync: bool, as_json: bool, **
     \b
     Examples:
       reshard convert-files weights.ckpt
-      reshard convert-files output/checkpoint safetensors/
-      reshard convert-files output/checkpoint safetensors/ --name-regex '10_2' --name-map names.yaml
+      reshard convert-files old_run/ safetensors/
+      reshard convert-files old_run/ safetensors/ --name-regex '-1_1.ckpt' --name-map names.yaml
     """
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.convert_files(src, dst, durable=not no_sync, progress=progress, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -84,10 +85,11 @@ def show(path: str, *, as_layout: bool, as_json: bool) -> None:
     if as_json:
         echo_json({"path": path, "stages": {str(number): _json(stage) for number, stage in stages.items()}})
         return
-    missing = sorted(set(range(max(stages, default=0) + 1)) - stages.keys()) if len(stages) < 1 << 16 else []
+    # A hostile number of a stage must not make a list of what is missing before it.
+    missing = list(itertools.islice((n for n in range(max(stages, default=0)) if n not in stages), 64))
     facts = [("strategy", shown(path)), ("stages", ", ".join(map(str, list(stages)[:64])))]
     if missing:
-        facts.append(("missing", f"the strategy of stage {', '.join(map(str, missing[:64]))}"))
+        facts.append(("missing", f"the strategy of stage {', '.join(map(str, missing))}"))
     named = list(stages.items())[:64]
     facts += [(f"stage {number}", shown(stage.path)) for number, stage in named if stage.path != path]
     echo_facts(facts)

@@ -305,8 +305,8 @@ def choose_by_suffix(
     Args:
         root: the folder of the `rank_<r>` folders.
         suffix: "20_2" (epoch and step), "1-20_2" (of a later run) or "2", also with a dash or an underscore before it:
-            the file whose name without extension ends so, after a dash or an underscore; of several of one epoch and
-            step the one of the shortest name. None: the only file, or of several the highest epoch and step that every rank has.
+            the file whose name without extension ends so, after a dash or an underscore; of several runs the first.
+            None: the only file, or of several the highest epoch and step that every rank has.
         extension: "safetensors" or "ckpt"; None: whichever there is.
 
     Returns:

@@ -63,7 +63,7 @@ def plan_parts(tensors: Iterable[tuple[str, int]], max_bytes: int | None = None)
 
     Example:
         >>> plan_parts([("a", 4), ("b", 9), ("c", 4), ("d", 1)], 10)
-        [['b', 'd'], ['a', 'c']]
+        [['b'], ['a', 'c', 'd']]
     """
     sizes = sorted(tensors, key=lambda one: -one[1])
     total = sum(size for _, size in sizes)

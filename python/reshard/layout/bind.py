@@ -91,16 +91,6 @@ class BoundLayout:
             self._add(request, name, *arrays[name], rank)
         return request
 
-    def add_to(self, request: _core.Request, name: str, rank: int) -> None:
-        """Add what a rank holds of one array, named as in `local_names`, to a request."""
-        join = self._join_by_name.get(name)
-        held = set(self.holds(rank)) if join is not None else set()
-        self._add(request, name, [name] if join is None else [key for key in join.keys if key in held], join, rank)
-
-    @functools.cached_property
-    def _join_by_name(self) -> dict[str, Join]:
-        return {join.name: join for join in self.joins}
-
     def _add(self, request: _core.Request, name: str, members: list[str], join: Join | None, rank: int) -> None:
         with _naming(members[0]):
             if join is None:

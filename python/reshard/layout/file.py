@@ -7,7 +7,6 @@ a file is kept.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self, TypeVar
@@ -24,7 +23,7 @@ from reshard.fields import (
     read_name,
 )
 from reshard.layout.patterns import IndexPattern, Pattern
-from reshard.strict_yaml import Lines, quote
+from reshard.strict_yaml import Lines, flow
 from reshard.words import nearest, show
 
 __all__ = ["Block", "Flat", "LayoutFile", "Optimizer", "Place", "Rule", "Uneven"]
@@ -210,14 +209,14 @@ class LayoutFile:
             <BLANKLINE>
         """
         mapping = self.to_mapping()
-        lines = [f"{name}: {_flow(mapping[name])}" for name in ("mesh", "ranks") if name in mapping]
+        lines = [f"{name}: {flow(mapping[name])}" for name in ("mesh", "ranks") if name in mapping]
         lines.append("rules:" if self.rules else "rules: []")
         for rule in map(_rule_mapping, self.rules):
-            lines += [f"  {'-' if n == 0 else ' '} {name}: {_flow(rule[name])}" for n, name in enumerate(rule)]
+            lines += [f"  {'-' if n == 0 else ' '} {name}: {flow(rule[name])}" for n, name in enumerate(rule)]
         if "optimizer" in mapping:
-            lines.append(f"optimizer: {_flow(mapping['optimizer'])}")
+            lines.append(f"optimizer: {flow(mapping['optimizer'])}")
         if self.place:
-            lines += ["place:", *(f"  - {_flow(_place_mapping(place, self.mesh))}" for place in self.place)]
+            lines += ["place:", *(f"  - {flow(_place_mapping(place, self.mesh))}" for place in self.place)]
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
@@ -513,24 +512,3 @@ def _place_mapping(place: Place, mesh: Mapping[str, int]) -> dict[str, object]:
 
 def _one_or_list(texts: Sequence[str]) -> str | list[str]:
     return texts[0] if len(texts) == 1 else list(texts)
-
-
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What a YAML 1.1 or 1.2 reader would not take as text.
-_RESERVED = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
-
-
-def _flow(value: object) -> str:
-    """A value on one line of YAML."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_flow(k)}: {_flow(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
-    text = str(value)
-    return text if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED else quote(text)

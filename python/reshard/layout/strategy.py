@@ -281,7 +281,7 @@ def _readings(item: LayoutItem, ndim: int, where: _Where) -> Iterator[_Reading]:
     n_parts = plain.parts()[0] if ndim else 1
     # The C++ writer lists rows, with an offset for each; the Python writer the shape. The lists can be of one length.
     is_shape = len(split) == ndim
-    is_rows = len(split) == n_parts > 1
+    is_rows = ndim > 0 and len(split) == n_parts
     if not split and not item.indices_offset:
         yield _Reading(cut, None)
         return

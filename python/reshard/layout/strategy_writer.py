@@ -147,7 +147,7 @@ class _Writer:
         dims = self._dims(key, spec)
         rows = self._rows(key, spec, dims)
         if not spec.shape:
-            return LayoutItem(self.matrix, ())
+            return LayoutItem(self.matrix, ((),))
         further = None if rows else self._shared_further(dims)
         # Where the first device axis is shared further and the map's axes ascend, the original's tools err silently.
         is_trap = further is not None and self._is_trap(further)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.checkpoint import Checkpoint
@@ -31,6 +32,9 @@ from reshard.opening.rank_folders import (
 from reshard.opening.root import best_of, is_damage, iterations, newer_than, order_of, reason_of
 from reshard.opening.weights import open_full_weights
 from reshard.small_files import show
+
+if TYPE_CHECKING:
+    from reshard.names import NamesLike
 
 __all__ = [
     "Chosen",
@@ -60,6 +64,7 @@ def open(  # noqa: A001
     path: str | os.PathLike[str],
     *,
     strategy: StrategyLike | None = None,
+    names: NamesLike | None = None,
     method: _core.ReadMethod = "auto",
 ) -> Checkpoint:
     """Open a checkpoint, whatever its format.
@@ -72,6 +77,8 @@ def open(  # noqa: A001
         strategy: how rank folders make up whole tensors: the MindSpore strategy file of a stage, several merged, or the
             folder that holds them. Default: the folder `strategy` beside `path` or in it; without one, tensors can only
             be read rank by rank (`Checkpoint.stored`). What describes itself needs none.
+        names: a name map under whose names the tensors are seen, see `Checkpoint.renamed`: a `NameMap`, its file or
+            mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" goes the other way.
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
 
     Returns:
@@ -85,6 +92,7 @@ def open(  # noqa: A001
             end; of a root: every iteration is, each with its reason.
         CoverageError: the stored shards do not cover a tensor.
         MismatchError: the strategy is one of other ranks or other tensors.
+        NamesError: the name map does not fit the tensors.
 
     Example:
         >>> import numpy as np, reshard
@@ -93,6 +101,9 @@ def open(  # noqa: A001
         ...     checkpoint.keys(), checkpoint["w"].shape
         (['w'], (2, 2))
     """
+    if names is not None:
+        with open(path, strategy=strategy, method=method) as as_stored:
+            return as_stored.renamed(names)
     target = Path(path)
     try:
         exists = target.exists()

@@ -17,6 +17,7 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import scalars
 from reshard.group import SingleProcess, agree, resolve, session
 from reshard.layout import as_layout
+from reshard.names import as_names, config_beside
 from reshard.small_files import parse_size
 from reshard.verbs.destinations import WRITER_KEY, Job, Options, to_huggingface, to_safetensors
 from reshard.verbs.selection import open_source, select
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint, LayoutLike, Part
+    from reshard.names import ConfigLike, NamesLike
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
@@ -82,6 +84,8 @@ def convert(
     suffix: str | None = None,
     drop: str | Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
+    names: NamesLike | None = None,
+    config: ConfigLike | None = None,
     layout: LayoutLike | None = None,
     iteration: int | None = None,
     prefix: str | None = None,
@@ -113,9 +117,13 @@ def convert(
         drop: leave out the tensors whose names begin so; one beginning or several. They are nowhere in the destination.
         rename: by how names begin, how they begin instead: `{"model.": "", "lm_head.": "head."}`. The longest beginning
             that fits counts, "" puts something before every name. The state of a parameter follows it.
+        names: a name map, applied after `drop` and `rename`: tensors are renamed, fused, split, stacked, transposed. A
+            `NameMap`, its file or mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" goes the
+            other way.
+        config: the model's `config.json`, for the sizes that the name map takes from it; default: the one in `src`.
         layout: how the destination is cut, a strategy file among others; none: whole tensors. It speaks of new names.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none. Of rank folders
-            the epoch in the names of the files.
+            the step in the names of the files.
         prefix: first part of the names of Checkpoint 2.0 shard files. Of rank folders the files are then named as a
             training run names them, `<prefix>_rank_<r>-<epoch>_<step>.safetensors`, and not `net.safetensors`.
         dtype: cast the floating-point tensors to it; others stay.
@@ -145,6 +153,7 @@ def convert(
         DestinationExistsError: `dst` holds something, and `overwrite` was not given or does not cover it.
         ClaimedError: another process writes into the checkpoint root `dst`.
         ArgumentError: options that contradict each other, or `dst` inside `src` or the reverse.
+        NamesError: the name map does not fit the tensors.
         LayoutError, CoverageError, MismatchError, UnsupportedError: the source or the layout does not allow it.
         DamagedFileError, StorageError: reading or writing failed. In every case the destination is as it was.
 
@@ -184,7 +193,13 @@ def convert(
         max_bytes = None if max_shard_size is None else parse_size(max_shard_size)
         with open_source(source, strategy=strategy, suffix=suffix) as whole, contextlib.ExitStack() as views:
             part_written = part or ("model" if chosen == "huggingface" else "all")
-            selection = select(whole, part_written, drop=drop, rename=rename, apart=_apart(chosen, whole))
+            known = None
+            if names is not None:
+                known = as_names(names, config_beside(source) if config is None else config)
+            elif config is not None:
+                raise ArgumentError("`config` has a meaning only with `names`")
+            apart = _apart(chosen, whole)
+            selection = select(whole, part_written, drop=drop, rename=rename, names=known, apart=apart)
             opened = views.enter_context(selection.source)
             job = Job(opened, selection.keys, target, options, overwrite, selection.counters)
             if share is not None:
@@ -197,6 +212,7 @@ def convert(
                     suffix,
                     drop,
                     rename,
+                    None if known is None else known.to_mapping(),
                     iteration,
                     prefix,
                     options.dtype,
@@ -216,7 +232,14 @@ def convert(
             elif chosen == "safetensors":
                 written = to_safetensors(job, layout)
             elif chosen == "checkpoint1":
-                written = to_checkpoint1(job, layout, prefix=prefix, iteration=iteration, original_modes=original_modes)
+                written = to_checkpoint1(
+                    job,
+                    layout,
+                    prefix=prefix,
+                    iteration=iteration,
+                    dedup=dedup is True,
+                    original_modes=original_modes,
+                )
             else:
                 number = iteration if iteration is not None else (opened.iteration or 0)
                 written = to_checkpoint2(

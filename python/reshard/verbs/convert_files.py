@@ -2,22 +2,30 @@
 
 What a rank held, the same rank holds afterwards: nothing is merged or cut, so no strategy is needed. The bytes are
 streamed by the core; every file appears whole or not at all. All sources are opened and all names checked before the
-first file is written.
+first file is written. Once all are there, a rank folder gets a `meta.json` that names the new file where the old one
+named the source: from a Checkpoint 1.0 tree one that a run can resume from.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DestinationExistsError, StorageError
-from reshard.formats import ckpt
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    DamagedFileError,
+    DestinationExistsError,
+    StorageError,
+)
+from reshard.formats import checkpoint1, ckpt
 from reshard.formats.rank_file import RankFile, add_rank_file
 from reshard.small_files import parse_size, show
 from reshard.strict_yaml import read_yaml
@@ -103,8 +111,8 @@ def convert_files(
 
     Args:
         src: a `.ckpt` file; or a folder: its `.ckpt` files and those in its sub-folders whose names begin with `rank`.
-        dst: the folder that gets the files, sub-folders as in `src`; of a single file also a name that ends in
-            `.safetensors`. None: each file beside its source.
+        dst: the folder that gets the files, sub-folders and their `meta.json` as in `src`; of a single file also a name
+            that ends in `.safetensors`. None: each file beside its source, and `meta.json` as it was.
         name_map: new names of tensors by their old ones, a mapping or a YAML or JSON file of one; others keep theirs.
         name_regex: of a folder only files in whose names this regular expression is found.
         memory: budget of the copy; what is used beyond it does not grow with the files.
@@ -143,6 +151,8 @@ def convert_files(
         _write(file, windows, threads, joint.of_file(file.n_bytes), durable=durable)  # in the order of their names
         for file in planned
     ]
+    if source.is_dir() and dst is not None:
+        _write_metas(planned, durable=durable)
     return ConvertFilesReport(tuple(written), time.monotonic() - started, tuple(_warnings(planned, renamed)))
 
 
@@ -287,6 +297,18 @@ def _requested(index: _core.Index, opened: RankFile, names: Sequence[tuple[str, 
         shape = opened.tensors[old].shape
         request.add_region(new, old, (0,) * len(shape), shape)
     return index.plan(request)
+
+
+def _write_metas(planned: Sequence[_Planned], *, durable: bool) -> None:
+    """Each `meta.json` that names a file that was converted, naming what that became."""
+    for folder in {file.source.parent for file in planned}:
+        # One that is missing or damaged is no more than that afterwards: a resume knows what to do then.
+        with contextlib.suppress(CheckpointNotFoundError, DamagedFileError):
+            meta = checkpoint1.read_meta(folder)
+            for file in planned:
+                if file.source == folder / meta.last_ckpt_file:
+                    renamed = replace(meta, last_ckpt_file=file.target.name)
+                    checkpoint1.write_meta(file.target.parent, renamed, durable=durable)
 
 
 def _write(

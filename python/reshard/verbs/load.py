@@ -110,7 +110,7 @@ def load(
     Args:
         root: a checkpoint root. One of its iteration folders names its iteration: damage is then an error. None: what
             the configuration loads.
-        layout: a `ModelLayout`, a layout file or its mapping; None: whole tensors.
+        layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder; None: whole tensors.
         rank: the rank in the layout whose arrays are wanted; None: this process's rank in the group.
         strategy: how the ranks of a Checkpoint 1.0 tree cut its tensors: a strategy file or a folder of them. None: the
             folder `strategy` in the tree or beside it. With neither strategy nor layout a rank gets what its own file

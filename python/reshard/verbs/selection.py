@@ -6,6 +6,7 @@ splits tensors, is for name maps.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.checkpoint import Checkpoint, Part
+    from reshard.names import NameMap
 
 __all__ = ["Selection", "new_names", "open_source", "select"]
 
@@ -74,6 +76,7 @@ def select(
     *,
     drop: str | Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
+    names: NameMap | None = None,
     apart: Collection[str] = (),
 ) -> Selection:
     """Choose what is written of a source, and name it.
@@ -83,6 +86,7 @@ def select(
         part: "model", "optimizer" or "all".
         drop: as in `new_names`; one beginning, or several.
         rename: as there.
+        names: a name map that is applied after that.
         apart: names of counters that are no tensors of the destination: they are set apart.
 
     Returns:
@@ -90,25 +94,31 @@ def select(
 
     Raises:
         ArgumentError: nothing is left, or as `new_names`.
+        NamesError: the name map does not fit the tensors.
     """
     keys = [key for key in source.keys(part) if not _is_apart(source, key, apart)]
     counters = {} if part == "model" else _counters(source, apart)
     tensors = [key for key in source if not _is_apart(source, key, apart)]
     beside = [name for name in counters if name not in source or name in apart]
     drop = (drop,) if isinstance(drop, str) else tuple(drop)
-    names = new_names([*tensors, *beside], drop, rename)
-    written = [names[key] for key in keys if key in names]
+    new = new_names([*tensors, *beside], drop, rename)
+    written = [new[key] for key in keys if key in new]
     if not written:
         raise ArgumentError(
             f"{source.path} holds no tensors of that part; there is nothing to write", path=str(source.path)
         )
-    source._check_placed(*(key for key in tensors if key in names))  # noqa: SLF001  as reading one would
-    view = _view(source, {key: names[key] for key in tensors if key in names})
+    source._check_placed(*(key for key in tensors if key in new))  # noqa: SLF001  as reading one would
+    view = _view(source, {key: new[key] for key in tensors if key in new})
+    if names is not None:
+        # Tensors that nobody asked for need not fit the map.
+        with contextlib.nullcontext() if view is source else view:
+            view = view.renamed(names, part="model" if part == "model" else "all")
+        written = view.keys(part)
     if source.common is not None:
         # A counter that was left out does not come back in another file.
         left_out = [name for name in scalars.NAMES if name.startswith(drop)]
         view.common = replace(source.common, **dict.fromkeys(left_out))  # type: ignore[arg-type]
-    return Selection(view, written, {names[name]: counters[name] for name in beside if name in names})
+    return Selection(view, written, {new[name]: counters[name] for name in beside if name in new})
 
 
 def _is_apart(source: Checkpoint, key: str, apart: Collection[str]) -> bool:

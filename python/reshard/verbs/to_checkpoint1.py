@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError, ReshardError
+from reshard.errors import ArgumentError, ReshardError, UnsupportedError
 from reshard.formats import checkpoint1
 from reshard.formats.checkpoint1 import FileName, Meta
 from reshard.layout.strategy_file import read_strategy_file
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
+from reshard.small_files import show
 from reshard.verbs.destinations import (
     File,
     Written,
@@ -36,7 +37,9 @@ from reshard.verbs.destinations import (
     set_original_modes,
     whole_tensors,
 )
-from reshard.write.iteration import file_order
+from reshard.write import rank_plan
+from reshard.write.iteration import file_order, plan_layout
+from reshard.write.rank_plan import Dealt, check_prefix, deal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from reshard.layout import BoundLayout
     from reshard.layout.strategy import Strategy
     from reshard.verbs.destinations import Job
+    from reshard.write.iteration import WholeTensor
 
 __all__ = ["to_checkpoint1"]
 
@@ -54,9 +58,15 @@ _RANK_FOLDER = re.compile("rank_(0|[1-9][0-9]{0,17})")
 
 
 def to_checkpoint1(
-    job: Job, layout: LayoutLike | None, *, prefix: str | None, iteration: int | None, original_modes: bool
+    job: Job,
+    layout: LayoutLike | None,
+    *,
+    prefix: str | None,
+    iteration: int | None,
+    dedup: bool,
+    original_modes: bool,
 ) -> Written:
-    """Write a folder of rank folders.
+    """Write a folder of rank folders; with `dedup` each shard once in a stage, which the files say of themselves.
 
     Raises:
         ArgumentError: an iteration without a prefix; a layout whose ranks are not numbered from 0; a counter that the
@@ -72,11 +82,14 @@ def to_checkpoint1(
         raise ArgumentError(f"rank folders are numbered from 0, and the layout has rank {ranks[-1]} of {len(ranks)}")
     strategy = _strategy(job, bound)
     _check_counters(job)
-    dtype_of = {key: tensor.dtype for key, tensor in whole_tensors(job).items()}
+    tensors = whole_tensors(job)
+    if dedup:
+        job = replace(job, options=replace(job.options, metadata=job.options.metadata | {"remove_redundancy": "True"}))
+    dealt = _dealt(tensors, bound, strategy) if dedup else Dealt()
     subfolders = [checkpoint1.rank_folder_name(rank) for rank in ranks]
     with _with_counters(job):
         files = [
-            File(f"{folder}/{_name(names, rank)}", _request(job, bound, rank, dtype_of))
+            File(f"{folder}/{_name(names, rank)}", _request(job, bound, tensors, dealt, rank))
             for rank, folder in zip(ranks, subfolders, strict=True)
         ]
         with produced(job, job.target, files, file_sizes(job, files)) as fill:
@@ -100,13 +113,23 @@ def to_checkpoint1(
 
 
 def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
-    """What tells how the written tensors are cut; one rank holds all of them whole."""
-    if len(bound.ranks) == 1:
-        return None
-    written = set(job.keys)
-    specs = {key: spec for key, spec in bound.specs.items() if key in written}
-    joins = [join for join in bound.joins if written.intersection(join.keys)]
-    return strategy_of(replace(bound, specs=specs, joins=joins))
+    """What tells how the written tensors are cut; one rank holds all of them whole.
+
+    Raises:
+        UnsupportedError: it has no words for one.
+    """
+    joined = {key for join in bound.joins for key in join.keys}
+    specs = {key: bound.specs[key] for key in job.keys}
+    for key, spec in specs.items():
+        # Even over one rank these are other arrays than the tensor.
+        if key in joined or spec.flat or spec.stored not in ((), tuple(range(len(spec.shape)))):
+            how = "in one array with others" if key in joined else "flattened" if spec.flat else "in another order"
+            raise UnsupportedError(
+                f"{show(key)} would be stored {how}, and a strategy has no words for that",
+                key=key,
+                hint="choose another layout for it, or leave it out with `drop`",
+            )
+    return None if len(bound.ranks) == 1 else strategy_of(replace(bound, specs=specs, joins=[]))
 
 
 # -- names
@@ -121,24 +144,18 @@ def _file_name(job: Job, prefix: str | None, iteration: int | None) -> FileName 
                 hint=f"give `prefix` too, or leave both out: the files are then `rank_<r>/{_FILE}`",
             )
         return None
-    epoch, step = (iteration, 1) if iteration is not None else _position(job)
-    name = FileName(prefix, 0, None, "full", epoch, step, "safetensors")
-    if checkpoint1.parse_file_name(name.name) != name or "rank" in prefix:
-        raise ArgumentError(
-            f"`prefix` is {prefix!r}, which does not come back out of the name {name.name!r}",
-            hint='a prefix has no path separator, and not the word "rank" in it',
-        )
-    return name
+    epoch, step = rank_plan.position(iteration) if iteration is not None else _position(job)
+    return FileName(check_prefix(prefix), 0, None, "full", epoch, step, "safetensors")
 
 
 def _position(job: Job) -> tuple[int, int]:
-    """Epoch and step of the destination: those in the source's names, or the iteration as with a sink size of 1."""
+    """Epoch and step of the destination: those in the source's names, or such as a save of its iteration gets."""
     if job.source.format == "checkpoint1":
         for file in job.source.files():
             name = checkpoint1.parse_file_name(Path(file.name).name)
             if name is not None:
                 return name.epoch, name.step
-    return job.source.iteration or 0, 1
+    return rank_plan.position(job.source.iteration or 0)
 
 
 def _name(names: FileName | None, rank: int) -> str:
@@ -148,17 +165,30 @@ def _name(names: FileName | None, rank: int) -> str:
 # -- what a file holds
 
 
-def _request(job: Job, bound: BoundLayout, rank: int, dtype_of: Mapping[str, str]) -> _core.Request:
+def _request(
+    job: Job, bound: BoundLayout, tensors: Mapping[str, WholeTensor], dealt: Dealt, rank: int
+) -> _core.Request:
     """A rank's own arrays and the counters, wide elements first."""
-    held = {**dtype_of} | {name: dtypes.name_of(array.dtype) for name, array in job.counters.items()}
+    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
+    dtype_of |= {name: dtypes.name_of(array.dtype) for name, array in job.counters.items()}
+    left_out = dealt.left_out(rank)
     request = _core.Request()
-    for name in file_order([*bound.local_names(rank, job.keys), *job.counters], held):
+    held = [name for name in bound.local_names(rank, job.keys) if name not in left_out]
+    for name in file_order([*held, *job.counters], dtype_of):
         if name in job.counters:
             shape = job.counters[name].shape
             request.add_region(name, name, (0,) * len(shape), shape)
         else:
-            bound.add_to(request, name, rank)
+            request.add(name, name, bound.layouts[name], rank)
     return request
+
+
+def _dealt(tensors: Mapping[str, WholeTensor], bound: BoundLayout, strategy: Strategy | None) -> Dealt:
+    """Who keeps what, where each shard is kept once. What the strategy does not list, every rank keeps."""
+    if strategy is None:
+        return Dealt()
+    holders = {key: held for key, held in plan_layout(tensors, bound).holders.items() if strategy.stages_of(key)}
+    return deal(holders, [rank // strategy.devices_per_stage for rank in range(strategy.world_size)])
 
 
 @contextlib.contextmanager

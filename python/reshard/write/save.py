@@ -179,9 +179,9 @@ def save(  # noqa: PLR0917
             are not given are the iteration.
         extra: any other state by name: numbers, text, bytes, lists, tuples, mappings, arrays, tensors. A value wrapped
             in `reshard.per_rank` is kept for each rank.
-        layout: how the arrays are cut: a `ModelLayout`, a layout file or its mapping. Every rank gives its own cut,
-            and global shapes follow from those of all ranks. None: in a world of one all arrays are whole; else each
-            array is a `Shard` with its offset, and only `tiles.json` describes it.
+        layout: how the arrays are cut: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder. Every
+            rank gives its own cut, and global shapes follow from those of all ranks. None: in a world of one all arrays
+            are whole; else each array is a `Shard` with its offset, and only `tiles.json` describes it.
         shapes: with a layout, global shapes by key: of flattened tensors, and of those that are joined into one array.
         prefix: first part of the names of the shard files.
         keep: keep the newest `keep` complete iterations and remove older ones; None: remove nothing.

@@ -62,6 +62,7 @@ R = TypeVar("R")
 _FILE_MODE = 0o640
 _FOLDER_MODE = 0o750
 _LAST_SLEEP_S = 1.0
+_SIGHT_SECONDS = 60.0  # for which a network file system may remember that a folder was not there
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,8 @@ def _write_own(
         raise share.files
     if not share.files and share.extra is None:
         return []
-    _wait_for(staging, terms.timeout)
+    # Not as long as rank 0 waits for this rank: it is to hear the reason.
+    _wait_for(staging, min(_SIGHT_SECONDS, terms.timeout / 2))
     joint = JointProgress(progress, sum(file.n_bytes for file in share.files))
     rows = []
     for file in share.files:

@@ -1,4 +1,4 @@
-//! The messages of a MindSpore strategy file (proto2, package `mindspore.straspb`), as plain tuples.
+//! The messages of a strategy file of `MindSpore` (proto2, package `mindspore.straspb`), as plain tuples.
 //!
 //! Fields that must stand once are declared as repeated and counted, and 32-bit numbers as 64-bit ones and compared
 //! with their range: the decoder itself would take the last of several, nothing for a missing one, and the low half of
@@ -90,12 +90,12 @@ pub(crate) fn decode_strategy(
 }
 
 #[pyfunction]
-pub(crate) fn encode_strategy<'py>(
-    py: Python<'py>,
+pub(crate) fn encode_strategy(
+    py: Python<'_>,
     current_stage: i64,
     parallel_strategy_item: Vec<StrategyTuple>,
     parallel_layout_item: Vec<LayoutTuple>,
-) -> PyResult<Bound<'py, PyBytes>> {
+) -> PyResult<Bound<'_, PyBytes>> {
     let map = encoded(current_stage, parallel_strategy_item, parallel_layout_item);
     Ok(PyBytes::new(py, &raise(py, map)?.encode_to_vec()))
 }

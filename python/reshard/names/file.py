@@ -1,0 +1,387 @@
+"""The name map as a value: what may stand in it, checked as far as that needs no tensors, and how it is printed.
+
+A name map says how the tensors of one naming become those of another. It has two sides, `from` and `to`; reversed, it
+goes the other way. As YAML, or as the same mapping::
+
+    sizes:                        # numbers that rules use: an integer, or what a model's config.json says
+      heads: num_attention_heads
+      kv_heads: [num_key_value_heads, num_attention_heads]         # the first that the config has
+      head_dim: [head_dim, hidden_size / num_attention_heads]      # products and quotients, from left to right
+      e: num_local_experts                                         # the name of an index: how many there are
+    other: keep                   # keys that no rule names: `keep` (the default) or `refuse`
+    rules:                        # the first rule whose name matches a key decides; `{i}` is any whole number
+      - {from: lm_head.weight, to: output_layer.weight}
+      - {from: "h.{i}.proj.weight", to: "layers.{i}.proj.weight", transpose: [1, 0]}   # as numpy.transpose
+      - from: ["h.{i}.q.weight", "h.{i}.k.weight", "h.{i}.v.weight"]   # a list: the parts of the other side, the whole
+        to: "layers.{i}.qkv.weight"
+        join: 0                   # the dim of the whole along which the parts lie end to end
+        turns: [heads / kv_heads * head_dim, head_dim, head_dim]   # by turns, again and again
+      - from: ["h.{i}.experts.{e}.gate", "h.{i}.experts.{e}.up"]   # an index that the whole has not: one part for each
+        to: "layers.{i}.experts.w1"
+        transpose: [1, 0]         # first of all, each part
+        join: 1                   # without `turns`: once each, all of the same size
+        lay: {e: 0}               # those of each `e` end to end along dim 0 (`stack: {e: 0}`: a new dim 0)
+      - {from: "h.60.embed.weight", tied: embed.weight}   # a copy that only this side has: left out, and made again
+
+Dims are those of the whole. What `lay` puts along a dim stands outside of what `join` does. The parts may be on either
+side. State of the optimizer, named `<slot>.<key>`, follows its key. The dataclasses mirror the file; this module knows
+no keys (that is `resolve`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
+
+from reshard.errors import NamesError
+from reshard.fields import At, and_words, found, is_list, read_fields, read_integer, read_items, read_name
+from reshard.names.sizes import Expression
+from reshard.names.templates import Template
+from reshard.strict_yaml import Lines, flow
+from reshard.words import show
+
+__all__ = ["NamesFile", "Rule", "Size", "Tie"]
+
+_MAX_DIMS = 16
+_MAX_PARTS = 4096
+_MAX_RULES = 100_000
+
+Side = Literal["from", "to"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How parts of one side lie in a whole of the other. A plain renaming is one part that is all of its whole.
+
+    Attributes:
+        parts: the names of the parts, all with the same indices.
+        whole: the name of the whole, with some of these indices.
+        parts_side: the side on which the parts are.
+        is_list: whether the parts stand in the file as a list.
+        transpose: dim `j` of a part as it lies in the whole is its dim `transpose[j]`; empty: as it is.
+        join: the dim of the whole along which the parts lie; None: there is one.
+        turns: elements of each part in one round; empty: all, and all parts have the same.
+        lay: by index, the dim of the whole along which its parts lie end to end.
+        stack: by index, the dim that the whole has more than the parts.
+    """
+
+    parts: tuple[Template, ...]
+    whole: Template
+    parts_side: Side = "from"
+    is_list: bool = False
+    transpose: tuple[int, ...] = ()
+    join: int | None = None
+    turns: tuple[Expression, ...] = ()
+    lay: Mapping[str, int] = field(default_factory=dict)
+    stack: Mapping[str, int] = field(default_factory=dict)
+
+    def reversed(self) -> Rule:
+        """The same rule with its sides exchanged."""
+        if not self.is_list and not self.lay and not self.stack:
+            # One name on each side: the parts are those of `from`, whichever way.
+            order = tuple(sorted(range(len(self.transpose)), key=self.transpose.__getitem__))
+            return replace(self, parts=(self.whole,), whole=self.parts[0], transpose=order)
+        return replace(self, parts_side="to" if self.parts_side == "from" else "from")
+
+    def templates(self, side: Side) -> tuple[Template, ...]:
+        """Its names on a side."""
+        return self.parts if side == self.parts_side else (self.whole,)
+
+    @property
+    def indices(self) -> tuple[str, ...]:
+        """The indices that the parts have and the whole has not, as `lay` and `stack` name them."""
+        return (*self.lay, *self.stack)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A copy of another tensor of its side: it is left out on the way from that side, and made on the way to it.
+
+    Attributes:
+        name: the copy.
+        tied: what it is a copy of.
+        side: the side on which both are.
+    """
+
+    name: Template
+    tied: Template
+    side: Side
+
+    def reversed(self) -> Tie:
+        """The same on the other side."""
+        return replace(self, side="to" if self.side == "from" else "from")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size: the first of these whose names a config has."""
+
+    choices: tuple[Expression, ...]
+
+
+@dataclass(frozen=True)
+class NamesFile:
+    """All of a name map. Make one with `from_mapping`, which checks it.
+
+    Attributes:
+        rules: the first that matches a key decides.
+        sizes: by name.
+        other: what happens to keys that no rule names.
+    """
+
+    rules: tuple[Rule | Tie, ...]
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    other: Literal["keep", "refuse"] = "keep"
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object], *, source: str | None = None) -> Self:
+        """Check a name map that was written as a mapping.
+
+        Args:
+            mapping: what the YAML file would hold.
+            source: the file it came from, for messages.
+
+        Raises:
+            NamesError: it contradicts itself, or a field is unknown or has a wrong value; the message names the place.
+
+        Example:
+            >>> NamesFile.from_mapping({"rules": [{"from": "a.{i}", "to": "b.{i}"}]}).rules[0].whole.text
+            'b.{i}'
+        """
+        return cls.from_lines(mapping, source=source, lines={})
+
+    @classmethod
+    def from_lines(cls, mapping: object, *, source: str | None, lines: Lines) -> Self:
+        """`from_mapping` for what was read from a file, of which the line of each value is known."""
+        at = At(source, lines, what="name map", error_class=NamesError)
+        fields = read_fields(at, mapping, required=("rules",), optional=("sizes", "other"))
+        sizes = _sizes(at / "sizes", fields["sizes"]) if "sizes" in fields else {}
+        rules = tuple(read_items(at / "rules", fields["rules"], lambda a, v: _rule(a, v, sizes)))
+        if len(rules) > _MAX_RULES:
+            raise (at / "rules").error(f"has {len(rules)} rules, more than {_MAX_RULES}")
+        other = fields.get("other", "keep")
+        if other not in ("keep", "refuse"):
+            raise (at / "other").error(f"expected `keep` or `refuse`, found {found(other)}")
+        return cls(rules, sizes, other)
+
+    def reversed(self) -> Self:
+        """The name map that goes the other way.
+
+        Example:
+            >>> print(NamesFile.from_mapping({"rules": [{"from": "a", "to": "b"}]}).reversed())
+            rules:
+              - {from: b, to: a}
+            <BLANKLINE>
+        """
+        return replace(self, rules=tuple(rule.reversed() for rule in self.rules))
+
+    def to_mapping(self) -> dict[str, object]:
+        """The name map as a mapping in one canonical spelling: `from_mapping` of it is equal to this."""
+        mapping: dict[str, object] = {}
+        if self.sizes:
+            mapping["sizes"] = {name: _size_value(size) for name, size in self.sizes.items()}
+        if self.other != "keep":
+            mapping["other"] = self.other
+        mapping["rules"] = [_rule_mapping(rule) for rule in self.rules]
+        return mapping
+
+    def to_yaml(self) -> str:
+        """The name map as a file: one line a rule."""
+        lines = []
+        if self.sizes:
+            lines += ["sizes:", *(f"  {flow(name)}: {flow(_size_value(size))}" for name, size in self.sizes.items())]
+        if self.other != "keep":
+            lines.append(f"other: {self.other}")
+        lines.append("rules:" if self.rules else "rules: []")
+        lines += [f"  - {flow(_rule_mapping(rule))}" for rule in self.rules]
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        return self.to_yaml()
+
+
+# ---------------------------------------------------------------------------------------------------- from a mapping
+
+
+def _sizes(at: At, value: object) -> dict[str, Size]:
+    if not isinstance(value, Mapping):
+        raise at.error(f"expected names and sizes, as in {{heads: 32}}, found {found(value)}")
+    sizes = {}
+    for name, item in value.items():
+        if not isinstance(name, str) or not name.isidentifier() or _expression(at, name).names != (name,):
+            raise at.error(f"expected the name of a size, found {found(name)}")
+        where = at / name
+        choices = [(where, item)] if not is_list(item) else list(read_items(where, item, lambda a, v: (a, v)))
+        if not choices:
+            raise where.error("expected at least one")
+        sizes[name] = Size(tuple(_expression(a, v) for a, v in choices))
+    return sizes
+
+
+def _expression(at: At, value: object) -> Expression:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise at.error(f"expected a size, found {found(value)}")
+    try:
+        return Expression.parse(value)
+    except ValueError as error:
+        raise at.error(str(error)) from None
+
+
+def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> Rule | Tie:
+    if isinstance(value, Mapping) and "tied" in value:
+        return _tie(at, value)
+    fields = read_fields(at, value, required=("from", "to"), optional=("transpose", "join", "turns", "lay", "stack"))
+    names = {side: _templates(at / side, fields[side]) for side in ("from", "to")}
+    lists = [side for side in ("from", "to") if is_list(fields[side])]
+    if len(lists) == 2:
+        raise at.error("`from` and `to` are lists both: one of them is one whole", hint="write two name maps")
+    for side, templates in names.items():
+        odd = next((t for t in templates if set(t.variables) != set(templates[0].variables)), None)
+        if odd is not None:
+            raise (at / side).error(f"{show(odd.text)} has other indices than {show(templates[0].text)}")
+    more = [side for side in ("from", "to") if _only(names, side)]
+    parts_side: Side = "to" if lists == ["to"] or (not lists and more == ["to"]) else "from"
+    other_side: Side = "from" if parts_side == "to" else "to"
+    if other_side in more:
+        index = _only(names, other_side)[0]
+        raise (at / other_side).error(
+            f"the index `{{{index}}}` does not stand on the side of the parts: which one would be meant?"
+        )
+    rule = Rule(
+        parts=names[parts_side],
+        whole=names[other_side][0],
+        parts_side=parts_side,
+        is_list=bool(lists),
+        transpose=_transpose(at / "transpose", fields["transpose"]) if "transpose" in fields else (),
+        join=read_integer(at / "join", fields["join"], 0) if "join" in fields else None,
+        turns=_turns(at / "turns", fields["turns"], sizes) if "turns" in fields else (),
+        lay=_by_index(at / "lay", fields.get("lay", {})),
+        stack=_by_index(at / "stack", fields.get("stack", {})),
+    )
+    _check_rule(at, rule, _only(names, parts_side))
+    return rule
+
+
+def _only(names: Mapping[str, tuple[Template, ...]], side: Side) -> list[str]:
+    """The indices that stand on this side alone."""
+    other = names["to" if side == "from" else "from"][0].variables
+    return [name for name in names[side][0].variables if name not in other]
+
+
+def _check_rule(at: At, rule: Rule, only: Sequence[str]) -> None:
+    twice = next((index for index in rule.lay if index in rule.stack), None)
+    if twice is not None:
+        raise at.error(f"`lay` and `stack` both name {show(twice)}")
+    for index in rule.indices:
+        if index not in only:
+            raise at.error(f"{show(index)} is no index that the parts have and the whole has not")
+    missing = next((index for index in only if index not in rule.indices), None)
+    if missing is not None:
+        raise at.error(
+            f"the whole has no `{{{missing}}}`: how do the parts of each lie in it?",
+            hint=f"say `lay: {{{missing}: 0}}` (end to end along dim 0) or `stack: {{{missing}: 0}}` (a new dim)",
+        )
+    if len(rule.parts) > 1 and rule.join is None:
+        raise at.error("`join` is missing: the dim along which the parts lie", hint="join: 0")
+    if len(rule.parts) == 1 and rule.join is not None:
+        raise at.error("`join` has a meaning only with several parts")
+    if rule.turns and len(rule.turns) != len(rule.parts):
+        raise (at / "turns").error(f"{len(rule.turns)} turns for {len(rule.parts)} parts")
+    for word, dims in (("lay", rule.lay), ("stack", rule.stack)):
+        if len(set(dims.values())) != len(dims):
+            raise (at / word).error("two indices along one dim: which of them is outermost?")
+    for dim in (*rule.lay.values(), *([] if rule.join is None else [rule.join])):
+        if dim in rule.stack.values():
+            raise at.error(f"dim {dim} is a new one, of `stack`: nothing else lies along it")
+
+
+def _tie(at: At, value: Mapping[object, object]) -> Tie:
+    fields = read_fields(at, value, required=("tied",), optional=("from", "to"))
+    sides = [side for side in ("from", "to") if side in fields]
+    if len(sides) != 1:
+        raise at.error("expected `tied` with one of `from` and `to`: the copy stands on one side")
+    side: Side = "from" if sides[0] == "from" else "to"
+    name, tied = _template(at / side, fields[side]), _template(at / "tied", fields["tied"])
+    if set(name.variables) != set(tied.variables):
+        raise at.error(f"{show(name.text)} and {show(tied.text)} have different indices")
+    if name.text == tied.text:
+        raise at.error(f"{show(name.text)} is tied to itself")
+    return Tie(name, tied, side)
+
+
+def _templates(at: At, value: object) -> tuple[Template, ...]:
+    if not is_list(value):
+        return (_template(at, value),)
+    templates = tuple(read_items(at, value, _template))
+    if not 1 <= len(templates) <= _MAX_PARTS:
+        raise at.error(f"expected 1 to {_MAX_PARTS} names, found {len(templates)}")
+    if len({template.text for template in templates}) != len(templates):
+        raise at.error("a name stands here twice")
+    return templates
+
+
+def _template(at: At, value: object) -> Template:
+    if not isinstance(value, str):
+        raise at.error(f"expected a name, found {found(value)}")
+    try:
+        return Template.compile(value)
+    except ValueError as error:
+        raise at.error(str(error)) from None
+
+
+def _transpose(at: At, value: object) -> tuple[int, ...]:
+    order = tuple(read_items(at, value, lambda a, v: read_integer(a, v, 0)))
+    if not 1 <= len(order) <= _MAX_DIMS or sorted(order) != list(range(len(order))):
+        raise at.error(f"expected each dim once, as in [1, 0], found {found(value)}")
+    return order
+
+
+def _turns(at: At, value: object, sizes: Mapping[str, Size]) -> tuple[Expression, ...]:
+    turns = tuple(read_items(at, value, _expression))
+    for n, turn in enumerate(turns):
+        unknown = next((name for name in turn.names if name not in sizes), None)
+        if unknown is not None:
+            known = f"`sizes` has {and_words(list(sizes))}" if sizes else "the map has no `sizes`"
+            where = at / n
+            raise where.error(f"{show(unknown)} is no size of the map; {known}")
+    return turns
+
+
+def _by_index(at: At, value: object) -> dict[str, int]:
+    if not isinstance(value, Mapping):
+        raise at.error(f"expected indices and dims, as in {{e: 0}}, found {found(value)}")
+    dims = {read_name(at, name): read_integer(at / str(name), dim, 0) for name, dim in value.items()}
+    if any(dim >= _MAX_DIMS for dim in dims.values()):
+        raise at.error(f"expected dims below {_MAX_DIMS}")
+    return dims
+
+
+# ------------------------------------------------------------------------------------------------------- to a mapping
+
+
+def _size_value(size: Size) -> object:
+    values = [_expression_value(choice) for choice in size.choices]
+    return values[0] if len(values) == 1 else values
+
+
+def _expression_value(expression: Expression) -> int | str:
+    return int(expression.text) if expression.text.isdigit() else expression.text
+
+
+def _rule_mapping(rule: Rule | Tie) -> dict[str, object]:
+    if isinstance(rule, Tie):
+        return {rule.side: rule.name.text, "tied": rule.tied.text}
+    parts = [part.text for part in rule.parts]
+    sides: dict[str, object] = {rule.parts_side: parts if rule.is_list else parts[0]}
+    mapping: dict[str, object] = {side: sides.get(side, rule.whole.text) for side in ("from", "to")}
+    if rule.transpose:
+        mapping["transpose"] = list(rule.transpose)
+    if rule.join is not None:
+        mapping["join"] = rule.join
+    if rule.turns:
+        mapping["turns"] = [_expression_value(turn) for turn in rule.turns]
+    for word, dims in (("lay", rule.lay), ("stack", rule.stack)):
+        if dims:
+            mapping[word] = dict(dims)
+    return mapping

@@ -1,0 +1,264 @@
+"""The geometry of one rule: the shape of a whole from those of its parts, and the reverse, and where each part lies.
+
+Both ways come to the same value, a `Fusion`, which knows shapes and placements; so what is fused and split again is
+what it was. Extents that do not fit the turns and counts of the rule are refused here, with the key that has them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from reshard.errors import NamesError
+from reshard.names.placement import Link, Placement
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.names.file import Rule
+
+__all__ = ["Fusion", "Shape", "fused", "split"]
+
+Shape: TypeAlias = tuple[int, ...]
+
+_MAX_PIECES = 1 << 22  # of one tensor
+_NOT_THIS_MODEL = "are the sizes those of this model?"
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """How the parts of one whole lie in it.
+
+    Attributes:
+        rule: its rule.
+        extents: of each entry of the rule, the shape of its parts after `transpose`.
+        turns: of each entry, its elements in one round along the dim `join`.
+        counts: how many values each index takes that only the parts have.
+    """
+
+    rule: Rule
+    extents: tuple[Shape, ...]
+    turns: tuple[int, ...]
+    counts: Mapping[str, int]
+
+    def members(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Every part: its entry in the rule, and its own indices."""
+        return members(self.rule, self.counts)
+
+    def shape(self) -> Shape:
+        """The shape of the whole."""
+        dims = self._dims()
+        shape = dict(zip(dims, self.extents[0], strict=True))
+        if self.rule.join is not None:
+            at = dims.index(self.rule.join)
+            shape[self.rule.join] = sum(extents[at] for extents in self.extents)
+        for index, dim in self.rule.lay.items():
+            shape[dim] *= self.counts[index]
+        shape |= {dim: self.counts[index] for index, dim in self.rule.stack.items()}
+        return tuple(shape[dim] for dim in range(len(shape)))
+
+    def part_shape(self, entry: int) -> Shape:
+        """The shape of the parts of an entry, as they are stored."""
+        shape = dict(zip(self._order(entry), self.extents[entry], strict=True))
+        return tuple(shape[dim] for dim in range(len(shape)))
+
+    def placement(self, entry: int, values: tuple[int, ...], whole: Shape) -> Placement:
+        """Where a part lies in the whole, whose shape is given."""
+        rule = self.rule
+        indices = dict(zip(rule.indices, values, strict=True))
+        laid = {dim: index for index, dim in rule.lay.items()}
+        links = []
+        for dim, extent in zip(self._dims(), self.extents[entry], strict=True):
+            start, turn, period, rounds = 0, extent, extent, 1
+            if dim == rule.join:
+                start, turn, period = sum(self.turns[:entry]), self.turns[entry], sum(self.turns)
+                rounds = extent // turn if turn else 1
+            if dim in laid:
+                start += indices[laid[dim]] * (whole[dim] // self.counts[laid[dim]])
+            links.append(Link(dim, start, turn, period, rounds))
+        by_part_dim = sorted(zip(self._order(entry), links, strict=True), key=lambda one: one[0])
+        fixed = tuple((dim, indices[index]) for index, dim in rule.stack.items())
+        return Placement(tuple(link for _, link in by_part_dim), fixed)
+
+    def _dims(self) -> list[int]:
+        """Of each dim of a transposed part, the dim of the whole."""
+        new = set(self.rule.stack.values())
+        return [dim for dim in range(len(self.extents[0]) + len(new)) if dim not in new]
+
+    def _order(self, entry: int) -> Sequence[int]:
+        """Of each dim of a transposed part, its dim as it is stored."""
+        return self.rule.transpose or range(len(self.extents[entry]))
+
+
+def members(rule: Rule, counts: Mapping[str, int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Every part of a whole: its entry in the rule, and its own indices."""
+    values = list(itertools.product(*(range(counts[index]) for index in rule.indices)))
+    return [(entry, one) for entry in range(len(rule.parts)) for one in values]
+
+
+def fused(
+    rule: Rule, parts: Sequence[tuple[str, Shape]], counts: Mapping[str, int], sizes: Mapping[str, int]
+) -> Fusion:
+    """The fusion of parts.
+
+    Args:
+        rule: the rule.
+        parts: of each entry, the key of one of its parts, and the shape of all of them.
+        counts: how many values each index takes that only the parts have.
+        sizes: the sizes that are known.
+
+    Raises:
+        NamesError: the shapes do not fit each other or the rule.
+    """
+    extents = [_transposed(rule, key, shape) for key, shape in parts]
+    first_key, first_shape = parts[0]
+    n_dims = len(extents[0]) + len(rule.stack)
+    _check_dims(rule, n_dims, first_key, first_shape)
+    at = None
+    if rule.join is not None:
+        at = [dim for dim in range(n_dims) if dim not in rule.stack.values()].index(rule.join)
+    for (key, shape), own in zip(parts, extents, strict=True):
+        if (
+            [*own[:at], *own[at:][1:]] != [*extents[0][:at], *extents[0][at:][1:]]
+            if at is not None
+            else own != extents[0]
+        ):
+            raise NamesError(
+                f"{show(key)} of shape {shape} and {show(first_key)} of shape {first_shape} cannot be parts of one "
+                f"{show(rule.whole.text)}",
+                key=key,
+            )
+    along = [0 if at is None else own[at] for own in extents]
+    turns = _turns(rule, sizes)
+    if turns is None:
+        if len(set(along)) > 1:
+            raise NamesError(
+                f"{show(first_key)} and its neighbours have {along} elements along dim {rule.join}: say `turns`",
+                key=first_key,
+                hint="without `turns` parts are of one size, else they could not be told apart on the way back",
+            )
+        turns = along
+    rounds = {divmod(extent, turn) for extent, turn in zip(along, turns, strict=True) if turn}
+    if len(rounds) > 1 or any(rest for _, rest in rounds):
+        raise NamesError(
+            f"{show(first_key)} and its neighbours have {along} elements along dim {rule.join}, which is not one "
+            f"number of turns of {turns}",
+            key=first_key,
+            hint=_NOT_THIS_MODEL,
+        )
+    _check_pieces(rule, first_key, max((n for n, _ in rounds), default=1), counts)
+    return Fusion(rule, tuple(extents), tuple(turns), counts)
+
+
+def split(rule: Rule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusion:
+    """The fusion whose whole is given.
+
+    Args:
+        rule: the rule.
+        key: the key of the whole.
+        shape: its shape.
+        sizes: the sizes that are known.
+
+    Raises:
+        NamesError: the shape does not divide as the rule says, or nothing says into how many.
+    """
+    _check_dims(rule, len(shape), key, shape)
+    counts: dict[str, int] = {}
+    extents = list(shape)
+    for index, dim in rule.stack.items():
+        counts[index] = shape[dim]
+        if sizes.get(index, shape[dim]) != shape[dim]:
+            raise NamesError(
+                f"{show(key)} has {shape[dim]} elements along dim {dim}, the name map says {index} = {sizes[index]}",
+                key=key,
+            )
+    for index, dim in rule.lay.items():
+        if index not in sizes:
+            raise NamesError(
+                f"{show(key)} is to be divided by `{{{index}}}`, and nothing says how many there are",
+                key=key,
+                hint=f"give the model's config.json, or write the number as `{index}` under `sizes`",
+            )
+        counts[index] = sizes[index]
+        extents[dim] = _divided(key, extents, dim, sizes[index], f"{sizes[index]} of `{{{index}}}`")
+    parts = [list(extents) for _ in rule.parts]
+    turns, rounds = [0] * len(rule.parts), 1
+    if rule.join is not None:
+        said = _turns(rule, sizes)
+        if said is None:
+            said = [_divided(key, extents, rule.join, len(parts), f"{len(parts)} parts")] * len(parts)
+        else:
+            rounds = _divided(key, extents, rule.join, sum(said), f"turns of {said}")
+        for part, turn in zip(parts, said, strict=True):
+            part[rule.join] = turn * rounds
+        turns = said
+    _check_pieces(rule, key, 1 if turns and max(turns) == 1 else rounds, counts)
+    new = set(rule.stack.values())
+    of_parts = tuple(tuple(extent for dim, extent in enumerate(part) if dim not in new) for part in parts)
+    if rule.transpose and len(rule.transpose) != len(of_parts[0]):
+        raise _not_transposable(rule, key, shape)
+    return Fusion(rule, of_parts, tuple(turns), counts)
+
+
+# -- checks
+
+
+def _turns(rule: Rule, sizes: Mapping[str, int]) -> list[int] | None:
+    """The turns of the parts; None if they have one each."""
+    values = []
+    for turn in rule.turns:
+        unknown = next((name for name in turn.names if name not in sizes), None)
+        if unknown is not None:
+            raise NamesError(
+                f"the rule for {show(rule.whole.text)} needs the size `{unknown}`, which nothing says",
+                hint="give the model's config.json, or write a number under `sizes`",
+            )
+        try:
+            values.append(turn.value(sizes))
+        except ValueError as error:
+            raise NamesError(f"the rule for {show(rule.whole.text)}: {error}") from None
+        if values[-1] < 1:
+            raise NamesError(f"the rule for {show(rule.whole.text)}: {show(turn.text)} is no element at all")
+    return values or None
+
+
+def _transposed(rule: Rule, key: str, shape: Shape) -> Shape:
+    if rule.transpose and len(rule.transpose) != len(shape):
+        raise _not_transposable(rule, key, shape)
+    return tuple(shape[dim] for dim in rule.transpose) if rule.transpose else shape
+
+
+def _not_transposable(rule: Rule, key: str, shape: Shape) -> NamesError:
+    return NamesError(f"{show(key)} of shape {shape} cannot be transposed by {list(rule.transpose)}", key=key)
+
+
+def _check_dims(rule: Rule, n_dims: int, key: str, shape: Shape) -> None:
+    asked = [*rule.lay.values(), *rule.stack.values(), *([] if rule.join is None else [rule.join])]
+    if any(dim >= n_dims for dim in asked):
+        raise NamesError(
+            f"the rule for {show(rule.whole.text)} speaks of dim {max(asked)}, and its wholes have {n_dims} dims: "
+            f"{show(key)} has shape {shape}",
+            key=key,
+        )
+
+
+def _check_pieces(rule: Rule, key: str, rounds: int, counts: Mapping[str, int]) -> None:
+    n_pieces = rounds * len(rule.parts) * math.prod(counts.values())
+    if n_pieces > _MAX_PIECES:
+        raise NamesError(
+            f"the rule for {show(rule.whole.text)} would cut {show(key)} into {n_pieces} pieces, at most {_MAX_PIECES}",
+            key=key,
+        )
+
+
+def _divided(key: str, shape: Sequence[int], dim: int, n: int, by: str) -> int:
+    if n < 1 or shape[dim] % n:
+        raise NamesError(
+            f"{show(key)}: the {shape[dim]} elements along dim {dim} do not divide into {by}",
+            key=key,
+            hint=_NOT_THIS_MODEL,
+        )
+    return shape[dim] // n

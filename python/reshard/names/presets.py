@@ -1,0 +1,260 @@
+"""Name maps of model families: from Hugging Face names to those of MindSpore Transformers (mcore) or of Megatron-core.
+
+Written after the sources, not after guesses:
+
+- Hugging Face: the modelling files of transformers (`models/llama`, `qwen2`, `qwen3`, `qwen3_moe`, `mixtral`,
+  `deepseek_v3`) and the published checkpoints, which have one tensor an expert.
+- MindSpore Transformers: `weight_converters` of `mindformers/models/qwen3/utils.py` and `qwen3_moe/utils.py` over
+  `mindformers/checkpoint/converter/convert_op.py`, `toolkit/weight_convert/*/reverse_mcore_*_weight_to_hf.py`, and the
+  parameters of `mindformers/parallel_core/training_graph`. Query, key and value heads of a group stand together;
+  gate and up rows alternate in dense and shared MLPs (`use_interleaved_weight_layout_mlp`, on by default); experts lie
+  end to end, transposed, gate before up. Where `use_contiguous_weight_layout_attention` is set, query, key and value
+  stand one after the other. Both words are taken from the config if it has them.
+- Megatron-core: `param_mapping.py` and the bridges of Megatron-Bridge (`models/llama`, `qwen`, `mixtral`, `deepseek`).
+  Norms that Transformer Engine fuses into the next linear layer are written so; on the way back the names of the
+  layers without it are known as well, and one tensor an expert under both names that it goes by.
+
+Families that share a table there share it here: qwen2 is llama with biases, mistral is llama. The converter of
+MindSpore Transformers lays out the biases of grouped heads as if every head had its own key; here they lie as their
+weights do. DeepSeek's multi-token prediction layers follow the last layer in Hugging Face names, and hold copies of the
+embedding and the head, which the other namings have not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.errors import ArgumentError
+from reshard.words import nearest, show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["FAMILIES", "NAMINGS", "is_preset", "mapping_of_preset", "unknown"]
+
+_MAX_MTP_LAYERS = 64
+_MAX_DENSE_LAYERS = 4096
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a family's layers consist of, in Hugging Face names.
+
+    Attributes:
+        mla: whether attention is multi-head latent attention.
+        qk_norm: whether queries and keys have a norm.
+        moe: the module of the experts, or None if all layers are dense.
+        expert: names of an expert's gate, up and down.
+        n_experts: the field of the config with their number.
+    """
+
+    mla: bool = False
+    qk_norm: bool = False
+    moe: str | None = None
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    n_experts: str = "num_experts"
+    always_moe: bool = False
+
+
+FAMILIES: Mapping[str, _Family] = {
+    "deepseek_v3": _Family(mla=True, moe="mlp", n_experts="n_routed_experts"),
+    "llama": _Family(),
+    "mistral": _Family(),
+    "mixtral": _Family(
+        moe="block_sparse_moe", expert=("w1", "w3", "w2"), n_experts="num_local_experts", always_moe=True
+    ),
+    "qwen2": _Family(),
+    "qwen3": _Family(qk_norm=True),
+    "qwen3_moe": _Family(qk_norm=True, moe="mlp", always_moe=True),
+}
+"""The families by the `model_type` of their config."""
+
+NAMINGS = ("mindspore", "megatron")
+
+
+def is_preset(text: str) -> bool:
+    """Whether the text is the name of a preset."""
+    family, _, naming = text.rpartition("-")
+    return naming in NAMINGS and (not family or family in FAMILIES)
+
+
+def unknown(text: str) -> ArgumentError:
+    """The error for a text that is neither a file nor a preset."""
+    known = [*NAMINGS, *(f"{family}-{naming}" for naming in NAMINGS for family in FAMILIES)]
+    near = nearest(text, known, n=1)
+    return ArgumentError(
+        f"{show(text)} is neither a file nor a preset of names",
+        hint=f"did you mean {near[0]!r}?"
+        if near
+        else f"presets are <family>-<naming> with families {', '.join(FAMILIES)} and namings {', '.join(NAMINGS)}",
+    )
+
+
+def mapping_of_preset(text: str, config: Mapping[str, object] | None) -> dict[str, object]:
+    """The name map of a preset; see `NameMap.preset`."""
+    if not is_preset(text):
+        raise unknown(text)
+    name, _, naming = text.rpartition("-")
+    if not name:
+        if config is None:
+            raise ArgumentError(
+                f"the preset {text!r} needs the model's config.json, which says of which family it is",
+                hint=f"give the config, or name the family: {', '.join(f'{family}-{naming}' for family in FAMILIES)}",
+            )
+        found = config.get("model_type")
+        if found not in FAMILIES:
+            raise ArgumentError(
+                f"no names for the model_type {show(str(found))}", hint=f"known are {', '.join(FAMILIES)}"
+            )
+        name = str(found)
+    return _Writer(name, FAMILIES[name], naming, config or {}).mapping()
+
+
+class _Writer:
+    """Writes the rules of one family in one naming."""
+
+    def __init__(self, name: str, family: _Family, naming: str, config: Mapping[str, object]) -> None:
+        self.name = name
+        self.family = family
+        self.is_mindspore = naming == "mindspore"
+        self.config = config
+        self.rules: list[dict[str, object]] = []
+
+    def mapping(self) -> dict[str, object]:
+        self.rename("model.embed_tokens.weight", "embedding.word_embeddings.weight")
+        self.rename("model.norm.weight", "decoder.final_layernorm.weight")
+        self.rename("lm_head.weight", "output_layer.weight")
+        if self.family.mla:
+            self.prediction_layers()
+            for i in range(self.number("first_k_dense_replace", _MAX_DENSE_LAYERS)):
+                if not self.is_mindspore:
+                    self.rename(
+                        f"model.layers.{i}.post_attention_layernorm.weight",
+                        f"decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight",
+                    )
+        self.layer("model.layers.{i}", "decoder.layers.{i}")
+        return {"sizes": self.sizes(), "other": "refuse", "rules": self.rules}
+
+    def sizes(self) -> dict[str, object]:
+        sizes: dict[str, object] = {}
+        if not self.family.mla:
+            sizes["heads"] = "num_attention_heads"
+            sizes["kv_heads"] = ["num_key_value_heads", "num_query_groups", "num_attention_heads"]
+            sizes["head_dim"] = ["head_dim", "kv_channels", "hidden_size / num_attention_heads"]
+        if self.family.moe and self.is_mindspore:
+            sizes["e"] = [self.family.n_experts, "num_moe_experts"]
+        return sizes
+
+    def number(self, field: str, maximum: int) -> int:
+        """A number that the rules themselves depend on."""
+        value = self.config.get(field)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
+            raise ArgumentError(
+                f"names of {self.name} need a config.json with `{field}`, a number of at most {maximum}",
+                hint="give the model's config.json",
+            )
+        return value
+
+    # -- rules
+
+    def rename(self, *names: str, **more: object) -> None:
+        """The first name in the other naming: the second, or on the way back any of the others."""
+        for name in names[1:]:
+            self.rules.append({"from": names[0], "to": name, **more})
+
+    def fuse(self, parts: list[str], whole: str, **more: object) -> None:
+        self.rules.append({"from": parts, "to": whole, "join": 0, **more})
+
+    def layer(self, hf: str, mcore: str) -> None:
+        """Everything in one decoder layer."""
+        if self.family.mla:
+            self.latent_attention(f"{hf}.self_attn", f"{mcore}.self_attention")
+        else:
+            self.attention(f"{hf}.self_attn", f"{mcore}.self_attention")
+        self.norms(hf, mcore)
+        # A dense MLP is what every family has, if only in some layers.
+        if not self.family.always_moe:
+            self.dense(f"{hf}.mlp", f"{mcore}.mlp")
+        if self.family.moe:
+            self.experts(f"{hf}.{self.family.moe}", f"{mcore}.mlp")
+        if self.family.mla:
+            self.dense(f"{hf}.mlp.shared_experts", f"{mcore}.mlp.shared_experts")
+
+    def norms(self, hf: str, mcore: str) -> None:
+        plain = f"{mcore}.input_layernorm.weight", f"{mcore}.pre_mlp_layernorm.weight"
+        of_qkv = f"{mcore}.self_attention.linear_qkv.layer_norm_weight"
+        of_fc1 = f"{mcore}.mlp.linear_fc1.layer_norm_weight"
+        if self.is_mindspore:
+            before, after = [plain[0]], [plain[1]]
+        else:
+            before = [plain[0]] if self.family.mla else [of_qkv, plain[0]]
+            after = [plain[1], of_fc1] if self.family.moe else [of_fc1, plain[1]]
+        self.rename(f"{hf}.input_layernorm.weight", *before)
+        self.rename(f"{hf}.post_attention_layernorm.weight", *after)
+
+    def attention(self, hf: str, mcore: str) -> None:
+        group = ["heads / kv_heads * head_dim", "head_dim", "head_dim"]
+        if self.is_mindspore and self.config.get("use_contiguous_weight_layout_attention") is True:
+            group = ["heads * head_dim", "kv_heads * head_dim", "kv_heads * head_dim"]
+        for kind in ("weight", "bias"):
+            parts = [f"{hf}.{part}_proj.{kind}" for part in "qkv"]
+            self.fuse(parts, f"{mcore}.linear_qkv.{kind}", turns=group)
+            self.rename(f"{hf}.o_proj.{kind}", f"{mcore}.linear_proj.{kind}")
+        if self.family.qk_norm:
+            for part in "qk":
+                self.rename(f"{hf}.{part}_norm.weight", f"{mcore}.{part}_layernorm.weight")
+
+    def latent_attention(self, hf: str, mcore: str) -> None:
+        self.rename(f"{hf}.q_proj.weight", f"{mcore}.linear_q_proj.weight")
+        self.rename(f"{hf}.q_a_proj.weight", f"{mcore}.linear_q_down_proj.weight")
+        self.rename(f"{hf}.q_b_proj.weight", f"{mcore}.linear_q_up_proj.weight")
+        self.rename(f"{hf}.kv_a_proj_with_mqa.weight", f"{mcore}.linear_kv_down_proj.weight")
+        self.rename(f"{hf}.kv_b_proj.weight", f"{mcore}.linear_kv_up_proj.weight")
+        self.rename(f"{hf}.o_proj.weight", f"{mcore}.linear_proj.weight")
+        for part in ("q", "kv"):
+            fused = [] if self.is_mindspore else [f"{mcore}.linear_{part}_up_proj.layer_norm_weight"]
+            self.rename(f"{hf}.{part}_a_layernorm.weight", *fused, f"{mcore}.{part}_layernorm.weight")
+
+    def dense(self, hf: str, mcore: str) -> None:
+        alternate = self.is_mindspore and self.config.get("use_interleaved_weight_layout_mlp") is not False
+        for kind in ("weight", "bias"):
+            turns = {"turns": [1, 1]} if alternate else {}
+            self.fuse([f"{hf}.gate_proj.{kind}", f"{hf}.up_proj.{kind}"], f"{mcore}.linear_fc1.{kind}", **turns)
+            self.rename(f"{hf}.down_proj.{kind}", f"{mcore}.linear_fc2.{kind}")
+
+    def experts(self, hf: str, mcore: str) -> None:
+        self.rename(f"{hf}.gate.weight", f"{mcore}.router.weight")
+        if self.family.mla:
+            self.rename(f"{hf}.gate.e_score_correction_bias", f"{mcore}.router.expert_bias")
+        gate, up, down = (f"{hf}.experts.{{e}}.{name}.weight" for name in self.family.expert)
+        if self.is_mindspore:
+            lain: dict[str, object] = {"transpose": [1, 0], "lay": {"e": 0}}
+            self.rules.append({"from": [gate, up], "to": f"{mcore}.experts.weight1", "join": 1, **lain})
+            self.rename(down, f"{mcore}.experts.weight2", **lain)
+            return
+        for fc1, fc2 in (
+            ("linear_fc1.weight{e}", "linear_fc2.weight{e}"),
+            ("local_experts.{e}.linear_fc1.weight", "local_experts.{e}.linear_fc2.weight"),
+        ):
+            self.fuse([gate, up], f"{mcore}.experts.{fc1}")
+            self.rename(down, f"{mcore}.experts.{fc2}")
+
+    def prediction_layers(self) -> None:
+        """Layers of multi-token prediction: in Hugging Face names those after the last."""
+        n_layers = self.number("num_hidden_layers", 1 << 20)
+        n_extra = (
+            self.number("num_nextn_predict_layers", _MAX_MTP_LAYERS)
+            if (self.config.get("num_nextn_predict_layers") is not None)
+            else 0
+        )
+        for n in range(n_extra):
+            hf, mtp = f"model.layers.{n_layers + n}", f"mtp.layers.{n}"
+            for name in ("enorm", "hnorm", "eh_proj"):
+                self.rename(f"{hf}.{name}.weight", f"{mtp}.{name}.weight")
+            self.rename(f"{hf}.shared_head.norm.weight", f"{mtp}.final_layernorm.weight")
+            self.rules.append({"from": f"{hf}.embed_tokens.weight", "tied": "model.embed_tokens.weight"})
+            self.rules.append({"from": f"{hf}.shared_head.head.weight", "tied": "lm_head.weight"})
+            self.layer(hf, f"{mtp}.transformer_layer")
+            if not self.is_mindspore:
+                self.layer(hf, f"{mtp}.mtp_model_layer")  # as later releases call it

@@ -1,0 +1,130 @@
+"""Names of tensors with indices in them: `layers.{i}.w` stands for all such names, `{i}` for a whole number.
+
+A number is written as a program would: without leading zeros. So a name that a template matches is the one that it
+gives back for the same numbers, and renaming there and back is the identity. Knows nothing of what the names mean.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["Found", "Template", "Templates"]
+
+T = TypeVar("T")
+
+_MAX_TEMPLATE = 1024  # characters
+_MAX_VARIABLES = 8
+_VARIABLE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]{0,63})\}")
+_NUMBER = "(0|[1-9][0-9]{0,17})"
+_DIGITS = re.compile(r"[0-9]+")
+
+
+@dataclass(frozen=True)
+class Template:
+    """One compiled template.
+
+    Attributes:
+        text: as written.
+        variables: the names in braces, in the order in which they stand.
+        regex: matches the whole name, a group a variable.
+
+    Example:
+        >>> template = Template.compile("layers.{i}.w")
+        >>> template.match("layers.12.w"), template.format({"i": 3})
+        ({'i': 12}, 'layers.3.w')
+    """
+
+    text: str
+    variables: tuple[str, ...]
+    regex: re.Pattern[str]
+
+    @classmethod
+    def compile(cls, text: str) -> Template:
+        """Compile a template.
+
+        Raises:
+            ValueError: it is empty or too long, a brace stands alone, or a variable twice or right behind another.
+        """
+        if not text or not text.isprintable():
+            raise ValueError(f"a name is not empty, and printable; found {show(text)}")
+        if len(text) > _MAX_TEMPLATE:
+            raise ValueError(f"a name has at most {_MAX_TEMPLATE} characters, this one {len(text)}")
+        # Odd places hold variables, even ones the text between them.
+        parts = _VARIABLE.split(text)
+        variables = tuple(parts[1::2])
+        for literal in parts[::2]:
+            if "{" in literal or "}" in literal:
+                raise ValueError(f"{show(text)}: a brace that is no `{{variable}}`")
+        if "" in parts[2:-1:2]:
+            raise ValueError(f"{show(text)}: two indices with nothing between them cannot be told apart")
+        if len(variables) > _MAX_VARIABLES or len(set(variables)) != len(variables):
+            raise ValueError(f"{show(text)}: each index stands once, and at most {_MAX_VARIABLES} do")
+        regex = "".join(_NUMBER if n % 2 else re.escape(part) for n, part in enumerate(parts))
+        return cls(text, variables, re.compile(regex))
+
+    def match(self, name: str) -> dict[str, int] | None:
+        """The numbers for which this template gives the name; None if there are none."""
+        match = self.regex.fullmatch(name)
+        return None if match is None else dict(zip(self.variables, map(int, match.groups()), strict=True))
+
+    def format(self, numbers: Mapping[str, int]) -> str:
+        """The name for these numbers."""
+        return _VARIABLE.sub(lambda match: str(numbers[match[1]]), self.text)
+
+
+@dataclass(frozen=True)
+class Found(Generic[T]):
+    """What a name was found to be.
+
+    Attributes:
+        slot: what stands before it, such as `adam_m.`: then it is state of the tensor that the rest names.
+        value: what its template was given with.
+        numbers: of the template's variables.
+    """
+
+    slot: str
+    value: T
+    numbers: dict[str, int]
+
+
+class Templates(Generic[T]):
+    """Finds the first of many templates that matches a name, at the cost of a look-up.
+
+    Example:
+        >>> templates = Templates([(Template.compile("h.{i}.w"), "weight"), (Template.compile("h.{i}.b"), "bias")])
+        >>> templates.find("h.7.b").value, templates.find("h.7.c")
+        ('bias', None)
+    """
+
+    def __init__(self, templates: list[tuple[Template, T]]) -> None:
+        self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
+        for template, value in templates:
+            # A template and what it matches are the same text once each number is a `#`.
+            self._by_skeleton.setdefault(_skeleton(_VARIABLE.sub("0", template.text)), []).append((template, value))
+
+    def find(self, name: str) -> Found[T] | None:
+        """The first template that matches the whole name."""
+        for template, value in self._by_skeleton.get(_skeleton(name), ()):
+            if (numbers := template.match(name)) is not None:
+                return Found("", value, numbers)
+        return None
+
+    def find_state(self, name: str) -> Iterator[tuple[str, Found[T]]]:
+        """The name as `<slot>.<rest>`: each rest that a template matches, the longest first."""
+        at = name.find(".")
+        while at >= 0:
+            rest = name[at + 1 :]
+            if (found := self.find(rest)) is not None:
+                yield rest, Found(name[: at + 1], found.value, found.numbers)
+            at = name.find(".", at + 1)
+
+
+def _skeleton(name: str) -> str:
+    return _DIGITS.sub("#", name)
