@@ -241,6 +241,7 @@ def carry_out(
         ReshardError: whatever a rank met.
     """
     coordinator = None if planned is None else _Coordinator(terms, share.common, planned, channel.world_size)
+    is_heard = True
     try:
         begun = None if coordinator is None else outcome_of(coordinator.begin)
         staging = Path(agree(channel, begun, terms.timeout)[0])
@@ -252,6 +253,7 @@ def carry_out(
         # It is published, whoever has not heard of it.
         summary = coordinator.summary
         summary["warnings"].append(f"not every rank learned that the save succeeded: {error.message}")
+        is_heard = False
     finally:
         if coordinator is not None:
             coordinator.clean_up()
@@ -269,7 +271,9 @@ def carry_out(
     )
     if coordinator is not None and coordinator.attempt is not None:
         report = _aftermath(terms, coordinator.attempt, share.record, report)
-    return report if after is None else replace(report, warnings=(*report.warnings, *after(report)))
+    if after is None or not is_heard:
+        return report
+    return replace(report, warnings=(*report.warnings, *after(report)))
 
 
 # -- every rank
