@@ -296,8 +296,10 @@ impl Index {
     }
 
     fn prove(&self, py: Python<'_>) -> PyResult<()> {
-        let result = py.detach(|| self.index.prove());
-        raise(py, result)
+        // Never on rayon's global pool: a forked child would wait for threads that only its parent has.
+        run(py, None, 0, None, &Control::default(), || {
+            self.index.prove()
+        })
     }
 
     #[pyo3(signature = (*, threads=None))]
