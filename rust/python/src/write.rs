@@ -172,7 +172,16 @@ pub(crate) fn rename(
     target: PathBuf,
     exchange: bool,
 ) -> PyResult<()> {
-    Ok(py.detach(|| writer::rename(&source, &target, exchange))?)
+    py.detach(|| writer::rename(&source, &target, exchange))
+        .map_err(|error| match error.raw_os_error() {
+            // With its number, by which callers tell one failure from another.
+            Some(number) => {
+                let text = error.to_string();
+                let reason = text.split(" (os error").next().unwrap_or_default();
+                pyo3::exceptions::PyOSError::new_err((number, reason.to_owned()))
+            }
+            None => error.into(),
+        })
 }
 
 /// Memory that snapshots take and give back.
