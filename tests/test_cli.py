@@ -29,6 +29,7 @@ from reshard.cli import main
 from reshard.cli.inspect import _common_key, _folded
 from reshard.cli.output import rate, shown, size
 from reshard.cli.picture import _short_names
+from reshard.layout import merge_strategies, write_strategy
 from reshard.verbs import demo as demo_module
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
@@ -562,9 +563,17 @@ def test_demo_needs_no_torch() -> None:
 # -- help
 
 
+def all_commands() -> list[tuple[str, click.Command]]:
+    """Every command and the commands of groups, by what is typed."""
+    named = list(main.commands.items())
+    return named + [
+        (f"{name} {n}", c) for name, g in named if isinstance(g, click.Group) for n, c in g.commands.items()
+    ]
+
+
 def examples() -> list[str]:
     """The lines of all help texts that show a command, without what is explained behind them."""
-    commands = [main, *main.commands.values()]
+    commands = [main, *(command for _, command in all_commands())]
     lines = [line.strip() for command in commands for line in (command.help or "").splitlines()]
     return list(dict.fromkeys(re.split(r" {3,}", line)[0] for line in lines if line.startswith("reshard ")))
 
@@ -591,13 +600,13 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
     for name, sample in (("ranks/", "src_rank_slices"), ("strategy/", "src_strategy")):
         if re.search(f"(merge|--strategy) {name}", example):
             shutil.copytree(SAMPLES / "strategy" / sample, folder / name)
-    if "strategy" in example:
+    if "output/strategy" in example:
         shutil.copytree(SAMPLES / "strategy" / "src_strategy", folder / "output" / "strategy")
-    if "--layout merged_strategy.ckpt" in example:
-        # The layout says where the tensors of its own model lie.
-        shutil.copy(SAMPLES / "strategy" / "merged" / "src_merged_strategy.ckpt", folder / "merged_strategy.ckpt")
-        shutil.rmtree(folder / "hf")
-        shutil.copytree(SAMPLES / "full_ms", folder / "hf")
+    if re.search("(show|--layout) merged_strategy.ckpt", example):
+        with reshard.open(tmp_path / "demo" / "hf") as opened:
+            shapes = {key: opened[key].shape for key in opened.keys()}  # noqa: SIM118
+        write_strategy(tmp_path / "demo" / "tp4.yaml", shapes, tmp_path / "written")
+        merge_strategies(tmp_path / "written", folder / "merged_strategy.ckpt")
     if "split full/" in example:
         shutil.copytree(SAMPLES / "full_ms", folder / "full")
     if "--names" in example:
@@ -631,16 +640,13 @@ def test_every_command_has_help_with_examples() -> None:
         "unpin",
         "verify",
     ]
-    for name in ("", *main.commands):
-        text = run(*([name] if name else []), "--help").stdout
+    for name in ("", *dict(all_commands())):
+        text = run(*name.split(), "--help").stdout
         assert "Examples:" in text
         assert len(examples()) >= 10
-    leaves = [
-        leaf
-        for command in main.commands.values()
-        for leaf in (command.commands.values() if isinstance(command, click.Group) else [command])
-    ]
-    for command in leaves:
+    for _, command in all_commands():
+        if isinstance(command, click.Group):
+            continue
         options = [param for param in command.params if isinstance(param, click.Option)]
         assert all(option.help for option in options)
         assert "--json" in [option.opts[0] for option in options]

@@ -131,6 +131,15 @@ def test_the_shape_settles_a_lone_list(tmp_path: Path) -> None:
             {"match": "*"},
         ]
         assert np.array_equal(opened.read("w"), np.arange(8.0))
+        parts = [opened.load(tmp_path / "s.ckpt", rank=rank) for rank in range(4)]
+
+    def work(group: Any) -> Any:
+        path = tmp_path / "s.ckpt"
+        return reshard.save(tmp_path / "run", 1, parts[group.rank], layout=path, group=group, durable=False, timeout=30)
+
+    assert not [result for result in in_threads(4, work) if isinstance(result, Exception)]
+    with reshard.open(tmp_path / "run") as opened:
+        assert np.array_equal(opened.read("w"), np.arange(8.0))
 
 
 def test_what_is_not_listed_is_whole_and_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -160,12 +160,14 @@ class ModelLayout(LayoutFile):
             UnsupportedError: the strategy says something that is not known how to carry out.
 
         Example:
+            >>> import tempfile
             >>> layout = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}]})
-            >>> _ = write_strategy(layout, {"a.w": (4, 6)}, "strategy")
-            >>> print(ModelLayout.from_strategy("strategy"))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     _ = write_strategy(layout, {"a.w": (4, 6)}, folder)
+            ...     print(ModelLayout.from_strategy(folder))
             mesh: {axis0: 2}
             rules:
-              - match: a.w
+              - match: "a.w"
                 cut: [axis0]
               - match: "*"
             optimizer: {follow: false}
@@ -288,8 +290,10 @@ def write_strategy(
         StorageError: the system failed.
 
     Example:
+        >>> import tempfile
         >>> layout = {"mesh": {"pp": 2}, "rules": [{"match": "*"}], "place": [{"match": "l.{i}.*", "axis": "pp"}]}
-        >>> [path.name for path in write_strategy(layout, {"l.0.w": (4, 6), "l.1.w": (4, 6)}, "strategy")]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     [path.name for path in write_strategy(layout, {"l.0.w": (4, 6), "l.1.w": (4, 6)}, folder)]
         ['ckpt_strategy_rank_0.ckpt', 'ckpt_strategy_rank_1.ckpt']
     """
     strategy = as_layout(layout).to_strategy(tensors, optimizer_keys=optimizer_keys)

@@ -102,11 +102,13 @@ def is_strategy(path: str | os.PathLike[str]) -> bool:
         StorageError: the system failed to read it.
 
     Example:
-        >>> from pathlib import Path
-        >>> items = {"w": LayoutItem((2,), ((0,),))}
-        >>> write_strategy_file("s.ckpt", StrategyFile(1, (OperatorItem("w", 0),), items))
-        >>> _ = Path("weights.ckpt").write_bytes(bytes.fromhex("0a0d0a017712080801120349"))
-        >>> is_strategy("s.ckpt"), is_strategy("weights.ckpt")
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as name:
+        ...     strategy, weights = pathlib.Path(name, "s.ckpt"), pathlib.Path(name, "weights.ckpt")
+        ...     layouts = {"w": LayoutItem((2,), ((0,),))}
+        ...     write_strategy_file(strategy, StrategyFile(1, (OperatorItem("w", 0),), layouts))
+        ...     _ = weights.write_bytes(bytes.fromhex("0a0d0a017712080801120349"))
+        ...     is_strategy(strategy), is_strategy(weights)
         (True, False)
     """
     return _kind(_prefix(os.fspath(path))) is not None

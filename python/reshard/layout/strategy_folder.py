@@ -73,10 +73,12 @@ def read_strategy(path: str | os.PathLike[str]) -> Strategy:
 
     Example:
         >>> from reshard.layout.strategy_file import LayoutItem
-        >>> for stage in (0, 1):
-        ...     items = {f"layers.{stage}.w": LayoutItem((2,), ((0, -1),))}
-        ...     write_strategy_file(f"ckpt_strategy_rank_{2 * stage}.ckpt", stage_file(stage, items))
-        >>> strategy = read_strategy(".")
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for stage in (0, 1):
+        ...         items = {f"layers.{stage}.w": LayoutItem((2,), ((0, -1),))}
+        ...         write_strategy_file(f"{folder}/ckpt_strategy_rank_{2 * stage}.ckpt", stage_file(stage, items))
+        ...     strategy = read_strategy(folder)
         >>> strategy.world_size, strategy.keys(), strategy.stages_of("layers.1.w")
         (4, ('layers.0.w', 'layers.1.w'), (1,))
     """
@@ -124,11 +126,12 @@ def merge_strategies(
 
     Example:
         >>> from reshard.layout.strategy_file import LayoutItem
-        >>> write_strategy_file("ckpt_strategy_rank_0.ckpt", stage_file(0, {"w": LayoutItem((2,), ((0,),))}))
-        >>> merge_strategies(".", "merged.ckpt").world_size
-        2
-        >>> list(read_strategy_file("merged.ckpt").layouts)
-        ['0-w']
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     src, dst = f"{folder}/ckpt_strategy_rank_0.ckpt", f"{folder}/merged.ckpt"
+        ...     write_strategy_file(src, stage_file(0, {"w": LayoutItem((2,), ((0,),))}))
+        ...     merge_strategies(folder, dst).world_size, list(read_strategy_file(dst).layouts)
+        (2, ['0-w'])
     """
     target = Path(dst)
     if target.is_dir():
