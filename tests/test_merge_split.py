@@ -31,6 +31,7 @@ from reshard.errors import (
 )
 from reshard.formats import checkpoint1
 from reshard.layout import read_strategy
+from reshard.write import commit
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 STRATEGY = SAMPLES / "strategy"
@@ -456,6 +457,25 @@ def test_overwrite_replaces_the_same_files_and_nothing_else(tmp_path: Path) -> N
     shutil.copytree(RANKS, tmp_path / "theirs")
     with pytest.raises(DestinationExistsError, match="rank_"):
         reshard.convert(STRATEGY / "unified", tmp_path / "theirs", overwrite=True, prefix="demo", **options)
+
+
+def test_every_folder_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    publish = commit._publish
+
+    def noted(path: Path) -> None:
+        synced.append(path.name)
+        sync(path)
+
+    def published(*args: Any, **options: Any) -> bool:
+        synced.append("named")
+        return publish(*args, **options)
+
+    sync = commit.sync_folder
+    monkeypatch.setattr(commit, "sync_folder", noted)
+    monkeypatch.setattr(commit, "_publish", published)
+    reshard.convert(STRATEGY / "unified", tmp_path / "out", to="checkpoint1", layout=LAYOUTS["replicas"])
+    assert set(synced[: synced.index("named")]) >= {"rank_0", "rank_1", "strategy"}
 
 
 def test_permissions_of_the_original(tmp_path: Path) -> None:

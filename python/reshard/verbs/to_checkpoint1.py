@@ -38,6 +38,7 @@ from reshard.verbs.destinations import (
     whole_tensors,
 )
 from reshard.write import rank_plan
+from reshard.write.commit import as_storage_error
 from reshard.write.iteration import file_order, plan_layout
 from reshard.write.rank_plan import Dealt, check_prefix, deal
 
@@ -197,7 +198,9 @@ def _with_counters(job: Job) -> Iterator[None]:
     if not job.counters:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="reshard-") as folder:
+    with contextlib.ExitStack() as made:
+        with as_storage_error("write", Path(tempfile.gettempdir())):
+            folder = made.enter_context(tempfile.TemporaryDirectory(prefix="reshard-"))
         path = str(Path(folder) / "counters.safetensors")
         arrays = [
             (name, dtypes.name_of(array.dtype), array.shape, array) for name, array in sorted(job.counters.items())
