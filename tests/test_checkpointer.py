@@ -216,6 +216,39 @@ def test_steps_count_up(tmp_path: Path) -> None:
         made.step(5)
 
 
+def test_every_option_of_a_save_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {
+        "prefix": "net",
+        "keep": 3,
+        "keep_every": 4,
+        "keep_best": ("loss", 2),
+        "dedup": False,
+        "verify_after_save": True,
+        "durable": True,
+        "threads": 2,
+        "timeout": 77.0,
+    }
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr("reshard.torch.saving.save_iteration", lambda *_, **options: seen.append(options))
+    made = make(tmp_path, async_save=False, **asked)
+    made.resume(model=nn.Linear(1, 1))
+    made.step(1, loss=0.5, metrics={"norm": 2})
+    made.save()
+    assert {name: seen[0][name] for name in asked} == asked
+    assert seen[0]["metrics"] == {"norm": 2.0, "loss": 0.5}
+    assert seen[0]["blocking"]
+
+
+def test_full_verification_finds_damage_in_what_is_not_loaded(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=1) as (trainer, made, _):
+        trainer.run(made, 1, 2)
+    path = next((tmp_path / "iteration_00000002").glob("opt-*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    for verify, step in (("touched", 2), ("full", 1)):
+        with make(tmp_path, verify=verify) as made:
+            assert made.resume(model=Trainer().model, strict=False).initial_step == step
+
+
 # -- saves that fail
 
 

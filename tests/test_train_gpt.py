@@ -23,7 +23,10 @@ STEPS = 9
 
 @pytest.mark.parametrize(
     ("n_ranks", "options"),
-    [(1, ""), (2, ""), (2, "--fsdp"), (2, "--tp 2"), (4, ""), (4, "--fsdp"), (4, "--tp 2 --fsdp")],
+    [
+        *((1, ""), (2, ""), (2, "--fsdp"), (2, "--tp 2"), (4, ""), (4, "--fsdp")),
+        (4, "--dp 2 --tp 2 --fsdp --global-batch-size 24 --seed 3"),
+    ],
     ids=lambda value: str(value).replace(" ", "") or "ddp",
 )
 def test_interrupted_is_never_interrupted(tmp_path: Path, n_ranks: int, options: str) -> None:
@@ -39,6 +42,8 @@ def test_interrupted_is_never_interrupted(tmp_path: Path, n_ranks: int, options:
     last = whole_run(folder, n_ranks, f"{options} --save-every 2 --async-save", steps=STEPS)
     assert min(last.lines) > 1
     assert lines | last.lines == expected.lines
+    n_samples = 24 if "size 24" in options else 12
+    assert all(len(set(line["samples"])) == n_samples for line in expected.lines.values())
 
 
 def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
