@@ -11,8 +11,9 @@
 //! too large for one value is stored in several that follow each other: same tag, type and dims, contents to be joined.
 //!
 //! A general decoder would take the whole file into memory. Here only the few bytes between the contents are read, in
-//! small windows at known positions, and every length is held against what is really there. Memory is bounded by the
-//! number of values and by [`MAX_HEADER_BYTES`] of framing, whatever the file claims.
+//! small windows at known positions, and every length is held against what is really there. Memory is bounded whatever
+//! the file claims: at most 200 bytes a value, of which there may be [`MAX_TENSORS`], and four times the bytes between the
+//! contents, of which there may be [`MAX_HEADER_BYTES`].
 //!
 //! This module knows one file's framing. It does not know what the tensors mean, and proves no content but by the CRC.
 
@@ -22,7 +23,7 @@ use crate::error::{Error, Kind, Printable, Result};
 use crate::header::{
     Entry, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_RANK, MAX_TENSORS, check_name, tensor_bytes,
 };
-use crate::region::{Dims, Region, flat_range_boxes, row_major_strides};
+use crate::region::{Dims, flat_range_boxes, row_major_strides};
 use crate::shard_file::{LocalArray, Part};
 use crate::source::Source;
 use crate::tile::Tile;
@@ -83,14 +84,20 @@ struct Record {
     end: u64,
 }
 
-/// A tensor in several records.
+/// A tensor. Where it is one record, that one has its name and shape.
 #[derive(Debug)]
 struct Array {
+    /// The number of its first record.
+    first: u32,
+    split: Option<Box<Split>>,
+}
+
+/// What no record of a tensor in several has.
+#[derive(Debug)]
+struct Split {
     name: String,
     shape: Box<[u64]>,
-    /// Its records.
-    first: u32,
-    n_records: u32,
+    n_records: usize,
 }
 
 /// A CRC-32 and the bytes at the beginning of the file that it is of.
@@ -185,7 +192,8 @@ impl Records {
             .arrays
             .binary_search_by_key(&first, |array| array.first);
         let array = &self.arrays[at.ok()?];
-        (array.n_records > 1 && array.name == tag).then(|| self.local(array))
+        let is_it = array.split.as_ref().is_some_and(|split| split.name == tag);
+        is_it.then(|| self.local(array))
     }
 
     /// Tags of values that are text.
@@ -237,42 +245,11 @@ impl Records {
     }
 
     fn local(&self, array: &Array) -> LocalArray {
-        let records = &self.slots[array.first as usize..][..array.n_records as usize];
-        let dtype = records[0].dtype;
-        let strides = row_major_strides(&array.shape);
-        let flat =
-            |offset: &[u64]| -> u64 { offset.iter().zip(&strides).map(|(o, s)| o * s).sum() };
-        let mut begin = 0;
-        let parts = records.iter().map(|record| {
-            let tile = |global: Region| Tile {
-                local_offset: flat(global.offset()) - begin,
-                local_strides: strides.clone(),
-                global,
-            };
-            let tiles = if records.len() == 1 {
-                vec![tile(Region::whole(&array.shape))]
-            } else {
-                let end = begin + record.shape[0];
-                let boxes = flat_range_boxes(&array.shape, begin, end);
-                boxes.into_iter().map(tile).collect()
-            };
-            begin += if records.len() == 1 {
-                0
-            } else {
-                record.shape[0]
-            };
-            Part {
-                name: record.name.clone(),
-                shape: record.shape.to_vec(),
-                tiles,
-            }
-        });
-        LocalArray {
-            parts: parts.collect(),
-            name: array.name.clone(),
-            dtype,
-            shape: array.shape.to_vec(),
-        }
+        let first = array.first as usize;
+        array.split.as_ref().map_or_else(
+            || LocalArray::whole(&self.entry(first)),
+            |split| joined(split, &self.slots[first..][..split.n_records]),
+        )
     }
 
     /// Makes names found, and finds duplicates.
@@ -280,14 +257,10 @@ impl Records {
         let name = |i: u32| self.slots[i as usize].name.as_str();
         let mut by_name: Vec<u32> = (0..self.slots.len() as u32).collect();
         by_name.sort_unstable_by(|&a, &b| name(a).cmp(name(b)));
-        let twice = by_name
-            .windows(2)
-            .find(|pair| name(pair[0]) == name(pair[1]));
-        if let Some(pair) = twice {
-            return Err(twice_error(name(pair[0])));
-        }
-        // A tensor of several records has none of its own name.
-        let mut tags: Vec<&str> = self.arrays.iter().map(|array| &*array.name).collect();
+        // Stored names, of which a tensor in several records has none of its own, and what is no tensor.
+        let split = self.arrays.iter().filter_map(|array| array.split.as_ref());
+        let mut tags: Vec<&str> = split.map(|split| split.name.as_str()).collect();
+        tags.extend(by_name.iter().map(|&i| name(i)));
         tags.extend(self.strings.iter().map(String::as_str));
         tags.sort_unstable();
         if let Some(pair) = tags.windows(2).find(|pair| pair[0] == pair[1]) {
@@ -295,6 +268,35 @@ impl Records {
         }
         self.by_name = by_name;
         Ok(())
+    }
+}
+
+/// A tensor whose contents lie in several records, one after the other.
+fn joined(split: &Split, records: &[Record]) -> LocalArray {
+    let strides = row_major_strides(&split.shape);
+    let flat = |offset: &[u64]| -> u64 { offset.iter().zip(&strides).map(|(o, s)| o * s).sum() };
+    let mut begin = 0;
+    let parts = records.iter().map(|record| {
+        let end = begin + record.shape[0];
+        let boxes = flat_range_boxes(&split.shape, begin, end).into_iter();
+        let tiles = boxes.map(|global| Tile {
+            local_offset: flat(global.offset()) - begin,
+            local_strides: strides.clone(),
+            global,
+        });
+        let part = Part {
+            name: record.name.clone(),
+            shape: record.shape.to_vec(),
+            tiles: tiles.collect(),
+        };
+        begin = end;
+        part
+    });
+    LocalArray {
+        parts: parts.collect(),
+        name: split.name.clone(),
+        dtype: records[0].dtype,
+        shape: split.shape.to_vec(),
     }
 }
 
@@ -630,11 +632,14 @@ impl Walk<'_> {
                 end,
             });
         }
-        self.arrays.push(Array {
+        let split = is_split.then(|| Split {
             name,
             shape: shape.into(),
+            n_records: contents.len(),
+        });
+        self.arrays.push(Array {
             first,
-            n_records: contents.len() as u32,
+            split: split.map(Box::new),
         });
         Ok(())
     }

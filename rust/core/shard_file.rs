@@ -145,7 +145,7 @@ impl Table {
 
 impl LocalArray {
     /// One that is stored as it is.
-    fn whole(entry: &Entry<'_>) -> Self {
+    pub(crate) fn whole(entry: &Entry<'_>) -> Self {
         let tile = Tile {
             global: Region::whole(&entry.shape),
             local_offset: 0,
