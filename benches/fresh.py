@@ -27,7 +27,7 @@ _barrier: Barrier
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What takes long to import; the modules beside this one are not on the server's path.
 _CONTEXT.set_forkserver_preload(
-    ["numpy", "torch", "safetensors", "reshard.opening", "reshard.verbs.convert", "reshard.write.save"]
+    ["numpy", "torch", "safetensors", "reshard.opening", "reshard.verbs.convert", "reshard.torch"]
 )
 # Not in Python's mmap yet.
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23

@@ -62,10 +62,15 @@ class Result:
         """GB/s."""
         return self.n_bytes / self.median / 1e9
 
+    @property
+    def speed(self) -> float:
+        """What targets compare: the rate; where nothing is moved, runs a second."""
+        return self.rate or 1 / self.median
+
 
 @dataclass(frozen=True)
 class Target:
-    """How fast a case must be: a factor of the rate of another one, or of the fastest of several."""
+    """How fast a case must be: a factor of the speed of another one, or of the fastest of several."""
 
     case: str
     yardsticks: tuple[str, ...]
@@ -78,15 +83,22 @@ class Run(Protocol):
     def __call__(self, table: str, all_cases: list[Case]) -> list[Result]: ...
 
 
-def main(description: str, targets: list[Target], measure: Callable[[Path, float, Run], list[Result]]) -> None:
-    """Parse the arguments, measure, print.
+def main(
+    description: str,
+    targets: list[Target],
+    measure: Callable[[Path, float, Run], list[Result]],
+    *,
+    size_gb: float = 3,
+    rounds: int = 5,
+) -> None:
+    """Parse the arguments, of which two have these defaults, measure, print.
 
     `measure` is given a folder to work in, the size of the model in GB and what runs a table.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-gb", type=float, default=3, help="size of the model (default: 3)")
+    parser.add_argument("--size-gb", type=float, default=size_gb, help=f"size of the model (default: {size_gb})")
     parser.add_argument("--dir", type=Path, help="where to put the model and what is made of it, 4 x its size")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each case (default: 5)")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"runs of each case (default: {rounds})")
     parser.add_argument(
         "--wait",
         type=float,
@@ -148,11 +160,11 @@ def is_quiet(wait_seconds: float) -> bool:
 
 def judge(results: list[Result], targets: list[Target]) -> list[dict[str, Any]]:
     """What became of the targets."""
-    rates = {result.name: result.rate for result in results}
+    speeds = {result.name: result.speed for result in results}
     judged = []
     for target in targets:
-        yardstick = max(target.yardsticks, key=lambda name: rates[name])
-        found = rates[target.case] / rates[yardstick]
+        yardstick = max(target.yardsticks, key=lambda name: speeds[name])
+        found = speeds[target.case] / speeds[yardstick]
         ok = found >= target.factor
         judged.append({"case": target.case, "yardstick": yardstick, "factor": target.factor, "found": found, "ok": ok})
     return judged

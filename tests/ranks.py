@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import json
 import os
 import select
 import signal
 import tempfile
+import time
 import traceback
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
@@ -28,7 +30,9 @@ from reshard.errors import ReshardError
 from reshard.group import TorchGroup, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from tests.hosts import Host
 
 _PATIENCE_S = 60  # until a test that hangs is ended
 
@@ -52,19 +56,23 @@ class Signal:
 
 
 class Job:
-    """Ranks that do `work(group)`; `store` is "tcp" or "file"."""
+    """Ranks that do `work(group)`; `store` is "tcp" or "file"; `hosts` has one of each rank, the first the store's."""
 
-    def __init__(self, world_size: int, work: Callable[[TorchGroup], Any], store: str = "tcp") -> None:
+    def __init__(
+        self, world_size: int, work: Callable[[TorchGroup], Any], store: str = "tcp", hosts: Sequence[Host] = ()
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._ends: list[int] = []  # of pipes to the children
         self.pids: list[int] = []
-        self.server, pipe = self._fork(self._serve)
+        self._address, interface = (hosts[0].address, "cable") if hosts else ("127.0.0.1", "lo")
+        self.server, pipe = self._fork(self._serve, hosts[0] if hosts else None)
         port = int(os.read(pipe, 100))
         self._pipes = []
         for rank in range(world_size):
-            pid, pipe = self._fork(
-                functools.partial(self._be, work, rank, world_size, lambda: self._connect(store, port, world_size))
-            )
+            connect = functools.partial(self._connect, store, port, world_size)
+            stack = f"{self._folder.name}/rank {rank}.stack"
+            be = functools.partial(self._be, work, rank, world_size, connect, interface=interface, stack=stack)
+            pid, pipe = self._fork(be, hosts[rank] if hosts else None)
             self.pids.append(pid)
             self._pipes.append(pipe)
 
@@ -87,10 +95,11 @@ class Job:
     def outcomes(self) -> list[dict[str, Any] | None]:
         """What each rank had to say; None of one that died silently."""
         said: list[dict[str, Any] | None] = []
-        for pipe in self._pipes:
+        for rank, pipe in enumerate(self._pipes):
             text = b""
-            while select.select([pipe], [], [], _PATIENCE_S)[0] and (part := os.read(pipe, 1 << 20)):
+            while (is_there := select.select([pipe], [], [], _PATIENCE_S)[0]) and (part := os.read(pipe, 1 << 20)):
                 text += part
+            assert is_there, f"rank {rank} hangs:\n{self._stacks()}"
             said.append(json.loads(text) if text else None)
         crashes = [entry["crash"] for entry in said if entry is not None and "crash" in entry]
         assert not crashes, crashes[0]
@@ -99,10 +108,19 @@ class Job:
     def values(self) -> list[Any]:
         """What the ranks returned, all of which must have ended well."""
         said = self.outcomes()
-        assert all(entry is not None and "value" in entry for entry in said), said
+        assert all(entry is not None and "value" in entry for entry in said), f"{said}\n{self._stacks()}"
         return [entry["value"] for entry in said if entry is not None]
 
-    def _fork(self, do: Callable[[int], object]) -> tuple[int, int]:
+    def _stacks(self) -> str:
+        """Where the ranks are, and of what those have died that are gone."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGQUIT)
+        time.sleep(1)  # until they have written it
+        files = sorted(Path(self._folder.name).glob("*.stack"))
+        return "\n".join(f"-- {path.stem}\n{path.read_text()}" for path in files)
+
+    def _fork(self, do: Callable[[int], object], host: Host | None) -> tuple[int, int]:
         """A child, and the end of a pipe that it writes into."""
         reader, writer = os.pipe()
         with warnings.catch_warnings():
@@ -112,6 +130,8 @@ class Job:
             try:
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody outlives the test run
                 os.close(reader)
+                if host is not None:
+                    host.enter()
                 do(writer)
             finally:
                 os._exit(0)
@@ -129,15 +149,25 @@ class Job:
     def _connect(self, store: str, port: int, world_size: int) -> Any:
         if store == "file":
             return c10d.FileStore(f"{self._folder.name}/store", world_size)
-        return c10d.TCPStore("127.0.0.1", port, world_size, is_master=False, wait_for_workers=False)
+        return c10d.TCPStore(self._address, port, world_size, is_master=False, wait_for_workers=False)
 
     @staticmethod
     def _be(
-        work: Callable[[TorchGroup], Any], rank: int, world_size: int, connect: Callable[[], Any], out: int
+        work: Callable[[TorchGroup], Any],
+        rank: int,
+        world_size: int,
+        connect: Callable[[], Any],
+        out: int,
+        *,
+        interface: str,
+        stack: str,
     ) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the store's warnings of what the tests do to it
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(1)  # a child does not have the threads of its parent's pool, and would wait for them
+        # What the store warns of is what the tests do to it. What the process dies of, or is at when it hangs, stays.
+        handle = os.open(stack, os.O_WRONLY | os.O_CREAT)
+        faulthandler.enable(handle)
+        faulthandler.register(signal.SIGQUIT, handle)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
         try:
             dist.init_process_group("gloo", store=connect(), rank=rank, world_size=world_size)
             group = resolve()

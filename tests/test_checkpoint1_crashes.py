@@ -195,7 +195,7 @@ def test_ended_in_a_save(ends_all: bool, base: Path) -> None:  # noqa: FBT001
             following = 40 if len(seen) % 2 else 30  # a later one, or the same again
             run(lambda group: save(root, following, group))  # noqa: B023
             assert found(root) == following
-            assert not debris(root)
+            assert not debris(output)
         shutil.rmtree(output)
         if not is_ended:
             break
@@ -215,6 +215,7 @@ def test_ended_in_the_first_save(base: Path) -> None:
         following = 20 if number % 2 else 10
         run(lambda group: save(root, following, group))  # noqa: B023
         assert found(root) == following
+        assert not debris(output)
         shutil.rmtree(output)
     assert number > 20
 

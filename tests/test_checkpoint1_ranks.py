@@ -278,7 +278,7 @@ def test_integrated_by_all_ranks(tmp_path: Path) -> None:
             options: dict[str, Any] = {"format": form, "integrated_save": True, "signals": (), "durable": False}
             with Checkpointer(root, async_save=False, **options) as made:
                 made.resume(model=model)
-                told.append(made.save(7).warnings)
+                told.append(made.save(7, blocking=True).warnings)  # type: ignore[union-attr]
             with reshard.open(f"{root}_integrated/iteration_00000007") as opened:
                 told.append([bool((opened.read(key) == tensor.numpy()).all()) for key, tensor in full.items()])
         return told
@@ -297,7 +297,8 @@ def test_only_the_strategy_is_written(tmp_path: Path) -> None:
     def work(group: Any) -> Any:
         del group
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        model = fully_shard(nn.Linear(4, 8), mesh=mesh)
+        model = nn.Linear(4, 8)
+        fully_shard(model, mesh=mesh)
         config = {"only_save_strategy": True, "output_dir": str(tmp_path)}
         with Checkpointer.from_config(config, signals=(), durable=False) as made:
             made.resume(model=model)

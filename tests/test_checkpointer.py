@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
+import signal
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,7 @@ from reshard.group import SingleProcess
 from reshard.torch import Checkpointer, ElasticSampler, LossHealth
 from reshard.torch.run import interval
 from reshard.torch.state import describe
+from reshard.write import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -643,9 +647,6 @@ class Ring(SingleProcess):
 
 
 def test_group_of_ones_own_heeds_signals_where_a_save_is_due(tmp_path: Path) -> None:
-    import os
-    import signal
-
     def work(group: TorchGroup) -> Any:
         made = Checkpointer(tmp_path, save_every=3, group=Ring(group), durable=False)
         made.resume(model=Trainer().model)
@@ -687,6 +688,52 @@ def test_lost_rank_costs_a_save_and_not_the_training(tmp_path: Path) -> None:
     with Job(2, work) as job:
         assert job.values() == ["there", "gone"]
     assert not list(tmp_path.glob("iteration_*"))
+
+
+def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save waits long for other ranks; a rank that ends in an error of its own does not wait for the save."""
+
+    def work(group: TorchGroup) -> str:
+        if group.rank == 1:
+            monkeypatch.setattr(together, "_write_own", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            with make(tmp_path, save_every=1, timeout=600, grace_s=0.3) as made:
+                made.resume(model=Trainer().model)
+                made.step(1)
+                raise KeyError("the network is gone")  # noqa: TRY301
+        except KeyError as error:
+            assert made._saver is not None
+            assert made._saver.run.pending is not None
+            assert made._saver.run.pending._exit_seconds == 0
+            return str(error)
+
+    with Job(2, work) as job:
+        first, second = job.outcomes()
+    assert first == {"value": "'the network is gone'"}
+    assert second is None
+    assert not list(tmp_path.glob("iteration_*"))
+
+
+def test_save_that_moves_is_waited_for_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = together._write_own
+
+    def slowly(*args: Any) -> Any:
+        for done in range(8):
+            time.sleep(0.05)
+            args[-1](done, 8)
+        return real(*args)
+
+    def fail() -> None:
+        with resumed(tmp_path, save_every=1, grace_s=0.15) as (trainer, made, _):
+            trainer.run(made, 1, 1)
+            raise KeyError
+
+    monkeypatch.setattr(together, "_write_own", slowly)
+    with pytest.raises(KeyError):
+        fail()
+    assert reshard.open(tmp_path).iteration == 1
 
 
 def test_extra_arrays_are_proven_like_shards(tmp_path: Path) -> None:

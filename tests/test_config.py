@@ -114,7 +114,10 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
             "save_path": "output/checkpoint",
         },
     ),
-    ("only_save_strategy: True\ntrain_dataset: &train_dataset\n  data_loader:\n    type: MindDataset", {}),
+    (
+        "only_save_strategy: True\ntrain_dataset: &train_dataset\n  data_loader:\n    type: MindDataset",
+        {"only_save_strategy": True},
+    ),
     (
         "callbacks:\n  - type: CheckpointMonitor\n    checkpoint_format: safetensors\n    remove_redundancy: True",
         {"dedup": True},

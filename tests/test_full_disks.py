@@ -1,15 +1,13 @@
 """Saves on disks that are full, read-only or at a limit, and with an error of the system at every change they make.
 
 What was there is intact and found, the error is typed and names errno and path, nothing is left over, and once the
-trouble is gone the next save works. Disks are tmpfs of a given size in a mount namespace of a forked process, so that
-nothing of them remains whatever happens; an ordinary user has them in a user namespace. Where neither is permitted
-these tests are skipped, unless `RESHARD_MUST_MOUNT` is set, as CI does: there they fail.
+trouble is gone the next save works. Disks are tmpfs of a given size in a mount namespace of a forked process, see
+`namespaces`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import resource
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests import original_reader, small_saves
+from tests.namespaces import LIBC, MS_RDONLY, MS_REMOUNT, checked, in_namespaces
 from tests.small_saves import fork, stopped_at
 
 import reshard
@@ -32,35 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ERRNOS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT)
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
-_MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 # -- disks
 
 
-def _checked(result: int) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
 def mount(disk: Path, options: str, flags: int = 0) -> None:
-    _checked(_LIBC.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", flags, options.encode()))
-
-
-def own_namespace() -> None:
-    """Mounts of this process are nobody else's from here on. Raises PermissionError."""
-    uid, gid = os.getuid(), os.getgid()
-    try:
-        _checked(_LIBC.unshare(_CLONE_NEWNS))
-    except PermissionError:
-        _checked(_LIBC.unshare(_CLONE_NEWNS | _CLONE_NEWUSER))
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
-    _checked(_LIBC.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+    checked(LIBC.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", flags, options.encode()))
 
 
 @contextlib.contextmanager
@@ -70,24 +47,7 @@ def disk_of(folder: Path, options: str) -> Iterator[Path]:
         yield folder / "root"
     finally:
         protocol.release()  # its handle is on the disk
-        _checked(_LIBC.umount2(os.fsencode(folder), 2))  # MNT_DETACH
-
-
-def on_disks(act: Callable[[], Any]) -> Any:
-    """What `act` returns in a process that may mount."""
-
-    def run() -> list[Any]:
-        try:
-            own_namespace()
-        except PermissionError as error:
-            return [str(error), None]
-        return [None, act()]
-
-    refusal, result = fork(run).result(120)
-    if refusal is not None:
-        assert not os.environ.get("RESHARD_MUST_MOUNT"), f"cannot mount: {refusal}"
-        pytest.skip("mounting is not permitted here")
-    return result
+        checked(LIBC.umount2(os.fsencode(folder), 2))  # MNT_DETACH
 
 
 # -- saves
@@ -191,14 +151,14 @@ def test_every_size_of_a_disk(unit: str, options: dict[str, Any], disk: Path, mo
             with disk_of(disk, "size=64m") as root:
                 save(root, 100)
                 protocol.release()
-                mount(disk, size(first + spare), _MS_REMOUNT)
+                mount(disk, size(first + spare), MS_REMOUNT)
                 if iteration == 100:
                     failed = fails_for_want_of_room_again(root)
                 else:
                     failed = fails_for_want_of_room(root, iteration, **options)
                 if failed:
                     # Once there is room again.
-                    mount(disk, "size=64m,nr_inodes=1000", _MS_REMOUNT)
+                    mount(disk, "size=64m,nr_inodes=1000", MS_REMOUNT)
                     save(root, 300, **options | {"blocking": True})
                     assert not small_saves.debris(root)
                     is_whole(root, (300, 4))
@@ -207,7 +167,7 @@ def test_every_size_of_a_disk(unit: str, options: dict[str, Any], disk: Path, mo
                 return [n_failed, spare]
         raise AssertionError("it never fits")
 
-    n_failed, _ = on_disks(act)
+    n_failed, _ = in_namespaces(act)
     assert n_failed > (10 if unit == "pages" else 5)
 
 
@@ -247,7 +207,7 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(disk: Path) -> N
             assert snapshot(root) == before
             return n
 
-    assert on_disks(act) == 2
+    assert in_namespaces(act) == 2
 
 
 def test_retention_on_a_full_disk(disk: Path) -> None:
@@ -258,14 +218,14 @@ def test_retention_on_a_full_disk(disk: Path) -> None:
             for iteration in (100, 200, 300):
                 save(root, iteration)
             used = os.statvfs(root)
-            mount(disk, f"size={(used.f_blocks - used.f_bfree) * PAGE}", _MS_REMOUNT)
+            mount(disk, f"size={(used.f_blocks - used.f_bfree) * PAGE}", MS_REMOUNT)
             removed = retention.apply(root, keep=1)
             assert removed.warnings == ()
             assert not small_saves.debris(root)
             is_whole(root, (300, 4))
             return list(removed.iterations)
 
-    assert on_disks(act) == [100, 200]
+    assert in_namespaces(act) == [100, 200]
 
 
 # -- read-only
@@ -279,7 +239,7 @@ def test_a_disk_that_becomes_read_only(disk: Path) -> None:
             save(root, 200)
             protocol.release()
             before = snapshot(root)
-            mount(disk, "size=8m", _MS_REMOUNT | _MS_RDONLY)
+            mount(disk, "size=8m", MS_REMOUNT | MS_RDONLY)
             for options in ({}, {"blocking": False}, {"rollback": True}):
                 try:
                     report = save(root, 300, **options)
@@ -292,13 +252,13 @@ def test_a_disk_that_becomes_read_only(disk: Path) -> None:
             with contextlib.suppress(StorageError):
                 assert retention.apply(root, keep=1).iterations == ()
             assert snapshot(root) == before
-            mount(disk, "size=8m", _MS_REMOUNT)
+            mount(disk, "size=8m", MS_REMOUNT)
             save(root, 300)
             assert not small_saves.debris(root)
             is_whole(root, (300, 4))
         return told
 
-    assert on_disks(act) == [errno.EROFS] * 3
+    assert in_namespaces(act) == [errno.EROFS] * 3
 
 
 # -- limits of the process

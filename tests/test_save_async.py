@@ -238,6 +238,18 @@ def test_the_end_of_the_interpreter_tells_of_an_error(tmp_path: Path) -> None:
     assert "iteration 3 failed in the background: the disk is gone" in done.stderr
 
 
+def test_the_end_of_the_interpreter_does_not_wait_for_what_was_let_go(tmp_path: Path) -> None:
+    code = """
+    import sys, threading, numpy as np, reshard
+    from reshard.write import protocol
+    protocol.seal = lambda *args, **options: threading.Event().wait()
+    reshard.save(sys.argv[1], 3, {"w": np.ones(9)}, blocking=False).let_go()
+    """
+    done = run(code, tmp_path)
+    assert done.returncode == 0
+    assert "iteration 3 had not ended 0 s after the program: it is not published" in done.stderr
+
+
 def in_child(work: Callable[[], bytes]) -> bytes:
     """What `work` returns in a forked child."""
     reader, writer = os.pipe()

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from reshard.group import TorchGroup
 
 PATIENCE_S = 60
-torch.set_num_threads(1)  # a forked rank has none of the threads that this process would have made by then
 
 
 class Run:

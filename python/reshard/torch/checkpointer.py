@@ -113,7 +113,8 @@ class Checkpointer:
             rank 0.
         coordinate: where this rank's random streams belong, by mesh axis, as in `reshard.torch.rng.capture`.
         signals: that ask for a save and the end.
-        grace_s: seconds from a signal until ranks stop waiting for each other.
+        grace_s: seconds from a signal until ranks stop waiting for each other; and, when the block ends in an
+            exception, for a save in the background that does not move: other ranks may be gone.
         drift: steps by which the host of one rank can be ahead of another's. 1 where a step waits for all ranks, as on
             the CPU, or where `step` is told each loss; where hosts run ahead of their devices, the steps from one wait
             to the next.
@@ -575,10 +576,7 @@ class Checkpointer:
         Raises:
             ReshardError: that save failed.
         """
-        self._signals.close()
-        if self._saver is not None:
-            self._saver.run.unwatch()
-            self._saver.close()
+        self._let_go()
         self.wait()
 
     def __enter__(self) -> Self:
@@ -593,9 +591,18 @@ class Checkpointer:
         try:
             if self._save_on_exception and self._saver is not None and not isinstance(error, SystemExit):
                 save_after(self._saver, error, self._grace_s)
-            self.close()
+            self._let_go()
+            if self._saver is not None:
+                self._saver.wait_after_error(self._grace_s)
         except Exception as other:  # noqa: BLE001  what ended the block matters more
             _log.error("closing the checkpointer: %s", other)
+
+    def _let_go(self) -> None:
+        """Leave signals and optimizers to others."""
+        self._signals.close()
+        if self._saver is not None:
+            self._saver.run.unwatch()
+            self._saver.close()
 
     def _step_without_board(self, saver: Saver, step: int) -> None:
         """A group without a board: signals are heeded where a save is due, all ranks having come there anyway."""

@@ -175,6 +175,33 @@ class Saver:
                 self.run.pending = None  # its error is told
             raise
 
+    def wait_after_error(self, seconds: float) -> None:
+        """Wait for the save in the background for as long as there is hope, and then let it go.
+
+        What ended this rank may have ended others, for which the save would wait to the end of its timeout. There is
+        hope while this rank writes, and then for as long again as that took, or for so many seconds.
+
+        Raises:
+            ReshardError: the save failed.
+            TimeoutError: there was no hope.
+        """
+        pending = self.run.pending
+        if pending is None:
+            return
+        progress, moved_at = pending.progress, time.monotonic()
+        while True:
+            try:
+                self.wait(min(0.1, seconds))
+            except TimeoutError as error:
+                now = time.monotonic()
+                if pending.progress != progress:
+                    progress, moved_at = pending.progress, now
+                elif now - moved_at >= max(seconds, moved_at - self.run.saved_at) or isinstance(error, ReshardError):
+                    pending.let_go()
+                    raise
+            else:
+                return
+
     def close(self) -> None:
         """Leave the optimizers alone."""
         for hook in self._hooks:

@@ -91,6 +91,15 @@ class PendingSave(Generic[T]):
             raise self._error
         return self._result  # type: ignore[return-value]  # set where there is no error
 
+    def let_go(self) -> None:
+        """Keep the end of the interpreter from waiting for it: unless it ends before, it is lost.
+
+        Raises:
+            ArgumentError: this process is a forked child of the one that saves.
+        """
+        self._check_process()
+        self._exit_seconds = 0.0
+
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes of this rank that are written, and in total; (0, 0) before the first.

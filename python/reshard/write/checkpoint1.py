@@ -234,8 +234,7 @@ class _Job:
             if is_told or isinstance(written, BaseException):
                 side.withdraw()
             raise
-        if not self.how.only_strategy:
-            self._make_count(summary)
+        is_heard = self.how.only_strategy or self._make_count(summary)
         seconds = time.monotonic() - started
         report = SaveReport(
             path=summary["path"],
@@ -252,11 +251,12 @@ class _Job:
         more: list[str] = []
         if coordinator is not None and not self.how.only_strategy:
             more += append_to_log(terms, self.record, report, coordinator.epoch, report.digest)
-        if self.after is not None:
+        if self.after is not None and is_heard:
             more += self.after(report)
         return replace(report, warnings=(*report.warnings, *more))
 
-    def _make_count(self, summary: dict[str, Any]) -> None:
+    def _make_count(self, summary: dict[str, Any]) -> bool:
+        """Step 3; whether all ranks have heard of its end."""
         coordinator = self.coordinator
 
         def make_count() -> None:
@@ -272,6 +272,8 @@ class _Job:
                 raise
             # It is complete, whoever has not heard of it.
             summary["warnings"].append(f"not every rank learned that the save succeeded: {error.message}")
+            return False
+        return True
 
 
 # -- rank 0

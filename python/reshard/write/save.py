@@ -207,8 +207,8 @@ def save(  # noqa: PLR0917
         ready: for arrays that are still being filled, such as copies from a device: waits until they have their
             content. With it nothing is copied, and the arrays belong to the save until it has ended. It is called more
             than once, and in the background if `blocking` is False.
-        after: called on every rank as `after(report)` once the save has succeeded, in the thread that saved; the texts
-            that it returns are warnings of the report.
+        after: called on every rank as `after(report)` once the save has succeeded and all have heard so, in the thread
+            that saved; the texts that it returns are warnings of the report.
         sink_size: of Checkpoint 1.0: steps of a sink, if the loop runs in sinks: names then count sinks as epochs.
         steps_per_epoch: of Checkpoint 1.0: steps of an epoch, for the names. With neither, `common` says the epoch and
             the step is the iteration.

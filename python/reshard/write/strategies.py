@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ Shapes: TypeAlias = "Mapping[str, tuple[tuple[int, ...], bool]]"
 
 _NAME = "strategy"
 _ROOT = "checkpoint"  # what the original calls a root
+_DEBRIS = re.compile(rf"\.{_NAME}\.[0-9a-f]{{16}}\.tmp(\.old\.tmp)?")
 _MAX_NAMED = 3
 _log = logging.getLogger("reshard")
 
@@ -153,6 +155,9 @@ class Strategies:
     def _replace(self, mode: int, folder_mode: int, *, durable: bool) -> None:
         """A new folder under a hidden name takes the place of the old one: files of two strategies never mix."""
         make_root(self.folder.parent, folder_mode, durable=durable)
+        for name in steps.names(self.folder.parent):
+            if _DEBRIS.fullmatch(name):  # of a writer that was killed
+                shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
         new = self.folder.with_name(f".{_NAME}.{secrets.token_hex(8)}.tmp")
         try:
             steps.make_folder(new, folder_mode, durable=False)

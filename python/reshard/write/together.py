@@ -62,6 +62,7 @@ R = TypeVar("R")
 _FILE_MODE = 0o640
 _FOLDER_MODE = 0o750
 _LAST_SLEEP_S = 1.0
+_SIGHT_SECONDS = 60.0  # for which a network file system may remember that a folder was not there
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,7 @@ def carry_out(
         ReshardError: whatever a rank met.
     """
     coordinator = None if planned is None else _Coordinator(terms, share.common, planned, channel.world_size)
+    is_heard = True
     try:
         begun = None if coordinator is None else outcome_of(coordinator.begin)
         staging = Path(agree(channel, begun, terms.timeout)[0])
@@ -251,6 +253,7 @@ def carry_out(
         # It is published, whoever has not heard of it.
         summary = coordinator.summary
         summary["warnings"].append(f"not every rank learned that the save succeeded: {error.message}")
+        is_heard = False
     finally:
         if coordinator is not None:
             coordinator.clean_up()
@@ -268,7 +271,9 @@ def carry_out(
     )
     if coordinator is not None and coordinator.attempt is not None:
         report = _aftermath(terms, coordinator.attempt, share.record, report)
-    return report if after is None else replace(report, warnings=(*report.warnings, *after(report)))
+    if after is None or not is_heard:
+        return report
+    return replace(report, warnings=(*report.warnings, *after(report)))
 
 
 # -- every rank
@@ -282,7 +287,8 @@ def _write_own(
         raise share.files
     if not share.files and share.extra is None:
         return []
-    _wait_for(staging, terms.timeout)
+    # Not as long as rank 0 waits for this rank: it is to hear the reason.
+    _wait_for(staging, min(_SIGHT_SECONDS, terms.timeout / 2))
     joint = JointProgress(progress, sum(file.n_bytes for file in share.files))
     rows = []
     for file in share.files:

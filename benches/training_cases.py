@@ -1,0 +1,127 @@
+"""What `training.py` times: a training loop with and without saves in the background. What is saved is checked."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import reshard
+from reshard.torch import Checkpointer
+from reshard.torch.tensors import from_tensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_WIDTH, _BATCH = 2048, 64
+LAYER_BYTES = 3 * 4 * (_WIDTH * _WIDTH + _WIDTH)
+"""Of a layer in float32 and of what AdamW keeps for it, but for two counters."""
+
+
+class _Loop:
+    """A model as deep as its state is to be large."""
+
+    def __init__(self, n_layers: int) -> None:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+        torch.manual_seed(0)
+        layers = [part for _ in range(n_layers) for part in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.batch = torch.randn(_BATCH, _WIDTH)
+        self.n = 0
+
+    def step(self) -> None:
+        loss = (self.model(self.batch) - self.batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.n += 1
+
+    def state(self) -> dict[str, np.ndarray]:
+        """A copy of it."""
+        found = dict(self.model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            found |= {f"{slot}.{name}": value for slot, value in self.optimizer.state[parameter].items()}
+        return {name: from_tensor(tensor)[0].copy() for name, tensor in found.items()}
+
+
+def train(root: Path, n_layers: int, n_steps: int) -> dict[str, float]:
+    """Seconds of a step and of a stall, by the name of the case; so many steps are an interval."""
+    loop = _Loop(n_layers)
+    for _ in range(3):
+        loop.step()
+    made = {False: _checkpointer(root / "plain", loop), True: _checkpointer(root / "overlap", loop, overlap=True)}
+    for one in made.values():
+        _save(loop, one)  # the memory for copies is there from here on
+        loop.step()
+        one.wait()
+    found: dict[str, list[float]] = {"step, no save": [_interval(loop, n_steps)]}
+    for overlap, one in made.items():
+        name = ", overlap" if overlap else ""
+        seconds, stall, in_flight = _interval_with_save(loop, one, n_steps)
+        found[f"step, one save in an interval{name}"] = [seconds]
+        found[f"stall of `step`{name}"] = [stall]
+        found[f"step, while one is in flight{name}"] = [in_flight]
+        found["step, no save"].append(_interval(loop, n_steps))
+        _check(loop, one)
+        one.close()
+    return {name: statistics.mean(seconds) for name, seconds in found.items()}
+
+
+def _checkpointer(root: Path, loop: _Loop, **options: Any) -> Checkpointer:
+    made = Checkpointer(root, keep=1, signals=(), **options)
+    made.resume(model=loop.model, optimizer=loop.optimizer)
+    return made
+
+
+def _save(loop: _Loop, made: Checkpointer) -> float:
+    """Save as when it is due; how long that takes."""
+    started = time.perf_counter()
+    made.step(loop.n)
+    made.save()
+    return time.perf_counter() - started
+
+
+def _interval(loop: _Loop, n_steps: int) -> float:
+    """Seconds of a step, with no save."""
+    started = time.perf_counter()
+    for _ in range(n_steps):
+        loop.step()
+    return (time.perf_counter() - started) / n_steps
+
+
+def _interval_with_save(loop: _Loop, made: Checkpointer, n_steps: int) -> tuple[float, float, float]:
+    """Seconds of a step of an interval with a save, of the stall, and of a step that began while it was in flight."""
+    in_flight: list[float] = []
+    started, before = time.perf_counter(), loop.n
+    loop.step()
+    stall = _save(loop, made)
+    pending = made._saver.run.pending
+    while loop.n - before < n_steps or not pending.done():  # where an interval is too short for a save it is longer
+        is_in_flight, began = not in_flight or not pending.done(), time.perf_counter()
+        loop.step()
+        if is_in_flight:
+            in_flight.append(time.perf_counter() - began)
+    seconds = (time.perf_counter() - started) / (loop.n - before)
+    made.wait()
+    return seconds, stall, statistics.mean(in_flight)
+
+
+def _check(loop: _Loop, made: Checkpointer) -> None:
+    """What is saved is what there was, whatever the loop did meanwhile."""
+    expected = loop.state()
+    _save(loop, made)
+    for _ in range(2):
+        loop.step()
+    report = made.wait()
+    assert report is not None
+    assert report.durable
+    with reshard.open(report.path) as checkpoint:
+        found = checkpoint.load()
+    assert set(found) == set(expected)
+    assert all(np.array_equal(found[name], array) for name, array in expected.items())
