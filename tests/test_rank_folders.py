@@ -456,7 +456,7 @@ def test_a_gap_is_refused_without_a_strategy_too(tree: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"no file of rank 1\nhint: .* one rank can be opened alone"):
         reshard.open(tree)
     (tree / "rank_999999999999999999").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match=r"no file of rank 1, 4, 5, 6, 7, 8, 9, 10, \.\.\."):
+    with pytest.raises(CheckpointNotFoundError, match=r"no file of rank 1, 4, 5, 6, 7, 8, 9, 10 and 9{16}88 more"):
         reshard.open(tree)
 
 

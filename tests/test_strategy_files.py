@@ -281,7 +281,7 @@ HOSTILE = {
     "a list where a number stands": (number(1, 1) + field(2, b"\x0a\x7f"), "not the messages of a strategy"),
     "nothing but the last stage": (
         protobuf(layout(b"w"), operators=field(2, field(1, b"op") + field(2, number(1, (1 << 32) - 1)))),
-        "holds no strategy of stage 0, 1, 2, 3, 4, 5, 6, 7, ...; its last stage is 4294967295",
+        "holds no strategy of stage 0, 1, 2, 3, 4, 5, 6, 7 and 4294967287 more; its last stage is 4294967295",
     ),
     "stages of different worlds": (
         protobuf(

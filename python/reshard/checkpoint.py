@@ -41,6 +41,7 @@ from reshard.layout.strategy_like import device_layouts, named_mapping
 from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order
 from reshard.small_files import show
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -762,8 +763,7 @@ class Checkpoint:
                 f"{self.path} holds whole tensors: no file of it is that of one rank", hint="`load` gives them"
             )
         if rank not in self._own:
-            some = ", ".join(map(str, list(self._own)[:8])) + (", ..." if len(self._own) > 8 else "")
-            raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {some}")
+            raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {listed(self._own)}")
         numbers = self._own[rank]
         return own_index(self._index, numbers, self.manifest, is_local=bool(self._rank_files), method=self._method)
 

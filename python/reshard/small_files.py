@@ -25,6 +25,7 @@ __all__ = [
     "component_fault",
     "fsync_folder",
     "parse_size",
+    "read_head",
     "read_small_file",
     "show",
     "write_file_atomically",
@@ -107,6 +108,17 @@ def read_small_file(path: str | os.PathLike[str], max_bytes: int, *, follow_link
         StorageError: the system failed to open or read it.
     """
     path = os.fspath(path)
+    data = read_head(path, max_bytes + 1, follow_links=follow_links)
+    if len(data) > max_bytes:
+        raise DamagedFileError(
+            f"{show(path)} is larger than {max_bytes} bytes, more than such a file can be", path=path
+        )
+    return data
+
+
+def read_head(path: str | os.PathLike[str], n_bytes: int, *, follow_links: bool = False) -> bytes:
+    """The first bytes of a regular file, as far as it has them. Raises as `read_small_file` does."""
+    path = os.fspath(path)
     # Without O_NONBLOCK the open of a pipe waits for a writer for ever.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow_links else os.O_NOFOLLOW)
     try:
@@ -121,16 +133,11 @@ def read_small_file(path: str | os.PathLike[str], max_bytes: int, *, follow_link
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise DamagedFileError(f"{show(path)} is not a regular file", path=path)
         with open(handle, "rb", closefd=False) as file:
-            data = file.read(max_bytes + 1)
+            return file.read(n_bytes)
     except OSError as error:
         raise StorageError(f"reading {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
     finally:
         os.close(handle)
-    if len(data) > max_bytes:
-        raise DamagedFileError(
-            f"{show(path)} is larger than {max_bytes} bytes, more than such a file can be", path=path
-        )
-    return data
 
 
 def write_file_atomically(

@@ -24,6 +24,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.errors import ArgumentError, GroupError, ReshardError, UnsupportedError
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +43,6 @@ _RANKS_PER_SLEEP = 128  # more ranks ask more rarely: one server answers them al
 _GRACE_S = 1.0  # who waits for a root gives it this much more, so that the root can say for whom it waited in vain
 _LINGER_S = 1.0  # for which the root of a broadcast stays to see it fetched
 _SILENCE_S = 1.5  # a store that has not answered at this time after the deadline is given up
-_MAX_NAMED = 8
 _MAX_MESSAGE = 2000
 
 
@@ -298,8 +298,7 @@ class TorchSession:
         return True
 
     def _give_up(self, name: str, timeout: float, missing: Sequence[int], why: str = "") -> NoReturn:
-        named = ", ".join(map(str, missing[:_MAX_NAMED])) + (", ..." if len(missing) > _MAX_NAMED else "")
-        who = why or f"no answer of rank{'s' if len(missing) > 1 else ''} {named} of {self.world_size}"
+        who = why or f"no answer of rank{'s' if len(missing) > 1 else ''} {listed(missing)} of {self.world_size}"
         raise GroupError(
             f"{name} in session `{self._label}`: {who} within {timeout:g} s",
             hint="see the log of that rank for what it met, or allow more time",

@@ -1,8 +1,12 @@
-"""Foreign text: checked, shown in messages so that it can do no harm, and the known words that are spelt like it."""
+"""Foreign text in messages: shown so that it can do no harm, listed so that it stays short; the words that are near it.
+
+Knows nothing of what the texts mean.
+"""
 
 from __future__ import annotations
 
 import difflib
+import itertools
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError
@@ -10,7 +14,7 @@ from reshard.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["check_text", "nearest", "show"]
+__all__ = ["check_text", "listed", "nearest", "show"]
 
 _MAX_SHOWN = 256  # characters of a foreign text in a message
 
@@ -45,3 +49,21 @@ def show(text: str) -> str:
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_SHOWN])
     return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"
+
+
+def listed(items: Iterable[object], most: int = 8, *, n_items: int | None = None) -> str:
+    """The first of some names or numbers, and how many more there are.
+
+    Args:
+        items: what is listed; foreign texts are given through `show`.
+        most: so many are named.
+        n_items: how many there are, where nobody may count them: then no more than `most` are looked at.
+
+    Example:
+        >>> listed(range(3)), listed(range(100), 3), listed(range(10**18), 2, n_items=10**18)
+        ('0, 1, 2', '0, 1, 2 and 97 more', '0, 1 and 999999999999999998 more')
+    """
+    items = iter(items)
+    first = list(itertools.islice(items, most))
+    n_more = sum(1 for _ in items) if n_items is None else n_items - len(first)
+    return ", ".join(map(str, first)) + (f" and {n_more} more" if n_more else "")

@@ -10,6 +10,7 @@ import click
 
 import reshard
 from reshard.cli.output import collected_warnings, echo, echo_json, progress_bar, rate, shown, size, warn
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,8 +138,8 @@ def carry_out(src: str, dst: str, *, no_sync: bool, as_json: bool, share: str | 
         echo_json({**dataclasses.asdict(report), "warnings": warnings})
         return
     if report.pending:
-        others = ", ".join(map(str, report.pending[:8])) + (", ..." if len(report.pending) > 8 else "")
-        echo(f"wrote share {given['share'][0]} of {given['share'][1]}; to be written before it appears: {others}")
+        own, of = given["share"]
+        echo(f"wrote share {own} of {of}; to be written before it appears: {listed(report.pending)}")
     else:
         echo(f"wrote {shown(report.path)}")
     echo(

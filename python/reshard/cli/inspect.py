@@ -30,6 +30,7 @@ from reshard.cli.output import (
     size,
 )
 from reshard.errors import KeyNotFoundError
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -214,7 +215,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         counts = f"{told['n_tensors']} tensors, {_count(told['n_elements'])} {elements}"
         lines.append((part, f"{counts}, {size(told['n_bytes'])} ({dtypes})"))
     if checkpoint.strings:
-        names = ", ".join(map(shown, checkpoint.strings[:8])) + (", ..." if len(checkpoint.strings) > 8 else "")
+        names = listed(map(shown, checkpoint.strings))
         lines.append(("text", f"{len(checkpoint.strings)} values that are no tensors and cannot be read: {names}"))
     if checkpoint.format == "checkpoint1":
         lines.append(("ranks", f"{len(checkpoint.ranks())}, each with a file of its own"))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.small_files import component_fault, show, write_file_atomically
 from reshard.strict_json import read_json
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -387,6 +388,4 @@ def _shortest(folder: Path, names: list[str], suffix: str | None) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    first = [show(name) for name in names]
-    more = f" and {len(first) - _MAX_NAMED} more" if len(first) > _MAX_NAMED else ""
-    return f"{', '.join(first[:_MAX_NAMED])}{more}"
+    return listed(map(show, names), _MAX_NAMED)

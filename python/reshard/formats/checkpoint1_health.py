@@ -2,23 +2,24 @@
 
     [{"is_health": 0, "ckpt_name": "llama_rank_0-20_2.safetensors"}, ...]
 
-The word says the opposite of what is meant: 0 is healthy, 1 is not. Rank 0's file stands for those of all ranks.
+The word says the opposite of what is meant: 0 is healthy, 1 is not. Rank 0's file stands for those of all ranks. Which
+saves are loaded for it is for `resume` to say.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
-from reshard.small_files import write_file_atomically
+from reshard.small_files import show, write_file_atomically
 from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
     import os
 
-__all__ = ["HEALTH_FILE", "health_path", "note"]
+__all__ = ["HEALTH_FILE", "health_path", "note", "read"]
 
 HEALTH_FILE = "health_ckpts.json"
 
@@ -33,6 +34,29 @@ def health_path(root: str | os.PathLike[str]) -> Path:
         'output/health_ckpts.json'
     """
     return Path(root).parent / HEALTH_FILE
+
+
+def read(root: str | os.PathLike[str]) -> dict[str, int]:
+    """What was found of each save, by the name of the file: 0 is healthy, 1 is not. Entries of another form are none.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        DamagedFileError: it is no JSON, or holds no list.
+        StorageError: the system failed to read it.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as output:
+        ...     _ = note(f"{output}/checkpoint", "llama_rank_0-20_2.safetensors", 1)
+        ...     read(f"{output}/checkpoint")
+        {'llama_rank_0-20_2.safetensors': 1}
+    """
+    statuses: dict[str, int] = {}
+    for record in _records(health_path(root)):
+        name, status = (record.get("ckpt_name"), record.get("is_health")) if isinstance(record, dict) else (None, None)
+        if isinstance(name, str) and isinstance(status, int):
+            statuses[name] = int(status != 0)
+    return statuses
 
 
 def note(
@@ -63,9 +87,7 @@ def note(
     path = health_path(root)
     warning = None
     try:
-        records = read_json(path, _MAX_BYTES)
-        if not isinstance(records, list):
-            raise DamagedFileError(f"{path} is no list of saves", path=str(path))  # noqa: TRY301
+        records = _records(path)
     except CheckpointNotFoundError:
         records = []
     except DamagedFileError as error:
@@ -73,3 +95,10 @@ def note(
     text = json.dumps([*records, {"is_health": status, "ckpt_name": name}])
     write_file_atomically(path, text, mode, durable=durable)
     return warning
+
+
+def _records(path: Path) -> list[Any]:
+    records = read_json(path, _MAX_BYTES)
+    if not isinstance(records, list):
+        raise DamagedFileError(f"{show(str(path))} holds no list of saves", path=str(path))
+    return records

@@ -12,7 +12,6 @@ published documents show it. This module opens no shard file, and does not say w
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats.checkpoint2_common import MAX_COMMON_BYTES, CommonInfo
 from reshard.small_files import component_fault, read_small_file, show, write_file_atomically
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -334,12 +334,9 @@ def _check_complete(path: str, part: Part, expected: ShardFileName, found: dict[
         return
     # The count comes out of a name: only as many indices are looked at as files are there.
     absent = (index for index in range(expected.count) if index not in found)
-    names = [
-        shard_file_name(part, index, expected.count, expected.prefix) for index in itertools.islice(absent, _MAX_NAMED)
-    ]
-    more = f" and {n_missing - len(names)} more" if n_missing > len(names) else ""
+    names = (show(shard_file_name(part, index, expected.count, expected.prefix)) for index in absent)
     raise DamagedFileError(
         f"{show(path)} lists {len(found)} of {expected.count} {part} files; "
-        f"{', '.join(map(show, names))}{more} {'is' if n_missing == 1 else 'are'} missing",
+        f"{listed(names, _MAX_NAMED, n_items=n_missing)} {'is' if n_missing == 1 else 'are'} missing",
         path=path,
     )

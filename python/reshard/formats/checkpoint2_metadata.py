@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.checkpoint2_shards import FilePlan, Shard, TensorRecord, World, shard_id, shards_of
 from reshard.small_files import show, writing_atomically
+from reshard.words import listed
 
 if TYPE_CHECKING:
     import os
@@ -83,7 +84,7 @@ def expressible(record: TensorRecord, world: World) -> str | None:
     ranks = world.held(record.place)
     # The original takes `rank % len(rank_list)` for the position of a rank in its stage.
     if ranks[0] % len(ranks) or ranks != tuple(range(ranks[0], ranks[0] + len(ranks))):
-        return f"the ranks that hold it, {_short(ranks)}, are not a contiguous and aligned run in the order of the mesh"
+        return f"the ranks that hold it, {listed(ranks)}, are not a contiguous and aligned run in the order of the mesh"
     return None
 
 
@@ -224,7 +225,3 @@ def _padded_cut(record: TensorRecord) -> tuple[tuple[str, ...], ...]:
 
 def _dump(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _short(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard.errors import DamagedFileError, KeyNotFoundError
 from reshard.formats import ckpt
-from reshard.small_files import show
+from reshard.small_files import read_head, show
 
 if TYPE_CHECKING:
     import os
@@ -118,7 +118,7 @@ def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Lite
         >>> kind_of("rank_0/llama_rank_0-10_2.ckpt")  # doctest: +SKIP
         'ckpt'
     """
-    head = ckpt.read_head(path, follow_links=follow_links)
+    head = read_head(path, ckpt.HEAD_BYTES, follow_links=follow_links)
     if ckpt.is_head(head):
         return "ckpt"
     is_named_ckpt = Path(path).suffix == ckpt.SUFFIX and not ckpt.is_safetensors_head(head)

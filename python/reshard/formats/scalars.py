@@ -7,6 +7,7 @@ put before a parameter's name tells.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,16 @@ from reshard.small_files import show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["NAMES", "OF_NO_PARAMETER", "arrays_of", "common_of", "is_counter", "is_state", "parameter_of"]
+__all__ = [
+    "NAMES",
+    "OF_NO_PARAMETER",
+    "arrays_of",
+    "check_shape",
+    "common_of",
+    "is_counter",
+    "is_state",
+    "parameter_of",
+]
 
 NAMES = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 """Those that are counters."""
@@ -70,11 +80,23 @@ def parameter_of(key: str) -> tuple[str, str] | None:
     return (slot, parameter) if dot and slot in _SLOTS else None
 
 
+def check_shape(name: str, shape: tuple[int, ...], source: str) -> None:
+    """Refuse a counter of several elements, in the file `source`.
+
+    Raises:
+        DamagedFileError: it has several, or none; the shapes `()` and `(1,)` are both met.
+    """
+    if math.prod(shape) != 1:
+        raise DamagedFileError(
+            f"{show(source)}: the counter `{name}` has shape {shape}, expected one element", path=source, key=name
+        )
+
+
 def common_of(arrays: Mapping[str, np.ndarray], source: str) -> CommonInfo:
     """The counters that tensors of one element tell; names that are no counters are passed over.
 
     Args:
-        arrays: them, by name; the shapes `()` and `(1,)` are both met.
+        arrays: them, by name.
         source: what messages call the file.
 
     Raises:
@@ -89,12 +111,7 @@ def common_of(arrays: Mapping[str, np.ndarray], source: str) -> CommonInfo:
         array = arrays.get(name)
         if array is None:
             continue
-        if array.size != 1:
-            raise DamagedFileError(
-                f"{show(source)}: the counter `{name}` has shape {array.shape}, expected one element",
-                path=source,
-                key=name,
-            )
+        check_shape(name, array.shape, source)
         value = array.reshape(()).item()
         # A whole number is one, whatever it is stored as.
         values[name] = int(value) if name != "loss_scale" and isinstance(value, float) and value.is_integer() else value

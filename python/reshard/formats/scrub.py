@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import ReshardError
 from reshard.small_files import show
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,9 +37,8 @@ class Damage:
     tensors: tuple[str, ...]
 
     def __str__(self) -> str:
-        some = ", ".join(map(show, self.tensors[:_MAX_NAMED]))
-        more = f" and {len(self.tensors) - _MAX_NAMED} more" if len(self.tensors) > _MAX_NAMED else ""
-        return f"bytes {self.begin} to {self.end} were altered: {some + more if some else 'the header'}"
+        some = listed(map(show, self.tensors), _MAX_NAMED) or "the header"
+        return f"bytes {self.begin} to {self.end} were altered: {some}"
 
 
 def scrub_file(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.small_files import component_fault, show
 from reshard.strict_json import read_json
+from reshard.words import listed
 
 if TYPE_CHECKING:
     import os
@@ -59,9 +60,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
             raise _damaged(path, f"the file name {show(name)} is refused: {fault}")
     missing = [name for name in files if not (path.parent / name).is_file()]
     if missing:
-        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
         raise CheckpointNotFoundError(
-            f"{show(str(path))} names files that are not there: {', '.join(map(show, missing[:_MAX_NAMED]))}{more}",
+            f"{show(str(path))} names files that are not there: {listed(map(show, missing), _MAX_NAMED)}",
             path=str(path),
             hint="the download or copy of the model is incomplete",
         )

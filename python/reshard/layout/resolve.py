@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING
 from reshard.errors import LayoutError
 from reshard.layout.file import Block, LayoutFile, Place, Rule, Uneven
 from reshard.layout.patterns import IndexPattern, Matcher, Pattern, natural_order
-from reshard.words import nearest, show
+from reshard.words import listed, nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
 __all__ = ["Join", "Resolved", "Spec", "resolve", "state_of"]
-
-_MAX_NAMED = 8  # keys in a warning
 
 
 @dataclass(frozen=True)
@@ -291,7 +289,8 @@ class _Resolver:
     def _kept(self) -> Iterator[str]:
         for dim, keys in self.kept.items():
             axes = self._axes_text(self.layout.optimizer.add[dim])
-            yield f"optimizer: {axes} does not divide dim {dim} and leaves the parameter's cut of {_some(keys)}"
+            some = listed(map(show, keys))
+            yield f"optimizer: {axes} does not divide dim {dim} and leaves the parameter's cut of {some}"
 
     # -- who holds it
 
@@ -430,9 +429,4 @@ def _parameter(key: str, known: Collection[str]) -> str | None:
 
 
 def _texts(match: tuple[str, ...]) -> str:
-    return _some(list(match))
-
-
-def _some(texts: list[str]) -> str:
-    named = ", ".join(show(text) for text in texts[:_MAX_NAMED])
-    return named if len(texts) <= _MAX_NAMED else f"{named} and {len(texts) - _MAX_NAMED} more"
+    return listed(map(show, match))

@@ -8,13 +8,12 @@ settles it. How the files are read is not known here.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, MismatchError, UnsupportedError
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -97,9 +96,9 @@ class Strategy:
         self.stages = {stage: dict(stages[stage]) for stage in sorted(stages)}
         self.n_stages = max(self.stages, default=-1) + 1
         # A hostile number of a stage must not make a list of what is missing before it.
-        missing = list(itertools.islice((n for n in range(self.n_stages) if n not in self.stages), 9))
-        if missing:
-            named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        n_missing = self.n_stages - len(self.stages)
+        if n_missing:
+            named = listed((n for n in range(self.n_stages) if n not in self.stages), n_items=n_missing)
             raise CheckpointNotFoundError(
                 f"{show(source)} holds no strategy of stage {named}; its last stage is {self.n_stages - 1}",
                 path=source,

@@ -14,7 +14,7 @@ from reshard.errors import LayoutError
 from reshard.layout.like import axis_names, common_spans, cut_on, stage_axis_name
 from reshard.layout.patterns import glob_of
 from reshard.layout.resolve import Resolved, Spec
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from reshard.layout.strategy_file import LayoutItem
 
 __all__ = ["StrategySpecs", "specs_of"]
-
-_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -125,11 +123,12 @@ def specs_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None = N
         )
     if several:
         warnings.append(
-            f"{show(strategy.source)} puts {_some(several)} on some stages; in a layout, one or all: here it is all"
+            f"{show(strategy.source)} puts {listed(map(show, several))} on some stages; in a layout, one or all: "
+            "here it is all"
         )
     unlisted = [key for key, spec in specs.items() if key not in cuts and spec.shape]
     if unlisted:
-        warnings.append(f"{show(strategy.source)} does not list {_some(unlisted)}: whole on every rank")
+        warnings.append(f"{show(strategy.source)} does not list {listed(map(show, unlisted))}: whole on every rank")
     return StrategySpecs(mesh or {"dp": 1}, specs, warnings)
 
 
@@ -153,8 +152,3 @@ def _nominal_shape(cut: DeviceCut) -> tuple[int, ...]:
     """The smallest shape that can be cut so."""
     parts = cut.parts()
     return parts if cut.sizes is None else (sum(cut.sizes), *parts[1:])
-
-
-def _some(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
-    return ", ".join(map(show, keys[:_MAX_NAMED])) + more

@@ -32,6 +32,7 @@ from reshard.opening.rank_folders import (
 from reshard.opening.root import best_of, is_damage, iterations, newer_than, order_of, reason_of
 from reshard.opening.weights import open_full_weights
 from reshard.small_files import show
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from reshard.names import NamesLike
@@ -56,8 +57,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("reshard")
-
-_MAX_NAMED = 8  # names that a warning lists
 
 
 def open(  # noqa: A001
@@ -182,9 +181,7 @@ def _open_ckpt(index: _core.Index, path: Path, method: _core.ReadMethod) -> Chec
     for key in opened.tensors:
         index.add_whole(key, opened.file)
     if opened.strings:
-        names = ", ".join(map(show, opened.strings[:_MAX_NAMED])) + (
-            ", ..." if len(opened.strings) > _MAX_NAMED else ""
-        )
+        names = listed(map(show, opened.strings))
         _log.warning("%s: %d values are text and no tensors, and are left out: %s", path, len(opened.strings), names)
     checkpoint = Checkpoint("ckpt", path, index)
     checkpoint.strings = opened.strings

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.config import split_iteration
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, scalars
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.formats import checkpoint1, checkpoint1_health, checkpoint2, full_weights, huggingface, scalars
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.opening.rank_folders import look_at, open_rank_files
 from reshard.opening.root import is_damage, reason_of
 from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
 from reshard.resume.checkpoint1 import RankFolder, Save, SaveOrder, name_of_rank, order_saves
-from reshard.small_files import show
-from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,9 +42,6 @@ __all__ = [
     "saves_root",
 ]
 
-HEALTH_FILE = "health_ckpts.json"
-
-_MAX_HEALTH_BYTES = 64 << 20
 _COUNTERS_THAT_AGREE = ("step_num", "epoch_num")  # over the files of one save; a loss scale may differ
 
 
@@ -369,11 +364,7 @@ def counters_of(checkpoint: Checkpoint) -> CommonInfo | None:
     names = [name for name in scalars.NAMES if name in checkpoint]
     path = str(checkpoint.path)
     for name in names:
-        shape = checkpoint.shape(name)
-        if shape not in ((), (1,)):  # looked at before it is read: it can be of any size
-            raise DamagedFileError(
-                f"{show(path)}: the counter `{name}` has shape {shape}, expected one element", path=path, key=name
-            )
+        scalars.check_shape(name, checkpoint.shape(name), path)  # before it is read: it can be of any size
     return scalars.common_of(checkpoint.load(keys=names, threads=1), path) if names else None
 
 
@@ -382,24 +373,12 @@ def holds_optimizer(checkpoint: Checkpoint) -> bool:
     return any(scalars.is_state(key) and key not in scalars.NAMES for key in checkpoint)
 
 
-# -- health
-
-
 def _health(root: str) -> tuple[dict[str, int], str | None]:
     """What the health monitor found of each save, by rank 0's file (0: healthy), and why that is not known."""
-    path = Path(root).parent / HEALTH_FILE
     try:
-        records = read_json(path, _MAX_HEALTH_BYTES)
-    except CheckpointNotFoundError:
-        return {}, f"there is no {show(str(path))}: no save is known to be healthy"
+        found = checkpoint1_health.read(root)
+    except CheckpointNotFoundError as error:
+        return {}, f"{error.message}: no save is known to be healthy"
     except DamagedFileError as error:
         return {}, error.message
-    except StorageError as error:
-        raise error from None
-    statuses: dict[str, int] = {}
-    for record in records if isinstance(records, list) else []:
-        name, status = (record.get("ckpt_name"), record.get("is_health")) if isinstance(record, dict) else (None, None)
-        if isinstance(name, str) and isinstance(status, int):
-            # The word says the opposite of what is meant: 0 is healthy.
-            statuses[name_of_rank(name, 0)] = int(status != 0)
-    return statuses, None if isinstance(records, list) else f"{show(str(path))} holds no list of saves"
+    return {name_of_rank(name, 0): status for name, status in found.items()}, None

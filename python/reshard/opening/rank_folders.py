@@ -20,21 +20,20 @@ from typing import TYPE_CHECKING, TypeAlias
 from reshard import _core
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileError, MismatchError, StorageError
-from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, scalars
-from reshard.formats.rank_file import add_rank_file, placed
-from reshard.layout.strategy import Strategy, box_of
+from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface
+from reshard.formats.rank_file import add_rank_file
+from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
+from reshard.opening.rank_tensors import RankTensors
 from reshard.opening.root import is_damage, reason_of
-from reshard.outputs import as_array
 from reshard.resume.checkpoint1 import RankFolder, name_of_rank, order_saves
 from reshard.small_files import show
+from reshard.words import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
-    from reshard.formats.checkpoint2 import CommonInfo
-    from reshard.formats.rank_file import LocalTensor, Placed, RankFile
     from reshard.resume.checkpoint1 import SaveOrder
 
 __all__ = [
@@ -59,8 +58,6 @@ StrategyLike: TypeAlias = Strategy | str | os.PathLike[str]
 _FOLDER = re.compile("rank_(0|[1-9][0-9]{0,17})")
 _STRATEGY_FOLDER = "strategy"
 _MAX_NAMED = 8
-# What all ranks of one save agree on; where they do not, files of different saves lie together.
-_SAME_ON_ALL = ("epoch_num", "step_num", "global_step")
 
 
 def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
@@ -262,21 +259,21 @@ def open_rank_files(
     _check_ranks(root, files, known)
     index = _core.Index()
     ranks = {rank: add_rank_file(index, files[rank], method=method) for rank in sorted(files)}
-    tree = _Tree(root, ranks, known)
-    for key in tree.keys:
-        if key not in tree.unplaced:
+    tensors = RankTensors(root, ranks, known)
+    for key in tensors.keys:
+        if key not in tensors.unplaced:
             # Ranks that hold the same part may have it in other records: these overlap, and are no replicas.
-            is_split = any(len(one.parts) > 1 for one in tree.held[key].values())
-            index.add_tiles(key, *tree.placed(key), overlapping=is_split)
-    tree.prove(index)
-    tree.warn()
+            is_split = any(len(one.parts) > 1 for one in tensors.held[key].values())
+            index.add_tiles(key, *tensors.placed(key), overlapping=is_split)
+    tensors.prove(index)
+    tensors.warn()
     checkpoint = Checkpoint("checkpoint1", root, index)
     checkpoint._place_ranks(  # noqa: SLF001  made here, as all of it
-        ranks, tree.keys, tree.unplaced, known, tree.followed
+        ranks, tensors.keys, tensors.unplaced, known, tensors.followed
     )
     checkpoint._method = method  # noqa: SLF001
     checkpoint.strings = tuple(dict.fromkeys(name for file in ranks.values() for name in file.strings))
-    checkpoint.common = tree.common(method)
+    checkpoint.common = tensors.common(method)
     checkpoint.iteration = None if checkpoint.common is None else checkpoint.common.step_num
     return checkpoint
 
@@ -304,16 +301,20 @@ def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
 def _check_ranks(root: Path, ranks: Collection[int], strategy: Strategy | None) -> None:
     """Refuse a tree in which ranks are missing, as far as they are known."""
     hint = "bring the folders of all ranks together; the folder of one rank can be opened alone"
+    # The largest rank comes out of a folder's name: no more are looked at than are named.
+    n = strategy.world_size if strategy is not None else max(ranks) + 1 if len(ranks) > 1 else 0
+    missing = list(itertools.islice((rank for rank in range(n) if rank not in ranks), 8))
+    n_missing = n - sum(0 <= rank < n for rank in ranks)
     if strategy is None:
-        if len(ranks) > 1 and (missing := _missing(ranks, max(ranks))):
+        if n_missing:
             raise CheckpointNotFoundError(
-                f"{show(str(root))} has no file of rank {_some(missing)}", path=str(root), hint=hint
+                f"{show(str(root))} has no file of rank {listed(missing, n_items=n_missing)}", path=str(root), hint=hint
             )
         return
-    if missing := _missing(ranks, strategy.world_size):
+    if n_missing:
         stages = dict.fromkeys(rank // strategy.devices_per_stage for rank in missing)
         raise CheckpointNotFoundError(
-            f"{show(str(root))} has no file of rank {_some(missing)} (stage {_some(stages)}); "
+            f"{show(str(root))} has no file of rank {listed(missing, n_items=n_missing)} (stage {listed(stages)}); "
             f"{show(strategy.source)} is one of {strategy.n_stages} stages of {strategy.devices_per_stage} ranks",
             path=str(root),
             hint="one rank is opened without a strategy; with it, open the folder above" if len(ranks) == 1 else hint,
@@ -321,198 +322,8 @@ def _check_ranks(root: Path, ranks: Collection[int], strategy: Strategy | None) 
     more = sorted(rank for rank in ranks if rank >= strategy.world_size)
     if more:
         raise MismatchError(
-            f"{show(str(root))} has files of rank {_some(more)}, and {show(strategy.source)} is one of "
+            f"{show(str(root))} has files of rank {listed(more)}, and {show(strategy.source)} is one of "
             f"{strategy.world_size} ranks",
             path=str(root),
             hint="give the strategies of all pipeline stages: the folder that holds them, or the merged file",
         )
-
-
-# -- from local arrays to whole tensors
-
-
-class _Tree:
-    """What the files of all ranks hold, key by key."""
-
-    def __init__(self, root: Path, files: Mapping[int, RankFile], strategy: Strategy | None) -> None:
-        self.root = root
-        self.files = files
-        self.strategy = strategy
-        self.held: dict[str, dict[int, LocalTensor]] = {}
-        for rank, file in files.items():
-            for key, tensor in file.tensors.items():
-                self.held.setdefault(key, {})[rank] = tensor
-        self.keys = list(self.held)
-        self.unplaced: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
-        if strategy is None and len(files) > 1:
-            self.unplaced = {
-                key: (self._dtype(key), tuple(dict.fromkeys(one.shape for one in held.values())))
-                for key, held in self.held.items()
-                if not _is_counter(key, held.values())
-            }
-        self.unlisted = [] if strategy is None else [key for key in self.keys if not strategy.stages_of(key)]
-        self.followed = {key: parameter for key in self.unlisted if (parameter := self._followed(key)) is not None}
-
-    def name(self, rank: int) -> str:
-        """What messages call a rank's file."""
-        return show(os.path.relpath(self.files[rank].path, self.root))
-
-    def _followed(self, key: str) -> str | None:
-        """The parameter as which state is cut that the strategy does not name: every part is of that one's shape."""
-        state = scalars.parameter_of(key)
-        if self.strategy is None or state is None or not self.strategy.stages_of(state[1]):
-            return None
-        parts = self.held.get(state[1], {})
-        is_alike = all(rank in parts and parts[rank].shape == one.shape for rank, one in self.held[key].items())
-        return state[1] if is_alike else None
-
-    def placed(self, key: str) -> tuple[str, tuple[int, ...], Placed]:
-        """A whole tensor as dtype and shape, and where its parts lie: what `Index.add_tiles` takes.
-
-        Raises:
-            DamagedFileError: the ranks differ in its dtype.
-            MismatchError: their arrays are not parts of one tensor.
-        """
-        dtype = self._dtype(key)
-        found: dict[tuple[int, ...], int] = {}
-        stored: Placed = []
-        for rank, tensor in self.held[key].items():
-            shape, offset = self._box(key, rank, tensor.shape)
-            found.setdefault(shape, rank)
-            stored += placed(self.files[rank], key, offset)
-        if len(found) > 1:
-            (a, first), (b, second), *_ = found.items()
-            why = "is not in the strategy, so that every rank would hold the same" if key in self.unlisted else ""
-            why = why or "is a part of different tensors"
-            raise MismatchError(
-                f"{show(key)} {why}: by {self.name(first)} it has shape {a}, by {self.name(second)} {b}",
-                path=str(self.files[second].path),
-                key=key,
-                hint="is this the strategy with which the checkpoint was written?",
-            )
-        return dtype, next(iter(found)), stored
-
-    def _box(self, key: str, rank: int, local: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shape of a whole tensor, and the offset of a rank's array in it."""
-        whole = local, (0,) * len(local)
-        if self.strategy is None:
-            return whole
-        if key in self.unlisted and key not in self.followed:
-            return whole
-        box = box_of(self.strategy, self.followed.get(key, key), rank, local)
-        if box is None:
-            stages = _some(self.strategy.stages_of(key))
-            raise MismatchError(
-                f"{self.name(rank)} holds {show(key)}, which {show(self.strategy.source)} places on stage {stages}",
-                path=str(self.files[rank].path),
-                key=key,
-                hint="is this the strategy with which the checkpoint was written?",
-            )
-        return box
-
-    def _dtype(self, key: str) -> str:
-        found: dict[str, int] = {}
-        for rank, tensor in self.held[key].items():
-            found.setdefault(tensor.dtype, rank)
-        if len(found) > 1:
-            (a, first), (b, second), *_ = found.items()
-            raise DamagedFileError(
-                f"{show(key)} is {a} in {self.name(first)} and {b} in {self.name(second)}",
-                path=str(self.files[second].path),
-                key=key,
-            )
-        return next(iter(found))
-
-    def prove(self, index: _core.Index) -> None:
-        """Prove that no tensor has a hole; the error says which ranks do not hold it.
-
-        Raises:
-            CoverageError: one has.
-        """
-        try:
-            index.prove()
-        except CoverageError as error:
-            if self.strategy is not None and error.key in self.held:
-                n = self.strategy.devices_per_stage
-                ranks = (s * n + i for s in self.strategy.stages_of(error.key) for i in range(n))
-                lacking = [rank for rank in ranks if rank not in self.held[error.key]]
-                error.path = str(self.root)
-                error.message += f"; it is missing in the file of rank {_some(lacking)}"
-            raise
-
-    def warn(self) -> None:
-        """Tell what is read otherwise than the files say."""
-        for rank, file in self.files.items():
-            if file.strings:
-                _log.warning("%s holds text, which is passed over: %s", self.name(rank), _some(map(show, file.strings)))
-        if self.strategy is None:
-            return
-        if self.followed:
-            told = _some(map(show, self.followed))
-            _log.warning("%s does not list %s: taken to be cut as its parameter", self.strategy.source, told)
-        whole = [
-            key for key in self.unlisted if key not in self.followed and not _is_counter(key, self.held[key].values())
-        ]
-        if whole:
-            told = _some(map(show, whole))
-            _log.warning("%s does not list %s: taken for whole on every rank", self.strategy.source, told)
-
-    def common(self, method: _core.ReadMethod) -> CommonInfo | None:
-        """The counters, of which all ranks must tell the same; None: there are none.
-
-        Raises:
-            DamagedFileError: they do not: files of different saves lie together.
-        """
-        found: dict[int, CommonInfo] = {}
-        for rank, file in self.files.items():
-            names = [name for name in scalars.NAMES if name in file.tensors]
-            if not names:
-                continue
-            index = _core.Index()
-            again = add_rank_file(index, file.path, method=method)
-            request = _core.Request()
-            for name in names:
-                shape = again.tensors[name].shape
-                if shape not in ((), (1,)):  # looked at before it is read: it can be of any size
-                    raise DamagedFileError(
-                        f"{self.name(rank)}: the counter `{name}` has shape {shape}, expected one element",
-                        path=str(file.path),
-                        key=name,
-                    )
-                index.add_tiles(name, again.tensors[name].dtype, shape, placed(again, name, (0,) * len(shape)))
-                request.add_region(name, name, (0,) * len(shape), shape)
-            # A sum of its own a file may have is not compared yet: that would read all of it.
-            plan = index.plan(request, verify=False)
-            places = zip(plan.arrays, plan.load(), strict=True)
-            arrays = {name: as_array(*place, dtype, shape) for (name, dtype, shape, _), place in places}
-            found[rank] = scalars.common_of(arrays, str(file.path))
-            index.close()
-        if not found:
-            return None
-        first, *others = found
-        for rank in others:
-            for name in _SAME_ON_ALL:
-                a, b = getattr(found[first], name), getattr(found[rank], name)
-                if a is not None and b is not None and a != b:
-                    raise DamagedFileError(
-                        f"`{name}` is {a} in {self.name(first)} and {b} in {self.name(rank)}: they are of two saves",
-                        path=str(self.files[rank].path),
-                        key=name,
-                    )
-        return found[first]
-
-
-def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:
-    """Whether every rank holds one and the same number under a key, however it is cut."""
-    return all(not one.shape or (key in scalars.OF_NO_PARAMETER and one.shape == (1,)) for one in held)
-
-
-def _missing(ranks: Collection[int], n: int) -> list[int]:
-    """The first ranks of so many that are missing; not all of them, since a number can be anything."""
-    return list(itertools.islice((rank for rank in range(n) if rank not in ranks), _MAX_NAMED + 1))
-
-
-def _some(items: Iterable[object]) -> str:
-    listed = list(itertools.islice(items, _MAX_NAMED + 1))
-    more = ", ..." if len(listed) > _MAX_NAMED else ""
-    return ", ".join(map(str, listed[:_MAX_NAMED])) + more

@@ -15,6 +15,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import DamagedFileError
 from reshard.formats import full_weights, scalars
 from reshard.small_files import show
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,11 +70,9 @@ def _add_counters(index: _core.Index, path: Path, method: _core.ReadMethod) -> l
         else:
             strays.append(name)
     if strays:
-        more = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
         _log.warning(
-            "%s holds %s%s: a merge that left them out has put the first rank's part of them there; passed over",
+            "%s holds %s: a merge that left them out has put the first rank's part of them there; passed over",
             path,
-            show(strays[0]),
-            more,
+            listed(map(show, strays), 1),
         )
     return names

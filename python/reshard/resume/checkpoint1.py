@@ -11,15 +11,14 @@ the order with the fault that says so. Whether files are whole is found out by o
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.formats.checkpoint1 import FileName, Meta, parse_file_name
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
     from reshard.formats.checkpoint1 import Extension
 
@@ -174,8 +173,7 @@ def _saves(ranks: Mapping[int, RankFolder], warnings: list[str]) -> list[_Save]:
                 continue
             found.setdefault(name if parsed is None else parsed.of_rank(0).name, {})[rank] = time
     if strange:
-        more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
-        warnings.append(f"files in the folder of another rank are ignored: {show(strange[0])}{more}")
+        warnings.append(f"files in the folder of another rank are ignored: {listed(map(show, strange), 1)}")
     saves = [_Save(name, parse_file_name(name), frozenset(times), max(times.values())) for name, times in found.items()]
     return sorted(saves, key=_by_name, reverse=True)
 
@@ -198,12 +196,8 @@ def _ranks(there: Collection[int], n_ranks: int) -> str:
     """The ranks that are missing, in words."""
     n_missing = n_ranks - len(there)
     # The largest rank comes out of a folder's name: only as many are looked at as are named.
-    absent = itertools.islice((rank for rank in range(n_ranks) if rank not in there), _MAX_NAMED)
-    return f"rank{'s' if n_missing > 1 else ''} {_and(map(str, absent), max(0, n_missing - _MAX_NAMED))}"
-
-
-def _and(items: Iterable[str], n_more: int) -> str:
-    return ", ".join(items) + (f" and {n_more} more" if n_more else "")
+    absent = (rank for rank in range(n_ranks) if rank not in there)
+    return f"rank{'s' if n_missing > 1 else ''} {listed(absent, _MAX_NAMED, n_items=n_missing)}"
 
 
 def _names_meant(named: str, extension: Extension | None) -> set[str]:
@@ -233,7 +227,7 @@ def _metas(ranks: Mapping[int, RankFolder], warnings: list[str]) -> dict[int, Fi
     for rank, fault in faults.items():
         by_fault.setdefault(fault, []).append(rank)
     for fault, of in by_fault.items():
-        named = _and((f"rank_{rank}" for rank in of[:_MAX_NAMED]), max(0, len(of) - _MAX_NAMED))
+        named = listed((f"rank_{rank}" for rank in of), _MAX_NAMED)
         warnings.append(f"meta.json of {named} is passed over: {fault}")
     return metas
 

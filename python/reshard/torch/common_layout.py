@@ -24,7 +24,7 @@ from reshard.layout.file import LayoutFile
 from reshard.layout.patterns import Pattern, glob_of
 from reshard.layout.resolve import resolve
 from reshard.torch.placements import Partition, Row, digits_of, part_of
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -225,7 +225,7 @@ class _Maker:
             positions = sorted(position[rank] for rank in ranks)
             line = digits_of(positions)
             if line is None or any(n_ranks % outer for outer, _ in line):
-                raise _UnsaidError(f"ranks {_some(ranks)} alone hold some tensors, which is no part of a mesh")
+                raise _UnsaidError(f"ranks {listed(ranks)} alone hold some tensors, which is no part of a mesh")
             free[ranks] = positions[0], line
         spans = {(outer, inner) for outer, inner, _ in self.row.spans} | {d for _, line in free.values() for d in line}
         bounds = sorted({1, n_ranks} | {bound for span in spans for bound in span})
@@ -313,10 +313,6 @@ def _trimmed(cut: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
     while cut and not cut[-1]:
         cut = cut[:-1]
     return cut
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _named(digits: Sequence[Digit], row: Row, placing: Collection[Digit]) -> dict[str, Digit]:

@@ -15,7 +15,7 @@ from reshard import dtypes
 from reshard.errors import MismatchError
 from reshard.torch.optimizers import Record, Wanted, options_of, set_options
 from reshard.torch.tensors import as_tensor
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
 
 __all__ = ["Report", "apply"]
-
-_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,8 @@ class _Restore:
             self._used.update(names[: len(names) - (key in saved_aliases)])
         if empty:
             raise MismatchError(
-                f"the checkpoint lacks {_some(empty)}, on device `meta`: nothing else can give them a content",
+                f"the checkpoint lacks {listed(map(show, empty))}, on device `meta`: nothing else can give them a "
+                "content",
                 key=empty[0],
             )
 
@@ -146,7 +145,8 @@ class _Restore:
         empty = [key for key, (module, name) in named.transient.items() if getattr(module, name).is_meta]
         if empty and not has_init:
             raise MismatchError(
-                f"{_some(empty)} on device `meta`: buffers with `persistent=False`, which no checkpoint holds",
+                f"{listed(map(show, empty))} on device `meta`: buffers with `persistent=False`, which no checkpoint "
+                "holds",
                 key=empty[0],
                 hint="pass `init`, which is called as `init(name, buffer)` to fill each of them",
             )
@@ -340,18 +340,12 @@ def _give_content(live: Any, local: torch.Tensor, device: torch.device | str | N
 def _refuse(report: Report) -> None:
     parts = []
     if report.missing:
-        parts.append(f"the checkpoint lacks {_some(report.missing)}")
+        parts.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
     if report.unexpected:
-        parts.append(f"the trainer has no place for {_some(report.unexpected)}")
+        parts.append(f"the trainer has no place for {listed(map(show, report.unexpected))}")
     if parts:
         raise MismatchError(
             ", and ".join(parts),
             key=(*report.missing, *report.unexpected)[0],
             hint="`strict=False` loads what fits",
         )
-
-
-def _some(names: Iterable[str]) -> str:
-    all_names = list(names)
-    shown = ", ".join(map(show, all_names[:_MAX_NAMED]))
-    return shown if len(all_names) <= _MAX_NAMED else f"{shown} and {len(all_names) - _MAX_NAMED} more"

@@ -13,7 +13,7 @@ from reshard.errors import MismatchError
 from reshard.torch import rng
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.state import apply
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,8 +35,6 @@ __all__ = [
     "restore_sampler",
     "restore_tensors",
 ]
-
-_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,9 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
     )
     told = []
     if report.missing:
-        told.append(f"the checkpoint lacks {_some(report.missing)}")
+        told.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
     if report.unexpected:
-        told.append(f"the run has no place for {_some(report.unexpected)}")
+        told.append(f"the run has no place for {listed(map(show, report.unexpected))}")
     return told
 
 
@@ -181,8 +179,3 @@ def restore_random(
     if not report.derived:
         return []
     return [f"random streams {', '.join(report.derived)} are derived anew: {report.reason}"]
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(map(show, names[:_MAX_NAMED])) + more

@@ -30,7 +30,7 @@ from reshard.formats.rank_file import RankFile, add_rank_file
 from reshard.small_files import parse_size, show
 from reshard.strict_yaml import read_yaml
 from reshard.verbs.destinations import WRITER_KEY
-from reshard.words import check_text
+from reshard.words import check_text, listed
 from reshard.write.commit import made_folder
 from reshard.write.iteration import JointProgress
 
@@ -221,9 +221,8 @@ def _is_rank_folder(entry: os.DirEntry[str]) -> bool:
 def _check_free(planned: Sequence[_Planned]) -> None:
     there = [file.target for file in planned if os.path.lexists(file.target)]
     if there:
-        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
         raise DestinationExistsError(
-            f"{show(str(there[0]))}{more} exists",
+            f"{listed((show(str(path)) for path in there), 1)} exists",
             path=str(there[0]),
             hint="choose another destination, or give `overwrite` to replace what is there",
         )
@@ -276,14 +275,12 @@ def _warnings(planned: Sequence[_Planned], renamed: Mapping[str, str]) -> list[s
     warnings = []
     for file in planned:
         if file.strings:
-            more = f" and {len(file.strings) - _MAX_NAMED} more" if len(file.strings) > _MAX_NAMED else ""
-            names = ", ".join(map(show, file.strings[:_MAX_NAMED]))
-            warnings.append(f"{file.source}: text values are left out: {names}{more}")
+            names = listed(map(show, file.strings), _MAX_NAMED)
+            warnings.append(f"{file.source}: text values are left out: {names}")
     unused = renamed.keys() - {old for file in planned for old, _ in file.names}
     if unused:
-        names = ", ".join(map(show, sorted(unused)[:_MAX_NAMED]))
-        more = f" and {len(unused) - _MAX_NAMED} more" if len(unused) > _MAX_NAMED else ""
-        warnings.append(f"the name map names tensors that no file holds: {names}{more}")
+        names = listed(map(show, sorted(unused)), _MAX_NAMED)
+        warnings.append(f"the name map names tensors that no file holds: {names}")
     return warnings
 
 

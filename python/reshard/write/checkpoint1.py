@@ -31,7 +31,7 @@ from reshard.write.facts import LastMade, RankFacts, check_options, plan_iterati
 from reshard.write.rank_plan import Dealt, Naming, RankView
 from reshard.write.rank_side import FILE_MODE, FOLDER_MODE, RankSide, arrays_by_kind, folder_of, look, n_bytes_of
 from reshard.write.shard_files import maker
-from reshard.write.together import Own, SaveReport, Terms, append_to_log, meet, outcome_of
+from reshard.write.together import Own, SaveReport, Terms, append_to_log, meet, outcome_of, report_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -235,17 +235,10 @@ class _Job:
                 side.withdraw()
             raise
         is_heard = self.how.only_strategy or self._make_count(summary)
-        seconds = time.monotonic() - started
-        report = SaveReport(
-            path=summary["path"],
-            iteration=terms.iteration,
-            n_bytes=summary["n_bytes"],
-            n_files=summary["n_files"],
-            seconds=seconds,
-            stall_seconds=seconds if stall_seconds is None else stall_seconds,
-            durable=summary["durable"],
-            digest=summary["digest"],
-            warnings=(*summary["warnings"], *side.remove(self.outdated)),
+        report = report_of(terms, summary, started, stall_seconds)
+        report = replace(
+            report,
+            warnings=(*report.warnings, *side.remove(self.outdated)),
             suffix=None if self.how.only_strategy else side.file.suffix,
         )
         more: list[str] = []

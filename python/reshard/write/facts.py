@@ -18,6 +18,7 @@ from reshard.errors import ArgumentError, LayoutError, MismatchError
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
 from reshard.layout.strategy import box_of
 from reshard.small_files import show
+from reshard.words import listed
 from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 
 if TYPE_CHECKING:
@@ -351,14 +352,10 @@ def _compare_replicas(plan: IterationPlan, found: Mapping[str, Mapping[int, Fact
         more = f"; and {len(differing) - 1} more shards" if len(differing) > 1 else ""
         others = [rank for rank in group if rank not in odd]
         raise MismatchError(
-            f"{show(name)}: the copies that ranks {_ranks(others)} hold differ from those of ranks {_ranks(odd)}{more}",
+            f"{show(name)}: the copies that ranks {listed(others)} hold differ from those of ranks {listed(odd)}{more}",
             key=name,
             hint="replicas have drifted apart: find out which is right before it is saved",
         )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _listed(numbers: Shape | None) -> list[int] | None:

@@ -17,6 +17,7 @@ from reshard.formats import checkpoint2, tiles
 from reshard.formats.checkpoint2_metadata import expressible, write_metadata
 from reshard.formats.checkpoint2_shards import FilePlan, Shard, TensorRecord, World, assign, shards_of
 from reshard.small_files import show
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -348,7 +349,7 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
     if not reasons:
         return ()
     key, reason = next(iter(reasons.items()))
-    some = ", ".join(show(key) for key in list(reasons)[:5]) + (", ..." if len(reasons) > 5 else "")
+    some = listed(map(show, reasons), 5)
     text = (
         f"metadata.json cannot express the layout of {len(reasons)} tensors ({some}): {show(key)}: {reason}. "
         "They are described in tiles.json, which MindSpore Transformers ignores: there they keep their initial values"

@@ -28,6 +28,7 @@ from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_writer import write_stage_files
 from reshard.small_files import show
+from reshard.words import listed
 from reshard.write import steps
 from reshard.write.protocol import make_root
 
@@ -112,7 +113,7 @@ class Strategies:
         is_same = self._is_as(there)
         differing = [key for key in self.tensors if not is_same(key)]
         if differing:
-            named = ", ".join(map(show, differing[:_MAX_NAMED])) + (", ..." if len(differing) > _MAX_NAMED else "")
+            named = listed(map(show, differing), _MAX_NAMED)
             raise MismatchError(
                 f"{show(str(self.folder))} says that what was saved before is cut otherwise: {named}",
                 path=str(self.folder),

@@ -52,6 +52,7 @@ __all__ = [
     "meet",
     "outcome_of",
     "read_back",
+    "report_of",
 ]
 
 _log = logging.getLogger("reshard")
@@ -213,6 +214,24 @@ def meet(channel: Group, own: object, decide: Callable[[list[Any]], R] | None, t
     return result
 
 
+def report_of(terms: Terms, summary: dict[str, Any], started: float, stall_seconds: float | None) -> SaveReport:
+    """The report of a save that rank 0 has summed up.
+
+    Args:
+        terms: how it was saved.
+        summary: path, bytes, files, durability, digest and warnings, by the names that the report has for them.
+        started: when `save` was called, on the monotonic clock.
+        stall_seconds: how long the caller waited; None: it is waiting.
+    """
+    seconds = time.monotonic() - started
+    return SaveReport(
+        **{**summary, "warnings": tuple(summary["warnings"])},
+        iteration=terms.iteration,
+        seconds=seconds,
+        stall_seconds=seconds if stall_seconds is None else stall_seconds,
+    )
+
+
 def carry_out(
     terms: Terms,
     channel: Group,
@@ -257,18 +276,7 @@ def carry_out(
     finally:
         if coordinator is not None:
             coordinator.clean_up()
-    seconds = time.monotonic() - started
-    report = SaveReport(
-        path=summary["path"],
-        iteration=terms.iteration,
-        n_bytes=summary["n_bytes"],
-        n_files=summary["n_files"],
-        seconds=seconds,
-        stall_seconds=seconds if stall_seconds is None else stall_seconds,
-        durable=summary["durable"],
-        digest=summary["digest"],
-        warnings=tuple(summary["warnings"]),
-    )
+    report = report_of(terms, summary, started, stall_seconds)
     if coordinator is not None and coordinator.attempt is not None:
         report = _aftermath(terms, coordinator.attempt, share.record, report)
     if after is None or not is_heard:

@@ -1,0 +1,207 @@
+"""Whole tensors out of the local arrays of all ranks: which array is which part, by the strategy, key by key.
+
+Copies that several ranks hold are replicas, whether each of them wrote its own or not. Keys that the strategy does not
+list are state that is cut as its parameter is, or whole on every rank. Knows nothing of which files are opened, nor how
+a strategy is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.errors import CoverageError, DamagedFileError, MismatchError
+from reshard.formats import scalars
+from reshard.formats.rank_file import add_rank_file, placed
+from reshard.layout.strategy import Strategy, box_of
+from reshard.outputs import as_array
+from reshard.words import listed, show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from reshard.formats.checkpoint2 import CommonInfo
+    from reshard.formats.rank_file import LocalTensor, Placed, RankFile
+
+__all__ = ["RankTensors"]
+
+_log = logging.getLogger("reshard")
+
+# What all ranks of one save agree on; where they do not, files of different saves lie together.
+_SAME_ON_ALL = ("epoch_num", "step_num", "global_step")
+
+
+class RankTensors:
+    """What the files of all ranks hold, key by key."""
+
+    def __init__(self, root: Path, files: Mapping[int, RankFile], strategy: Strategy | None) -> None:
+        self.root = root
+        self.files = files
+        self.strategy = strategy
+        self.held: dict[str, dict[int, LocalTensor]] = {}
+        for rank, file in files.items():
+            for key, tensor in file.tensors.items():
+                self.held.setdefault(key, {})[rank] = tensor
+        self.keys = list(self.held)
+        self.unplaced: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
+        if strategy is None and len(files) > 1:
+            self.unplaced = {
+                key: (self._dtype(key), tuple(dict.fromkeys(one.shape for one in held.values())))
+                for key, held in self.held.items()
+                if not _is_counter(key, held.values())
+            }
+        self.unlisted = [] if strategy is None else [key for key in self.keys if not strategy.stages_of(key)]
+        self.followed = {key: parameter for key in self.unlisted if (parameter := self._followed(key)) is not None}
+
+    def name(self, rank: int) -> str:
+        """What messages call a rank's file."""
+        return show(os.path.relpath(self.files[rank].path, self.root))
+
+    def _followed(self, key: str) -> str | None:
+        """The parameter as which state is cut that the strategy does not name: every part is of that one's shape."""
+        state = scalars.parameter_of(key)
+        if self.strategy is None or state is None or not self.strategy.stages_of(state[1]):
+            return None
+        parts = self.held.get(state[1], {})
+        is_alike = all(rank in parts and parts[rank].shape == one.shape for rank, one in self.held[key].items())
+        return state[1] if is_alike else None
+
+    def placed(self, key: str) -> tuple[str, tuple[int, ...], Placed]:
+        """A whole tensor as dtype and shape, and where its parts lie: what `Index.add_tiles` takes.
+
+        Raises:
+            DamagedFileError: the ranks differ in its dtype.
+            MismatchError: their arrays are not parts of one tensor.
+        """
+        dtype = self._dtype(key)
+        found: dict[tuple[int, ...], int] = {}
+        stored: Placed = []
+        for rank, tensor in self.held[key].items():
+            shape, offset = self._box(key, rank, tensor.shape)
+            found.setdefault(shape, rank)
+            stored += placed(self.files[rank], key, offset)
+        if len(found) > 1:
+            (a, first), (b, second), *_ = found.items()
+            why = "is not in the strategy, so that every rank would hold the same" if key in self.unlisted else ""
+            why = why or "is a part of different tensors"
+            raise MismatchError(
+                f"{show(key)} {why}: by {self.name(first)} it has shape {a}, by {self.name(second)} {b}",
+                path=str(self.files[second].path),
+                key=key,
+                hint="is this the strategy with which the checkpoint was written?",
+            )
+        return dtype, next(iter(found)), stored
+
+    def _box(self, key: str, rank: int, local: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape of a whole tensor, and the offset of a rank's array in it."""
+        whole = local, (0,) * len(local)
+        if self.strategy is None:
+            return whole
+        if key in self.unlisted and key not in self.followed:
+            return whole
+        box = box_of(self.strategy, self.followed.get(key, key), rank, local)
+        if box is None:
+            stages = listed(self.strategy.stages_of(key))
+            raise MismatchError(
+                f"{self.name(rank)} holds {show(key)}, which {show(self.strategy.source)} places on stage {stages}",
+                path=str(self.files[rank].path),
+                key=key,
+                hint="is this the strategy with which the checkpoint was written?",
+            )
+        return box
+
+    def _dtype(self, key: str) -> str:
+        found: dict[str, int] = {}
+        for rank, tensor in self.held[key].items():
+            found.setdefault(tensor.dtype, rank)
+        if len(found) > 1:
+            (a, first), (b, second), *_ = found.items()
+            raise DamagedFileError(
+                f"{show(key)} is {a} in {self.name(first)} and {b} in {self.name(second)}",
+                path=str(self.files[second].path),
+                key=key,
+            )
+        return next(iter(found))
+
+    def prove(self, index: _core.Index) -> None:
+        """Prove that no tensor has a hole; the error says which ranks do not hold it.
+
+        Raises:
+            CoverageError: one has.
+        """
+        try:
+            index.prove()
+        except CoverageError as error:
+            if self.strategy is not None and error.key in self.held:
+                n = self.strategy.devices_per_stage
+                ranks = (s * n + i for s in self.strategy.stages_of(error.key) for i in range(n))
+                lacking = [rank for rank in ranks if rank not in self.held[error.key]]
+                error.path = str(self.root)
+                error.message += f"; it is missing in the file of rank {listed(lacking)}"
+            raise
+
+    def warn(self) -> None:
+        """Tell what is read otherwise than the files say."""
+        for rank, file in self.files.items():
+            if file.strings:
+                _log.warning(
+                    "%s holds text, which is passed over: %s", self.name(rank), listed(map(show, file.strings))
+                )
+        if self.strategy is None:
+            return
+        if self.followed:
+            told = listed(map(show, self.followed))
+            _log.warning("%s does not list %s: taken to be cut as its parameter", self.strategy.source, told)
+        whole = [
+            key for key in self.unlisted if key not in self.followed and not _is_counter(key, self.held[key].values())
+        ]
+        if whole:
+            told = listed(map(show, whole))
+            _log.warning("%s does not list %s: taken for whole on every rank", self.strategy.source, told)
+
+    def common(self, method: _core.ReadMethod) -> CommonInfo | None:
+        """The counters, of which all ranks must tell the same; None: there are none.
+
+        Raises:
+            DamagedFileError: they do not: files of different saves lie together.
+        """
+        found: dict[int, CommonInfo] = {}
+        for rank, file in self.files.items():
+            names = [name for name in scalars.NAMES if name in file.tensors]
+            if not names:
+                continue
+            index = _core.Index()
+            again = add_rank_file(index, file.path, method=method)
+            request = _core.Request()
+            for name in names:
+                shape = again.tensors[name].shape
+                scalars.check_shape(name, shape, str(file.path))  # before it is read: it can be of any size
+                index.add_tiles(name, again.tensors[name].dtype, shape, placed(again, name, (0,) * len(shape)))
+                request.add_region(name, name, (0,) * len(shape), shape)
+            # A sum of its own a file may have is not compared yet: that would read all of it.
+            plan = index.plan(request, verify=False)
+            places = zip(plan.arrays, plan.load(), strict=True)
+            arrays = {name: as_array(*place, dtype, shape) for (name, dtype, shape, _), place in places}
+            found[rank] = scalars.common_of(arrays, str(file.path))
+            index.close()
+        if not found:
+            return None
+        first, *others = found
+        for rank in others:
+            for name in _SAME_ON_ALL:
+                a, b = getattr(found[first], name), getattr(found[rank], name)
+                if a is not None and b is not None and a != b:
+                    raise DamagedFileError(
+                        f"`{name}` is {a} in {self.name(first)} and {b} in {self.name(rank)}: they are of two saves",
+                        path=str(self.files[rank].path),
+                        key=name,
+                    )
+        return found[first]
+
+
+def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:
+    """Whether every rank holds one and the same number under a key, however it is cut."""
+    return all(not one.shape or (key in scalars.OF_NO_PARAMETER and one.shape == (1,)) for one in held)
