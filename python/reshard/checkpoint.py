@@ -14,7 +14,7 @@ import heapq
 import os
 import re
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -60,8 +60,10 @@ Format = Literal["safetensors", "huggingface", "checkpoint2", "checkpoint1", "mi
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
 _STATE_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
-_Stored: TypeAlias = tuple[str, tuple[int, ...], Placed]
-"""dtype, global shape and stored arrays of a tensor."""
+_Stored: TypeAlias = (
+    tuple[str, tuple[int, ...], Placed] | tuple[str, tuple[int, ...], Placed, Mapping[int, Sequence[int]]]
+)
+"""dtype, global shape and stored arrays of a tensor, and factors of dims where tiles are given in such."""
 LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -565,8 +567,8 @@ class Checkpoint:
 
         Args:
             tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
-                numbers of this checkpoint's files, as `_core.Index.stored` tells them. As pairs they can come one by
-                one.
+                numbers of this checkpoint's files, as `_core.Index.stored` tells them; and `factors`, if the tiles are given
+                in those. As pairs they can come one by one.
 
         Returns:
             A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
@@ -601,9 +603,9 @@ class Checkpoint:
                     raise DamagedFileError(
                         f"{show(str(path))} is another file than the one that was opened", path=str(path)
                     )
-        for key, (dtype, shape, stored) in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        for key, (dtype, shape, stored, *factors) in tensors.items() if isinstance(tensors, Mapping) else tensors:
             # That regions overlap was allowed, where it was, by what described them.
-            index.add_tiles(key, dtype, shape, stored, overlapping=True)
+            index.add_tiles(key, dtype, shape, stored, overlapping=True, factors=factors[0] if factors else None)
         # What is read here is read there: it must not be cleaned up under either of them.
         lock = (
             os.dup(self._lock) if self._lock is not None and self._unlock is not None and self._unlock.alive else None
@@ -648,7 +650,9 @@ class Checkpoint:
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
         # Of a tensor that becomes hundreds, what is stored is asked once: they follow one another.
         stored_of = functools.lru_cache(maxsize=1)(self._index.stored)
-        renamed = self.view((made.key, (self._dtype_of(made), made.shape, made.stored(stored_of))) for made in tensors)
+        renamed = self.view(
+            (made.key, (self._dtype_of(made), made.shape, made.stored(stored_of), made.factors)) for made in tensors
+        )
         renamed._is_renamed = True  # noqa: SLF001  made here, as all of it
         return renamed
 
