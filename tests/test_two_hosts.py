@@ -84,10 +84,10 @@ def own_folders(tmp_path: Path) -> Callable[[str], dict[Path, Path]]:
 
 def test_torchrun_on_two_hosts_and_then_on_the_one_that_is_left(tmp_path: Path, root: Path) -> None:
     log, last = tmp_path / "log.jsonl", 36
-    expected = whole_run(tmp_path / "whole", 2, "--fsdp --save-every 100", steps=last).lines
+    expected = whole_run(tmp_path / "whole", 2, "--save-every 100", steps=last).lines
 
     def launch(host: Host, steps: int, *words: str) -> subprocess.Popen[bytes]:
-        example = ["-m", "--", "reshard.examples.train_gpt", "--fsdp", "--save-every", "30"]
+        example = ["-m", "--", "reshard.examples.train_gpt", "--save-every", "30"]
         example += ["--out", str(root), "--log", str(log), "--steps", str(steps)]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
         with (tmp_path / host.name).open("ab") as stderr:
