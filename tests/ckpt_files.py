@@ -50,4 +50,8 @@ def dump(arrays: Mapping[str, np.ndarray], *, record_bytes: int | None = None, c
         n = record_bytes or max(len(content), 1)
         for at in range(0, max(len(content), 1), n):
             out += value(tag, TYPES[array.dtype.name], array.shape, content[at : at + n])
-    return out + (b"crc_num" + zlib.crc32(out).to_bytes(10, "big") if crc else b"")
+    return with_sum(out) if crc else out
+
+
+def with_sum(content: bytes) -> bytes:
+    return content + b"crc_num" + zlib.crc32(content).to_bytes(10, "big")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats.checkpoint1 import (
     EXTENSIONS,
     FileKind,
@@ -22,6 +23,9 @@ from reshard.formats.checkpoint1 import (
     rank_folder_name,
     rank_folders,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DATA = Path(__file__).parent / "data" / "mindspore"
 NUMBERS = st.integers(0, 10**18 - 1)
@@ -96,11 +100,39 @@ def test_the_samples_names() -> None:
 def test_folders_that_are_of_no_rank(tmp_path: Path) -> None:
     for name in ("rank_2", "rank_0", "rank_10", "rank_01", "rank_", "rank_x", "rank_1.old", ".rank_3", "Rank_4"):
         (tmp_path / name).mkdir()
-    (tmp_path / "rank_5").write_text("a file")
-    (tmp_path / "rank_6").symlink_to(tmp_path / "rank_0")
+    (tmp_path / "a file").write_text("")
     assert list(rank_folders(tmp_path)) == [0, 2, 10]
     with pytest.raises(CheckpointNotFoundError):
-        rank_folders(tmp_path / "rank_5")
+        rank_folders(tmp_path / "a file")
+
+
+def test_a_link_to_a_folder_is_a_ranks_folder(tmp_path: Path) -> None:
+    (tmp_path / "host" / "rank_1").mkdir(parents=True)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "rank_1").symlink_to("../host/rank_1")
+    assert rank_folders(tmp_path / "root") == {1: tmp_path / "root" / "rank_1"}
+    assert is_root(tmp_path / "root")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Path.touch,
+        os.mkfifo,
+        lambda path: path.symlink_to("gone"),
+        lambda path: path.symlink_to(path.name),
+        lambda path: path.symlink_to("/dev/null"),
+    ],
+    ids=["a file", "a pipe", "a link to nothing", "a link to itself", "a link to a device"],
+)
+def test_what_bears_the_name_of_a_rank_and_is_no_folder(make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / "rank_1")
+    assert not is_root(tmp_path)
+    (tmp_path / "rank_0").mkdir()
+    assert is_root(tmp_path)
+    for look in (rank_folders, choose_by_suffix):
+        with pytest.raises(DamagedFileError, match=r"rank_1` is .*no folder"):
+            look(tmp_path)
 
 
 @pytest.mark.parametrize("rank", [-1, 10**18, True, 1.0, "1"])

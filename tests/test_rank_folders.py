@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shutil
 import struct
 import tempfile
@@ -382,6 +383,16 @@ def linked(tree: Path) -> None:
     file.symlink_to(tree.parent / "bait.safetensors")
 
 
+def linked_to_nothing(tree: Path) -> None:
+    linked(tree)
+    (tree.parent / "bait.safetensors").unlink()
+
+
+def pipe(tree: Path) -> None:
+    (tree / "rank_2" / "net.safetensors").unlink()
+    os.mkfifo(tree / "rank_2" / "net.safetensors")
+
+
 def without_files(*ranks: int) -> Change:
     def change(tree: Path) -> None:
         for rank in ranks:
@@ -419,14 +430,17 @@ REFUSED: dict[str, tuple[Change, type[ReshardError], str]] = {
     "another dtype": (holding(2, w=SLICES[2].astype(np.float16)), DamagedFileError, "`w` is F32 in .* and F16 in"),
     "a part that nobody holds": (holding(1, 3, w=NOTHING), DamagedFileError, "missing in the file of rank 1, 3"),
     "unlisted, and not alike": (unlisted, MismatchError, "`v` is not in the strategy"),
-    "files of two saves": (holding(2, step_num=np.array(6)), DamagedFileError, "`step_num` is 7 in .* and 6 in"),
+    "files of two saves": (holding(2, step_num=np.array(6)), DamagedFileError, "`step_num` is 6, .* of rank 0 it is 7"),
     "a counter of two": (holding(0, 1, 2, 3, loss_scale=np.ones(2)), DamagedFileError, "`loss_scale` has shape"),
     "a counter below 0": (holding(0, 1, 2, 3, step_num=np.array(-1)), DamagedFileError, "`step_num` is -1"),
     "an empty file": (raw(b""), DamagedFileError, "net.safetensors"),
     "zeros": (raw(bytes(200)), DamagedFileError, "net.safetensors"),
     "garbage": (raw(b"\xff" * 200), DamagedFileError, "net.safetensors"),
     "cut short": (raw(struct.pack("<Q", len(HEADER)) + HEADER + bytes(47)), DamagedFileError, "net.safetensors"),
-    "a link": (linked, DamagedFileError, "rank 2 has no file of it"),
+    "a link": (linked, DamagedFileError, "rank_2/net.safetensors` is a symbolic link"),
+    "a link to nothing": (linked_to_nothing, DamagedFileError, "rank_2/net.safetensors` is a symbolic link"),
+    "a pipe": (pipe, DamagedFileError, "rank_2/net.safetensors` is not a regular file"),
+    "counters that a rank lacks": (holding(3, step_num=NOTHING), DamagedFileError, "`step_num` is not there, .*rank 0"),
 }
 
 
@@ -541,7 +555,8 @@ def test_ckpt_files_make_up_the_same(record_bytes: int | None, tree: Path, caplo
     """Also where arrays are split into many records, and some values are text."""
     as_ckpt(tree, record_bytes=record_bytes, crc=True)
     first = tree / "rank_0" / "net.ckpt"
-    first.write_bytes(ckpt_files.text("note", "hello") + ckpt_files.dump({"w": SLICES[0], "step_num": np.array(7)}))
+    arrays = {"w": SLICES[0], "step_num": np.array(7)}
+    first.write_bytes(ckpt_files.with_sum(ckpt_files.text("note", "hello") + ckpt_files.dump(arrays)))
     with caplog.at_level(logging.WARNING, "reshard"), reshard.open(tree, strategy=tree.parent / "cut") as opened:
         assert opened.iteration == 7
         assert opened.strings == ("note",)
@@ -550,6 +565,125 @@ def test_ckpt_files_make_up_the_same(record_bytes: int | None, tree: Path, caplo
         for rank, rows in enumerate(SLICES):
             assert_same(opened.stored(rank), {"w": rows, "step_num": np.array(7)})
     assert any("rank_0/net.ckpt` holds text" in line and "`note`" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("n_kept", "crc", "told"),
+    [
+        (4, False, "`global_batch_size` is not there, and in the file of rank 0 it is 8"),
+        (2, False, "`epoch_num` is not there, and in the file of rank 0 it is "),
+        (5, True, "it does not end with a sum, as the file of rank 0 does"),
+    ],
+    ids=["the last record", "all counters", "the sum alone"],
+)
+def test_a_ckpt_cut_between_two_records_is_passed_over_by_all(
+    n_kept: int,
+    crc: bool,  # noqa: FBT001
+    told: str,
+    tmp_path: Path,
+) -> None:
+    """Its structure is whole: what it lacks is told by the others' files, and all readers agree."""
+    root = tmp_path / "checkpoint"
+    for steps in (5, 10):
+        for rank in range(3):
+            (root / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
+            file = root / f"rank_{rank}" / f"x_rank_{rank}-{steps}_1.ckpt"
+            counters = {"epoch_num": steps, "step_num": steps, "global_batch_size": 8}
+            arrays = {"w": W + rank, "adam_m.w": W, **{name: np.array(value) for name, value in counters.items()}}
+            kept = dict(list(arrays.items())[:n_kept]) if (rank, steps) == (1, 10) else arrays
+            file.write_bytes(ckpt_files.dump(kept, crc=crc and kept is arrays))
+            meta = {"last_epoch": 10, "last_step": 1, "last_ckpt_file": f"x_rank_{rank}-10_1.ckpt"}
+            (file.parent / "meta.json").write_text(json.dumps(meta))
+    whole = "x_rank_0-5_1.ckpt"
+    for rank in range(3):
+        loaded = reshard.load(root, rank=rank)
+        assert Path(str(loaded.decision.path)).name == whole
+        assert any(told in verdict.reason for verdict in loaded.decision.verdicts)
+    with reshard.open(root) as opened:
+        assert opened.iteration == 5
+        assert [name for name, reason in opened.skipped if told in reason] == ["x_rank_0-10_1.ckpt"]
+        assert_same(opened.stored(1), reshard.load(root, rank=1).state)
+    report = reshard.verify(root)
+    assert [any(told in fault.message for fault in one.faults) for one in report.checkpoints] == [True, False]
+    for command in ("explain", "inspect"):
+        shown = " ".join(run(command, root).output.split())
+        assert " ".join(told.split()[:4]) in shown, shown
+
+
+def test_a_ckpt_that_lacks_what_its_stage_holds(tmp_path: Path) -> None:
+    """Without counters the strategy tells it; where each part is kept once, nothing is missing."""
+    cut = write_strategy(tmp_path / "cut", {"w": ITEM, "v": ITEM})
+    root = tmp_path / "tree"
+
+    def write(*lacking: tuple[int, str]) -> None:
+        for rank, rows in enumerate(SLICES):
+            (root / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
+            arrays = {key: rows for key in ("w", "v") if (rank, key) not in lacking}
+            (root / f"rank_{rank}" / "net.ckpt").write_bytes(ckpt_files.dump(arrays))
+
+    write((2, "v"))
+    with pytest.raises(DamagedFileError, match=r"rank_2/net.ckpt`: `v`: not there, and other ranks of stage 0 hold it"):
+        reshard.open(root, strategy=cut)
+    write((2, "v"), (0, "w"), (3, "v"), (1, "w"))
+    with reshard.open(root, strategy=cut) as opened:
+        assert_same(opened.load(), {"w": W, "v": W})
+
+
+def test_ranks_gathered_by_links(tree: Path, tmp_path: Path) -> None:
+    """A rank's folder that is a link counts: without it a part would be taken for the whole."""
+    for rank in (1, 2, 3):
+        (tree / f"rank_{rank}").rename(tmp_path / f"host_{rank}")
+        (tree / f"rank_{rank}").symlink_to(tmp_path / f"host_{rank}")
+    with reshard.open(tree, strategy=tmp_path / "cut") as opened:
+        assert_same(opened.load(keys=["w"]), {"w": W})
+    with reshard.open(tree) as opened:
+        assert opened.ranks() == [0, 1, 2, 3]
+        with pytest.raises(LayoutError):
+            opened.read("w")
+    assert_same(reshard.load(tree, rank=3).state, {"w": SLICES[3], "step_num": np.array(7)})
+    with reshard.open(tree / "rank_2") as opened:
+        assert opened.ranks() == [2]
+    (tmp_path / "host_3" / "net.safetensors").unlink()
+    (tmp_path / "host_3").rmdir()
+    for reader in (reshard.open, reshard.load, rank_saves):
+        with pytest.raises(DamagedFileError, match="rank_3` is a link that leads to no folder"):
+            reader(tree)
+
+
+# -- names that begin with a number, as in a merged strategy
+
+
+def test_a_stage_whose_names_all_begin_with_its_number(tmp_path: Path) -> None:
+    reshard.save_file({"1-2": W}, tmp_path / "w.safetensors")
+    layout = {
+        "mesh": {"pp": 2, "tp": 2},
+        "rules": [{"match": "*", "cut": ["tp"]}],
+        "place": [{"match": "1-2", "axis": "pp", "at": 1}],
+    }
+    reshard.convert(tmp_path / "w.safetensors", tmp_path / "tree", to="checkpoint1", layout=layout)
+    with reshard.open(tmp_path / "tree") as opened:
+        assert_same(opened.load(), {"1-2": W})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "stored"),
+    [("cut.json", "0-w", "0-w"), ("ckpt_strategy_rank_0.json", "0-w", "w")],
+    ids=["taken for merged", "taken for a stage's own"],
+)
+def test_a_strategy_that_may_be_merged_or_not_is_refused_by_the_tensors(
+    name: str, key: str, stored: str, tmp_path: Path
+) -> None:
+    cut = write_strategy(tmp_path / "cut", {key: ITEM}) / "strategy_stage_0.json"
+    cut = cut.rename(tmp_path / name)
+    root = write_ranks(tmp_path / "tree", [{stored: rows} for rows in SLICES])
+    with pytest.raises(MismatchError, match=f"does not list `{stored}`, but .*: is it merged or not"):
+        reshard.open(root, strategy=cut)
+    reshard.save_file({stored: W}, tmp_path / "w.safetensors")
+    with (
+        reshard.open(tmp_path / "w.safetensors") as opened,
+        pytest.raises(MismatchError, match="is it merged or not"),
+    ):
+        opened.load(reshard.ModelLayout.from_strategy(cut), rank=1)
 
 
 def test_the_sums_of_ckpt_files_are_proven(tree: Path) -> None:

@@ -26,6 +26,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.layout import is_strategy, merge_strategies, read_stages, read_strategy, strategy_file
+from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import (
     LayoutItem,
     OperatorItem,
@@ -35,6 +36,7 @@ from reshard.layout.strategy_file import (
     write_strategy_file,
 )
 from reshard.layout.strategy_folder import stage_file
+from reshard.layout.strategy_writer import write_stage_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,6 +141,58 @@ def test_names_with_dashes_survive_the_merge(tmp_path: Path) -> None:
     strategy = read_strategy(merged)
     assert strategy.keys() == ("a-b.w", "0-x-y", "c")
     assert [strategy.stages_of(key) for key in ("a-b.w", "0-x-y", "c")] == [(0,), (1,), (2,)]
+
+
+NUMBERED = {"0-a": W, "0-0-a": W}
+
+
+def numbered(stage: int, *nodes: str) -> StrategyFile:
+    return StrategyFile(1, tuple(OperatorItem(node, stage) for node in nodes), NUMBERED)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("s.ckpt", numbered(0, "0-a", "0-0-a"), {0: {"0-a", "0-0-a"}}),
+        ("s.ckpt", numbered(0, "a", "0-a"), {0: {"a", "0-a"}}),
+        ("s.ckpt", numbered(0, "MatMul-op0"), {0: {"a", "0-a"}}),
+        ("ckpt_strategy_rank_0.ckpt", numbered(0, "a", "0-a"), {0: {"a", "0-a"}}),
+        ("ckpt_strategy_rank_0.ckpt", numbered(0, "MatMul-op0"), {0: {"0-a", "0-0-a"}}),
+        ("s.ckpt", numbered(1, "MatMul-op0"), {1: {"0-a", "0-0-a"}}),
+        ("s.ckpt", StrategyFile(1, (OperatorItem("x", 1),), {"1-a": W}), {1: {"1-a"}}),
+        (
+            "s.ckpt",
+            StrategyFile(1, (OperatorItem("x", 0), OperatorItem("y", 1)), NUMBERED),
+            {0: {"a", "0-a"}, 1: set()},
+        ),
+        ("s.ckpt", StrategyFile(1, (), NUMBERED), {0: {"a", "0-a"}}),
+    ],
+)
+def test_what_tells_a_merged_file_from_a_stages(
+    name: str, content: StrategyFile, expected: dict[int, set[str]], tmp_path: Path
+) -> None:
+    write_strategy_file(tmp_path / name, content)
+    found = read_stages(tmp_path / name)
+    assert {number: set(stage.layouts) for number, stage in found.items()} == expected
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".json"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_is_written_reads_back_whatever_its_names(suffix: str, stage: int, tmp_path: Path) -> None:
+    names = (f"{stage}-a", f"{stage}-{stage}-a", f"{stage}-0-1-a")
+    strategy = Strategy({0: {"w": W}, stage: dict.fromkeys(names, W)})
+    write_stage_files(strategy, tmp_path, suffix=suffix)
+    assert read_strategy(tmp_path).stages == strategy.stages
+
+
+def test_what_would_be_read_otherwise_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    write_strategy_file(tmp_path / "src" / "s.ckpt", StrategyFile(1, (OperatorItem("x", 0),), {"w": W}))
+    with pytest.raises(UnsupportedError, match="it would be read as of other stages or tensors"):
+        merge_strategies(tmp_path / "src", tmp_path / "ckpt_strategy_rank_0.ckpt")
+    with pytest.raises(UnsupportedError, match="name"):
+        write_stage_files(Strategy({0: {"w" * 5000: W}}), tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*.ckpt")] == ["s.ckpt"]
 
 
 def test_a_merged_file_beside_its_stages_is_as_good(tmp_path: Path) -> None:

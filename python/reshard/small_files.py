@@ -27,6 +27,7 @@ __all__ = [
     "parse_size",
     "read_head",
     "read_small_file",
+    "read_tail",
     "show",
     "write_file_atomically",
     "writing_atomically",
@@ -118,6 +119,15 @@ def read_small_file(path: str | os.PathLike[str], max_bytes: int, *, follow_link
 
 def read_head(path: str | os.PathLike[str], n_bytes: int, *, follow_links: bool = False) -> bytes:
     """The first bytes of a regular file, as far as it has them. Raises as `read_small_file` does."""
+    return _read_end(path, n_bytes, os.SEEK_SET, follow_links=follow_links)
+
+
+def read_tail(path: str | os.PathLike[str], n_bytes: int, *, follow_links: bool = False) -> bytes:
+    """The last bytes of a regular file, as far as it has them. Raises as `read_small_file` does."""
+    return _read_end(path, n_bytes, os.SEEK_END, follow_links=follow_links)
+
+
+def _read_end(path: str | os.PathLike[str], n_bytes: int, whence: int, *, follow_links: bool) -> bytes:
     path = os.fspath(path)
     # Without O_NONBLOCK the open of a pipe waits for a writer for ever.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow_links else os.O_NOFOLLOW)
@@ -130,9 +140,11 @@ def read_head(path: str | os.PathLike[str], n_bytes: int, *, follow_links: bool 
             raise DamagedFileError(f"{show(path)} is a symbolic link, expected a regular file", path=path) from None
         raise StorageError(f"opening {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
     try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
             raise DamagedFileError(f"{show(path)} is not a regular file", path=path)
         with open(handle, "rb", closefd=False) as file:
+            file.seek(max(0, found.st_size - n_bytes) if whence == os.SEEK_END else 0)
             return file.read(n_bytes)
     except OSError as error:
         raise StorageError(f"reading {show(path)}: {error.strerror}", path=path, errno=error.errno) from None

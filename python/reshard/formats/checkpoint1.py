@@ -24,7 +24,7 @@ from reshard.strict_json import read_json
 from reshard.words import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 __all__ = [
     "EXTENSIONS",
@@ -38,6 +38,7 @@ __all__ = [
     "list_files",
     "list_weight_files",
     "parse_file_name",
+    "rank_entries",
     "rank_folder_name",
     "rank_folders",
     "read_meta",
@@ -151,22 +152,30 @@ def rank_folder_name(rank: int) -> str:
 
 
 def rank_folders(root: str | os.PathLike[str]) -> dict[int, Path]:
-    """The folders `rank_<r>` of a root, by rank, ascending; there may be gaps. Links are not followed.
+    """The folders `rank_<r>` of a root, by rank, ascending; there may be gaps.
+
+    A link to a folder is that folder: ranks may have been gathered from several hosts. What else bears such a name is
+    an error: passed over, it would make a smaller world, of which a part can look like the whole.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
+        DamagedFileError: what is called `rank_<r>` is no folder.
         StorageError: it cannot be listed.
 
     Example:
         >>> rank_folders("output/checkpoint")[1].name  # doctest: +SKIP
         'rank_1'
     """
-    found = {}
-    for name in _names(root, lambda entry: entry.is_dir(follow_symlinks=False)):
-        match = _RANK_FOLDER.fullmatch(name)
-        if match is not None:
-            found[int(match[1])] = Path(root) / name
-    return dict(sorted(found.items()))
+    found = rank_entries(root)
+    for rank, path in found.items():
+        if not os.path.isdir(path):  # noqa: PTH112  it never raises
+            what = "a link that leads to no folder" if path.is_symlink() else "no folder"
+            raise DamagedFileError(
+                f"{show(str(path))} is {what}, and bears the name of rank {rank}'s",
+                path=str(path),
+                hint="bring the rank's folder here, or rename what is none",
+            )
+    return found
 
 
 def is_root(path: str | os.PathLike[str]) -> bool:
@@ -176,11 +185,17 @@ def is_root(path: str | os.PathLike[str]) -> bool:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
     """
-    return bool(rank_folders(path))
+    return any(map(os.path.isdir, rank_entries(path).values()))
+
+
+def rank_entries(root: str | os.PathLike[str]) -> dict[int, Path]:
+    """Whatever is called `rank_<r>`, a folder or not, by rank, ascending. Raises as `is_root`."""
+    matches = filter(None, map(_RANK_FOLDER.fullmatch, _names(root)))
+    return {rank: Path(root) / name for rank, name in sorted((int(match[1]), match[0]) for match in matches)}
 
 
 def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -> list[FileName]:
-    """The files of one rank's folder that are named as above, by run, epoch and step; links are not followed.
+    """The files of one rank's folder that are named as above, by run, epoch and step.
 
     Args:
         folder: `rank_<r>`.
@@ -203,22 +218,23 @@ def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -
 
 
 def list_weight_files(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of the weight files of one rank's folder, whatever they are called, sorted; links are not followed.
+    """Names of the weight files of one rank's folder, whatever they are called, sorted.
+
+    What is no regular file, a link for example, is named too: it is refused when it is opened, and told to be that.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
     """
-    names = _names(folder, lambda entry: entry.is_file(follow_symlinks=False))
-    return sorted(name for name in names if not name.startswith(".") and name.rpartition(".")[2] in EXTENSIONS)
+    return sorted(name for name in _names(folder) if not name.startswith(".") and name.rpartition(".")[2] in EXTENSIONS)
 
 
-def _names(folder: str | os.PathLike[str], is_kind: Callable[[os.DirEntry[str]], bool]) -> list[str]:
-    """Names of one kind of entry in a folder."""
+def _names(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of what is in a folder."""
     path = os.fspath(folder)
     try:
         with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if is_kind(entry)]
+            return [entry.name for entry in entries]
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
     except OSError as error:
@@ -317,6 +333,7 @@ def choose_by_suffix(
         ArgumentError: the suffix is no such text; it fits several files of a rank; or there are files of both
             extensions.
         CheckpointNotFoundError: there is no rank folder; a rank has no such file, or none that all others have too.
+        DamagedFileError: what is called `rank_<r>` is no folder.
         StorageError: a folder cannot be listed.
 
     Example:

@@ -1,7 +1,8 @@
 """A `.ckpt` weight file of MindSpore: how it is told from files of the same suffix, and from safetensors.
 
 It is one protobuf message `Checkpoint { repeated Value }` without a magic number: a sequence of 0x0A, a length and a
-value. The core walks over that framing and leaves the contents alone; nothing here reads more than the first bytes.
+value. The core walks over that framing and leaves the contents alone; nothing here reads more than the first bytes
+and the last.
 
 A tensor of more than 512 MiB lies in several values of the same tag. Text (`str`) may stand between the tensors: it is
 named and not read. A writer that was asked to adds a CRC-32 of the whole file: whoever reads tensors compares it
@@ -11,12 +12,16 @@ older writers wrote it.
 
 from __future__ import annotations
 
-__all__ = ["HEAD_BYTES", "SUFFIX", "is_head", "is_safetensors_head"]
+__all__ = ["HEAD_BYTES", "SUFFIX", "TAIL_BYTES", "has_sum", "is_head", "is_safetensors_head"]
 
 SUFFIX = ".ckpt"
 HEAD_BYTES = 9
 """So many bytes from the start of a file tell what it is."""
 
+TAIL_BYTES = 17
+"""So many bytes at the end of a file tell whether it has a sum of itself."""
+
+_SUM_MARK = b"crc_num"  # and ten bytes
 _VALUE = b"\x0a"  # field 1 of the message, of a length that follows
 
 
@@ -31,6 +36,16 @@ def is_head(head: bytes) -> bool:
     """
     # A header of safetensors may have a length that ends in the same byte.
     return head.startswith(_VALUE) and not is_safetensors_head(head)
+
+
+def has_sum(tail: bytes) -> bool:
+    """Whether these last bytes of a `.ckpt` are a sum of the rest.
+
+    Example:
+        >>> has_sum(b"crc_num" + bytes(10)), has_sum(bytes(17))
+        (True, False)
+    """
+    return len(tail) == TAIL_BYTES and tail.startswith(_SUM_MARK)
 
 
 def is_safetensors_head(head: bytes) -> bool:

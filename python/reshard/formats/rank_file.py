@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard.errors import DamagedFileError, KeyNotFoundError
 from reshard.formats import ckpt
-from reshard.small_files import read_head, show
+from reshard.small_files import read_head, read_tail, show
 
 if TYPE_CHECKING:
     import os
@@ -55,6 +55,7 @@ class RankFile:
         tensors: the local arrays by key, in the order of the file.
         metadata: `__metadata__` of a safetensors file; of a `.ckpt` nothing.
         strings: keys whose value is text and no tensor: they are reported and cannot be read.
+        has_sum: whether a `.ckpt` ends with a sum of itself; None: its format has none.
     """
 
     file: int
@@ -63,6 +64,7 @@ class RankFile:
     tensors: Mapping[str, LocalTensor]
     metadata: Mapping[str, str]
     strings: tuple[str, ...]
+    has_sum: bool | None = None
 
 
 def add_rank_file(
@@ -103,7 +105,11 @@ def add_rank_file(
         name: LocalTensor(dtype, shape, tuple((stored, extents, tuple(tiles)) for stored, extents, tiles in parts))
         for name, dtype, shape, parts in index.file_arrays(file)
     }
-    return RankFile(file, path, kind, tensors, index.file_metadata(file) or {}, tuple(index.file_strings(file)))
+    has_sum = None
+    if kind == "ckpt":
+        has_sum = ckpt.has_sum(read_tail(path, ckpt.TAIL_BYTES, follow_links=follow_links))
+    metadata, strings = index.file_metadata(file) or {}, tuple(index.file_strings(file))
+    return RankFile(file, path, kind, tensors, metadata, strings, has_sum)
 
 
 def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Literal["safetensors", "ckpt"]:

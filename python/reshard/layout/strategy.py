@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, 
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.layout.strategy_file import LayoutItem
 
@@ -125,6 +125,29 @@ class Strategy:
     def stages_of(self, key: str) -> tuple[int, ...]:
         """The stages that list a key; empty: it is whole on every rank."""
         return tuple(stage for stage, items in self.stages.items() if key in items)
+
+    def check_unlisted(self, keys: Iterable[str]) -> None:
+        """Refuse keys that the strategy lists with the number of a stage before them, or the other way round.
+
+        Args:
+            keys: of tensors with dims that no stage lists: they would be taken for whole.
+
+        Raises:
+            MismatchError: it was read as merged, and is not, or the reverse.
+        """
+        with_stage = {f"{stage}-{key}": key for stage, items in self.stages.items() for key in items}
+        numbers = set(map(str, self.stages))
+        without = {key.partition("-")[2]: key for key in self.keys() if key.partition("-")[0] in numbers}
+        for key in keys:
+            listed_as = with_stage.get(key, without.get(key))
+            if listed_as is not None:
+                raise MismatchError(
+                    f"{show(self.source)} does not list {show(key)}, but {show(listed_as)}: is it merged or not? Names "
+                    "in a merged strategy begin with the number of their stage",
+                    path=self.source,
+                    key=key,
+                    hint="call the file of a stage `ckpt_strategy_rank_<r>.ckpt`, and a merged one otherwise",
+                )
 
     def cut_of(self, key: str, rank: int, ndim: int, shape: Sequence[int] | None = None) -> DeviceCut | None:
         """How a tensor is cut over the stage of a rank.

@@ -23,7 +23,15 @@ from reshard.small_files import read_small_file, write_file_atomically
 from reshard.strict_json import parse_json
 from reshard.words import show
 
-__all__ = ["LayoutItem", "OperatorItem", "StrategyFile", "is_strategy", "read_strategy_file", "write_strategy_file"]
+__all__ = [
+    "LayoutItem",
+    "OperatorItem",
+    "StrategyFile",
+    "is_strategy",
+    "read_strategy_file",
+    "write_strategy_file",
+    "written_as",
+]
 
 T = TypeVar("T")
 
@@ -60,6 +68,19 @@ class LayoutItem:
     field: int = 0
     opt_weight_shard_step: int = 0
     opt_weight_shard_size: int = 0
+
+    def n_parts(self) -> int:
+        """In how many different parts the tensor lies on the devices of its stage.
+
+        Example:
+            >>> LayoutItem((2, 4), ((0, -1),)).n_parts(), LayoutItem((2, 4), ((0, -1),), (), (), 0, 4, -1).n_parts()
+            (4, 8)
+        """
+        used = {v for axes in self.tensor_map for v in axes if v >= 0}
+        n_slices = math.prod(self.dev_matrix[len(self.dev_matrix) - 1 - v] for v in used)
+        n_holders = math.prod(self.dev_matrix) // n_slices
+        share = n_holders if self.opt_weight_shard_size == -1 else self.opt_weight_shard_size
+        return n_slices * max(1, share)
 
 
 @dataclass(frozen=True)
@@ -154,8 +175,17 @@ def write_strategy_file(
         UnsupportedError: JSON has no words for a record.
         StorageError: the system failed; nothing has changed under `path`.
     """
-    as_json = Path(path).suffix == ".json"
-    write_file_atomically(path, _to_json(content) if as_json else _to_protobuf(content), mode, durable=durable)
+    write_file_atomically(path, _encoded(path, content), mode, durable=durable)
+
+
+def written_as(path: str | os.PathLike[str], content: StrategyFile) -> StrategyFile:
+    """What would be read of a file once `write_strategy_file` wrote this; raises what either would."""
+    data = _encoded(path, content)
+    return parse_strategy(data.encode() if isinstance(data, str) else data, os.fspath(path))
+
+
+def _encoded(path: str | os.PathLike[str], content: StrategyFile) -> str | bytes:
+    return _to_json(content) if Path(path).suffix == ".json" else _to_protobuf(content)
 
 
 def why_not_json(item: LayoutItem) -> str | None:

@@ -1,7 +1,8 @@
 """Which strategy files make up one strategy: a merged file, one stage's file, or a folder of them; and merging them.
 
 A folder usually holds a file a rank, those of one stage alike. In a merged file the stage stands before each name,
-`0-embed.weight`; the names themselves may hold dashes. The original takes the first file that it finds of a stage and
+`0-embed.weight`; the names themselves may hold dashes, and numbers before them: a file is merged where it cannot be one
+stage's, and what it says besides names tells the rest. The original takes the first file that it finds of a stage and
 never looks at the others; here files that disagree are an error.
 """
 
@@ -20,6 +21,7 @@ from reshard.errors import (
     DamagedFileError,
     DestinationExistsError,
     StorageError,
+    UnsupportedError,
 )
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import (
@@ -29,6 +31,7 @@ from reshard.layout.strategy_file import (
     read_content,
     read_strategy_file,
     write_strategy_file,
+    written_as,
 )
 from reshard.words import show
 
@@ -37,9 +40,10 @@ if TYPE_CHECKING:
 
     from reshard.layout.strategy_file import LayoutItem
 
-__all__ = ["Stage", "merge_strategies", "merged_file", "read_stages", "read_strategy", "stage_file"]
+__all__ = ["Stage", "check_reads_back", "merge_strategies", "merged_file", "read_stages", "read_strategy", "stage_file"]
 
 _MERGED_NAME = re.compile(r"(0|[1-9][0-9]{0,8})-(.+)", re.DOTALL)
+_OF_RANK = re.compile(r"rank_[0-9]+\.(ckpt|json)$")
 _MAX_FILES = 1 << 20
 
 
@@ -121,7 +125,7 @@ def merge_strategies(
     Raises:
         DestinationExistsError: `dst` exists, and `overwrite` was not given or it is no strategy file.
         ArgumentError: `dst` is a folder.
-        UnsupportedError: JSON has no words for a tensor.
+        UnsupportedError: JSON has no words for a tensor; or the file would be read back as another strategy.
         CheckpointNotFoundError, DamagedFileError, LayoutError, StorageError: as `read_strategy`.
 
     Example:
@@ -149,7 +153,9 @@ def merge_strategies(
             raise DestinationExistsError(
                 f"{show(str(target))} is to be replaced, but it is no strategy file: {error.message}", path=str(target)
             ) from None
-    write_strategy_file(target, merged_file(stages), durable=durable)
+    content = merged_file(stages)
+    check_reads_back(target, content, strategy.stages)
+    write_strategy_file(target, content, durable=durable)
     return strategy
 
 
@@ -198,16 +204,16 @@ def _files(folder: Path) -> list[Path]:
 def _stages_of(content: StrategyFile, path: str) -> dict[int, Stage]:
     """A file by stages: of a merged one the names lose their stage."""
     told = {operator.stage for operator in content.operators}
-    names = [(name, _MERGED_NAME.fullmatch(name)) for name in content.layouts]
-    prefixes = {int(match[1]) for _, match in names if match is not None}
-    if prefixes and all(match for _, match in names) and (not told or prefixes <= told):
-        operators: dict[int, list[OperatorItem]] = {number: [] for number in sorted(prefixes | told)}
+    names = _merged_names(content, told, path)
+    if names:
+        operators: dict[int, list[OperatorItem]] = {
+            n: [] for n in sorted({stage for stage, _ in names.values()} | told)
+        }
         layouts: dict[int, dict[str, LayoutItem]] = {number: {} for number in operators}
         for operator in content.operators:
             operators[operator.stage].append(operator)
-        for name, match in names:
-            if match is not None:
-                layouts[int(match[1])][match[2]] = content.layouts[name]
+        for name, (number, key) in names.items():
+            layouts[number][key] = content.layouts[name]
         return {number: Stage(path, tuple(operators[number]), layouts[number]) for number in operators}
     if len(told) != 1:
         stages = ", ".join(map(str, sorted(told)[:8]))
@@ -217,6 +223,54 @@ def _stages_of(content: StrategyFile, path: str) -> dict[int, Stage]:
             path=path,
         )
     return {told.pop(): Stage(path, content.operators, content.layouts)}
+
+
+def _merged_names(content: StrategyFile, told: set[int], path: str) -> dict[str, tuple[int, str]]:
+    """Stage and key of each name in a merged file; of a stage's own file nothing.
+
+    A stage's parameters may all be called as in a merged file. Where the operators are of several stages, it is none's;
+    where they are of a later one, it lacks the stages before. A writer that names operators by their parameters tells
+    it by these; of what is left a merged file bears no rank's name. That this was wrong is seen by the tensors that it
+    is then applied to: see `Strategy.check_unlisted`.
+    """
+    matches = {name: _MERGED_NAME.fullmatch(name) for name in content.layouts}
+    names = {name: (int(match[1]), match[2]) for name, match in matches.items() if match is not None}
+    if len(names) < len(matches) or (told and not {stage for stage, _ in names.values()} <= told):
+        return {}
+    if len(told) == 1:
+        nodes = {operator.node_name for operator in content.operators}
+        is_by_name, is_by_key = nodes <= names.keys(), nodes <= {key for _, key in names.values()}
+        is_merged = is_by_key if is_by_name != is_by_key else _OF_RANK.search(path) is None
+        if told != {0} or not is_merged:
+            return {}
+    return names
+
+
+def check_reads_back(
+    path: str | os.PathLike[str], content: StrategyFile, stages: Mapping[int, Mapping[str, LayoutItem]]
+) -> None:
+    """Refuse to write a strategy file that would be read as something else than is meant.
+
+    Args:
+        path: where it is to be written.
+        content: what is to be written.
+        stages: what that is to say of each stage.
+
+    Raises:
+        UnsupportedError: no reader would take it for that; or JSON has no words for a tensor.
+    """
+    try:
+        read = _stages_of(written_as(path, content), os.fspath(path))
+        found = {number: dict(stage.layouts) for number, stage in read.items()}
+        reason = "it would be read as of other stages or tensors"
+    except DamagedFileError as error:
+        found, reason = {}, error.message
+    if found != {number: dict(layouts) for number, layouts in stages.items()}:
+        raise UnsupportedError(
+            f"a strategy has no words for these names of tensors: {reason}",
+            path=os.fspath(path),
+            hint="rename the tensors, or choose another name for the file if you gave it one",
+        )
 
 
 def _check_same(number: int, first: Stage, other: Stage) -> None:

@@ -77,7 +77,7 @@ def specs_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None = N
 
     Raises:
         LayoutError: the device matrices have no common mesh, or the stages cut a tensor differently.
-        MismatchError, UnsupportedError: as `Strategy.cut_of`.
+        MismatchError, UnsupportedError: as `Strategy.cut_of`, and `Strategy.check_unlisted`.
     """
     shapes = {key: None if tensors is None or key not in tensors else tuple(tensors[key]) for key in strategy.keys()}  # noqa: SIM118
     cuts = {key: _one_cut(strategy, key, shape) for key, shape in shapes.items()}
@@ -127,6 +127,7 @@ def specs_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None = N
             "here it is all"
         )
     unlisted = [key for key, spec in specs.items() if key not in cuts and spec.shape]
+    strategy.check_unlisted(unlisted)
     if unlisted:
         warnings.append(f"{show(strategy.source)} does not list {listed(map(show, unlisted))}: whole on every rank")
     return StrategySpecs(mesh or {"dp": 1}, specs, warnings)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import ArgumentError, StorageError, UnsupportedError
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import LayoutItem, StrategyFile, write_strategy_file
-from reshard.layout.strategy_folder import stage_file
+from reshard.layout.strategy_folder import check_reads_back, stage_file
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def write_stage_files(
 
     Raises:
         ArgumentError: there is no such rank, or no such kind of file.
-        UnsupportedError: JSON has no words for a tensor.
+        UnsupportedError: JSON has no words for a tensor; or a file would be read back as another strategy.
         StorageError: the system failed.
     """
     if suffix not in (".ckpt", ".json"):
@@ -80,9 +80,10 @@ def write_stage_files(
         stage = rank // strategy.devices_per_stage
         if stage not in strategy.stages:
             raise ArgumentError(f"the strategy has {strategy.world_size} ranks, there is no rank {rank}")
+        path = Path(folder) / f"ckpt_strategy_rank_{rank}{suffix}"
         if stage not in contents:
             contents[stage] = stage_file(stage, strategy.stages[stage])
-        path = Path(folder) / f"ckpt_strategy_rank_{rank}{suffix}"
+            check_reads_back(path, contents[stage], {stage: strategy.stages[stage]})
         write_strategy_file(path, contents[stage], mode, durable=durable)
         written.append(path)
     return written

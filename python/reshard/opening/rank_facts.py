@@ -17,6 +17,7 @@ from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import checkpoint1, checkpoint1_health, checkpoint2, full_weights, huggingface, scalars
 from reshard.formats.checkpoint2_common import CommonInfo
+from reshard.opening.rank_agreement import FileFacts, faults_of
 from reshard.opening.rank_folders import look_at, open_rank_files
 from reshard.opening.root import is_damage, reason_of
 from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
@@ -41,8 +42,6 @@ __all__ = [
     "path_of",
     "saves_root",
 ]
-
-_COUNTERS_THAT_AGREE = ("step_num", "epoch_num")  # over the files of one save; a loss scale may differ
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,7 @@ def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> Candid
 def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> dict[str, Any]:
     """Open this process's own files of a save: what is wrong with them, and what they say of the run."""
     number, count = own
-    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "n": 0}
+    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "files": []}
     try:
         ranks = [rank for rank in checkpoint1.rank_folders(root) if rank % count == number]
     except CheckpointNotFoundError:
@@ -273,35 +272,25 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
             told["faults"].append([rank, reason_of(error)])
             continue
         with checkpoint:
-            common = None if checkpoint.common is None else asdict(checkpoint.common)
+            if not told["files"]:
+                told["common"] = None if checkpoint.common is None else asdict(checkpoint.common)
             told["has_optimizer"] |= holds_optimizer(checkpoint)
-        if not told["n"]:
-            told["common"] = common
-        elif against := _disagreement(told["common"], common):
-            told["faults"].append([rank, f"{path.name}: {against}"])
-        told["n"] += 1
+            (file,) = checkpoint._rank_files.values()  # noqa: SLF001
+            told["files"].append([rank, FileFacts.of(checkpoint.common, has_sum=file.has_sum).to_value()])
     return told
-
-
-def _disagreement(one: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
-    """Why the files of two ranks cannot be whole and of one save."""
-    for name in _COUNTERS_THAT_AGREE:
-        first, second = (None if common is None else common[name] for common in (one, other))
-        if first != second:
-            # The counters are what a `.ckpt` ends with: one that is cut between two records lacks them.
-            found = ["is not there" if value is None else f"is {value}" for value in (second, first)]
-            return f"`{name}` {found[0]}, and in another rank's file it {found[1]}: cut short, or of another save"
-    return None
 
 
 def _checked(candidate: CandidateFacts, reports: Sequence[dict[str, Any]], status: int | None) -> CandidateFacts:
     """A candidate with what all processes found of it."""
     faults = sorted((int(rank), fault) for report in reports for rank, fault in report["faults"])
-    with_files = [(number, report["common"]) for number, report in enumerate(reports) if report["n"]]
-    common: dict[str, Any] | None = with_files[0][1] if with_files else None
-    for number, other in with_files:
-        if not faults and (against := _disagreement(common, other)):
-            faults = [(number, f"{name_of_rank(Path(candidate.path).name, number)}: {against}")]
+    common: dict[str, Any] | None = next((report["common"] for report in reports if report["files"]), None)
+    if not faults:
+        files = {int(rank): FileFacts.from_value(value) for report in reports for rank, value in report["files"]}
+        save = Path(candidate.path).name
+        faults = [
+            (rank, f"{name_of_rank(save, rank)}: {fault}")
+            for rank, fault in faults_of(dict(sorted(files.items()))).items()
+        ]
     if faults:
         rank, fault = faults[0]
         more = f", and {len(faults) - 1} more ranks' files" if len(faults) > 1 else ""

@@ -88,7 +88,7 @@ def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.
     rank = rank_of_folder(folder)
     known = None if strategy is None else as_strategy(strategy)
     _check_ranks(folder, {rank: folder}, known)
-    n_others = len(checkpoint1.rank_folders(folder.resolve().parent)) - 1
+    n_others = len(checkpoint1.rank_entries(_named(folder).parent)) - 1
     if known is None and n_others > 0:
         _log.warning(
             "%s is opened alone: the arrays of rank %d are taken for whole tensors, and %d rank folders lie beside it",
@@ -226,8 +226,14 @@ def _weight_files(folder: Path) -> Iterator[tuple[str, int]]:
 
 def rank_of_folder(folder: Path) -> int:
     """The rank in the name of a folder, or -1."""
-    match = _FOLDER.fullmatch(folder.resolve().name)
+    match = _FOLDER.fullmatch(_named(folder).name)
     return -1 if match is None else int(match[1])
+
+
+def _named(folder: Path) -> Path:
+    """A folder under the name that tells its rank: the one that was given, or the one to which that is a link."""
+    given = Path(os.path.abspath(folder))  # noqa: PTH100  not resolved: a rank's folder may be a link
+    return given if _FOLDER.fullmatch(given.name) else folder.resolve()
 
 
 def open_rank_files(
@@ -246,7 +252,7 @@ def open_rank_files(
 
     Raises:
         CheckpointNotFoundError: a rank of the strategy has no file, or a file is not there.
-        DamagedFileError: a file violates its format, or files of different saves lie together.
+        DamagedFileError: a file violates its format, lacks what those of other ranks have, or is of another save.
         MismatchError: the strategy is one of other ranks, or an array cannot be the part that it makes of it.
         CoverageError: no rank holds a part of a tensor.
 
@@ -260,6 +266,7 @@ def open_rank_files(
     index = _core.Index()
     ranks = {rank: add_rank_file(index, files[rank], method=method) for rank in sorted(files)}
     tensors = RankTensors(root, ranks, known)
+    common = tensors.check(method)
     for key in tensors.keys:
         if key not in tensors.unplaced:
             # Ranks that hold the same part may have it in other records: these overlap, and are no replicas.
@@ -273,8 +280,8 @@ def open_rank_files(
     )
     checkpoint._method = method  # noqa: SLF001
     checkpoint.strings = tuple(dict.fromkeys(name for file in ranks.values() for name in file.strings))
-    checkpoint.common = tensors.common(method)
-    checkpoint.iteration = None if checkpoint.common is None else checkpoint.common.step_num
+    checkpoint.common = common
+    checkpoint.iteration = None if common is None else common.step_num
     return checkpoint
 
 

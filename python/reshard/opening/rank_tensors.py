@@ -16,6 +16,7 @@ from reshard.errors import CoverageError, DamagedFileError, MismatchError
 from reshard.formats import scalars
 from reshard.formats.rank_file import add_rank_file, placed
 from reshard.layout.strategy import Strategy, box_of
+from reshard.opening.rank_agreement import FileFacts, faults_of, lacking
 from reshard.outputs import as_array
 from reshard.words import listed, show
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["RankTensors"]
 
 _log = logging.getLogger("reshard")
-
-# What all ranks of one save agree on; where they do not, files of different saves lie together.
-_SAME_ON_ALL = ("epoch_num", "step_num", "global_step")
 
 
 class RankTensors:
@@ -162,12 +160,30 @@ class RankTensors:
             told = listed(map(show, whole))
             _log.warning("%s does not list %s: taken for whole on every rank", self.strategy.source, told)
 
-    def common(self, method: _core.ReadMethod) -> CommonInfo | None:
-        """The counters, of which all ranks must tell the same; None: there are none.
+    def check(self, method: _core.ReadMethod) -> CommonInfo | None:
+        """Compare the files with each other and with the strategy; the counters, or None if there are none.
 
         Raises:
-            DamagedFileError: they do not: files of different saves lie together.
+            DamagedFileError: a rank's file is cut short, or of another save than those of the others.
+            MismatchError: the strategy names keys otherwise than they do.
         """
+        found = self._counters(method)
+        facts = {rank: FileFacts.of(found.get(rank), has_sum=file.has_sum) for rank, file in self.files.items()}
+        faults = faults_of(facts)
+        if self.strategy is not None and not faults:
+            # Only a `.ckpt` can be cut between two tensors, and be well-formed.
+            held = lacking(self.strategy, {rank: file.tensors.keys() for rank, file in self.files.items()})
+            faults = {rank: fault for rank, fault in held.items() if self.files[rank].kind == "ckpt"}
+        for rank, fault in faults.items():
+            more = f"; and so of {len(faults) - 1} more ranks" if len(faults) > 1 else ""
+            raise DamagedFileError(f"{self.name(rank)}: {fault}{more}", path=str(self.files[rank].path))
+        if self.strategy is not None:
+            whole = [key for key in self.unlisted if key not in self.followed]
+            self.strategy.check_unlisted(key for key in whole if any(one.shape for one in self.held[key].values()))
+        return next(iter(found.values()), None)
+
+    def _counters(self, method: _core.ReadMethod) -> dict[int, CommonInfo]:
+        """The counters of each rank's file that has any."""
         found: dict[int, CommonInfo] = {}
         for rank, file in self.files.items():
             names = [name for name in scalars.NAMES if name in file.tensors]
@@ -187,19 +203,7 @@ class RankTensors:
             arrays = {name: as_array(*place, dtype, shape) for (name, dtype, shape, _), place in places}
             found[rank] = scalars.common_of(arrays, str(file.path))
             index.close()
-        if not found:
-            return None
-        first, *others = found
-        for rank in others:
-            for name in _SAME_ON_ALL:
-                a, b = getattr(found[first], name), getattr(found[rank], name)
-                if a is not None and b is not None and a != b:
-                    raise DamagedFileError(
-                        f"`{name}` is {a} in {self.name(first)} and {b} in {self.name(rank)}: they are of two saves",
-                        path=str(self.files[rank].path),
-                        key=name,
-                    )
-        return found[first]
+        return found
 
 
 def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:
