@@ -173,7 +173,7 @@ def _prefix(path: str) -> bytes:
         finally:
             os.close(handle)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"there is no file {show(path)}", path=path) from None
+        raise CheckpointNotFoundError(f"there is no strategy file {show(path)}", path=path) from None
     except IsADirectoryError:
         return b""
     except OSError as error:

@@ -121,7 +121,7 @@ def open(  # noqa: A001
     if checkpoint is None:
         if checkpoint1.is_root(target):
             return open_rank_folders(target, strategy, method)
-        if rank_of_folder(target) >= 0 and not _is_described(target):
+        if rank_of_folder(target) is not None and not _is_described(target):
             return open_rank_folder(target, strategy, method)
         checkpoint = open_folder(target, method)
     if strategy is not None:

@@ -20,7 +20,7 @@ import numpy as np
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
 from reshard.formats import checkpoint1
-from reshard.formats.checkpoint1 import FileName, Meta
+from reshard.formats.checkpoint1 import STRATEGY_FOLDER, FileName, Meta
 from reshard.layout.strategy_file import read_strategy_file
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.small_files import show
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = ["to_checkpoint1"]
 
-STRATEGY_FOLDER = "strategy"
 _FILE = "net.safetensors"
 _RANK_FOLDER = re.compile("rank_(0|[1-9][0-9]{0,17})")
 
