@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 __all__ = ["to_checkpoint1"]
 
 _FILE = "net.safetensors"
-_RANK_FOLDER = re.compile("rank_(0|[1-9][0-9]{0,17})")
 
 
 def to_checkpoint1(
@@ -234,7 +232,7 @@ def _check_counters(job: Job) -> None:
 
 def _is_foreign(entry: Path, names: FileName | None) -> bool:
     """Whether a folder stands where one is written, and holds what no earlier conversion to the same names wrote."""
-    has_name = _RANK_FOLDER.fullmatch(entry.name) is not None or entry.name == STRATEGY_FOLDER
+    has_name = checkpoint1.parse_rank_folder(entry.name) is not None or entry.name == STRATEGY_FOLDER
     return has_name and not _is_ours(entry, names)
 
 
@@ -243,8 +241,8 @@ def _is_ours(entry: Path, names: FileName | None) -> bool:
     if entry.is_symlink() or not entry.is_dir():
         return False
     files = {one.name for one in entry.iterdir()} - {checkpoint1.META_FILE}
-    if (match := _RANK_FOLDER.fullmatch(entry.name)) is not None:
-        name = _name(names, int(match[1]))
+    if (rank := checkpoint1.parse_rank_folder(entry.name)) is not None:
+        name = _name(names, rank)
         return files == {name} and is_our_file(entry / name)
     return entry.name == STRATEGY_FOLDER and all(_is_our_strategy(entry / name) for name in files)
 
