@@ -141,7 +141,9 @@ fn factored() -> impl Strategy<Value = Factored> {
         (Just(all), order, cuts).prop_map(|(all, order, cuts)| {
             let dims = all.concat();
             let bounds = cuts.into_iter().zip(&dims).map(|(mut cuts, &n)| {
-                cuts.iter_mut().for_each(|cut| *cut %= n + 1);
+                for cut in &mut cuts {
+                    *cut %= n + 1;
+                }
                 cuts.extend([0, n]);
                 cuts.sort_unstable();
                 cuts.dedup();
