@@ -71,6 +71,8 @@ LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 class StoredShard:
     """A stored region of a tensor.
 
+    Where a name map makes rows of several tensors take turns, it is the box around the rows of one, so boxes overlap.
+
     Attributes:
         offset: its first element in the global tensor, one index a dim.
         shape: its extent in elements, one a dim.
@@ -567,8 +569,8 @@ class Checkpoint:
 
         Args:
             tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
-                numbers of this checkpoint's files, as `_core.Index.stored` tells them; and `factors`, if the tiles are given
-                in those. As pairs they can come one by one.
+                numbers of this checkpoint's files, as `_core.Index.stored` tells them; and `factors`, if tiles are in
+                those. As pairs they can come one by one.
 
         Returns:
             A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
