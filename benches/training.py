@@ -59,6 +59,7 @@ def measure(folder: Path, size_gb: float, run_table: Run) -> list[Result]:
             [
                 case("stall of `step`", n_bytes),
                 case("stall of `step`, overlap", 0),
+                case("stall of `step`, the first time", n_bytes),
                 Case("memcpy, warm", n_bytes, lambda: fresh.run(cases.copy_memory, content, n_bytes)),
             ],
         ),

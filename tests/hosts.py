@@ -55,8 +55,10 @@ class Host:
                 os._exit(1)
         os.close(writer)
         pid = os.read(reader, 20)
-        assert os.read(reader, 1) == b".", f"{self.name} does not start"
+        has_begun = os.read(reader, 1) == b"."
         os.close(reader)
+        if not has_begun:
+            raise PermissionError(f"{self.name} does not start")
         self.pid = int(pid)
         # Held, so that the cable stays where it is when the host is switched off.
         self._network = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
@@ -122,7 +124,7 @@ def on_two_hosts(act: Callable[[Host, Host], Any], own: Callable[[str], dict[Pat
     if shutil.which("ip") is None:
         refuse("there is no `ip` (iproute2) to lay a cable between hosts")
 
-    def run() -> Any:
+    def run() -> list[Any]:
         hosts: list[Host] = []
         with tempfile.NamedTemporaryFile("w") as known:  # there is no server of names
             print(
@@ -130,16 +132,22 @@ def on_two_hosts(act: Callable[[Host, Host], Any], own: Callable[[str], dict[Pat
             )
             known.flush()
             try:
-                for name, address in _ADDRESSES.items():
-                    hosts.append(Host(name, address, {Path("/etc/hosts"): Path(known.name), **own(name)}))
-                _connect(*hosts)
-                return act(*hosts)
+                try:
+                    for name, address in _ADDRESSES.items():
+                        hosts.append(Host(name, address, {Path("/etc/hosts"): Path(known.name), **own(name)}))
+                    _connect(*hosts)
+                except (PermissionError, subprocess.CalledProcessError) as error:
+                    return [str(error), None]
+                return [None, act(*hosts)]
             finally:
                 for host in hosts:
                     if host.pid:
                         host.power_off()
 
-    return in_namespaces(run)
+    refusal, result = in_namespaces(run)
+    if refusal is not None:
+        refuse(f"hosts are not permitted here: {refusal}")
+    return result
 
 
 def _connect(a: Host, b: Host) -> None:

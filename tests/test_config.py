@@ -50,7 +50,10 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
         ),
         {"prefix": "llama2_7b", "save_every": 500, "keep": 3},
     ),
-    ("parallel_config:\n  data_parallel: 1\n  model_parallel: 2\n  pipeline_stage: 2\n  micro_batch_num: 2", {}),
+    (
+        "parallel_config:\n  data_parallel: 1\n  model_parallel: 2\n  pipeline_stage: 2\n  micro_batch_num: 2",
+        {"model_parallel": 2, "pipeline_stage": 2},
+    ),
     (
         (
             'callbacks:\n  - type: CheckpointMonitor\n    prefix: "llama2_7b"\n    save_checkpoint_steps: 10\n'
@@ -128,7 +131,7 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
             "use_legacy: False\nload_checkpoint : ''\npretrained_model_dir: \"/path/qwen3\"\nmodel:\n  model_config:\n"
             '    compute_dtype: "bfloat16"\n    params_dtype: "bfloat16"\ngeneration:\n  max_length: 30'
         ),
-        {},
+        {"model_path": "/path/qwen3"},
     ),
     (
         (
@@ -172,6 +175,11 @@ def test_a_trainers_whole_file() -> None:
         "sink_size": 2,
         "load_format": "safetensors",
         "auto_trans": True,
+        "model_path": "/path/to/model",
+        "use_parallel": True,
+        "data_parallel": 2,
+        "model_parallel": 2,
+        "pipeline_stage": 2,
     }
 
 

@@ -15,9 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from tests.ranks import Job
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import reshard
+from reshard.errors import ArgumentError
 from reshard.torch import Checkpointer, staging
 from reshard.torch.staging import Staging
 from reshard.torch.tensors import as_tensor, from_tensor
@@ -25,6 +28,8 @@ from reshard.torch.tensors import as_tensor, from_tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from reshard.group import TorchGroup
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -352,6 +357,35 @@ def test_next_step_of_the_optimizer_waits_for_the_copies(tmp_path: Path, copies:
         found = {key: checkpoint.read(key).tobytes() for key in checkpoint.keys()}  # noqa: SIM118
     assert found == expected
     optimizer.step()  # and after the end nobody holds it up
+
+
+def test_overlap_without_a_background_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="about saves in the background"):
+        Checkpointer(tmp_path, overlap=True, async_save=False, signals=())
+
+
+def test_hook_is_that_of_every_optimizer(tmp_path: Path, copies: Copies) -> None:
+    """Of several, and of one that has another inside."""
+
+    def work(_: TorchGroup) -> list[bool]:
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        optimizers: list[Any] = [
+            torch.optim.SGD(first.parameters(), lr=0.1),
+            ZeroRedundancyOptimizer(second.parameters(), torch.optim.SGD, lr=0.1),
+        ]
+        waited = []
+        with Checkpointer(tmp_path, overlap=True, signals=(), durable=False) as made:
+            made.resume(model=nn.ModuleDict({"first": first, "second": second}), optimizer=optimizers)
+            for number, optimizer in enumerate(optimizers, 1):
+                made.step(number)
+                copies.go.clear()
+                copies.is_on = True
+                made.save()
+                waited.append(waits(optimizer.step, copies.go.set))
+        return waited
+
+    with Job(1, work) as job:
+        assert job.values() == [[True, True]]
 
 
 def test_without_memory_for_copies_it_is_saved_all_the_same(

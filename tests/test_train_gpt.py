@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import load_file as stock_load_file
 from tests.training import Run, whole_run
+
+import reshard
+from reshard.examples.train_gpt import GPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,6 +64,17 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     for step, line in expected.items():
         assert line["samples"] == lines[step]["samples"]
         assert float.fromhex(line["loss"]) == pytest.approx(float.fromhex(lines[step]["loss"]), rel=1e-5)
+    # And in the end one file of weights, which the model loads.
+    reshard.convert(tmp_path / "torn" / "run", tmp_path / "hf")
+    merged = stock_load_file(tmp_path / "hf" / "model.safetensors")
+    model = GPT(0.0)
+    missing, unexpected = model.load_state_dict(merged, strict=False)
+    assert (missing, unexpected) == (["head.weight"], [])  # tied: stored once
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in model.named_parameters())
+    with reshard.open(tmp_path / "torn" / "run") as checkpoint:
+        assert {name: tensor.numpy().tobytes() for name, tensor in merged.items()} == {
+            name: checkpoint.read(name).tobytes() for name in checkpoint.keys("model")
+        }
 
 
 @contextlib.contextmanager

@@ -204,10 +204,15 @@ class Index:
         stored: Sequence[tuple[int, str, Sequence[int], Sequence[Tile]]],
         *,
         overlapping: bool = False,
+        factors: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """`key` consists of explicit tiles: `(file, stored name, stored shape, tiles)`.
 
         Equal regions are replicas. Regions that overlap otherwise are refused unless `overlapping`.
+
+        A dim with `factors` is that many dims in the tiles, whose product is its extent: of `(n0, n1)`, row `r` of the
+        tensor is `(r // n1, r % n1)`. So rows of two arrays that take turns are one tile each: `factors={0: (n, 2)}`.
+        All factors together add at most 8 dims.
         """
 
     def __len__(self) -> int: ...
@@ -225,10 +230,17 @@ class Index:
         """The files that hold a part of the tensor, ascending; opens nothing."""
 
     def shards(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], list[int]]]:
-        """`(offset, shape, files that hold it)` of each stored region."""
+        """`(offset, shape, files that hold it)` of each stored region.
+
+        Of one that was added with `factors` it is the box around it in the dims of the tensor: such boxes can overlap.
+        """
 
     def stored(self, key: str) -> list[tuple[int, str, tuple[int, ...], list[Tile]]]:
-        """`(file, stored name, stored shape, tiles)` of each stored array of the key: what `add_tiles` takes. Opens nothing."""
+        """`(file, stored name, stored shape, tiles)` of each stored array of the key: what `add_tiles` takes. Opens nothing.
+
+        Tiles that were added with `factors` are told in the dims of the tensor, a tile for each run of rows; more than
+        4 million are refused.
+        """
 
     def metadata_layout(self, key: str) -> tuple[list[int], list[list[int]], list[str], list[int]] | None:
         """`device_matrix, tensor_map (a list a dim; whole: []), alias_name, rank_list`; None: null or no metadata.json."""

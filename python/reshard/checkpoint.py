@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -56,14 +56,18 @@ __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verif
 Format = Literal["safetensors", "huggingface", "checkpoint2", "checkpoint1", "mindspore", "ckpt"]
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
-_Stored: TypeAlias = tuple[str, tuple[int, ...], Placed]
-"""dtype, global shape and stored arrays of a tensor."""
+_Stored: TypeAlias = (
+    tuple[str, tuple[int, ...], Placed] | tuple[str, tuple[int, ...], Placed, Mapping[int, Sequence[int]]]
+)
+"""dtype, global shape and stored arrays of a tensor, and factors of dims where tiles are given in such."""
 LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class StoredShard:
     """A stored region of a tensor.
+
+    Where a name map makes rows of several tensors take turns, it is the box around the rows of one, so boxes overlap.
 
     Attributes:
         offset: its first element in the global tensor, one index a dim.
@@ -548,8 +552,8 @@ class Checkpoint:
 
         Args:
             tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
-                numbers of this checkpoint's files, as `_core.Index.stored` tells them. As pairs they can come one by
-                one.
+                numbers of this checkpoint's files, as `_core.Index.stored` tells them; and `factors`, if tiles are in
+                those. As pairs they can come one by one.
 
         Returns:
             A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
@@ -573,9 +577,9 @@ class Checkpoint:
             follow_links=follow_links,
             method=self._method,
         )
-        for key, (dtype, shape, stored) in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        for key, (dtype, shape, stored, *factors) in tensors.items() if isinstance(tensors, Mapping) else tensors:
             # That regions overlap was allowed, where it was, by what described them.
-            index.add_tiles(key, dtype, shape, stored, overlapping=True)
+            index.add_tiles(key, dtype, shape, stored, overlapping=True, factors=factors[0] if factors else None)
         # What is read here is read there: it must not be cleaned up under either of them.
         lock = (
             os.dup(self._lock) if self._lock is not None and self._unlock is not None and self._unlock.alive else None
@@ -620,7 +624,9 @@ class Checkpoint:
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
         # Of a tensor that becomes hundreds, what is stored is asked once: they follow one another.
         stored_of = functools.lru_cache(maxsize=1)(self._index.stored)
-        renamed = self.view((made.key, (self._dtype_of(made), made.shape, made.stored(stored_of))) for made in tensors)
+        renamed = self.view(
+            (made.key, (self._dtype_of(made), made.shape, made.stored(stored_of), made.factors)) for made in tensors
+        )
         renamed._is_renamed = True  # noqa: SLF001  made here, as all of it
         return renamed
 

@@ -10,6 +10,7 @@ use crate::checksum::Sums;
 use crate::copy::can_cast;
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
+use crate::factors::Factors;
 use crate::layout::{Cuts, Layout};
 use crate::metadata::Metadata;
 use crate::plan::{Array, Plan, PlanSource};
@@ -17,12 +18,10 @@ use crate::region::{Dims, Region};
 use crate::request::{Request, Wanted};
 use crate::shard_file::{Format, LocalArray, Part, ShardFile};
 use crate::source::{Method, closed};
-use crate::stored::{
-    Form, Grid, Holders, Needed, Place, Stored, StoredTensor, Tiles, named, no_holder,
-};
+use crate::stored::{Form, Grid, Holders, Needed, Stored, StoredTensor, Tiles, named, no_holder};
 use crate::tile::Tile;
 use rayon::prelude::*;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -144,7 +143,7 @@ impl Index {
                 let Part { name, shape, tiles } = part;
                 (StoredTensor { file, name, shape }, tiles)
             });
-            return self.add_tiles(key, dtype, shape, stored.collect(), false);
+            return self.add_tiles(key, dtype, shape, BTreeMap::new(), stored.collect(), false);
         }
         let Some((dtype, shape, _)) = opened.tensor(key) else {
             return Err(self.missing_in(file, key));
@@ -199,19 +198,30 @@ impl Index {
             };
             stored.push((tensor, layout.tiles(position)));
         }
-        self.add_tiles(key, dtype, layout.shape().to_vec(), stored, true)
+        self.add_tiles(
+            key,
+            dtype,
+            layout.shape().to_vec(),
+            BTreeMap::new(),
+            stored,
+            true,
+        )
     }
 
     /// `key` consists of explicit tiles. Equal regions are replicas; other overlaps are refused unless `overlapping`.
+    ///
+    /// A dim with `factors` is that many dims in the tiles: of `[n0, n1]`, row `r` of the `n0 * n1` is `(r / n1, r % n1)`.
     pub fn add_tiles(
         &mut self,
         key: &str,
         dtype: Dtype,
         shape: Vec<u64>,
+        factors: BTreeMap<usize, Vec<u64>>,
         stored: Vec<(StoredTensor, Vec<Tile>)>,
         overlapping: bool,
     ) -> Result<()> {
-        let tiles = Tiles::new(&shape, stored, self.files.len(), overlapping)
+        let tiles = Factors::new(&shape, factors)
+            .and_then(|factors| Tiles::new(&shape, factors, stored, self.files.len(), overlapping))
             .map_err(|error| error.key(key).within(named(key)))?;
         self.insert(key, Some(dtype), shape, Form::Tiles(tiles))
     }
@@ -391,7 +401,7 @@ impl Index {
         Ok(*stored.dtype.get_or_init(|| dtype))
     }
 
-    /// Every stored region of a key and the files that hold it.
+    /// Every stored region of a key and the files that hold it; of one in factored dims the box around it.
     pub fn shards(&self, key: &str) -> Result<Vec<(Region, Vec<u32>)>> {
         let stored = self.stored(key)?;
         match &stored.form {
@@ -401,30 +411,17 @@ impl Index {
                 .filter(|(_, region)| !region.is_empty() || grid.n_cells() == 1)
                 .map(|(cell, region)| Ok((region, grid.files(cell as u64, u64::MAX))))
                 .collect(),
-            Form::Tiles(tiles) => {
-                let files = |places: &[Place]| {
-                    places
-                        .iter()
-                        .map(|p| tiles.tensors[p.tensor as usize].file)
-                        .collect()
-                };
-                Ok(tiles
-                    .regions
-                    .iter()
-                    .cloned()
-                    .zip(tiles.places.iter().map(|p| files(p)))
-                    .collect())
-            }
+            Form::Tiles(tiles) => Ok(tiles.shards()),
         }
     }
 
-    /// Every stored array that holds a part of a key, and its tiles: what `add_tiles` takes. Replicas are all told.
+    /// Every stored array that holds a part of a key, and its tiles: what `add_tiles` takes without factors. Replicas are all told.
     pub fn stored_arrays(&self, key: &str) -> Result<Vec<(StoredTensor, Vec<Tile>)>> {
         let stored = self.stored(key)?;
-        Ok(match &stored.form {
-            Form::Grid(grid) => grid.stored_arrays(&stored.key),
-            Form::Tiles(tiles) => tiles.stored_arrays(),
-        })
+        match &stored.form {
+            Form::Grid(grid) => Ok(grid.stored_arrays(&stored.key)),
+            Form::Tiles(tiles) => tiles.stored_arrays(&stored.key),
+        }
     }
 
     /// Proves that the stored regions of every key cover it without hole or overlap.

@@ -22,6 +22,7 @@ pub mod shard_file;
 pub mod source;
 
 // Which shard is where; the checked plan.
+mod factors;
 pub mod index;
 pub mod plan;
 pub mod request;

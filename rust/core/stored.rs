@@ -2,10 +2,11 @@
 //!
 //! A *grid* is symbolic: per dim where it is cut, and for a cell of the grid who holds it, either the ranks of a mesh
 //! (whose files are known by rank) or a table. Everything irregular is a list of *explicit tiles*, sorted, and proven
-//! disjoint by a sweep. Files are numbers here; who opens them is the index.
+//! disjoint by a sweep; some of their dims can be described by factors, in which all of that is done. Files are numbers here; who opens them is the index.
 
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
+use crate::factors::Factors;
 use crate::layout::{Cuts, Layout};
 use crate::plan::{Piece, piece_of};
 use crate::region::{Dims, Region, row_major_strides};
@@ -18,6 +19,9 @@ const MAX_CANDIDATES: u64 = 16;
 
 /// Work bound of the proof that explicit tiles are disjoint, per tile: real layouts need a few steps.
 const MAX_SWEEP_STEPS: u64 = 4096;
+
+/// Most tiles that are told of a tensor whose tiles are given in factored dims.
+const MAX_RUNS: u64 = 1 << 22;
 
 #[derive(Debug)]
 pub(crate) struct Stored {
@@ -55,6 +59,8 @@ pub(crate) enum Holders {
 /// Explicit tiles of one key.
 #[derive(Debug)]
 pub(crate) struct Tiles {
+    /// What the dims of the regions are, if not those of the tensor.
+    factors: Option<Factors>,
     /// Distinct regions, sorted by their offset in `dim`.
     pub(crate) regions: Vec<Region>,
     /// For each region the places where it is stored.
@@ -275,10 +281,13 @@ impl Grid {
 impl Tiles {
     pub(crate) fn new(
         shape: &[u64],
+        factors: Option<Factors>,
         stored: Vec<(StoredTensor, Vec<Tile>)>,
         n_files: usize,
         overlapping: bool,
     ) -> Result<Self> {
+        let factored = factors.as_ref().map(Factors::shape);
+        let shape = factored.as_deref().unwrap_or(shape);
         let mut tensors = Vec::new();
         let mut by_region: HashMap<Region, Vec<Place>> = HashMap::new();
         for (tensor, tiles) in stored {
@@ -349,6 +358,7 @@ impl Tiles {
             })
             .collect();
         Ok(Self {
+            factors,
             regions,
             places,
             tensors,
@@ -357,8 +367,23 @@ impl Tiles {
         })
     }
 
-    /// Each stored tensor with its tiles.
-    pub(crate) fn stored_arrays(&self) -> Vec<(StoredTensor, Vec<Tile>)> {
+    /// Each stored tensor with its tiles, in the dims of the tensor.
+    pub(crate) fn stored_arrays(&self, key: &str) -> Result<Vec<(StoredTensor, Vec<Tile>)>> {
+        if let Some(factors) = &self.factors {
+            let runs = |(region, places): (&Region, &Vec<Place>)| {
+                let n_runs = |place: &Place| factors.n_runs(region, &place.local_strides);
+                places.iter().map(n_runs).fold(0, u64::saturating_add)
+            };
+            let n_runs = self.regions.iter().zip(&self.places).map(runs);
+            let n_runs = n_runs.fold(0, u64::saturating_add);
+            if n_runs > MAX_RUNS {
+                let message = format!(
+                    "{} consists of {n_runs} runs of rows that take turns; at most {MAX_RUNS} are told one by one",
+                    named(key)
+                );
+                return Err(Error::new(Kind::Unsupported, message).key(key));
+            }
+        }
         let mut stored: Vec<_> = self
             .tensors
             .iter()
@@ -366,14 +391,31 @@ impl Tiles {
             .collect();
         for (region, places) in self.regions.iter().zip(&self.places) {
             for place in places {
-                stored[place.tensor as usize].1.push(Tile {
+                let tile = Tile {
                     global: region.clone(),
                     local_offset: place.local_offset,
                     local_strides: place.local_strides.clone(),
-                });
+                };
+                let own = &mut stored[place.tensor as usize].1;
+                match &self.factors {
+                    None => own.push(tile),
+                    Some(factors) => own.extend(factors.join(&tile)),
+                }
             }
         }
-        stored
+        Ok(stored)
+    }
+
+    /// Each region, or the box around it in the dims of the tensor, and the files that hold it.
+    pub(crate) fn shards(&self) -> Vec<(Region, Vec<u32>)> {
+        let shard = |(region, places): (&Region, &Vec<Place>)| {
+            let around = self.factors.as_ref().map(|factors| factors.around(region));
+            let files = places
+                .iter()
+                .map(|place| self.tensors[place.tensor as usize].file);
+            (around.unwrap_or_else(|| region.clone()), files.collect())
+        };
+        self.regions.iter().zip(&self.places).map(shard).collect()
     }
 
     pub(crate) fn over(&self, wanted: &Region) -> std::ops::Range<usize> {
@@ -392,7 +434,8 @@ impl Tiles {
         if n_elements(&stored.shape) == Some(0) {
             return Ok(());
         }
-        let whole = Region::whole(&stored.shape);
+        let factored = self.factors.as_ref().map(Factors::shape);
+        let whole = Region::whole(factored.as_deref().unwrap_or(&stored.shape));
         let covered: u128 = self
             .regions
             .iter()
@@ -422,6 +465,8 @@ impl Tiles {
     }
 
     fn uncovered(&self, stored: &Stored, hole: &Region) -> Error {
+        let factors = self.factors.as_ref();
+        let hole = factors.map_or_else(|| hole.clone(), |factors| factors.first_run(hole));
         let message = format!(
             "the stored shards of {} leave {hole} uncovered",
             named(&stored.key)
@@ -436,6 +481,21 @@ impl Tiles {
     }
 
     pub(crate) fn select<'a>(
+        &'a self,
+        stored: &'a Stored,
+        tile: &Tile,
+        chosen: &mut [u64],
+        needed: &mut Vec<Needed<'a>>,
+    ) -> Result<()> {
+        let Some(factors) = &self.factors else {
+            return self.select_box(stored, tile, chosen, needed);
+        };
+        let mut parts = factors.split(tile).into_iter();
+        parts.try_for_each(|part| self.select_box(stored, &part, chosen, needed))
+    }
+
+    /// `select`, of a tile in the dims of the regions.
+    fn select_box<'a>(
         &'a self,
         stored: &'a Stored,
         tile: &Tile,

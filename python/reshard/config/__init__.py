@@ -48,6 +48,11 @@ class Config:
             tree as it is (`auto_trans_ckpt`).
         strategy: the strategy file, or the folder of them, that says how a Checkpoint 1.0 tree was cut; None: the
             folder `strategy` beside it (`src_strategy_path_or_dir`).
+        model_path: a Hugging Face folder: its config says how the model is cut where it is loaded from such a folder,
+            and its weights are loaded where nothing else is and nothing is resumed (`pretrained_model_dir`).
+        use_parallel: whether the sizes that follow hold; else each is 1 (`use_parallel`).
+        data_parallel, model_parallel, pipeline_stage, expert_parallel, context_parallel: ranks of each kind; the
+            experts are divided over ranks of data_parallel (`parallel_config`).
         load_async: whether loading begins in the background (`load_ckpt_async`).
         save_path: the checkpoint root that is saved to (`CheckpointMonitor.directory`, `save_checkpoint_path`,
             `checkpoint.save_path`, or `checkpoint` under `output_dir`); None if nothing says so.
@@ -95,6 +100,13 @@ class Config:
     by_timestamp: bool = False
     auto_trans: bool = False
     strategy: str | None = None
+    model_path: str | None = None
+    use_parallel: bool = False
+    data_parallel: int = 1
+    model_parallel: int = 1
+    pipeline_stage: int = 1
+    expert_parallel: int = 1
+    context_parallel: int = 1
     load_async: bool = False
     save_path: str | None = None
     save_every: int | None = None
@@ -119,6 +131,21 @@ class Config:
     save_trainable_params: bool = False
     only_save_strategy: bool = False
     without_effect: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The ranks of the run, as `ModelLayout.preset` takes them.
+
+        Ranks that share a sequence hold the same weights, as those of data parallel do.
+
+        Example:
+            >>> Config(use_parallel=True, data_parallel=4, model_parallel=2, expert_parallel=2).mesh
+            {'tp': 2, 'pp': 1, 'ep': 2, 'dp': 2}
+        """
+        if not self.use_parallel:
+            return {"tp": 1, "pp": 1, "ep": 1, "dp": 1}
+        dp = self.data_parallel // self.expert_parallel * self.context_parallel
+        return {"tp": self.model_parallel, "pp": self.pipeline_stage, "ep": self.expert_parallel, "dp": dp}
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:

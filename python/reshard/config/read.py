@@ -97,6 +97,11 @@ def _settle(values: _Values, top: dict[str, object], section: dict[str, object] 
         for field in ("save_network_params", "save_trainable_params"):
             if said.get(field):
                 values.without_effect[f"`{field}`"] = None
+    data, expert = (cast("int", said.get(field, 1)) for field in ("data_parallel", "expert_parallel"))
+    if data % expert:
+        raise values.said["expert_parallel"][1].error(
+            f"{expert} does not divide data_parallel, {data}: the experts are divided over ranks that share their data"
+        )
     # On the top level the original means loading, where the files say it themselves; of a configuration of ours that
     # has no other place for it, it can only mean saving, and one that does is not harmed.
     if top.get("remove_redundancy") is not None:

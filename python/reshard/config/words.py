@@ -181,6 +181,8 @@ TOP = {
     "auto_trans_ckpt": Word("auto_trans", _FLAG),
     "src_strategy_path_or_dir": Word("strategy", _PATH),
     "resume_by_last_timestamp_ckpt": Word("by_timestamp", _FLAG),
+    "pretrained_model_dir": Word("model_path", _PATH),
+    "use_parallel": Word("use_parallel", _FLAG),
     "remove_redundancy": Word(None, _FLAG),  # about loading, where the files tell it: see `read`
     "output_dir": Word(None, _TEXT),  # see `read`
     "balanced_load": Word(None, _FLAG, inert=True),
@@ -232,7 +234,17 @@ TRAINING = {
     "global_batch_size": Word("global_batch_size", _COUNT),
     "rampup_batch_size": Word("rampup", _RAMPUP),
 }
-SECTIONS = {"trainer": TRAINER, "lr_schedule": LR_SCHEDULE, "runner_config": RUNNER, "training": TRAINING}
+PARALLEL = {
+    name: Word(name, _COUNT)
+    for name in ("data_parallel", "model_parallel", "pipeline_stage", "expert_parallel", "context_parallel")
+}
+SECTIONS = {
+    "trainer": TRAINER,
+    "lr_schedule": LR_SCHEDULE,
+    "runner_config": RUNNER,
+    "training": TRAINING,
+    "parallel_config": PARALLEL,
+}
 OTHERS = ("checkpoint", "callbacks", "monitor_config")  # read by functions of their own
 FOREIGN = {"lr_scheduler", "train_dataset", "eval_dataset"}
 """Words of the original that are not ours, however much they look like them."""

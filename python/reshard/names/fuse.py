@@ -24,7 +24,7 @@ __all__ = ["Fusion", "Shape", "fused", "split"]
 
 Shape: TypeAlias = tuple[int, ...]
 
-_MAX_PIECES = 1 << 22  # of one tensor
+_MAX_PARTS = 1 << 22  # of one tensor
 _NOT_THIS_MODEL = "are the sizes those of this model?"
 
 
@@ -149,7 +149,6 @@ def fused(
             key=first_key,
             hint=_NOT_THIS_MODEL,
         )
-    _check_pieces(rule, first_key, max((n for n, _ in rounds), default=1), counts)
     return Fusion(rule, tuple(extents), tuple(turns), counts)
 
 
@@ -195,7 +194,12 @@ def split(rule: Rule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusio
         for part, turn in zip(parts, said, strict=True):
             part[rule.join] = turn * rounds
         turns = said
-    _check_pieces(rule, key, 1 if turns and max(turns) == 1 else rounds, counts)
+    n_parts = len(parts) * math.prod(counts.values())
+    if n_parts > _MAX_PARTS:
+        raise NamesError(
+            f"the rule for {show(rule.whole.text)} would cut {show(key)} into {n_parts} parts, at most {_MAX_PARTS}",
+            key=key,
+        )
     new = set(rule.stack.values())
     of_parts = tuple(tuple(extent for dim, extent in enumerate(part) if dim not in new) for part in parts)
     if rule.transpose and len(rule.transpose) != len(of_parts[0]):
@@ -241,15 +245,6 @@ def _check_dims(rule: Rule, n_dims: int, key: str, shape: Shape) -> None:
         raise NamesError(
             f"the rule for {show(rule.whole.text)} speaks of dim {max(asked)}, and its wholes have {n_dims} dims: "
             f"{show(key)} has shape {shape}",
-            key=key,
-        )
-
-
-def _check_pieces(rule: Rule, key: str, rounds: int, counts: Mapping[str, int]) -> None:
-    n_pieces = rounds * len(rule.parts) * math.prod(counts.values())
-    if n_pieces > _MAX_PIECES:
-        raise NamesError(
-            f"the rule for {show(rule.whole.text)} would cut {show(key)} into {n_pieces} pieces, at most {_MAX_PIECES}",
             key=key,
         )
 

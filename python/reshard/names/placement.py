@@ -6,14 +6,14 @@ alternate. Dims may stand in another order, and a dim of the whole may be one th
 at one index. That is all there is to renaming, fusing, splitting, stacking and transposing.
 
 A stored tile says that a box of a tensor lies in a stored array at an offset with strides. Seen as a tile of the other
-tensor it is cut at the borders of the rounds, and its offset and strides follow: nothing is read, copied or built.
-Where a part of the whole is asked for and a turn is one element long, all rounds are one tile with a longer stride.
+tensor it is cut at the borders of the parts, and its offset and strides follow: nothing is read, copied or built.
+A dim in which there are rounds is described by two, the round and the element in it, as `factors` of `Index.add_tiles`:
+there all rounds of a part are one box, so tiles are as many as what they come from, whatever the number of rows.
 Knows no files, no names.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Link", "Placement"]
 
-# `(offset, extent, skipped, step)` in one dim: the box in the other tensor, the elements of the tile's own dim before
-# it, and the elements of the tile's own dim from one to the next.
-_Segment: TypeAlias = tuple[int, int, int, int]
+_Segment: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
+"""`(offset, extent, skipped, step)` along one dim: the box in the other tensor, the elements of the tile's own dim
+before it, and the elements of that dim from one to the next. All but `skipped` for each dim that describes the one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Link:
 
     Attributes:
         whole: the dim of the whole.
-        start: where the part begins in it.
+        start: where the part begins in it; of several rounds, each lies within one period.
         turn: elements of the part in one round.
         period: elements of the whole from one round to the next.
         rounds: how many there are.
@@ -55,33 +55,40 @@ class Link:
     def to_whole(self, begin: int, end: int) -> list[_Segment]:
         """Where elements `begin` to `end` of the part lie in the whole."""
         if self.is_plain:
-            return [(self.start + begin, end - begin, 0, 1)]
-        turn, period, start = self.turn, self.period, self.start
-        first, last = begin // turn, (end - 1) // turn
-        segments = []
-        for r in range(first, last + 1):
-            low, high = max(begin, r * turn), min(end, (r + 1) * turn)
-            segments.append((start + r * period + low - r * turn, high - low, low - begin, 1))
-        return segments
+            return [((self.start + begin,), (end - begin,), 0, (1,))]
+        first, inside = divmod(self.start, self.period)
+        return [
+            ((first + r, inside + u), (n_r, n_u), r * self.turn + u - begin, (self.turn, 1))
+            for r, u, n_r, n_u in _rounds(begin, end, self.turn)
+        ]
 
     def to_part(self, begin: int, end: int) -> list[_Segment]:
         """Which elements of the part lie in `begin` to `end` of the whole."""
-        turn, period, start = self.turn, self.period, self.start
         if self.is_plain:
-            low, high = max(begin, start), min(end, start + turn * self.rounds)
-            return [(low - start, high - low, low - begin, 1)] if low < high else []
-        first = max(0, (begin - start) // period)
-        last = min(self.rounds, -((start - end) // period))
-        if turn == 1:
-            first = max(0, -((start - begin) // period))
-            return [(first, last - first, start + first * period - begin, period)] if first < last else []
-        segments = []
-        for r in range(first, last):
-            at = start + r * period
-            low, high = max(begin, at), min(end, at + turn)
-            if low < high:
-                segments.append((r * turn + low - at, high - low, low - begin, 1))
+            low, high = max(begin, self.start), min(end, self.start + self.turn * self.rounds)
+            return [((low - self.start,), (high - low,), low - begin, (1,))] if low < high else []
+        first, inside = divmod(self.start, self.period)
+        segments: list[_Segment] = []
+        for r, u, n_r, n_u in _rounds(begin, end, self.period):
+            low, high = max(r, first), min(r + n_r, first + self.rounds)
+            left, right = max(u, inside), min(u + n_u, inside + self.turn)
+            if low < high and left < right:
+                skipped = low * self.period + left - begin
+                segments.append(((low - first, left - inside), (high - low, right - left), skipped, (self.period, 1)))
         return segments
+
+
+def _rounds(begin: int, end: int, n: int) -> list[tuple[int, int, int, int]]:
+    """Elements `begin` to `end` of rounds of `n` as boxes `(round, element in it, rounds, elements)`."""
+    (first, head), (last, tail) = divmod(begin, n), divmod(end, n)
+    if begin >= end:
+        return []
+    if first == last:
+        return [(first, head, 1, tail - head)]
+    boxes = [(first, head, 1, n - head)] if head else []
+    if (middle := first + bool(head)) < last:
+        boxes.append((middle, 0, last - middle, n))
+    return [*boxes, (last, 0, 1, tail)] if tail else boxes
 
 
 @dataclass(frozen=True)
@@ -96,13 +103,22 @@ class Placement:
     links: tuple[Link, ...]
     fixed: tuple[tuple[int, int], ...] = ()
 
+    def factors_of_whole(self, shape: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """In what factors tiles of the whole describe its dims: the rounds and their elements. The shape is its own."""
+        rounds = [link for link in self.links if not link.is_plain]
+        return {link.whole: (shape[link.whole] // link.period, link.period) for link in rounds}
+
+    def factors_of_part(self) -> dict[int, tuple[int, int]]:
+        """The same of the part."""
+        return {dim: (link.rounds, link.turn) for dim, link in enumerate(self.links) if not link.is_plain}
+
     def to_whole(self, tile: Tile) -> list[Tile]:
-        """Tiles of the whole that a stored tile of the part is.
+        """Tiles of the whole that a stored tile of the part is, in the dims of `factors_of_whole`.
 
         Example:
             >>> rows = Placement((Link(whole=0, start=1, turn=1, period=2, rounds=3),))  # every other row
             >>> rows.to_whole(((0,), (2,), 10, (1,)))
-            [((1,), (1,), 10, (1,)), ((3,), (1,), 11, (1,))]
+            [((0, 1), (2, 1), 10, (1, 1))]
         """
         offset, shape, local_offset, strides = tile
         if 0 in shape:
@@ -114,16 +130,18 @@ class Placement:
             sides[link.whole] = link.to_whole(offset[dim], offset[dim] + shape[dim])
             whole_strides[link.whole] = strides[dim]
         for dim, index in self.fixed:
-            sides[dim] = [(index, 1, 0, 1)]
+            sides[dim] = [((index,), (1,), 0, (1,))]
         return _boxes(sides, local_offset, whole_strides)
 
     def to_part(self, tile: Tile) -> list[Tile]:
-        """Tiles of the part that a stored tile of the whole is; none if they have nothing in common.
+        """Tiles of the part that a stored tile of the whole is, in the dims of `factors_of_part`.
+
+        None if they have nothing in common.
 
         Example:
             >>> rows = Placement((Link(whole=0, start=1, turn=1, period=2, rounds=3),))
             >>> rows.to_part(((0,), (6,), 10, (1,)))
-            [((0,), (3,), 11, (2,))]
+            [((0, 0), (3, 1), 11, (2, 1))]
         """
         offset, shape, local_offset, strides = tile
         if 0 in shape:
@@ -149,29 +167,16 @@ class Placement:
 
 def _boxes(sides: Sequence[list[_Segment]], local_offset: int, strides: Sequence[int]) -> list[Tile]:
     """All boxes that have one segment a dim."""
-    if not sides:
-        return [((), (), local_offset, ())]
-    # There can be tens of thousands that differ in one dim only: what they share is made once.
-    varied = max(range(len(sides)), key=lambda dim: len(sides[dim]))
-    stride = strides[varied]
-    boxes: list[Tile] = []
-    for before in itertools.product(*sides[:varied]):
-        for after in itertools.product(*sides[varied + 1 :]):
-            offsets = [one[0] for one in before], [one[0] for one in after]
-            extents = [one[1] for one in before], [one[1] for one in after]
-            steps_before = [one[3] * step for one, step in zip(before, strides, strict=False)]
-            steps_after = [one[3] * step for one, step in zip(after, strides[varied + 1 :], strict=True)]
-            skipped = sum(
-                one[2] * step
-                for one, step in zip((*before, *after), (*strides[:varied], *strides[varied + 1 :]), strict=True)
+    boxes: list[Tile] = [((), (), local_offset, ())]
+    for segments, stride in zip(sides, strides, strict=True):
+        boxes = [
+            (
+                offset + at,
+                shape + extent,
+                local + skipped * stride,
+                steps + tuple(step * stride for step in own_steps),
             )
-            boxes += [
-                (
-                    (*offsets[0], offset, *offsets[1]),
-                    (*extents[0], extent, *extents[1]),
-                    local_offset + skipped + skip * stride,
-                    (*steps_before, step * stride, *steps_after),
-                )
-                for offset, extent, skip, step in sides[varied]
-            ]
+            for offset, shape, local, steps in boxes
+            for at, extent, skipped, own_steps in segments
+        ]
     return boxes

@@ -47,8 +47,14 @@ class Source:
     placement: Placement | None = None
     is_whole: bool = False
 
+    def factors(self, shape: Shape) -> dict[int, tuple[int, int]]:
+        """In what factors tiles of the new tensor, whose shape is given, describe its dims."""
+        if self.placement is None:
+            return {}
+        return self.placement.factors_of_part() if self.is_whole else self.placement.factors_of_whole(shape)
+
     def moved(self, tiles: Sequence[Tile]) -> list[Tile]:
-        """Tiles of the tensor of the checkpoint as tiles of the new one."""
+        """Tiles of the tensor of the checkpoint as tiles of the new one, in the dims of `factors`."""
         if self.placement is None:
             return list(tiles)
         move = self.placement.to_part if self.is_whole else self.placement.to_whole
@@ -69,6 +75,12 @@ class Made:
     shape: Shape
     sources: tuple[Source, ...]
 
+    @property
+    def factors(self) -> dict[int, tuple[int, int]]:
+        """Of the dims in which parts take turns, the rounds and the elements of one: what `Index.add_tiles` takes."""
+        # They follow from the turns and counts of the one rule that made it: all sources have the same.
+        return self.sources[0].factors(self.shape)
+
     def stored(self, stored_of: Callable[[str], Sequence[StoredArray]]) -> list[StoredArray]:
         """Where it is stored.
 
@@ -76,7 +88,8 @@ class Made:
             stored_of: where a tensor of the checkpoint is stored: `(file, stored name, stored shape, tiles)` each.
 
         Returns:
-            The same of this tensor; stored arrays that have nothing of it are left out.
+            The same of this tensor, its tiles in the dims of `factors`; stored arrays that have nothing of it are left
+            out.
         """
         arrays: list[StoredArray] = []
         for source in self.sources:

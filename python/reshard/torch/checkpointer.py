@@ -134,7 +134,8 @@ class Checkpointer:
             `reshard.verbs.integrate`.
 
     Raises:
-        ArgumentError: `save_every` is neither steps nor a time, or a time and ranks cannot leave word for each other.
+        ArgumentError: `save_every` is neither steps nor a time, or a time and ranks cannot leave word for each other;
+            `overlap` without `async_save`.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -207,6 +208,8 @@ class Checkpointer:
             raise ArgumentError("`keep_every` and `keep_best` are for Checkpoint 2.0")
         self._with_trainable, self._is_integrated = save_trainable_params, integrated_save
         self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
+        if overlap and not async_save:
+            raise ArgumentError("`overlap` is about saves in the background", hint="give `async_save=True`, too")
         self._async, self._overlap, self._verify, self._mesh = async_save, overlap, verify, mesh
         self._save_optimizer = True
         self._health: Health = health or LossHealth()

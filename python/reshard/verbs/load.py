@@ -10,6 +10,7 @@ that does not fit or memory that runs out, is raised on all ranks. The damaged c
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from dataclasses import asdict, dataclass, replace
@@ -21,15 +22,17 @@ from reshard.config import Config, as_config, split_iteration
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
+    ConfigError,
     CoverageError,
     DamagedFileError,
     MismatchError,
     ReshardError,
     StorageError,
 )
-from reshard.formats import checkpoint2
+from reshard.formats import checkpoint2, huggingface
 from reshard.formats.checkpoint2 import CommonInfo
 from reshard.group import agree, resolve, session
+from reshard.layout import ModelLayout
 from reshard.opening.facts import gather
 from reshard.opening.rank_facts import SavesRoot, Together, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.opening.rank_folders import open_rank_files, strategy_for
@@ -110,7 +113,9 @@ def load(
     Args:
         root: a checkpoint root. One of its iteration folders names its iteration: damage is then an error. None: what
             the configuration loads.
-        layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder; None: whole tensors.
+        layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder. None: whole tensors, but of
+            a Hugging Face folder what the `parallel_config` of the configuration cuts, as its `pretrained_model_dir`
+            says what the model is.
         rank: the rank in the layout whose arrays are wanted; None: this process's rank in the group.
         strategy: how the ranks of a Checkpoint 1.0 tree cut its tensors: a strategy file or a folder of them. None: the
             folder `strategy` in the tree or beside it. With neither strategy nor layout a rank gets what its own file
@@ -155,6 +160,10 @@ def load(
     members = resolve(group)
     # In a world of one a layout of several ranks is somebody else's: which of them is meant has to be said.
     own = members.rank if rank is None and members.world_size > 1 else rank
+
+    if layout is None and config is not None:
+        asked = as_config(config) if root is None else replace(as_config(config), load_path=os.fspath(root))
+        layout = _layout_of(asked, rank, members.world_size)
 
     def check() -> None:
         if members.world_size > 1:
@@ -291,6 +300,8 @@ def load_with(
 def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:
     """What is to be loaded, in the words of a configuration."""
     asked = Config(resume=True) if config is None else as_config(config)
+    if not asked.load_path and not asked.resume and asked.model_path and huggingface.detect(asked.model_path):
+        asked = replace(asked, load_path=asked.model_path)
     if root is not None:
         asked = replace(asked, load_path=os.fspath(root))
     elif config is None:
@@ -301,6 +312,19 @@ def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, itera
     if number is not None:
         raise ArgumentError(f"`iteration` is {iteration}, and {asked.load_path} names one already")
     return replace(asked, load_path=str(Path(folder) / checkpoint2.iteration_folder_name(iteration)))
+
+
+def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout | None:
+    """How the run of a configuration cuts a Hugging Face model: as its family is cut, over the mesh that is told."""
+    if not (config.use_parallel and config.model_path and huggingface.detect(config.load_path or config.model_path)):
+        return None
+    n_ranks = math.prod(config.mesh.values())
+    if rank is None and n_ranks != world_size:
+        raise ConfigError(
+            f"parallel_config divides the model over {n_ranks} ranks, and this is one of {world_size}",
+            hint="start as many, or give `layout` and `rank`",
+        )
+    return ModelLayout.preset(config.model_path, **config.mesh)
 
 
 # -- together

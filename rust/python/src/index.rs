@@ -273,7 +273,8 @@ impl Index {
         )
     }
 
-    #[pyo3(signature = (key, dtype, shape, stored, *, overlapping=false))]
+    #[pyo3(signature = (key, dtype, shape, stored, *, overlapping=false, factors=None))]
+    #[expect(clippy::too_many_arguments, reason = "what describes a tensor")]
     fn add_tiles(
         &mut self,
         py: Python<'_>,
@@ -282,6 +283,7 @@ impl Index {
         shape: Vec<u64>,
         stored: Vec<(u32, String, Vec<u64>, Vec<TileArguments>)>,
         overlapping: bool,
+        factors: Option<BTreeMap<usize, Vec<u64>>>,
     ) -> PyResult<()> {
         let add = || {
             let dtype = Dtype::parse(dtype)?;
@@ -302,7 +304,9 @@ impl Index {
                     Ok((StoredTensor { file, name, shape }, tiles))
                 })
                 .collect::<reshard_core::Result<Vec<_>>>()?;
-            self.index.add_tiles(key, dtype, shape, stored, overlapping)
+            let factors = factors.unwrap_or_default();
+            self.index
+                .add_tiles(key, dtype, shape, factors, stored, overlapping)
         };
         raise(py, add().map_err(|error| error.key(key)))
     }
