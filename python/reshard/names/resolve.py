@@ -15,7 +15,7 @@ from reshard.errors import NamesError
 from reshard.names.file import Rule, Tie
 from reshard.names.fuse import Shape, fused, members, split
 from reshard.names.templates import Templates
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -214,9 +214,8 @@ class _Resolver:
         )
 
     def _unnamed(self, kept: Sequence[str]) -> NamesError:
-        more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
         return NamesError(
-            f"no rule of the name map names {show(kept[0])}{more}",
+            f"no rule of the name map names {listed(map(show, kept), 1)}",
             key=kept[0],
             hint="add a rule for it, or say `other: keep` to keep such keys as they are",
         )
