@@ -201,7 +201,7 @@ def test_map_that_does_not_fit(mapping: dict[str, Any], shapes: dict[str, Any], 
         (EXPERTS, (6,), r"`experts` is to be divided by `{e}`, and nothing says how many"),
         (EXPERTS | {"sizes": {"e": 4}}, (6,), "do not divide into 4 of `{e}`"),
         (EXPERTS | {"sizes": {"e": 0}}, (6,), "do not divide into 0 of `{e}`"),
-        (EXPERTS | {"sizes": {"e": 1 << 40}}, (1 << 40,), "into 1099511627776 parts"),
+        (EXPERTS | {"sizes": {"e": 1 << 40}}, (1 << 40,), "into more than 500000 parts: 1099511627776 with"),
         (STACKED, (6, 3), "has 3 elements along dim 1, the name map says e = 2"),
     ],
 )
@@ -299,8 +299,8 @@ def test_what_names_takes(tmp_path: Path) -> None:
     for value in (NameMap.from_mapping(mapping), mapping, path, str(path)):
         assert as_names(value, tmp_path) == as_names(value, {"num_experts": 8}) == known
     assert as_names(f"{path}:reverse", tmp_path) == known.reversed()
-    # A config that says nothing of it, or nothing sensible, leaves the size as it is.
-    for useless in ({}, {"num_experts": None}, {"num_experts": True}, {"num_experts": -1}, {"num_experts": "8"}):
+    # A config that says nothing of it leaves the size as it is.
+    for useless in ({}, {"num_experts": None}):
         assert as_names(mapping, useless) == NameMap.from_mapping(mapping)
     for wrong in (3, None, [mapping]):
         with pytest.raises(ArgumentError, match="names are a NameMap, a path, a preset or a mapping"):
@@ -546,3 +546,53 @@ def test_rows_that_take_turns_are_converted_within_the_budget(tmp_path: Path) ->
     assert max(there, and_back) <= 64 + 64, f"{there:.0f} and {and_back:.0f} MiB, interpreter included"
     with reshard.open(hf) as first, reshard.open(back) as last:
         assert {key: last[key].shape for key in last} == {key: first[key].shape for key in first}
+
+
+# -- what is counted before it is made
+
+
+def test_parts_are_counted_in_all_tensors_before_one_is_made() -> None:
+    names = NameMap.from_mapping(
+        {"sizes": {"e": 200_000}, "rules": [{"from": "{i}.w", "to": "{i}.{e}.w", "lay": {"e": 0}}]}
+    )
+    started = time.monotonic()
+    for n_tensors in (3, 2000):
+        with pytest.raises(NamesError, match=r"into more than 500000 parts: 600000 with the 200000 of `2\.w`") as error:
+            names.resolve({f"{i}.w": (200_000,) for i in range(n_tensors)})
+        assert error.value.key == "2.w"
+    assert time.monotonic() - started < 2
+
+
+def test_copies_count_as_parts_do() -> None:
+    ties = [{"to": f"{{i}}.copy{n}", "tied": "{i}.w"} for n in range(5000)]
+    names = NameMap.from_mapping({"rules": [{"from": "{i}.v", "to": "{i}.w"}, *ties]})
+    with pytest.raises(NamesError, match="more than 500000 tensors"):
+        names.resolve({f"{i}.v": (1,) for i in range(1000)})
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ([{"from": f"a{n}", "to": f"b{n}"} for n in range(10_001)], "expected at most 10000 rules, found 10001"),
+        (
+            [{"from": [f"a{n}.{m}" for m in range(4000)], "to": f"b{n}", "join": 0} for n in range(13)],
+            "expected at most 50000 names in all rules, found 52013",
+        ),
+    ],
+)
+def test_rules_are_counted_before_one_is_read(rules: list[Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Template, "compile", lambda text: pytest.fail(f"{text} was compiled"))
+    with pytest.raises(NamesError, match=words):
+        NameMap.from_mapping({"rules": rules})
+
+
+@pytest.mark.parametrize("value", [-4, "4", 4.0, True, [4]])
+def test_a_number_of_the_config_that_is_none_is_told(value: object) -> None:
+    names = NameMap.from_mapping({"sizes": {"a": ["kv * 2", "heads"]}, "rules": []})
+    with pytest.raises(NamesError, match=r"the size `a` .* `kv` of the config is no whole number") as error:
+        names.with_config({"kv": value, "heads": 8})
+    assert error.value.hint is not None
+    assert "`sizes`" in error.value.hint
+    # What the config has not, or leaves open, is no fault of it.
+    assert names.with_config({"kv": None, "heads": 8}).sizes["a"].choices[0].value({}) == 8
+    assert names.with_config({}).needs_config
