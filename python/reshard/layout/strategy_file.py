@@ -33,7 +33,7 @@ _MAX_DEVICES = 1 << 24
 _MAX_NAME = 4096
 _PREFIX_BYTES = 4096
 _FIELDS = ("current_stage", "parallel_strategy_item", "parallel_layout_item")
-_FIRST_FIELD = re.compile(rb'\s*\{\s*"(?:%s)"' % "|".join(_FIELDS).encode())
+_FIRST_FIELD = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"(?:%s)"' % "|".join(_FIELDS).encode())
 
 
 @dataclass(frozen=True)
