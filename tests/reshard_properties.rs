@@ -9,9 +9,14 @@ use reshard_core::layout::{Block, DimSpec, Layout, Spec, Uneven};
 use reshard_core::memory::Stores;
 use reshard_core::mesh::Mesh;
 use reshard_core::plan::{MemoryTensor, Plan};
+use reshard_core::region::{Region, row_major_strides};
 use reshard_core::request::Request;
 use reshard_core::source::Method;
+use reshard_core::stored::StoredTensor;
+use reshard_core::tile::Tile;
 use reshard_core::writer::{self, Options, Windows};
+use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 const DTYPES: [Dtype; 5] = [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64, Dtype::C64];
@@ -111,6 +116,131 @@ fn cases() -> impl Strategy<Value = (Arc<Layout>, Layout, Dtype)> {
         .prop_map(|(from, to, dtype)| (Arc::new(from), to, DTYPES[dtype]))
 }
 
+/// A tensor whose dims are described by factors, and in those cut into cells that are stored as they come.
+#[derive(Debug, Clone)]
+struct Factored {
+    shape: Vec<u64>,
+    factors: BTreeMap<usize, Vec<u64>>,
+    /// The factors of all dims, one after the other.
+    dims: Vec<u64>,
+    /// The bounds of the cells, a list a factored dim.
+    bounds: Vec<Vec<u64>>,
+    /// `order[j]` is the factored dim at storage position `j`.
+    order: Vec<usize>,
+}
+
+fn factored() -> impl Strategy<Value = Factored> {
+    let factors = prop::collection::vec(prop::collection::vec(1..6_u64, 1..4), 0..4);
+    let small = factors.prop_filter("small", |all| {
+        all.iter().flatten().product::<u64>() <= 4_000
+    });
+    small.prop_flat_map(|all| {
+        let dims = all.concat();
+        let order = Just((0..dims.len()).collect::<Vec<_>>()).prop_shuffle();
+        let cuts = prop::collection::vec(prop::collection::vec(0..6_u64, 0..3), dims.len());
+        (Just(all), order, cuts).prop_map(|(all, order, cuts)| {
+            let dims = all.concat();
+            let bounds = cuts.into_iter().zip(&dims).map(|(mut cuts, &n)| {
+                for cut in &mut cuts {
+                    *cut %= n + 1;
+                }
+                cuts.extend([0, n]);
+                cuts.sort_unstable();
+                cuts.dedup();
+                cuts
+            });
+            Factored {
+                shape: all.iter().map(|own| own.iter().product()).collect(),
+                bounds: bounds.collect(),
+                // A dim of one factor can be told or not: it is described by itself either way.
+                factors: (0..)
+                    .zip(all)
+                    .filter(|(dim, own)| own.len() > 1 || dim % 2 == 0)
+                    .collect(),
+                dims,
+                order,
+            }
+        })
+    })
+}
+
+impl Factored {
+    /// All cells in one file, each an array of its own in storage order, and the tile that it is.
+    fn write(
+        &self,
+        path: &Path,
+        whole: &[u8],
+        size: usize,
+        dtype: Dtype,
+    ) -> Vec<(String, Vec<u64>, Tile)> {
+        let mut regions = vec![Region::whole(&[])];
+        for bounds in &self.bounds {
+            regions = regions
+                .iter()
+                .flat_map(|region| {
+                    bounds.windows(2).map(|pair| {
+                        let offset = [region.offset(), &[pair[0]]].concat();
+                        Region::new(offset, [region.shape(), &[pair[1] - pair[0]]].concat())
+                            .unwrap()
+                    })
+                })
+                .collect();
+        }
+        let weights = row_major_strides(&self.dims);
+        let mut found = Vec::new();
+        let mut contents = Vec::new();
+        for (number, region) in regions.into_iter().enumerate() {
+            let shape: Vec<u64> = self.order.iter().map(|&d| region.shape()[d]).collect();
+            let storage = row_major_strides(&shape);
+            let mut bytes = Vec::new();
+            for k in 0..region.n_elements() {
+                let at: u64 = (0..shape.len())
+                    .map(|j| {
+                        let d = self.order[j];
+                        (region.offset()[d] + k / storage[j] % shape[j]) * weights[d]
+                    })
+                    .sum();
+                bytes.extend(&whole[at as usize * size..][..size]);
+            }
+            let mut local_strides = vec![0; shape.len()];
+            for (j, &d) in self.order.iter().enumerate() {
+                local_strides[d] = storage[j];
+            }
+            let tile = Tile {
+                global: region,
+                local_offset: 0,
+                local_strides,
+            };
+            contents.push((shape.clone(), bytes));
+            found.push((format!("cell{number}"), shape, tile));
+        }
+        let tensors = found
+            .iter()
+            .zip(&contents)
+            .map(|((name, ..), (shape, bytes))| MemoryTensor {
+                name: name.clone(),
+                dtype,
+                shape: shape.clone(),
+                bytes,
+                strides_bytes: row_major_strides(shape)
+                    .iter()
+                    .map(|stride| stride * size as u64)
+                    .collect(),
+            });
+        let plan = Plan::of_memory(tensors.collect()).unwrap();
+        let mut windows = Windows::new(writer::MIN_MEMORY_BYTES).unwrap();
+        writer::write(path, &plan, &options(), &mut windows, &Control::default()).unwrap();
+        found
+    }
+}
+
+fn factored_cases() -> impl Strategy<Value = (Factored, Layout, Dtype)> {
+    factored().prop_flat_map(|from| {
+        let to = layouts(from.shape.clone());
+        (Just(from), to, 0..DTYPES.len()).prop_map(|(from, to, dtype)| (from, to, DTYPES[dtype]))
+    })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -127,7 +257,7 @@ proptest! {
                 if method == Method::Map && from.holds(position) {
                     let local = local_array(&from, position, &whole, size);
                     let shape = from.local_shape(position);
-                    let mut strides: Vec<u64> = reshard_core::region::row_major_strides(&shape);
+                    let mut strides: Vec<u64> = row_major_strides(&shape);
                     for stride in &mut strides { *stride *= size as u64; }
                     let tensor = MemoryTensor { name: "w".into(), dtype, shape, bytes: &local, strides_bytes: strides };
                     let plan = Plan::of_memory(vec![tensor]).unwrap();
@@ -152,5 +282,39 @@ proptest! {
                 prop_assert_eq!(&found, &expected);
             }
         }
+    }
+
+    #[test]
+    fn factored_tiles_to_any_layout((from, to, dtype) in factored_cases()) {
+        let size = (dtype.bits() / 8) as usize;
+        let whole = content(from.shape.iter().product::<u64>() as usize * size);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("cells.safetensors");
+        let cells = from.write(&path, &whole, size, dtype);
+        let mut index = Index::new();
+        let file = index.add_file(path, false, Method::Map);
+        let stored = |(name, shape, tile): &(String, Vec<u64>, Tile)| {
+            (StoredTensor { file, name: name.clone(), shape: shape.clone() }, vec![tile.clone()])
+        };
+        let all: Vec<_> = cells.iter().map(stored).collect();
+        index.add_tiles("w", dtype, from.shape.clone(), from.factors.clone(), all.clone(), false).unwrap();
+        // What is told of it makes the same tensor without factors.
+        let told = index.stored_arrays("w").unwrap();
+        index.add_tiles("again", dtype, from.shape.clone(), BTreeMap::new(), told, false).unwrap();
+        index.check().unwrap();
+        for (key, position) in to.holders().flat_map(|position| [("w", position), ("again", position)]) {
+            let expected = local_array(&to, position, &whole, size);
+            let mut request = Request::default();
+            request.add("w", key, &to, position).unwrap();
+            let mut found = vec![0xA5; expected.len()];
+            let plan = index.plan(&request, None, true).unwrap();
+            fill(&plan, vec![&mut found], Stores::Streaming, &Control::default()).unwrap();
+            prop_assert_eq!(&found, &expected);
+        }
+        // Without one cell there is a hole, and the region that is named lies in it.
+        let mut holed = Index::new();
+        holed.add_file(folder.path().join("cells.safetensors"), false, Method::Map);
+        holed.add_tiles("w", dtype, from.shape.clone(), from.factors.clone(), all[1..].to_vec(), false).unwrap();
+        prop_assert_eq!(holed.prove().unwrap_err().kind(), reshard_core::Kind::Coverage);
     }
 }

@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tests import original_reader
+from tests.arrays import Arrays, assert_same
 from tests.oracle import local_arrays
 
 import reshard
@@ -58,8 +59,6 @@ TREES = [
 UNLISTED = "global_step"
 BIAS = "decoder.layers.1.mlp.router.expert_bias"
 
-Arrays = dict[str, np.ndarray]
-
 
 def ground_truth(tree: str, iteration: int) -> Arrays:
     return original_reader.read_shard_file(SAMPLES / tree / f"expected_{iteration:08d}.safetensors")
@@ -67,14 +66,6 @@ def ground_truth(tree: str, iteration: int) -> Arrays:
 
 def folder_of(tree: str, iteration: int) -> Path:
     return SAMPLES / tree / "checkpoint" / f"iteration_{iteration:08d}"
-
-
-def assert_same(found: Arrays, expected: Arrays) -> None:
-    assert set(found) == set(expected)
-    for key, array in expected.items():
-        assert found[key].dtype == array.dtype, key
-        assert found[key].shape == array.shape, key
-        assert found[key].tobytes() == array.tobytes(), key
 
 
 def assert_truth(opened: reshard.Checkpoint, expected: Arrays, iteration: int) -> None:

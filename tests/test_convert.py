@@ -18,6 +18,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tests import original_reader
+from tests.arrays import Arrays, assert_same
 from tests.oracle import local_arrays, mesh_ranks
 
 import reshard
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 
-Arrays = dict[str, np.ndarray]
 
 BF16 = ml_dtypes.bfloat16
 
@@ -174,14 +174,6 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
         json.dumps({"epoch_num": 1, "step_num": 42, "global_step": 42, "loss_scale": 0.5, "ckpt_status": None})
     )
     return folder
-
-
-def assert_same(found: Arrays, expected: Arrays) -> None:
-    assert set(found) == set(expected)
-    for key, array in expected.items():
-        assert found[key].dtype == array.dtype, key
-        assert found[key].shape == array.shape, key
-        assert found[key].tobytes() == array.tobytes(), key
 
 
 def assert_opens_as(path: Path, expected: Arrays, optimizer: Arrays | None = None) -> None:

@@ -304,16 +304,16 @@ def test_damage_on_one_rank_takes_the_older_one_on_all(rank: int, root: Path) ->
 
 
 def test_a_full_scrub_is_shared_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard import checkpoint as module
     from reshard.formats import scrub
 
     seen: list[tuple[str, str]] = []
+    scrub_file = scrub.scrub_file
 
     def spy(folder: Path, manifest: Any, name: str, *args: Any, **options: Any) -> Any:
         seen.append((threading.current_thread().name, name))
-        return scrub.scrub_file(folder, manifest, name, *args, **options)
+        return scrub_file(folder, manifest, name, *args, **options)
 
-    monkeypatch.setattr(module, "scrub_file", spy)
+    monkeypatch.setattr(scrub, "scrub_file", spy)
     in_threads(2, lambda group: reshard.load(root, TP2, group=group, verify="full", timeout=60))
     assert sorted(name for _, name in seen) == sorted(FILES.values())  # each once
     assert len({thread for thread, _ in seen}) == 2

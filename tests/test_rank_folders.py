@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tests import ckpt_files, original_reader
+from tests.arrays import Arrays, assert_same
 
 import reshard
 from reshard.cli import main
@@ -43,15 +44,6 @@ SRC = SAMPLES / "strategy"
 PY = SAMPLES / "strategy_py"
 CKPT1 = SAMPLES / "ckpt1"
 COUNTERS = {"epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size"}
-
-Arrays = dict[str, np.ndarray]
-
-
-def assert_same(found: Arrays, expected: Arrays) -> None:
-    assert set(found) == set(expected)
-    for key, array in expected.items():
-        assert (found[key].dtype, found[key].shape) == (array.dtype, array.shape), key
-        assert found[key].tobytes() == array.tobytes(), key
 
 
 def file_of(tree: Path, rank: int) -> Arrays:

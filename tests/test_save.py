@@ -454,7 +454,19 @@ def told_shapes(mapping: dict[str, Any], checkpoint: Checkpoint) -> dict[str, tu
         rule = rule_of(mapping, key, checkpoint.shapes, checkpoint.optimizer_keys)
         if bool(rule.flat) if parameter is None else checkpoint.shapes[parameter] != shape:
             told[key] = shape
+        elif parameter is not None and rule.join is not None:
+            # Joined state is taken to be that of all parameters in the join.
+            slot = key.removesuffix(parameter)
+            if any(slot + other not in checkpoint.shapes for other in _joined_with(mapping, checkpoint, parameter)):
+                told[key] = shape
     return told
+
+
+def _joined_with(mapping: dict[str, Any], checkpoint: Checkpoint, parameter: str) -> list[str]:
+    join_of = {
+        key: rule_of(mapping, key, checkpoint.shapes, checkpoint.optimizer_keys).join for key in checkpoint.shapes
+    }
+    return [key for key, join in join_of.items() if join == join_of[parameter]]
 
 
 def states_of(mapping: dict[str, Any], checkpoint: Checkpoint) -> set[str]:
@@ -471,6 +483,44 @@ def states_of(mapping: dict[str, Any], checkpoint: Checkpoint) -> set[str]:
         else:
             states -= set(keys)
     return states
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([], ["b.w", "a.w", "m.b.w", "m.a.w"]),
+        (["m.a.w"], ["b.w", "a.w", "m.a.w"]),
+        (["m.b.w", "m.a.w"], ["b.w", "a.w", "m.b.w", "m.a.w"]),
+    ],
+)
+def test_joined_state_is_of_all_parameters_or_of_those_that_are_told(
+    told: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    """With padding the arrays alone would not tell: those of one parameter and of two are of one length."""
+    layout = {"mesh": {"dp": 1}, "rules": [{"match": "*", "flat": {"axes": ["dp"], "join": "all", "align": 4}}]}
+    model = {"all": np.arange(8, dtype=np.float32)}
+    state = {"m.all": np.arange(8 if len(expected) == 4 else 4, dtype=np.float32) + 10}
+    shapes = dict.fromkeys(["b.w", "a.w", *told], (4,))
+    reshard.save(tmp_path, 1, model, state, layout=layout, shapes=shapes, durable=False)
+    with reshard.open(tmp_path) as opened:
+        assert sorted(opened.keys("all")) == sorted(expected)
+        assert opened.read("a.w").tolist() == [0, 1, 2, 3]
+        assert opened.read("b.w").tolist() == [4, 5, 6, 7]
+        assert opened.read("m.a.w").tolist() == [10, 11, 12, 13]
+
+
+def test_each_slot_has_the_state_of_its_own_parameters(tmp_path: Path) -> None:
+    """What is told of one slot is no parameter of another one, though the rule's pattern matches it too."""
+    layout = {"mesh": {"dp": 1}, "rules": [{"match": "*", "flat": {"axes": ["dp"], "join": "all"}}]}
+    state = {"m.all": np.ones(2, np.float32), "v.all": np.full(6, 2, np.float32)}
+    shapes = {"a": (4,), "b": (2,), "m.b": (2,)}
+    reshard.save(tmp_path, 1, {"all": np.zeros(6, np.float32)}, state, layout=layout, shapes=shapes, durable=False)
+    with reshard.open(tmp_path) as opened:
+        assert {key: opened.read(key).tolist() for key in opened.keys("optimizer")} == {
+            "m.b": [1, 1],
+            "v.a": [2] * 4,
+            "v.b": [2] * 2,
+        }
 
 
 def is_without_gaps(mapping: dict[str, Any]) -> bool:

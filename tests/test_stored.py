@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tests import original_reader
+from tests.arrays import Arrays, assert_same
 
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, ReshardError
@@ -25,15 +26,6 @@ FOLDERS = [
     for tree, iteration in (("ckpt2", 5), ("ckpt2", 10), ("ckpt2_dedup", 5), ("ckpt2_dedup", 10), ("ckpt2_named", 7))
 ]
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
-
-Arrays = dict[str, np.ndarray]
-
-
-def assert_same(found: Arrays, expected: Arrays) -> None:
-    assert set(found) == set(expected)
-    for key, array in expected.items():
-        assert (found[key].dtype, found[key].shape) == (array.dtype, array.shape), key
-        assert found[key].tobytes() == array.tobytes(), key
 
 
 def content(*files: Path) -> Arrays:

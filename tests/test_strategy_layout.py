@@ -142,6 +142,73 @@ def test_the_shape_settles_a_lone_list(tmp_path: Path) -> None:
         assert np.array_equal(opened.read("w"), np.arange(8.0))
 
 
+@pytest.mark.parametrize(
+    ("item", "shape"),
+    [
+        # The shape, as the Python writer tells it.
+        (LayoutItem((2, 2), ((1, 0),), (4,)), (4,)),
+        (LayoutItem((2, 2, 2), ((1, 0),), (8,), opt_weight_shard_size=2, opt_weight_shard_step=4), (8,)),
+        # The rows of all parts.
+        (LayoutItem((2, 2, 2), ((2, 1, 0),), (1, 2, 0, 1, 3, 1, 1, 1), tuple(range(8))), (10,)),
+    ],
+)
+def test_a_lone_list_that_only_one_dim_fits_is_that_of_one_dim(
+    item: LayoutItem, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_strategy_file(tmp_path / "s.ckpt", stage_file(0, {"b": item}))
+    whole = np.arange(shape[0])
+    reshard.save_file({"b": whole}, tmp_path / "m.safetensors")
+    printed = ModelLayout.from_mapping(as_layout(tmp_path / "s.ckpt").to_mapping())
+    with reshard.open(tmp_path / "m.safetensors") as opened:
+        for rank in range(math.prod(item.dev_matrix)):
+            part = opened.load(tmp_path / "s.ckpt", rank=rank)["b"]
+            box = box_of(Strategy({0: {"b": item}}), "b", rank, part.shape)
+            assert box is not None
+            assert box[0] == shape
+            assert np.array_equal(part, cut_out(whole, box[1], part.shape))
+            assert np.array_equal(opened.load(printed, rank=rank)["b"], part)
+
+
+def test_what_only_shapes_can_tell_is_said_when_a_strategy_is_shown(tmp_path: Path) -> None:
+    items = {
+        "b": LayoutItem((2, 2), ((1, 0),)),
+        "w": LayoutItem((2, 2), ((1, 0),), (8, 4)),
+        "v": LayoutItem((2, 2), ((1,), (0,))),
+        "n": LayoutItem((2, 2), ((1, -1),)),
+    }
+    write_strategy_file(tmp_path / "s.ckpt", stage_file(0, items))
+    shown = CliRunner().invoke(main, ["strategy", "show", "--layout", str(tmp_path / "s.ckpt")])
+    assert shown.exit_code == 0
+    assert [line for line in shown.stdout.splitlines() if "not certain" in line] == [
+        '# not certain without its shape: "b"'
+    ]
+    assert "how many dims these have: `b`." in shown.stderr
+    (tmp_path / "printed.yaml").write_text(shown.stdout)
+    printed = as_layout(tmp_path / "printed.yaml")
+    assert printed.bind({"b": (4, 4)}).layouts["b"].local_shape(0) == (2, 2)
+    with pytest.raises(LayoutError, match="`b` has 1 dims"):  # not silently another cut
+        printed.bind({"b": (4,)})
+    certain = CliRunner().invoke(main, ["strategy", "show", "--layout", str(SAMPLES / "dst_strategy")])
+    assert "not certain" not in certain.stdout
+    assert certain.stderr == ""
+
+
+def test_stages_that_agree_once_the_shape_is_known_are_no_contradiction() -> None:
+    strategy = Strategy({0: {"b": LayoutItem((2, 2), ((1, 0),))}, 1: {"b": LayoutItem((2, 2), ((1, 0),), (4,))}})
+    assert ModelLayout.from_strategy(strategy).bind({"b": (4,)}).layouts["b"].local_shape(5) == (1,)
+    with pytest.raises(UnsupportedError, match="split shape"):
+        ModelLayout.from_strategy(strategy).bind({"b": (4, 4)})
+
+
+def test_a_strategy_with_a_byte_order_mark_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    write_strategy_file(path, stage_file(0, {"w": LayoutItem((2,), ((0,),))}))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    for read in (as_layout, read_strategy):
+        with pytest.raises(DamagedFileError, match="byte order mark"):
+            read(path)
+
+
 def test_what_is_not_listed_is_whole_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     layout = ModelLayout.from_strategy(Strategy({0: {"l.0.w": LayoutItem((2,), ((0, -1),))}}, source="told once"))
     shapes = {"l.0.w": (4, 4), "l.1.w": (4, 4), "l.0.*": (4,), "step": ()}

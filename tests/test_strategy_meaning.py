@@ -20,7 +20,7 @@ from reshard.errors import (
     MismatchError,
     UnsupportedError,
 )
-from reshard.layout import DeviceCut, Strategy, box_of, read_strategy
+from reshard.layout import DeviceCut, ModelLayout, Strategy, box_of, read_strategy
 from reshard.layout.strategy_file import LayoutItem
 
 DATA = Path(__file__).parent / "data" / "mindspore"
@@ -192,6 +192,32 @@ def test_every_rank_has_what_the_rules_say() -> None:
     assert 0 < refused < checked / 20
 
 
+@pytest.mark.parametrize(
+    ("matrix", "tensor_map", "share", "step"),
+    [
+        ((3, 2), (-1, -1), 3, 1),
+        ((3, 1, 2), (1, -1), 3, 1),  # an axis of one device between them, even if it is named
+        ((4, 3, 2), (-1, 0), 6, 2),
+        ((2, 3, 2), (2, -1), 3, 1),
+        ((2, 2, 3, 2), (0, 3), 2, 2),
+    ],
+)
+def test_neighbouring_free_axes_are_shared_as_one(
+    matrix: tuple[int, ...], tensor_map: tuple[int, ...], share: int, step: int
+) -> None:
+    """A share need not be a product of the axes' sizes: the number of the holder counts over all of them."""
+    item = LayoutItem(matrix, (tensor_map,), opt_weight_shard_size=share, opt_weight_shard_step=step)
+    strategy = Strategy({0: {"w": item}})
+    whole = np.arange(24 * 4).reshape(24, 4)
+    layout = ModelLayout.from_strategy(strategy).bind({"w": (24, 4)}).layouts["w"]
+    for rank, expected in enumerate(oracle(item, whole.shape)):
+        box = box_of(strategy, "w", rank, expected.shape)
+        assert box is not None
+        assert np.array_equal(cut_out(whole, box[1], expected.shape), expected)
+        ((offset, local, _, _),) = layout.tiles(rank)
+        assert (offset, local) == (box[1], expected.shape)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_uneven_rows(data: st.DataObject) -> None:
@@ -270,7 +296,7 @@ def test_the_tensor_settles_what_is_open(item: LayoutItem, shapes: dict[tuple[in
             "4 ranks, while 6 hold",
         ),
         (
-            LayoutItem((4, 3), ((-1, -1),), opt_weight_shard_size=2, opt_weight_shard_step=1),
+            LayoutItem((4, 2, 3), ((1, -1),), opt_weight_shard_size=2, opt_weight_shard_step=1),
             (4, 4),
             "no run of the device",
         ),

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from reshard.verbs.convert import ConvertReport, convert
     from reshard.verbs.convert_files import ConvertFilesReport, convert_files
     from reshard.verbs.diff import DiffReport, TensorDifference, diff
-    from reshard.verbs.load import Loaded, PendingLoad, load, load_async
+    from reshard.verbs.load import Loaded, load, load_async
+    from reshard.verbs.pending_load import PendingLoad
     from reshard.verbs.prune import Removed, pin, prune, unpin
     from reshard.verbs.verify import VerifyReport, verify
     from reshard.write.save import PendingSave, SaveReport, Shard, save
@@ -79,7 +80,7 @@ _HOMES = {
     "Loaded": "reshard.verbs.load",
     "ModelLayout": "reshard.layout",
     "NameMap": "reshard.names",
-    "PendingLoad": "reshard.verbs.load",
+    "PendingLoad": "reshard.verbs.pending_load",
     "PendingSave": "reshard.write.save",
     "Removed": "reshard.verbs.prune",
     "SaveReport": "reshard.write.save",

@@ -10,9 +10,7 @@ sum while it is copied.
 from __future__ import annotations
 
 import functools
-import heapq
 import os
-import re
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,16 +28,15 @@ from reshard.errors import (
     MismatchError,
     UnsupportedError,
 )
-from reshard.formats import checkpoint1, checkpoint1_state, checkpoint2, scalars, state, tiles
-from reshard.formats import manifest as manifests
-from reshard.formats.own_files import own_files, own_index
+from reshard.formats import checkpoint1, checkpoint1_state, checkpoint2, scalars, state_files, tiles
+from reshard.formats.own_files import opened_again, own_files, own_index
 from reshard.formats.rank_file import Placed
-from reshard.formats.scrub import scrub_file
+from reshard.formats.scrub import scrub_share
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.layout.strategy_like import device_layouts, named_mapping
 from reshard.names import as_names, config_beside
-from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order
+from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all
 from reshard.small_files import show
 from reshard.words import listed
 
@@ -59,7 +56,6 @@ __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verif
 Format = Literal["safetensors", "huggingface", "checkpoint2", "checkpoint1", "mindspore", "ckpt"]
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
-_STATE_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
 _Stored: TypeAlias = (
     tuple[str, tuple[int, ...], Placed] | tuple[str, tuple[int, ...], Placed, Mapping[int, Sequence[int]]]
 )
@@ -70,6 +66,8 @@ LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 @dataclass(frozen=True)
 class StoredShard:
     """A stored region of a tensor.
+
+    Where a name map makes rows of several tensors take turns, it is the box around the rows of one, so boxes overlap.
 
     Attributes:
         offset: its first element in the global tensor, one index a dim.
@@ -542,22 +540,9 @@ class Checkpoint:
                 self._index.prove_file(file)
             self._is_scrubbed = count == 1
             return
-        # The largest file first, to whoever has least: every rank comes to the same division.
-        loads = [(0, rank) for rank in range(count)]
-        own = []
         is_folder = self.path.is_dir()
         folder = self.path if is_folder else self.path.parent
-        entries = [one for one in self.manifest.shards.items() if is_folder or one[0] == self.path.name]
-        for name, entry in sorted(entries, key=lambda one: (-one[1].n_bytes, one[0])):
-            n_bytes, rank = loads[0]
-            heapq.heapreplace(loads, (n_bytes + entry.n_bytes, rank))
-            if rank == number:
-                own.append(name)
-        sums = manifests.read_sums(folder, self.manifest, own)
-        for name in own:
-            damaged = scrub_file(folder, self.manifest, name, sums[name], direct=False, threads=threads)
-            if damaged:
-                raise DamagedFileError(f"{show(str(folder / name))}: {damaged[0]}", path=str(folder / name))
+        scrub_share(folder, self.manifest, share, None if is_folder else self.path.name, threads=threads)
         self._is_scrubbed = count == 1
 
     # -- the same files, other tensors
@@ -567,8 +552,8 @@ class Checkpoint:
 
         Args:
             tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
-                numbers of this checkpoint's files, as `_core.Index.stored` tells them; and `factors`, if the tiles are given
-                in those. As pairs they can come one by one.
+                numbers of this checkpoint's files, as `_core.Index.stored` tells them; and `factors`, if tiles are in
+                those. As pairs they can come one by one.
 
         Returns:
             A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
@@ -582,27 +567,16 @@ class Checkpoint:
             >>> checkpoint.view({"v": (info.dtype, info.shape, checkpoint._index.stored("w"))}).keys()  # doctest: +SKIP
             ['v']
         """
-        index = _core.Index()
-        raw = {file.file for file in self._rank_files.values() if file.kind == "ckpt"}
         # Links are followed where they were: in what may come from a download cache.
         follow_links = self.format in ("huggingface", "mindspore") or not self.path.is_dir()
-        for file in range(self._index.n_files):
-            add = index.add_ckpt_file if file in raw or self.format == "ckpt" else index.add_file
-            add(self._index.file_path(file), follow_links=follow_links, method=self._method)
-        if self.manifest is not None:
-            names = [Path(self._index.file_path(file)).name for file in range(self._index.n_files)]
-            folder = self.path if self.path.is_dir() else self.path.parent
-            sums = manifests.read_sums(folder, self.manifest, names)
-            for file, name in enumerate(names):
-                entry = self.manifest.shards[name]
-                index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums[name])
-        else:
-            for file in range(self._index.n_files):
-                if index.file_tensors(file) != self._index.file_tensors(file):
-                    path = Path(self._index.file_path(file))
-                    raise DamagedFileError(
-                        f"{show(str(path))} is another file than the one that was opened", path=str(path)
-                    )
+        index = opened_again(
+            self._index,
+            range(self._index.n_files),
+            self.manifest,
+            ckpt=self._ckpt_files,
+            follow_links=follow_links,
+            method=self._method,
+        )
         for key, (dtype, shape, stored, *factors) in tensors.items() if isinstance(tensors, Mapping) else tensors:
             # That regions overlap was allowed, where it was, by what described them.
             index.add_tiles(key, dtype, shape, stored, overlapping=True, factors=factors[0] if factors else None)
@@ -729,12 +703,7 @@ class Checkpoint:
         for key in wanted:
             shape = index.shape(key)
             request.add_region(key, key, (0,) * len(shape), shape)
-        plan = index.plan(request, verify=verify != "structure")
-        arrays = [(name, dtype, shape) for name, dtype, shape, _ in plan.arrays]
-        return {
-            name: as_array(*place, dtype, shape)
-            for (name, dtype, shape), place in zip(arrays, plan.load(), strict=True)
-        }
+        return load_all(index.plan(request, verify=verify != "structure"))
 
     def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """What `stored` would load, as dtype and shape in elements; reads headers only. Raises as that does.
@@ -768,8 +737,14 @@ class Checkpoint:
             )
         if rank not in self._own:
             raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {listed(self._own)}")
-        numbers = self._own[rank]
-        return own_index(self._index, numbers, self.manifest, is_local=bool(self._rank_files), method=self._method)
+        return own_index(self._index, self._own[rank], self.manifest, ckpt=self._ckpt_files, method=self._method)
+
+    @property
+    def _ckpt_files(self) -> Collection[int]:
+        """Numbers of the files that are no safetensors."""
+        if self.format == "ckpt":
+            return range(self._index.n_files)
+        return {file.file for file in self._rank_files.values() if file.kind == "ckpt"}
 
     # -- what lies beside the tensors
 
@@ -794,14 +769,7 @@ class Checkpoint:
             return checkpoint1_state.read(*self._weight_files(rank))
         if self.manifest is None or not self.path.is_dir():
             return {}
-        shared, own = self._state(0), self._state(rank) if rank else {}
-        if rank and not own:
-            # What rank 0 kept for itself is told from the rest by what another rank kept.
-            matches = map(_STATE_FILE.fullmatch, self.manifest.files)
-            others = [number for match in matches if match is not None and (number := int(match[1]))]
-            private = self._state(min(others)) if others else {}
-            shared = {name: value for name, value in shared.items() if name not in private}
-        return shared | own
+        return state_files.read(self.path, self.manifest, rank)
 
     def _weight_files(self, rank: int) -> tuple[Path | None, Path | None]:
         """Of rank folders: the file of a rank and that of rank 0, as far as they are seen from here."""
@@ -814,27 +782,6 @@ class Checkpoint:
             return self.path, None
         first = self.path.parent.with_name(checkpoint1.rank_folder_name(0)) / parsed.of_rank(0).name
         return self.path, first if first.exists() else None
-
-    def _state(self, rank: int) -> dict[str, Any]:
-        """What one rank saved."""
-        manifest, name, arrays_name = self.manifest, state.file_name(rank), state.arrays_file_name(rank)
-        if manifest is None or name not in manifest.files:
-            return {}
-        text = manifests.read_plain(self.path, manifest, name, state.MAX_BYTES)
-        arrays: dict[str, np.ndarray] = {}
-        if arrays_name in manifest.shards:
-            entry = manifest.shards[arrays_name]
-            sums = manifests.read_sums(self.path, manifest, [arrays_name])[arrays_name]
-            index = _core.Index()
-            file = index.add_file(str(self.path / arrays_name), follow_links=False)
-            index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
-            for key, *_ in index.file_tensors(file):
-                index.add_whole(key, file)
-            arrays = Checkpoint("safetensors", self.path / arrays_name, index, manifest).load()
-        value = state.load(text, arrays, str(self.path / name))
-        if not isinstance(value, dict):
-            raise DamagedFileError(f"{show(str(self.path / name))} holds no state by name", path=str(self.path / name))
-        return value
 
     def bind(self, layout: LayoutLike) -> BoundLayout:
         """Lay a layout over the tensors of this checkpoint: every key's rule applied, everything checked.

@@ -14,12 +14,18 @@ if TYPE_CHECKING:
 
     from reshard.indexing import Box
 
-__all__ = ["as_array", "check_out", "check_outs", "fill", "keeps_order"]
+__all__ = ["as_array", "check_out", "check_outs", "fill", "keeps_order", "load_all"]
 
 
 def as_array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """The array of a tensor that lies in memory of the core from byte `offset` on."""
     return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
+
+
+def load_all(plan: _core.Plan) -> dict[str, np.ndarray]:
+    """Carry a plan out into new arrays, by name. Raises DamagedFileError and StorageError as the plan does."""
+    places = zip(plan.arrays, plan.load(), strict=True)
+    return {name: as_array(*place, dtype, shape) for (name, dtype, shape, _), place in places}
 
 
 def keeps_order(box: Box) -> bool:

@@ -159,11 +159,8 @@ impl Runs {
             if n == 1 {
                 continue;
             }
-            // Neighbours on both sides lengthen the run.
-            if runs.repeats.is_empty()
-                && step == runs.len
-                && (is_one || local_step == runs.len * runs.stride)
-            {
+            // Neighbours on both sides lengthen the run. Once something was repeated, steps are longer than it is.
+            if step == runs.len && (is_one || local_step == runs.len * runs.stride) {
                 runs.len *= n;
                 runs.stride = if is_one { local_step } else { runs.stride };
             } else {

@@ -13,7 +13,7 @@ from reshard.cli.output import collected_warnings, command, echo, echo_json, pro
 __all__ = ["convert_files"]
 
 
-@click.command("convert-files", short_help="Each .ckpt file as a safetensors file of its own.")
+@click.command("convert-files", short_help="Write each .ckpt file again as a safetensors file.")
 @click.argument("src")
 @click.argument("dst", required=False)
 @click.option("--name-map", metavar="FILE", help="New names of tensors by old ones, a YAML or JSON file.")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.output import command, echo, echo_facts, echo_json, echo_table, plain_table, shown
+from reshard.cli.output import command, echo, echo_facts, echo_json, echo_table, plain_table, shown, warn
+from reshard.words import listed
 
 if TYPE_CHECKING:
     from reshard.layout.strategy_file import LayoutItem
@@ -80,6 +81,12 @@ def show(path: str, *, as_layout: bool, as_json: bool) -> None:
             echo_json(layout.to_mapping())
         else:
             echo(str(layout), end="")
+        if layout.uncertain:
+            warn(
+                f"the strategy does not say how many dims these have: {listed(f'`{key}`' for key in layout.uncertain)}."
+                "\nThey are printed with a device axis for each dim; if there is one dim, all these axes cut it. "
+                "Given as `--layout`, the strategy itself goes by their shapes."
+            )
         return
     stages = read_stages(path)
     if as_json:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXTENSIONS",
     "META_FILE",
+    "STRATEGY_FOLDER",
     "Extension",
     "FileKind",
     "FileName",
@@ -38,6 +39,7 @@ __all__ = [
     "list_files",
     "list_weight_files",
     "parse_file_name",
+    "parse_rank_folder",
     "rank_entries",
     "rank_folder_name",
     "rank_folders",
@@ -46,6 +48,8 @@ __all__ = [
 ]
 
 META_FILE = "meta.json"
+STRATEGY_FOLDER = "strategy"
+"""Where the strategy files of a run lie: beside its root, as the original has it, or in it."""
 
 Extension = Literal["safetensors", "ckpt"]
 FileKind = Literal["full", "network", "trainable"]
@@ -148,6 +152,17 @@ def rank_folder_name(rank: int) -> str:
     return f"rank_{rank}"
 
 
+def parse_rank_folder(name: str) -> int | None:
+    """The rank in the name of a folder; None if it is no such name.
+
+    Example:
+        >>> parse_rank_folder("rank_3"), parse_rank_folder("rank_03")
+        (3, None)
+    """
+    match = _RANK_FOLDER.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 # -- what is in a tree
 
 
@@ -190,8 +205,8 @@ def is_root(path: str | os.PathLike[str]) -> bool:
 
 def rank_entries(root: str | os.PathLike[str]) -> dict[int, Path]:
     """Whatever is called `rank_<r>`, a folder or not, by rank, ascending. Raises as `is_root`."""
-    matches = filter(None, map(_RANK_FOLDER.fullmatch, _names(root)))
-    return {rank: Path(root) / name for rank, name in sorted((int(match[1]), match[0]) for match in matches)}
+    found = {rank: Path(root) / name for name in _names(root) if (rank := parse_rank_folder(name)) is not None}
+    return dict(sorted(found.items()))
 
 
 def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -> list[FileName]:
@@ -356,7 +371,12 @@ def choose_by_suffix(
     asked = "no weight file" if suffix is None else f"no weight file that ends in {show(suffix)}"
     missing = [folders[rank].name for rank, found in names.items() if not found]
     if missing:
-        raise CheckpointNotFoundError(f"{shown} holds {asked} in {_some(missing)}", path=os.fspath(root))
+        there = list_weight_files(Path(root) / missing[0]) if suffix is not None else []
+        raise CheckpointNotFoundError(
+            f"{shown} holds {asked} in {_some(missing)}",
+            path=os.fspath(root),
+            hint=f"{missing[0]} holds {_some(there)}" if there else None,
+        )
     if len({name.rpartition(".")[2] for found in names.values() for name in found}) > 1:
         raise ArgumentError(f"{shown} holds both .safetensors and .ckpt files: which are meant?", path=os.fspath(root))
     numbers = [{_last_numbers(name) for name in found} for found in names.values()]

@@ -13,10 +13,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats import state
-from reshard.outputs import as_array
+from reshard.formats.state_files import load_by_name
 from reshard.small_files import read_small_file, show
 
 if TYPE_CHECKING:
@@ -77,21 +76,9 @@ def _read(weights: Path) -> dict[str, dict[str, Any]]:
         text = read_small_file(path, state.MAX_BYTES)
     except CheckpointNotFoundError:
         return {}
-    arrays: dict[str, np.ndarray] = {}
     of_arrays = weights.with_name(arrays_file_name(weights.name))
-    if of_arrays.exists():
-        index, request = _core.Index(), _core.Request()
-        file = index.add_file(str(of_arrays), follow_links=False)
-        for key, _, shape, *_ in index.file_tensors(file):
-            index.add_whole(key, file)
-            request.add_region(key, key, (0,) * len(shape), shape)
-        plan = index.plan(request)
-        arrays = {
-            name: as_array(*place, dtype, shape)
-            for (name, dtype, shape, _), place in zip(plan.arrays, plan.load(), strict=True)
-        }
-    value = state.load(text, arrays, str(path))
-    if not isinstance(value, dict) or set(value) != {_SHARED, _OWN} or not all(type(v) is dict for v in value.values()):
+    value = load_by_name(path, text, of_arrays if of_arrays.exists() else None)
+    if set(value) != {_SHARED, _OWN} or not all(type(one) is dict for one in value.values()):
         raise DamagedFileError(f"{show(str(path))} holds no state by name", path=str(path))
     return value
 

@@ -57,6 +57,7 @@ __all__ = [
     "read_lock",
     "read_plain",
     "read_sums",
+    "set_sums",
     "write",
 ]
 
@@ -454,6 +455,26 @@ def read_sums(
         if digest_of(sums[name]) != entry.sums_digest:
             raise DamagedFileError(f"{show(path)} was altered: the sums of {show(name)} differ", path=path)
     return sums
+
+
+def set_sums(index: _core.Index, folder: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Tell an index what its files must be, all of which lie in one folder.
+
+    Raises:
+        DamagedFileError: the manifest does not list one; or as `read_sums`.
+        UnsupportedError, StorageError: as `read_sums`.
+    """
+    names = [Path(index.file_path(file)).name for file in range(index.n_files)]
+    for name in names:
+        if name not in manifest.shards:
+            raise DamagedFileError(
+                f"{show(os.fspath(folder))} is described as holding {show(name)}, which its manifest does not list",
+                path=str(Path(folder) / name),
+            )
+    sums = read_sums(folder, manifest, names)
+    for file, name in enumerate(names):
+        entry = manifest.shards[name]
+        index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums[name])
 
 
 def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, max_bytes: int) -> bytes:

@@ -2,7 +2,8 @@
 
 Where every rank writes all that it holds, its number stands in the names of its files. Where each shard is written
 once it does not: a rank that had nothing to write has no file, and is left out of the numbers. Then the manifest
-knows, or the `storage_rank` of `metadata.json`.
+knows, or the `storage_rank` of `metadata.json`. Files of an opened checkpoint are opened again as the very same files,
+for an index of other tensors in them; whole tensors and layouts are not known here.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.formats import checkpoint2
 from reshard.formats import manifest as manifests
-from reshard.formats.rank_file import add_rank_file, placed
 from reshard.small_files import read_small_file, show
 from reshard.strict_json import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from reshard.formats.manifest import Manifest
 
-__all__ = ["MAX_METADATA_BYTES", "own_files", "own_index", "storage_ranks"]
+__all__ = ["MAX_METADATA_BYTES", "opened_again", "own_files", "own_index", "storage_ranks"]
 
 MAX_METADATA_BYTES = 4 << 30
 _RANK_FILE = re.compile(r"rank_(0|[1-9][0-9]{0,17})\.safetensors")
@@ -83,7 +83,7 @@ def own_index(
     numbers: Iterable[int],
     manifest: Manifest | None,
     *,
-    is_local: bool,
+    ckpt: Collection[int] = (),
     method: _core.ReadMethod = "auto",
 ) -> _core.Index:
     """An index of what some files hold, each array by itself.
@@ -92,32 +92,43 @@ def own_index(
         opened: the index in which they are.
         numbers: of the files.
         manifest: that of their folder, or None: then there are no sums to compare.
-        is_local: whether each is the one file of a rank, and perhaps a `.ckpt`.
+        ckpt: those of the numbers that are `.ckpt` files.
         method: how they are read.
 
     Raises:
         DamagedFileError: a file is not the one that was opened, or two of them hold one name.
         StorageError: one cannot be read.
     """
+    index = opened_again(opened, numbers, manifest, ckpt=ckpt, method=method)
+    for file in range(index.n_files):
+        for key, *_ in index.file_arrays(file):
+            index.add_whole(key, file)
+    return index
+
+
+def opened_again(
+    opened: _core.Index,
+    numbers: Iterable[int],
+    manifest: Manifest | None,
+    *,
+    ckpt: Collection[int] = (),
+    follow_links: bool = False,
+    method: _core.ReadMethod = "auto",
+) -> _core.Index:
+    """An index of the same files, in the order of the numbers, and of no tensors yet. Arguments and errors as above."""
+    numbers = list(numbers)
     index = _core.Index()
     for number in numbers:
-        path = Path(opened.file_path(number))
-        expected = opened.file_tensors(number)
-        if is_local:
-            own = add_rank_file(index, path, method=method)
-            for key, tensor in own.tensors.items():
-                index.add_tiles(key, tensor.dtype, tensor.shape, placed(own, key, (0,) * len(tensor.shape)))
-            file = own.file
-        else:
-            file = index.add_file(str(path), follow_links=False, method=method)
-            if manifest is not None:
-                entry = manifest.shards[path.name]
-                sums = manifests.read_sums(path.parent, manifest, [path.name])[path.name]
-                index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
-            for key, *_ in index.file_tensors(file):
-                index.add_whole(key, file)
-        if index.file_tensors(file) != expected:
-            raise DamagedFileError(f"{show(str(path))} is another file than the one that was opened", path=str(path))
+        add = index.add_ckpt_file if number in ckpt else index.add_file
+        add(opened.file_path(number), follow_links=follow_links, method=method)
+    if manifest is not None:
+        if numbers:
+            manifests.set_sums(index, Path(opened.file_path(numbers[0])).parent, manifest)
+        return index  # a file that is another one has another sum
+    for file, number in enumerate(numbers):
+        if index.file_tensors(file) != opened.file_tensors(number):
+            path = str(opened.file_path(number))
+            raise DamagedFileError(f"{show(path)} is another file than the one that was opened", path=path)
     return index
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.errors import ReshardError
+from reshard.errors import DamagedFileError, ReshardError
+from reshard.formats import manifest as manifests
 from reshard.small_files import show
 from reshard.words import listed
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.manifest import Manifest
 
-__all__ = ["Damage", "scrub_file"]
+__all__ = ["Damage", "scrub_file", "scrub_share"]
 
 _MAX_NAMED = 3  # tensors that a message lists before it only counts
 
@@ -99,3 +101,41 @@ def scrub_file(
         )
         for begin, end in ranges
     ]
+
+
+def scrub_share(
+    folder: Path,
+    manifest: Manifest,
+    share: tuple[int, int],
+    only: str | None = None,
+    *,
+    threads: int | None = None,
+) -> None:
+    """Compare shard files with their sums, through the page cache: what is read is going to be loaded.
+
+    Args:
+        folder: where they lie.
+        manifest: of the folder.
+        share: `(i, n)`: the i-th of n equal shares of the files, i from 0.
+        only: this file alone; None: all.
+        threads: threads that read.
+
+    Raises:
+        DamagedFileError: bytes differ; the message names file, tensors and range.
+        StorageError: a file cannot be read.
+    """
+    number, count = share
+    # The largest file first, to whoever has least: every rank comes to the same division.
+    loads = [(0, rank) for rank in range(count)]
+    own = []
+    entries = [one for one in manifest.shards.items() if only in (None, one[0])]
+    for name, entry in sorted(entries, key=lambda one: (-one[1].n_bytes, one[0])):
+        n_bytes, rank = loads[0]
+        heapq.heapreplace(loads, (n_bytes + entry.n_bytes, rank))
+        if rank == number:
+            own.append(name)
+    sums = manifests.read_sums(folder, manifest, own)
+    for name in own:
+        damaged = scrub_file(folder, manifest, name, sums[name], direct=False, threads=threads)
+        if damaged:
+            raise DamagedFileError(f"{show(str(folder / name))}: {damaged[0]}", path=str(folder / name))

@@ -19,7 +19,7 @@ from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_layout import specs_of
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
-from reshard.strict_yaml import read_yaml
+from reshard.strict_yaml import quote, read_yaml
 
 __all__ = ["LayoutLike", "ModelLayout", "as_layout", "write_strategy"]
 
@@ -30,6 +30,8 @@ class ModelLayout(LayoutFile):
 
     Attributes:
         strategy: the strategy that it was made of, or None. Bound, it is asked again: it can need a tensor's shape.
+        uncertain: tensors of which the strategy does not say without their shapes how they are cut. Printed, they are
+            cut as is likely.
 
     Example:
         >>> layout = ModelLayout.from_mapping({
@@ -46,6 +48,7 @@ class ModelLayout(LayoutFile):
     """
 
     strategy: Strategy | None = field(default=None, repr=False)
+    uncertain: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
@@ -174,7 +177,14 @@ class ModelLayout(LayoutFile):
             <BLANKLINE>
         """
         strategy = path if isinstance(path, Strategy) else read_strategy(path)
-        return replace(cls.from_mapping(specs_of(strategy).mapping(), source=strategy.source), strategy=strategy)
+        found = specs_of(strategy)
+        layout = cls.from_mapping(found.mapping(), source=strategy.source)
+        return replace(layout, strategy=strategy, uncertain=found.uncertain)
+
+    def to_yaml(self) -> str:
+        """The layout as a layout file; comments say which tensors' shapes it takes to be certain of it."""
+        notes = [f"# not certain without its shape: {quote(key)}\n" for key in self.uncertain]
+        return "".join([*notes, super().to_yaml()])
 
     def settled(self, tensors: Mapping[str, Sequence[int]]) -> ModelLayout:
         """This layout in words that are right for these tensors: that of a strategy can need their shapes.

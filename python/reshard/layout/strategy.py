@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, MismatchError, UnsupportedError
+from reshard.layout.device_cut import DeviceCut, shared_further
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -21,50 +22,6 @@ if TYPE_CHECKING:
     from reshard.layout.strategy_file import LayoutItem
 
 __all__ = ["DeviceCut", "Strategy", "box_of"]
-
-
-@dataclass(frozen=True)
-class DeviceCut:
-    """How one tensor is cut over the devices of one stage.
-
-    Attributes:
-        dev_matrix: sizes of the device axes, outermost first.
-        tensor_map: for each dim the axes that cut it, the most significant first, counted from the innermost axis (0).
-            What ZeRO cuts further stands last in dim 0.
-        sizes: rows of each part of dim 0 if they differ; None: every dim divides evenly.
-    """
-
-    dev_matrix: tuple[int, ...]
-    tensor_map: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...] | None = None
-
-    def parts(self) -> tuple[int, ...]:
-        """In how many parts each dim is cut.
-
-        Example:
-            >>> DeviceCut((2, 4), ((0,), ())).parts()
-            (4, 1)
-        """
-        return tuple(math.prod(self._size(v) for v in axes) for axes in self.tensor_map)
-
-    def part_of(self, position: int) -> tuple[int, ...]:
-        """Which part of each dim lies at a position of the stage.
-
-        Example:
-            >>> DeviceCut((2, 4), ((0,), ())).part_of(6)
-            (2, 0)
-        """
-        parts = []
-        for axes in self.tensor_map:
-            part = 0
-            for v in axes:
-                inner = math.prod(self.dev_matrix[len(self.dev_matrix) - v :])
-                part = part * self._size(v) + position // inner % self._size(v)
-            parts.append(part)
-        return tuple(parts)
-
-    def _size(self, v: int) -> int:
-        return self.dev_matrix[len(self.dev_matrix) - 1 - v]
 
 
 class Strategy:
@@ -176,6 +133,35 @@ class Strategy:
             if reading.fits(tuple(shape)):
                 return reading.cut
         raise self._mismatch(key, f"shape {tuple(shape)}", readings[0])
+
+    def likely_cut(self, key: str, stage: int) -> tuple[DeviceCut, bool]:
+        """How a tensor that a stage lists is cut there, as far as its record says without the tensor's shape.
+
+        Returns:
+            The cut, and whether it is certain. If not, it is that of a tensor of several dims with one axis each; one
+            of a single dim would be cut by all these axes.
+
+        Raises:
+            UnsupportedError: as `cut_of`, whatever the shape is.
+
+        Example:
+            >>> from reshard.layout.strategy_file import LayoutItem
+            >>> items = {"w": LayoutItem((2, 4), ((1, -1),)), "w_or_b": LayoutItem((2, 4), ((1, 0),))}
+            >>> strategy = Strategy({0: items})
+            >>> [(cut.parts(), is_certain) for key in items for cut, is_certain in [strategy.likely_cut(key, 0)]]
+            [((2, 1), True), ((2, 4), False)]
+        """
+        readings: list[_Reading] = []
+        refused: list[UnsupportedError] = []
+        for ndim in _possible_dims(self.stages[stage][key]):
+            try:
+                readings += self._read(key, stage, ndim)
+            except UnsupportedError as error:
+                refused.append(error)
+        if not readings:
+            raise refused[0]
+        is_certain = readings[0].shape is not None or len({reading.cut.as_words() for reading in readings}) == 1
+        return readings[0].cut, is_certain
 
     def _position(self, rank: int) -> tuple[int, int]:
         """Stage of a rank, and its position in it."""
@@ -329,11 +315,25 @@ def _readings(item: LayoutItem, ndim: int, where: _Where) -> Iterator[_Reading]:
         yield by_rows
 
 
+def _possible_dims(item: LayoutItem) -> list[int]:
+    """How many dims the tensor of a record can have, the likeliest first; what is not cut is alike in any number."""
+    lists = [axes for axes in item.tensor_map if axes]
+    dims = [len(lists[0]) if len(lists) == 1 else len(lists)]
+    if not _is_cut(item):
+        dims += [len(item.param_split_shape), 1]
+    elif len(lists) == 1 and min(lists[0]) >= 0:
+        dims.append(1)
+    return list(dict.fromkeys(dims))
+
+
+def _is_cut(item: LayoutItem) -> bool:
+    return any(v >= 0 and item.dev_matrix[len(item.dev_matrix) - 1 - v] > 1 for axes in item.tensor_map for v in axes)
+
+
 def _maps(item: LayoutItem, ndim: int, where: _Where) -> tuple[tuple[int, ...], ...]:
     """The axes of each dim of a tensor of so many dims."""
     lists = [axes for axes in item.tensor_map if axes]
-    is_cut = any(v >= 0 and item.dev_matrix[len(item.dev_matrix) - 1 - v] > 1 for axes in lists for v in axes)
-    if not is_cut:
+    if not _is_cut(item):
         return ((),) * ndim
     if len(lists) < len(item.tensor_map) == ndim:
         told = [list(axes) for axes in item.tensor_map]
@@ -355,8 +355,7 @@ def _maps(item: LayoutItem, ndim: int, where: _Where) -> tuple[tuple[int, ...], 
 def _shared_further(cut: DeviceCut, item: LayoutItem, where: _Where) -> DeviceCut:
     """The cut with what the ranks of one slice share further: their number modulo the share is the part of it."""
     matrix = cut.dev_matrix
-    used = {len(matrix) - 1 - v for axes in cut.tensor_map for v in axes}
-    free = [axis for axis, size in enumerate(matrix) if size > 1 and axis not in used]
+    free = cut.free_axes
     n_holders = math.prod(matrix[axis] for axis in free)
     share = n_holders if item.opt_weight_shard_size == -1 else item.opt_weight_shard_size
     if share <= 1:
@@ -370,30 +369,10 @@ def _shared_further(cut: DeviceCut, item: LayoutItem, where: _Where) -> DeviceCu
         )
     if n_holders % share:
         raise where.unsupported(f"is shared by {share} ranks, while {n_holders} hold the same slice")
-    # The innermost free axes; of one that is longer than what is still to be shared, the inner part.
-    axes: list[int] = []
-    for axis in reversed(free):
-        if share == 1:
-            break
-        size = matrix[axis]
-        if size > share and size % share == 0:
-            matrix = (*matrix[:axis], size // share, share, *matrix[axis + 1 :])
-            # Axes are counted from the innermost: those before the new one have one more behind them.
-            behind = len(cut.dev_matrix) - 1 - axis
-            cut = DeviceCut(
-                matrix, tuple(tuple(v + 1 if v > behind else v for v in of_dim) for of_dim in cut.tensor_map)
-            )
-            axes = [a + 1 for a in axes]
-            axes.insert(0, axis + 1)
-            share = 1
-        elif share % size == 0:
-            axes.insert(0, axis)
-            share //= size
-        else:
-            raise where.unsupported(
-                f"is shared by {item.opt_weight_shard_size} ranks, which are no run of the device axes "
-                f"{list(cut.dev_matrix)}"
-            )
-    last = tuple(len(matrix) - 1 - axis for axis in axes)
-    first, *others = cut.tensor_map
-    return DeviceCut(matrix, ((*first, *last), *others))
+    shared = shared_further(cut, share)
+    if shared is None:
+        raise where.unsupported(
+            f"is shared by {item.opt_weight_shard_size} ranks, which are no run of the device axes "
+            f"{list(cut.dev_matrix)}"
+        )
+    return shared

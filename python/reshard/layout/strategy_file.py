@@ -41,7 +41,7 @@ _MAX_DEVICES = 1 << 24
 _MAX_NAME = 4096
 _PREFIX_BYTES = 4096
 _FIELDS = ("current_stage", "parallel_strategy_item", "parallel_layout_item")
-_FIRST_FIELD = re.compile(rb'\s*\{\s*"(?:%s)"' % "|".join(_FIELDS).encode())
+_FIRST_FIELD = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"(?:%s)"' % "|".join(_FIELDS).encode())
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _prefix(path: str) -> bytes:
         finally:
             os.close(handle)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"there is no file {show(path)}", path=path) from None
+        raise CheckpointNotFoundError(f"there is no strategy file {show(path)}", path=path) from None
     except IsADirectoryError:
         return b""
     except OSError as error:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.layout.strategy import DeviceCut, Strategy
-    from reshard.layout.strategy_file import LayoutItem
 
 __all__ = ["StrategySpecs", "specs_of"]
 
@@ -33,11 +32,14 @@ class StrategySpecs:
         mesh: the stages, if there are several, then the axes that all device matrices have in common.
         specs: how each tensor lies on it.
         warnings: what a layout says otherwise than the strategy, and tensors that the strategy does not list.
+        uncertain: the tensors whose shapes it takes to say how they are cut; `specs` has what is likely. A layout that
+            says that refuses the tensors of which it is not true: they have fewer dims than it cuts.
     """
 
     mesh: dict[str, int]
     specs: dict[str, Spec]
     warnings: list[str]
+    uncertain: tuple[str, ...] = ()
 
     def resolved(self) -> Resolved:
         """The same as if rules had been met."""
@@ -73,14 +75,16 @@ def specs_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None = N
 
     Args:
         strategy: the strategy.
-        tensors: the global shape of each; None: of those that the strategy lists, as far as it tells.
+        tensors: the global shape of each; None: those that the strategy lists, as far as it tells.
 
     Raises:
         LayoutError: the device matrices have no common mesh, or the stages cut a tensor differently.
         MismatchError, UnsupportedError: as `Strategy.cut_of`, and `Strategy.check_unlisted`.
     """
     shapes = {key: None if tensors is None or key not in tensors else tuple(tensors[key]) for key in strategy.keys()}  # noqa: SIM118
-    cuts = {key: _one_cut(strategy, key, shape) for key, shape in shapes.items()}
+    found = {key: _by_stage(strategy, key, shape) for key, shape in shapes.items()}
+    cuts = {key: by_stage for key, (by_stage, _) in found.items()}
+    uncertain = tuple(key for key, (_, is_certain) in found.items() if not is_certain) if tensors is None else ()
     ranks = range(strategy.devices_per_stage)
     layouts = {
         key: (cut.dev_matrix, cut.tensor_map, [""] * len(cut.dev_matrix), ranks)
@@ -106,7 +110,7 @@ def specs_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None = N
         cut_by_stage = [cut_on((cut.dev_matrix, cut.tensor_map, (), ranks), spans, names) for cut in cuts[key]]
         rows = cuts[key][0].sizes
         for stage, cut, other in zip(stages, cut_by_stage, cuts[key], strict=True):
-            if cut != cut_by_stage[0] or other.sizes != rows:
+            if found[key][1] and (cut != cut_by_stage[0] or other.sizes != rows):
                 raise LayoutError(
                     f"{show(strategy.source)}: stages {stages[0]} and {stage} cut {show(key)} differently, which no "
                     "layout says",
@@ -130,23 +134,22 @@ def specs_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None = N
     strategy.check_unlisted(unlisted)
     if unlisted:
         warnings.append(f"{show(strategy.source)} does not list {listed(map(show, unlisted))}: whole on every rank")
-    return StrategySpecs(mesh or {"dp": 1}, specs, warnings)
+    return StrategySpecs(mesh or {"dp": 1}, specs, warnings, uncertain)
 
 
-def _one_cut(strategy: Strategy, key: str, shape: tuple[int, ...] | None) -> list[DeviceCut]:
-    """The cut of a tensor on each stage that has it."""
-    cuts = []
+def _by_stage(strategy: Strategy, key: str, shape: tuple[int, ...] | None) -> tuple[list[DeviceCut], bool]:
+    """The cut of a tensor on each stage that has it, and whether it is certain."""
+    cuts, is_certain = [], True
     for stage in strategy.stages_of(key):
-        ndim = len(shape) if shape is not None else _nominal_ndim(strategy.stages[stage][key])
-        cut = strategy.cut_of(key, stage * strategy.devices_per_stage, ndim, shape)
-        assert cut is not None
+        if shape is None:
+            cut, known = strategy.likely_cut(key, stage)
+            is_certain &= known
+        else:
+            told = strategy.cut_of(key, stage * strategy.devices_per_stage, len(shape), shape)
+            assert told is not None
+            cut = told
         cuts.append(cut)
-    return cuts
-
-
-def _nominal_ndim(item: LayoutItem) -> int:
-    lists = [axes for axes in item.tensor_map if axes]
-    return len(lists[0]) if len(lists) == 1 else len(lists)
+    return cuts, is_certain
 
 
 def _nominal_shape(cut: DeviceCut) -> tuple[int, ...]:

@@ -48,16 +48,7 @@ def write_stage_files(
 ) -> list[Path]:
     """Write what each rank of the original would: `ckpt_strategy_rank_<r>.ckpt`, the file of its stage.
 
-    Args:
-        strategy: the strategy.
-        folder: made if it is not there.
-        ranks: whose files; None: all.
-        suffix: ".ckpt" for protobuf or ".json".
-        mode: permission bits of the files.
-        durable: sync each file before the next.
-
-    Returns:
-        The files, in the order of the ranks.
+    The other arguments, and what it returns, are those of `write_strategy`.
 
     Raises:
         ArgumentError: there is no such rank, or no such kind of file.

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from reshard.errors import NamesError
 from reshard.fields import At, and_words, found, is_list, read_fields, read_integer, read_items, read_name
@@ -45,7 +45,10 @@ __all__ = ["NamesFile", "Rule", "Size", "Tie"]
 
 _MAX_DIMS = 16
 _MAX_PARTS = 4096
-_MAX_RULES = 100_000
+_MAX_RULES = 10_000
+_MAX_NAMES = 50_000
+
+_INDICES = "one rule can speak of all layers and experts: layers.{i}.experts.{e}.w"
 
 Side = Literal["from", "to"]
 
@@ -157,9 +160,8 @@ class NamesFile:
         at = At(source, lines, what="name map", error_class=NamesError)
         fields = read_fields(at, mapping, required=("rules",), optional=("sizes", "other"))
         sizes = _sizes(at / "sizes", fields["sizes"]) if "sizes" in fields else {}
+        _check_count(at / "rules", fields["rules"])
         rules = tuple(read_items(at / "rules", fields["rules"], lambda a, v: _rule(a, v, sizes)))
-        if len(rules) > _MAX_RULES:
-            raise (at / "rules").error(f"has {len(rules)} rules, more than {_MAX_RULES}")
         other = fields.get("other", "keep")
         if other not in ("keep", "refuse"):
             raise (at / "other").error(f"expected `keep` or `refuse`, found {found(other)}")
@@ -202,6 +204,19 @@ class NamesFile:
 
 
 # ---------------------------------------------------------------------------------------------------- from a mapping
+
+
+def _check_count(at: At, rules: object) -> None:
+    """Rules and names are counted before the first is read: each name costs a compiled pattern."""
+    if not is_list(rules):
+        return
+    rules = cast("Sequence[object]", rules)
+    if len(rules) > _MAX_RULES:
+        raise at.error(f"expected at most {_MAX_RULES} rules, found {len(rules)}", hint=_INDICES)
+    sides = (side for rule in rules if isinstance(rule, Mapping) for side in (rule.get("from"), rule.get("to")))
+    n_names = sum(len(cast("Sequence[object]", side)) if is_list(side) else 1 for side in sides)
+    if n_names > _MAX_NAMES:
+        raise at.error(f"expected at most {_MAX_NAMES} names in all rules, found {n_names}", hint=_INDICES)
 
 
 def _sizes(at: At, value: object) -> dict[str, Size]:

@@ -24,7 +24,6 @@ __all__ = ["Fusion", "Shape", "fused", "split"]
 
 Shape: TypeAlias = tuple[int, ...]
 
-_MAX_PARTS = 1 << 22  # of one tensor
 _NOT_THIS_MODEL = "are the sizes those of this model?"
 
 
@@ -43,6 +42,11 @@ class Fusion:
     extents: tuple[Shape, ...]
     turns: tuple[int, ...]
     counts: Mapping[str, int]
+
+    @property
+    def n_members(self) -> int:
+        """How many parts there are."""
+        return len(self.rule.parts) * math.prod(self.counts.values())
 
     def members(self) -> list[tuple[int, tuple[int, ...]]]:
         """Every part: its entry in the rule, and its own indices."""
@@ -194,12 +198,6 @@ def split(rule: Rule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusio
         for part, turn in zip(parts, said, strict=True):
             part[rule.join] = turn * rounds
         turns = said
-    n_parts = len(parts) * math.prod(counts.values())
-    if n_parts > _MAX_PARTS:
-        raise NamesError(
-            f"the rule for {show(rule.whole.text)} would cut {show(key)} into {n_parts} parts, at most {_MAX_PARTS}",
-            key=key,
-        )
     new = set(rule.stack.values())
     of_parts = tuple(tuple(extent for dim, extent in enumerate(part) if dim not in new) for part in parts)
     if rule.transpose and len(rule.transpose) != len(of_parts[0]):

@@ -6,9 +6,11 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Self, TypeAlias
+from types import MappingProxyType
+from typing import Self, TypeAlias, TypeGuard
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError
+from reshard.fields import found
 from reshard.names import presets
 from reshard.names.file import NamesFile, Size
 from reshard.names.resolve import Made, resolve
@@ -95,6 +97,10 @@ class NameMap(NamesFile):
     def with_config(self, config: ConfigLike) -> Self:
         """The same map with numbers for the sizes that a model's config says; the others stay as they are.
 
+        Raises:
+            CheckpointNotFoundError, DamagedFileError, ArgumentError: of the config.
+            NamesError: the config says of a size what is no whole number; the message names both.
+
         Example:
             >>> names = NameMap.from_mapping({"sizes": {"e": "num_experts"}, "rules": []})
             >>> print(names.with_config({"num_experts": 8}))
@@ -104,12 +110,8 @@ class NameMap(NamesFile):
             <BLANKLINE>
         """
         values = read_config(config)
-        numbers = {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        }
-        sizes = {name: _said(name, size, numbers) or size for name, size in self.sizes.items()}
+        numbers = {name: value for name, value in values.items() if _is_number(value)}
+        sizes = {name: _said(name, size, numbers, values) or size for name, size in self.sizes.items()}
         return replace(self, sizes=sizes)
 
     def resolve(self, shapes: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()) -> list[Made]:
@@ -136,9 +138,23 @@ class NameMap(NamesFile):
         return resolve(self, shapes, optimizer_keys=optimizer_keys, sizes=sizes)
 
 
-def _said(name: str, size: Size, numbers: Mapping[str, int]) -> Size | None:
-    """The size as a number, if these numbers say it."""
+def _is_number(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _said(
+    name: str, size: Size, numbers: Mapping[str, int], config: Mapping[str, object] = MappingProxyType({})
+) -> Size | None:
+    """The size as a number, if these numbers say it, which are those of the config."""
     for choice in size.choices:
+        told = {word: config[word] for word in choice.names if config.get(word) is not None}
+        odd = next((word for word, value in told.items() if not _is_number(value)), None)
+        if odd is not None and len(told) == len(set(choice.names)):
+            raise NamesError(
+                f"the size `{name}` of the name map is {show(choice.text)}, and {show(odd)} of the config is no whole "
+                f"number from 0: found {found(told[odd])}",
+                hint=f"correct the config, or write a number as `{name}` under `sizes`",
+            )
         if all(word in numbers for word in choice.names):
             try:
                 return Size((Expression.parse(choice.value(numbers)),))

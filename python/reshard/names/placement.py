@@ -14,7 +14,6 @@ Knows no files, no names.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Link", "Placement"]
 
 _Segment: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
-"""`(offset, extent, skipped, step)` along one dim, the first, second and last for each dim that describes it: the box in
-the other tensor, the elements of the tile's own dim before it, and the elements of that dim from one to the next."""
+"""`(offset, extent, skipped, step)` along one dim: the box in the other tensor, the elements of the tile's own dim
+before it, and the elements of that dim from one to the next. All but `skipped` for each dim that describes the one."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.errors import NamesError
 from reshard.names.file import Rule, Tie
-from reshard.names.fuse import Shape, fused, members, split
+from reshard.names.fuse import Fusion, Shape, fused, members, split
 from reshard.names.templates import Templates
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,6 +28,8 @@ __all__ = ["Made", "Source", "StoredArray", "resolve"]
 
 StoredArray: TypeAlias = "tuple[int, str, Shape, list[Tile]]"
 """`(file, stored name, stored shape, tiles)`."""
+
+_MAX_PIECES = 500_000  # that a map makes by splits and copies; experts of the largest models, with state, are 200,000
 
 _Member: TypeAlias = tuple[int, tuple[int, ...]]
 """A part of a whole: its entry in the rule, and its own indices."""
@@ -148,6 +150,7 @@ class _Resolver:
 
     def made(self) -> list[Made]:
         groups, kept = self._groups()
+        fusions = self._fusions(groups)
         if not groups:
             self._refuse_nothing()
         if self.names.other == "refuse" and (unnamed := [key for key in kept if key not in self.optimizer_keys]):
@@ -157,7 +160,7 @@ class _Resolver:
             if isinstance(rule, Tie):
                 self._leave_out(group, rule, next(iter(keys.values())))
                 continue
-            made = self._whole(group, rule, keys) if rule.parts_side == "from" else self._parts(group, rule, keys)
+            made = self._parts(group, rule, fusions[group]) if group in fusions else self._whole(group, rule, keys)
             for one in made:
                 self._add(one)
         for key in kept:
@@ -214,9 +217,8 @@ class _Resolver:
         )
 
     def _unnamed(self, kept: Sequence[str]) -> NamesError:
-        more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
         return NamesError(
-            f"no rule of the name map names {show(kept[0])}{more}",
+            f"no rule of the name map names {listed(map(show, kept), 1)}",
             key=kept[0],
             hint="add a rule for it, or say `other: keep` to keep such keys as they are",
         )
@@ -248,16 +250,25 @@ class _Resolver:
         finder = Templates([(tie.tied, tie) for tie in ties])
         if not ties:
             return
+        copies: dict[str, list[Tie]] = {}  # one tensor can have several
+        for tie in ties:
+            copies.setdefault(tie.tied.text, []).append(tie)
+        n_made = len(self.new)
         for made in list(self.new.values()):
             found = finder.find(made.key)
             if found is None:
                 found = next((state for rest, state in finder.find_state(made.key) if rest in self.new), None)
             if found is None:
                 continue
-            # One tensor can have several copies: all ties to the same template.
-            for tie in ties:
-                if tie.tied.text == found.value.tied.text:
-                    self._add(Made(found.slot + tie.name.format(found.numbers), made.shape, made.sources))
+            n_made += len(copies[found.value.tied.text])
+            if n_made > _MAX_PIECES:
+                raise NamesError(
+                    f"the ties of the name map would make more than {_MAX_PIECES} tensors, with the copies of "
+                    f"{show(made.key)}",
+                    key=made.key,
+                )
+            for tie in copies[found.value.tied.text]:
+                self._add(Made(found.slot + tie.name.format(found.numbers), made.shape, made.sources))
 
     # -- one group
 
@@ -289,12 +300,31 @@ class _Resolver:
         sources = (Source(keys[member], fusion.placement(*member, shape)) for member in fusion.members())
         return [Made(name, shape, tuple(sources))]
 
-    def _parts(self, group: _Group, rule: Rule, keys: Mapping[_Member, str]) -> Iterable[Made]:
+    def _fusions(self, groups: Mapping[_Group, Mapping[_Member, str]]) -> dict[_Group, tuple[str, Fusion]]:
+        """How each whole is split, and its key. All parts are counted before the first one is made."""
+        fusions: dict[_Group, tuple[str, Fusion]] = {}
+        n_pieces = 0
+        for group, keys in groups.items():
+            rule = self.names.rules[group[1]]
+            if isinstance(rule, Tie) or rule.parts_side == "from":
+                continue
+            key = next(iter(keys.values()))
+            fusion = split(rule, key, self.shapes[key], self.sizes)
+            n_pieces += fusion.n_members
+            if n_pieces > _MAX_PIECES:
+                raise NamesError(
+                    f"the name map would cut tensors into more than {_MAX_PIECES} parts: {n_pieces} with the "
+                    f"{fusion.n_members} of {show(key)} by the rule for {show(rule.whole.text)}",
+                    key=key,
+                )
+            fusions[group] = (key, fusion)
+        return fusions
+
+    def _parts(self, group: _Group, rule: Rule, whole: tuple[str, Fusion]) -> Iterable[Made]:
         """The parts of a whole."""
         slot, _, shared = group
-        key = next(iter(keys.values()))
+        key, fusion = whole
         shape = self.shapes[key]
-        fusion = split(rule, key, shape, self.sizes)
         for entry, values in fusion.members():
             numbers = dict(shared) | dict(zip(rule.indices, values, strict=True))
             source = Source(key, fusion.placement(entry, values, shape), is_whole=True)

@@ -18,7 +18,7 @@ from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
 from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.rank_file import add_rank_file, kind_of
-from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, set_sums, unfinished
+from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, unfinished
 from reshard.opening.rank_folders import (
     RankSave,
     StrategyLike,
@@ -121,7 +121,7 @@ def open(  # noqa: A001
     if checkpoint is None:
         if checkpoint1.is_root(target):
             return open_rank_folders(target, strategy, method)
-        if rank_of_folder(target) >= 0 and not _is_described(target):
+        if rank_of_folder(target) is not None and not _is_described(target):
             return open_rank_folder(target, strategy, method)
         checkpoint = open_folder(target, method)
     if strategy is not None:
@@ -168,7 +168,7 @@ def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
             _log.warning("%s is not in the manifest beside it: nothing that is read of it can be verified", path)
             manifest = None
         elif manifest is not None:
-            set_sums(index, path.parent, manifest)
+            manifests.set_sums(index, path.parent, manifest)
         elif proof.is_damaged and checkpoint2.WRITER_KEY in (index.file_metadata(file) or {}):
             raise unfinished(path, path.name, proof)
         for name, *_ in index.file_tensors(file):

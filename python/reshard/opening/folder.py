@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from reshard.formats.manifest import Manifest
 
-__all__ = ["Chosen", "Proof", "chosen", "marks", "open_chosen", "open_folder", "opened_proof", "set_sums", "unfinished"]
+__all__ = ["Chosen", "Proof", "chosen", "marks", "open_chosen", "open_folder", "opened_proof", "unfinished"]
 
 _log = logging.getLogger("reshard")
 
@@ -139,7 +139,7 @@ def _open_proven(
         )
     index, rest = _index(folder, described, manifest, method)
     if manifest is not None:
-        set_sums(index, folder, manifest)
+        manifests.set_sums(index, folder, manifest)
     if described.tiles is not None:
         _add_tiles(index, folder, described.tiles)
     is_checkpoint2 = described.metadata is not None or described.common is not None or described.tiles is None
@@ -218,21 +218,6 @@ def opened_proof(folder: Path) -> Iterator[Proof]:
         yield proof
     finally:
         proof.release()
-
-
-def set_sums(index: _core.Index, folder: Path, manifest: Manifest) -> None:
-    """Tell the index what its files must be; a file that the manifest does not list is refused."""
-    names = [Path(index.file_path(file)).name for file in range(index.n_files)]
-    for name in names:
-        if name not in manifest.shards:
-            raise DamagedFileError(
-                f"{show(str(folder))} is described as holding {show(name)}, which its manifest does not list",
-                path=str(folder / name),
-            )
-    sums = manifests.read_sums(folder, manifest, names)
-    for file, name in enumerate(names):
-        entry = manifest.shards[name]
-        index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums[name])
 
 
 def unfinished(path: Path, name: str, proof: Proof) -> DamagedFileError:

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import logging
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -55,8 +54,6 @@ _log = logging.getLogger("reshard")
 
 StrategyLike: TypeAlias = Strategy | str | os.PathLike[str]
 
-_FOLDER = re.compile("rank_(0|[1-9][0-9]{0,17})")
-_STRATEGY_FOLDER = "strategy"
 _MAX_NAMED = 8
 
 
@@ -85,7 +82,7 @@ def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.
         CheckpointNotFoundError: there is no weight file, or the strategy is one of several ranks.
         DamagedFileError: no file is whole.
     """
-    rank = rank_of_folder(folder)
+    rank = rank_of_folder(folder) or 0
     known = None if strategy is None else as_strategy(strategy)
     _check_ranks(folder, {rank: folder}, known)
     n_others = len(checkpoint1.rank_entries(_named(folder).parent)) - 1
@@ -224,16 +221,15 @@ def _weight_files(folder: Path) -> Iterator[tuple[str, int]]:
             yield name, (folder / name).lstat().st_mtime_ns
 
 
-def rank_of_folder(folder: Path) -> int:
-    """The rank in the name of a folder, or -1."""
-    match = _FOLDER.fullmatch(_named(folder).name)
-    return -1 if match is None else int(match[1])
+def rank_of_folder(folder: Path) -> int | None:
+    """The rank in the name of a folder."""
+    return checkpoint1.parse_rank_folder(_named(folder).name)
 
 
 def _named(folder: Path) -> Path:
     """A folder under the name that tells its rank: the one that was given, or the one to which that is a link."""
     given = Path(os.path.abspath(folder))  # noqa: PTH100  not resolved: a rank's folder may be a link
-    return given if _FOLDER.fullmatch(given.name) else folder.resolve()
+    return folder.resolve() if checkpoint1.parse_rank_folder(given.name) is None else given
 
 
 def open_rank_files(
@@ -298,7 +294,7 @@ def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
     if given is not None:
         return as_strategy(given)
     # Beside a root there may be another one, and its strategy: what lies in this one is its own.
-    for folder in (root / _STRATEGY_FOLDER, root.resolve().parent / _STRATEGY_FOLDER):
+    for folder in (root / checkpoint1.STRATEGY_FOLDER, root.resolve().parent / checkpoint1.STRATEGY_FOLDER):
         if folder.is_dir() and any(is_strategy(path) for path in sorted(folder.iterdir())[:_MAX_NAMED]):
             _log.info("%s is opened with the strategy in %s", root, folder)
             return read_strategy(folder)

@@ -17,7 +17,7 @@ from reshard.formats import scalars
 from reshard.formats.rank_file import add_rank_file, placed
 from reshard.layout.strategy import Strategy, box_of
 from reshard.opening.rank_agreement import FileFacts, faults_of, lacking
-from reshard.outputs import as_array
+from reshard.outputs import load_all
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -199,9 +199,7 @@ class RankTensors:
                 request.add_region(name, name, (0,) * len(shape), shape)
             # A sum of its own a file may have is not compared yet: that would read all of it.
             plan = index.plan(request, verify=False)
-            places = zip(plan.arrays, plan.load(), strict=True)
-            arrays = {name: as_array(*place, dtype, shape) for (name, dtype, shape, _), place in places}
-            found[rank] = scalars.common_of(arrays, str(file.path))
+            found[rank] = scalars.common_of(load_all(plan), str(file.path))
             index.close()
         return found
 

@@ -58,8 +58,8 @@ class ConvertReport:
         n_files: shard files.
         n_bytes: bytes of the shard files.
         seconds: how long it took.
-        not_expressible: keys whose layout metadata.json cannot say, with the reason; the original does not see them
         pending: shares that are yet to be written, by others, before anything is published.
+        not_expressible: keys whose layout metadata.json cannot say, with the reason; the original does not see them.
         warnings: what deserves a look.
     """
 

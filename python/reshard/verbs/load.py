@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from reshard.opening.rank_facts import SavesRoot, Together, gather_saves, is_ded
 from reshard.opening.rank_folders import open_rank_files, strategy_for
 from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, decide
 from reshard.small_files import show
+from reshard.verbs.pending_load import PendingLoad
 from reshard.write import protocol, taken
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from reshard.group import Group
     from reshard.opening.rank_folders import StrategyLike
 
-__all__ = ["Loaded", "PendingLoad", "load", "load_async", "load_with"]
+__all__ = ["Loaded", "load", "load_async", "load_with"]
 
 _log = logging.getLogger("reshard")
 
@@ -499,70 +499,6 @@ def _note(path: Path) -> None:
 
 
 # -- in the background
-
-
-class PendingLoad:
-    """A load under way in the background. What `load_async` returns.
-
-    Example:
-        >>> import numpy as np, reshard
-        >>> _ = reshard.save("pending", 5, {"w": np.zeros(4)})
-        >>> pending = reshard.load_async("pending")
-        >>> pending.result(timeout=60).iteration, pending.done()
-        (5, True)
-    """
-
-    def __init__(self, work: Callable[[], Loaded]) -> None:
-        self._pid = os.getpid()
-        self._result: Loaded | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="reshard-load", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Loaded]) -> None:
-        try:
-            self._result = work()
-        except BaseException as error:  # noqa: BLE001  raised where somebody waits for it
-            self._error = error
-
-    def done(self) -> bool:
-        """Whether the load has ended, well or not.
-
-        Raises:
-            ArgumentError: this process is a forked child of the one that loads.
-        """
-        self._check_process()
-        return not self._thread.is_alive()
-
-    def result(self, timeout: float | None = None) -> Loaded:
-        """Wait for the load to end.
-
-        Args:
-            timeout: seconds; None: as long as it takes.
-
-        Returns:
-            What `load` returns.
-
-        Raises:
-            TimeoutError: it has not ended in time. It goes on.
-            ArgumentError: this process is a forked child of the one that loads.
-            ReshardError: whatever `load` raises.
-        """
-        self._check_process()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the load has not ended within {timeout:g} s")
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise ArgumentError(
-                f"this load belongs to process {self._pid}, of which this one is a forked child",
-                hint="ask for it in the process that loads",
-            )
 
 
 def _in_background(function: Callable[P, Loaded]) -> Callable[P, PendingLoad]:

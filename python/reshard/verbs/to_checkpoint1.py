@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
 from reshard.formats import checkpoint1
-from reshard.formats.checkpoint1 import FileName, Meta
+from reshard.formats.checkpoint1 import STRATEGY_FOLDER, FileName, Meta
 from reshard.layout.strategy_file import read_strategy_file
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.small_files import show
@@ -53,9 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["to_checkpoint1"]
 
-STRATEGY_FOLDER = "strategy"
 _FILE = "net.safetensors"
-_RANK_FOLDER = re.compile("rank_(0|[1-9][0-9]{0,17})")
 
 
 def to_checkpoint1(
@@ -235,7 +232,7 @@ def _check_counters(job: Job) -> None:
 
 def _is_foreign(entry: Path, names: FileName | None) -> bool:
     """Whether a folder stands where one is written, and holds what no earlier conversion to the same names wrote."""
-    has_name = _RANK_FOLDER.fullmatch(entry.name) is not None or entry.name == STRATEGY_FOLDER
+    has_name = checkpoint1.parse_rank_folder(entry.name) is not None or entry.name == STRATEGY_FOLDER
     return has_name and not _is_ours(entry, names)
 
 
@@ -244,8 +241,8 @@ def _is_ours(entry: Path, names: FileName | None) -> bool:
     if entry.is_symlink() or not entry.is_dir():
         return False
     files = {one.name for one in entry.iterdir()} - {checkpoint1.META_FILE}
-    if (match := _RANK_FOLDER.fullmatch(entry.name)) is not None:
-        name = _name(names, int(match[1]))
+    if (rank := checkpoint1.parse_rank_folder(entry.name)) is not None:
+        name = _name(names, rank)
         return files == {name} and is_our_file(entry / name)
     return entry.name == STRATEGY_FOLDER and all(_is_our_strategy(entry / name) for name in files)
 

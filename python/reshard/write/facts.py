@@ -22,7 +22,7 @@ from reshard.words import listed
 from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from reshard.formats.checkpoint2 import Part
     from reshard.layout import ModelLayout
@@ -267,26 +267,30 @@ def _with_members(
 ) -> tuple[dict[str, Shape], dict[str, list[str]]]:
     """The shapes that are known, and the keys of each array that is a join.
 
-    State that is joined has its parameters' shapes, which need not be told once more.
+    State that is joined has its parameters' shapes, which need not be told once more. Where they are, that says which
+    parameters of the join have state.
     """
     joins = {rule.flat.join for rule in layout.rules if rule.flat is not None and rule.flat.join is not None}
+    alone = [key for key in told if key not in found]
+    slots = _slots(joins, found, parts, told) if layout.optimizer.follow else {}
+    states = {
+        name: [state for key in join_members(layout, name[len(slot) :], told) if (state := slot + key) in alone]
+        for name, slot in slots.items()
+    }
+    of_states = {state for named in states.values() for state in named}
+    parameters = [key for key in alone if key not in of_states]
     shapes = dict(told)
     members: dict[str, list[str]] = {}
     for name in found:
-        if name in joins and name not in told:
-            slot = ""
-        elif parts[name] == "optimizer" and layout.optimizer.follow:
-            slots = [name[: -len(join)] for join in joins if name.endswith(f".{join}")]
-            if not slots:
-                continue
-            slot = min(slots, key=len)  # the longest name of a join
-            of_parameters = join_members(layout, name[len(slot) :], told)
-            shapes |= {
-                slot + key: told[key] for key in of_parameters if slot + key not in told and slot + key not in found
-            }
+        if name in slots:
+            slot = slots[name]
+            keys = join_members(layout, name[len(slot) :], parameters)
+            members[name] = states[name] or [slot + key for key in keys if slot + key not in found]
+            shapes |= {slot + key: told[key] for key in keys if slot + key in members[name] and slot + key not in told}
+        elif name in joins and name not in told:
+            members[name] = join_members(layout, name, parameters)
         else:
             continue
-        members[name] = join_members(layout, name[len(slot) :], [key for key in shapes if key not in found], slot)
         if not members[name]:
             raise ArgumentError(
                 f"{show(name)} is several tensors joined into one array, and it does not tell which",
@@ -294,6 +298,19 @@ def _with_members(
                 hint="tell the global shape of each of them in `shapes`",
             )
     return shapes, members
+
+
+def _slots(
+    joins: Collection[str], found: Iterable[str], parts: Mapping[str, Part], told: Mapping[str, Shape]
+) -> dict[str, str]:
+    """What stands before the name of the join, its dot included, in that of each array that is joined state."""
+    slots = {}
+    for name in found:
+        if parts[name] == "optimizer" and not (name in joins and name not in told):
+            fitting = [name[: -len(join)] for join in joins if name.endswith(f".{join}")]
+            if fitting:
+                slots[name] = min(fitting, key=len)  # the longest name of a join
+    return slots
 
 
 class LastMade(Generic[T]):

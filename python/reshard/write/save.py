@@ -183,6 +183,7 @@ def save(  # noqa: PLR0917
             rank gives its own cut, and global shapes follow from those of all ranks. None: in a world of one all arrays
             are whole; else each array is a `Shard` with its offset, and only `tiles.json` describes it.
         shapes: with a layout, global shapes by key: of flattened tensors, and of those that are joined into one array.
+            Joined state is that of all parameters of the join, in their shapes; where only some have state, name those.
         prefix: first part of the names of the shard files.
         keep: keep the newest `keep` complete iterations and remove older ones; None: remove nothing.
         dedup: write each shard once, balanced over its holders, instead of once for every rank that holds it.

@@ -24,6 +24,7 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
+from reshard.formats.checkpoint1 import STRATEGY_FOLDER
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_writer import write_stage_files
@@ -44,9 +45,8 @@ __all__ = ["Shapes", "Strategies", "make", "strategy_folder"]
 Shapes: TypeAlias = "Mapping[str, tuple[tuple[int, ...], bool]]"
 """Of each tensor the global shape, and whether it belongs to the optimizer."""
 
-_NAME = "strategy"
 _ROOT = "checkpoint"  # what the original calls a root
-_DEBRIS = re.compile(rf"\.{_NAME}\.[0-9a-f]{{16}}\.tmp(\.old\.tmp)?")
+_DEBRIS = re.compile(rf"\.{STRATEGY_FOLDER}\.[0-9a-f]{{16}}\.tmp(\.old\.tmp)?")
 _MAX_NAMED = 3
 _log = logging.getLogger("reshard")
 
@@ -59,7 +59,7 @@ def strategy_folder(root: Path) -> Path:
         >>> str(strategy_folder(pathlib.Path("output/checkpoint"))), str(strategy_folder(pathlib.Path("runs/7")))
         ('output/strategy', 'runs/7/strategy')
     """
-    return root.parent / _NAME if root.name == _ROOT else root / _NAME
+    return root.parent / STRATEGY_FOLDER if root.name == _ROOT else root / STRATEGY_FOLDER
 
 
 def make(layout: ModelLayout, shapes: Shapes, root: Path) -> Strategies:
@@ -133,7 +133,7 @@ class Strategies:
         there = self._there()
         is_there = there is not None and set(self.strategy.keys()) <= set(there.keys())
         if there is None or not is_there or not all(map(self._is_as(there), self.tensors)):
-            steps.announce(f"write {_NAME}")
+            steps.announce(f"write {STRATEGY_FOLDER}")
             self._replace(mode, folder_mode, durable=durable)
         self._written = self._state()
 
@@ -159,7 +159,7 @@ class Strategies:
         for name in steps.names(self.folder.parent):
             if _DEBRIS.fullmatch(name):  # of a writer that was killed
                 shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
-        new = self.folder.with_name(f".{_NAME}.{secrets.token_hex(8)}.tmp")
+        new = self.folder.with_name(f".{STRATEGY_FOLDER}.{secrets.token_hex(8)}.tmp")
         try:
             steps.make_folder(new, folder_mode, durable=False)
             write_stage_files(self.strategy, new, mode=mode, durable=durable)
