@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.threads import in_threads
 
 import reshard
 from reshard.config import Config
@@ -109,6 +110,18 @@ def test_4_rank_folders_cut_otherwise(*, is_carried: bool, tmp_path: Path) -> No
         got = reshard.load(config=config, layout=STRATEGY / "dst_strategy", rank=rank).state
         expected = load_file(STRATEGY / "expected_dst_slices" / f"rank_{rank}" / "net.safetensors")
         assert equal({key: got[key] for key in expected}, expected)
+
+
+def test_a_rank_that_cannot_read_the_configuration_tells_the_others(hf: Path, tmp_path: Path) -> None:
+    config = tmp_path / "train.yaml"
+    config.write_text(json.dumps({"load_checkpoint": str(hf), "pretrained_model_dir": str(hf), "use_parallel": True}))
+
+    def work(group: Any) -> Any:
+        return reshard.load(config=config if group.rank == 0 else tmp_path / "elsewhere.yaml", group=group, timeout=5)
+
+    for outcome in in_threads(2, work):
+        assert isinstance(outcome, ReshardError)
+        assert "elsewhere.yaml" in str(outcome)
 
 
 def test_the_folder_of_the_model_is_loaded_where_nothing_else_is(hf: Path) -> None:

@@ -161,18 +161,17 @@ def load(
     # In a world of one a layout of several ranks is somebody else's: which of them is meant has to be said.
     own = members.rank if rank is None and members.world_size > 1 else rank
 
-    if layout is None and config is not None:
-        asked = as_config(config) if root is None else replace(as_config(config), load_path=os.fspath(root))
-        layout = _layout_of(asked, rank, members.world_size)
-
     def check() -> None:
         if members.world_size > 1:
             resolve(group, rank)
 
     def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
+        cut = layout
+        if cut is None and config is not None and checkpoint.format == "huggingface":
+            cut = _layout_of(as_config(config), rank, members.world_size)
         state = checkpoint.load(
-            layout,
-            None if layout is None else own,
+            cut,
+            None if cut is None else own,
             part=part or ("model" if decision.restored == ("weights",) else "all"),
             keys=keys,
             out=out,
@@ -316,7 +315,7 @@ def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, itera
 
 def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout | None:
     """How the run of a configuration cuts a Hugging Face model: as its family is cut, over the mesh that is told."""
-    if not (config.use_parallel and config.model_path and huggingface.detect(config.load_path or config.model_path)):
+    if not (config.use_parallel and config.model_path):
         return None
     n_ranks = math.prod(config.mesh.values())
     if rank is None and n_ranks != world_size:
