@@ -10,7 +10,7 @@ use reshard_core::plan::{MemoryTensor, Plan};
 use reshard_core::region::Region;
 use reshard_core::request::Request;
 use reshard_core::source::Method;
-use reshard_core::writer::{self, Options, Windows};
+use reshard_core::writer::{self, Buffers, Options};
 use std::hint::black_box;
 
 const ROWS: u64 = 16_384;
@@ -39,7 +39,7 @@ fn copy(criterion: &mut Criterion) {
         &path,
         &plan,
         &options,
-        &mut Windows::new(256 << 20).unwrap(),
+        &mut Buffers::new(256 << 20).unwrap(),
         &Control::default(),
     )
     .unwrap();

@@ -30,7 +30,7 @@ Verify = Literal["touched", "structure"]
 
 _PIECE_BYTES = 4 << 20
 _BLOCK_BYTES = 4096
-_IN_FLIGHT = 4
+_IN_FLIGHT = 8
 
 
 def layout(cut: Cut, n: int) -> dict[str, Any]:

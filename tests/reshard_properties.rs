@@ -14,7 +14,7 @@ use reshard_core::request::Request;
 use reshard_core::source::Method;
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
-use reshard_core::writer::{self, Options, Windows};
+use reshard_core::writer::{self, Buffers, Options};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -228,8 +228,8 @@ impl Factored {
                     .collect(),
             });
         let plan = Plan::of_memory(tensors.collect()).unwrap();
-        let mut windows = Windows::new(writer::MIN_MEMORY_BYTES).unwrap();
-        writer::write(path, &plan, &options(), &mut windows, &Control::default()).unwrap();
+        let mut buffers = Buffers::new(writer::MIN_MEMORY_BYTES).unwrap();
+        writer::write(path, &plan, &options(), &mut buffers, &Control::default()).unwrap();
         found
     }
 }
@@ -261,8 +261,8 @@ proptest! {
                     for stride in &mut strides { *stride *= size as u64; }
                     let tensor = MemoryTensor { name: "w".into(), dtype, shape, bytes: &local, strides_bytes: strides };
                     let plan = Plan::of_memory(vec![tensor]).unwrap();
-                    let mut windows = Windows::new(writer::MIN_MEMORY_BYTES).unwrap();
-                    let written = writer::write(&path, &plan, &options(), &mut windows, &Control::default()).unwrap();
+                    let mut buffers = Buffers::new(writer::MIN_MEMORY_BYTES).unwrap();
+                    let written = writer::write(&path, &plan, &options(), &mut buffers, &Control::default()).unwrap();
                     prop_assert_eq!(written.n_bytes(), std::fs::metadata(&path).unwrap().len());
                 }
                 files.push(index.add_file(path, false, method));

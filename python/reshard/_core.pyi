@@ -21,7 +21,7 @@ __all__ = [
     "Request",
     "Snapshot",
     "SnapshotPool",
-    "Windows",
+    "Buffers",
     "Written",
     "__version__",
     "crc32c",
@@ -265,10 +265,10 @@ class Index:
         """Let go of the files; views stay valid, everything else that reads becomes an error."""
 
 @final
-class Windows:
+class Buffers:
     """Memory through which files are written, kept from file to file; allocated when first needed."""
 
-    def __new__(cls, memory_bytes: int) -> Windows: ...
+    def __new__(cls, memory_bytes: int) -> Buffers: ...
 
 @final
 class Plan:
@@ -305,7 +305,7 @@ class Plan:
         path: str,
         *,
         metadata: Mapping[str, str] | None = None,
-        windows: Windows | None = None,
+        buffers: Buffers | None = None,
         threads: int | None = None,
         durable: bool = True,
         direct: bool = True,
@@ -413,7 +413,7 @@ def write_arrays(
     tensors: Sequence[tuple[str, str, Sequence[int], object]],
     *,
     metadata: Mapping[str, str] | None = None,
-    windows: Windows | None = None,
+    buffers: Buffers | None = None,
     threads: int | None = None,
     durable: bool = True,
     direct: bool = True,

@@ -189,9 +189,9 @@ mod tests {
                 .write(&folder.path().join("a"), &options, &control)
                 .unwrap();
             drop(snapshot);
-            let mut windows = crate::writer::Windows::new(16 << 20).unwrap();
+            let mut buffers = crate::writer::Buffers::new(16 << 20).unwrap();
             let path = folder.path().join("b");
-            let written = crate::writer::write(&path, &plan, &options, &mut windows, &control);
+            let written = crate::writer::write(&path, &plan, &options, &mut buffers, &control);
             assert_eq!(taken, written.unwrap());
             let image = std::fs::read(folder.path().join("a")).unwrap();
             assert_eq!(image, std::fs::read(path).unwrap());

@@ -1,9 +1,10 @@
 //! Writing one shard file: streamed, within a memory budget, whole or not at all.
 //!
-//! The file is produced front to back in windows. While one window goes to disk, in 4 MiB pieces, four in flight, the
-//! next is filled by the copy engine, straight from the sources of a plan. Sums of the 256 KiB chunks are taken of each
-//! piece before it is written, so they speak of what was meant, not of what the disk returned. The bytes go to a
-//! temporary sibling, which is synced and then renamed: under its name the file is whole.
+//! The file is produced front to back in pieces of 4 MiB, eight in flight. Each writer thread has memory for one: it
+//! takes the next piece, fills it straight from the sources of a plan, sums its 256 KiB chunks while they lie in the
+//! cache, writes it, and takes another; so nobody waits for anybody else, and the disk is never without work. The sums
+//! are taken before the bytes are written: they speak of what was meant, not of what the disk returned. The bytes go to
+//! a temporary sibling, which is synced and then renamed: under its name the file is whole.
 //!
 //! `O_DIRECT` is the fast way to durable bytes and leaves the page cache to others; where a file system refuses it, and
 //! for the tail that is no multiple of its block, writes are buffered.
@@ -21,17 +22,17 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
 
 /// Alignment that every disk accepts for direct writes.
 const DIRECT_BLOCK_BYTES: usize = 4096;
 const PIECE_BYTES: usize = 4 << 20;
-const PIECES_IN_FLIGHT: usize = 4;
-/// Beyond this a larger window gains nothing.
-const MAX_WINDOW_BYTES: usize = 64 << 20;
+/// Disks reach their full speed with as many; more gain nothing.
+const PIECES_IN_FLIGHT: usize = 8;
 const BAND_BYTES: usize = 2 << 20;
 /// Files from this size on begin their data on a page, so that it can be read and mapped aligned.
 const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
-/// The least budget: two windows of one piece.
+/// The least budget: one piece is filled while another is written.
 pub const MIN_MEMORY_BYTES: u64 = 2 * PIECE_BYTES as u64;
 
 /// How a file is written.
@@ -47,17 +48,17 @@ pub struct Options {
     pub mode: u32,
 }
 
-/// The memory through which files are written: two windows within a budget.
+/// The memory through which files are written: some pieces, within a budget.
 ///
 /// It is kept from file to file, because touching fresh pages costs more than filling them.
 #[derive(Debug)]
-pub struct Windows {
-    memory: [Memory; 2],
-    window_bytes: usize,
+pub struct Buffers {
+    memory: Memory,
+    max_pieces: usize,
 }
 
-impl Windows {
-    /// Windows within a budget; nothing is allocated before the first file.
+impl Buffers {
+    /// Buffers within a budget; nothing is allocated before the first file.
     pub fn new(memory_bytes: u64) -> Result<Self> {
         if memory_bytes < MIN_MEMORY_BYTES {
             let message = format!(
@@ -65,35 +66,29 @@ impl Windows {
             );
             return Err(Error::new(Kind::Argument, message));
         }
-        let half = (memory_bytes / 2).min(MAX_WINDOW_BYTES as u64) as usize;
-        let memory = [Memory::new(0)?, Memory::new(0)?];
         Ok(Self {
-            memory,
-            window_bytes: half / PIECE_BYTES * PIECE_BYTES,
+            memory: Memory::new(0)?,
+            max_pieces: (memory_bytes / PIECE_BYTES as u64).min(PIECES_IN_FLIGHT as u64) as usize,
         })
     }
 
-    /// Both windows, large enough for a file of this size.
-    fn for_file(&mut self, n_bytes: u64) -> Result<[&mut Memory; 2]> {
-        let first = (self.window_bytes as u64).min(n_bytes) as usize;
-        let second = if n_bytes > self.window_bytes as u64 {
-            first
-        } else {
-            0
-        };
-        for (memory, len) in self.memory.iter_mut().zip([first, second]) {
-            if memory.len() < len {
-                // Large ones at once: files of growing sizes must not allocate again and again.
-                *memory = Memory::new(if len > PIECE_BYTES {
-                    self.window_bytes
-                } else {
-                    PIECE_BYTES
-                })?;
-            }
+    /// Memory for one piece each, as many as a file of this size has use for.
+    fn for_file(&mut self, n_bytes: u64) -> Result<Vec<&mut [u8]>> {
+        let n = n_in_flight(n_bytes).min(self.max_pieces);
+        if self.memory.len() < n * PIECE_BYTES {
+            // All at once: files of growing sizes must not allocate again and again.
+            let n = if n > 1 { self.max_pieces } else { 1 };
+            self.memory = Memory::new(n * PIECE_BYTES)?;
         }
-        let [first, second] = &mut self.memory;
-        Ok([first, second])
+        let pieces = self.memory.as_mut_slice().chunks_mut(PIECE_BYTES);
+        Ok(pieces.take(n).collect())
     }
+}
+
+fn n_in_flight(n_bytes: u64) -> usize {
+    n_bytes
+        .div_ceil(PIECE_BYTES as u64)
+        .min(PIECES_IN_FLIGHT as u64) as usize
 }
 
 /// Writes the arrays of a plan into one shard file, in their order and under their names.
@@ -104,13 +99,20 @@ pub fn write(
     path: &Path,
     plan: &Plan<'_>,
     options: &Options,
-    windows: &mut Windows,
+    buffers: &mut Buffers,
     control: &Control,
 ) -> Result<Sums> {
     let content = Content::new(plan, &options.metadata).map_err(|error| error.path(path))?;
     prove_files(plan, control)?;
     let temporary = Temporary::create(path, content.n_bytes(), options)?;
-    let chunks = stream(&temporary, &content, windows, control)?;
+    let buffers = buffers.for_file(content.n_bytes())?;
+    let pieces = Pieces::new(
+        &temporary,
+        Bytes::Planned(&content),
+        content.n_bytes(),
+        control,
+    );
+    let chunks = pieces.write(buffers)?;
     temporary.publish(path, options.durable)?;
     content.sums(chunks)
 }
@@ -128,29 +130,15 @@ pub fn write_image(
 ) -> Result<Sums> {
     let n_bytes = image.len() as u64;
     let temporary = Temporary::create(path, n_bytes, options)?;
-    let chunks = zeroed_sums(n_bytes);
-    let pieces = Pieces {
-        file: &temporary,
-        window: image,
-        len: image.len(),
-        start: 0,
-        next: AtomicU64::new(0),
-        sums: &chunks,
-        control: Some(control),
-    };
-    pieces.write_while(|| Ok(()))?;
+    let pieces = Pieces::new(&temporary, Bytes::InMemory(image), n_bytes, control);
+    let chunks = pieces.write(
+        (0..n_in_flight(n_bytes))
+            .map(|_| Default::default())
+            .collect(),
+    )?;
     temporary.publish(path, options.durable)?;
     let header = &image[..header_bytes as usize];
-    Sums::new(n_bytes, header_bytes, crc32c(0, header), finished(chunks))
-}
-
-fn zeroed_sums(n_bytes: u64) -> Vec<AtomicU32> {
-    let n_chunks = (n_bytes as usize).div_ceil(CHUNK_BYTES);
-    (0..n_chunks).map(|_| AtomicU32::new(0)).collect()
-}
-
-fn finished(sums: Vec<AtomicU32>) -> Vec<u32> {
-    sums.into_iter().map(AtomicU32::into_inner).collect()
+    Sums::new(n_bytes, header_bytes, crc32c(0, header), chunks)
 }
 
 /// The bytes of the file to be.
@@ -206,22 +194,26 @@ impl Content<'_> {
         stores: Stores,
         control: &Control,
     ) -> Result<()> {
+        let bands: Vec<_> = to.chunks_mut(BAND_BYTES).enumerate().collect();
+        bands.into_par_iter().try_for_each(|(i, band)| {
+            self.fill_band(start + (i * BAND_BYTES) as u64, band, stores, control)
+        })
+    }
+
+    fn fill_band(
+        &self,
+        mut at: u64,
+        mut to: &mut [u8],
+        stores: Stores,
+        control: &Control,
+    ) -> Result<()> {
+        control.check()?;
         let run = Run {
             plan: self.plan,
             checks: &self.checks,
             stores,
             control,
         };
-        let bands: Vec<_> = to.chunks_mut(BAND_BYTES).enumerate().collect();
-        bands.into_par_iter().try_for_each(|(i, band)| {
-            control.check()?;
-            self.fill_band(run, start + (i * BAND_BYTES) as u64, band)?;
-            finish_stores(stores);
-            Ok(())
-        })
-    }
-
-    fn fill_band(&self, run: Run<'_>, mut at: u64, mut to: &mut [u8]) -> Result<()> {
         let data_start = self.header.len() as u64;
         if at < data_start {
             let n = to.len().min((data_start - at) as usize);
@@ -248,104 +240,140 @@ impl Content<'_> {
             }
             i += 1;
         }
+        finish_stores(stores);
         Ok(())
     }
 }
 
-fn stream(
-    temporary: &Temporary,
-    content: &Content<'_>,
-    windows: &mut Windows,
-    control: &Control,
-) -> Result<Vec<u32>> {
-    let n_bytes = content.n_bytes();
-    let window_bytes = windows.window_bytes;
-    let [mut current, mut other] = windows.for_file(n_bytes)?;
-    let sums = zeroed_sums(n_bytes);
-    let len_at = |start: u64| (n_bytes - start).min(window_bytes as u64) as usize;
-    let fill = |start: u64, memory: &mut Memory| {
-        let to = &mut memory.as_mut_slice()[..len_at(start)];
-        content.fill(start, to, Stores::Plain, control)
-    };
-    fill(0, current)?;
-    let mut start = 0;
-    while start < n_bytes {
-        let len = len_at(start);
-        let next = start + len as u64;
-        let pieces = Pieces {
-            file: temporary,
-            window: &*current.as_mut_slice(),
-            len,
-            start,
-            next: AtomicU64::new(0),
-            sums: &sums,
-            control: None,
-        };
-        pieces.write_while(|| {
-            if next < n_bytes {
-                fill(next, other)?;
-            }
-            Ok(())
-        })?;
-        (current, other) = (other, current);
-        start = next;
-    }
-    Ok(finished(sums))
+/// Where the bytes of a file come from.
+#[derive(Clone, Copy)]
+enum Bytes<'a> {
+    Planned(&'a Content<'a>),
+    InMemory(&'a [u8]),
 }
 
-/// One window on its way to the file; it begins on a chunk.
+/// The pieces of a file on their way to it.
 struct Pieces<'a> {
     file: &'a Temporary,
-    window: &'a [u8],
-    len: usize,
-    start: u64,
+    bytes: Bytes<'a>,
+    n_bytes: u64,
     next: AtomicU64,
-    sums: &'a [AtomicU32],
-    /// Told of every piece, where nobody else tells of the bytes.
-    control: Option<&'a Control>,
+    sums: Vec<AtomicU32>,
+    turns: Turns,
+    control: &'a Control,
 }
 
-impl Pieces<'_> {
-    /// Writes the window while something else is done.
-    fn write_while(&self, meanwhile: impl FnOnce() -> Result<()>) -> Result<()> {
-        std::thread::scope(|scope| {
-            let n_threads = self.len.div_ceil(PIECE_BYTES).min(PIECES_IN_FLIGHT);
-            let writers: Vec<_> = (0..n_threads)
-                .map(|_| scope.spawn(|| self.write_some()))
-                .collect();
-            let done = meanwhile();
-            for writer in writers {
-                writer.join().map_err(|_| {
-                    Error::new(Kind::Io, "a writer thread died").path(&self.file.path)
-                })??;
-            }
-            done
-        })
+impl<'a> Pieces<'a> {
+    /// As many pieces are filled at once as the current pool has threads.
+    fn new(file: &'a Temporary, bytes: Bytes<'a>, n_bytes: u64, control: &'a Control) -> Self {
+        let n_chunks = (n_bytes as usize).div_ceil(CHUNK_BYTES);
+        Self {
+            file,
+            bytes,
+            n_bytes,
+            next: AtomicU64::new(0),
+            sums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
+            turns: Turns::new(rayon::current_num_threads()),
+            control,
+        }
     }
 
-    fn write_some(&self) -> Result<()> {
+    /// Writes them all by one thread a buffer, and returns the sums of the chunks.
+    fn write(self, buffers: Vec<&mut [u8]>) -> Result<Vec<u32>> {
+        std::thread::scope(|scope| {
+            let writers: Vec<_> = buffers
+                .into_iter()
+                .map(|buffer| scope.spawn(|| self.write_some(buffer)))
+                .collect();
+            // All have ended before anything is said.
+            let ended: Vec<_> = writers
+                .into_iter()
+                .map(std::thread::ScopedJoinHandle::join)
+                .collect();
+            ended.into_iter().try_for_each(|result| {
+                let died = Error::new(Kind::Io, "a writer thread died").path(&self.file.path);
+                result.unwrap_or(Err(died))
+            })
+        })?;
+        Ok(self.sums.into_iter().map(AtomicU32::into_inner).collect())
+    }
+
+    fn write_some(&self, buffer: &mut [u8]) -> Result<()> {
         loop {
-            let from = self.next.fetch_add(PIECE_BYTES as u64, Ordering::Relaxed) as usize;
-            if from >= self.len {
+            let at = self.next.fetch_add(PIECE_BYTES as u64, Ordering::Relaxed);
+            if at >= self.n_bytes {
                 return Ok(());
             }
-            if let Some(control) = self.control {
-                control.check()?;
-            }
-            let piece = &self.window[from..(from + PIECE_BYTES).min(self.len)];
-            let at = self.start + from as u64;
-            // Of what is meant to be written, whatever the disk makes of it.
-            for (chunk, sum) in piece
-                .chunks(CHUNK_BYTES)
-                .zip(&self.sums[at as usize / CHUNK_BYTES..])
-            {
-                sum.store(crc32c(0, chunk), Ordering::Relaxed);
-            }
-            self.file.write_piece(at, piece)?;
-            if let Some(control) = self.control {
-                control.advance(piece.len() as u64);
+            let written = self.write_one(at, buffer);
+            if written.is_err() {
+                // The others need not go on.
+                self.next.store(self.n_bytes, Ordering::Relaxed);
+                return written;
             }
         }
+    }
+
+    fn write_one(&self, at: u64, buffer: &mut [u8]) -> Result<()> {
+        let len = (self.n_bytes - at).min(PIECE_BYTES as u64) as usize;
+        let turn = self.turns.take();
+        self.control.check()?;
+        let piece = match self.bytes {
+            Bytes::InMemory(image) => &image[at as usize..at as usize + len],
+            Bytes::Planned(content) => {
+                let piece = &mut buffer[..len];
+                for (i, band) in piece.chunks_mut(BAND_BYTES).enumerate() {
+                    let at = at + (i * BAND_BYTES) as u64;
+                    content.fill_band(at, band, Stores::Plain, self.control)?;
+                }
+                piece
+            }
+        };
+        // Of what is meant to be written, whatever the disk makes of it.
+        for (chunk, sum) in piece
+            .chunks(CHUNK_BYTES)
+            .zip(&self.sums[at as usize / CHUNK_BYTES..])
+        {
+            sum.store(crc32c(0, chunk), Ordering::Relaxed);
+        }
+        drop(turn);
+        self.file.write_piece(at, piece)?;
+        if let Bytes::InMemory(_) = self.bytes {
+            self.control.advance(len as u64); // who fills has told of it
+        }
+        Ok(())
+    }
+}
+
+/// Turns to use a processor: what waits for the disk holds none.
+struct Turns {
+    n_free: Mutex<usize>,
+    freed: Condvar,
+}
+
+impl Turns {
+    fn new(n: usize) -> Self {
+        Self {
+            n_free: Mutex::new(n),
+            freed: Condvar::new(),
+        }
+    }
+
+    /// A turn, given back when it is dropped.
+    fn take(&self) -> impl Drop + '_ {
+        struct Turn<'a>(&'a Turns);
+        impl Drop for Turn<'_> {
+            fn drop(&mut self) {
+                *self.0.n_free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+                self.0.freed.notify_one();
+            }
+        }
+        let n_free = self.n_free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut n_free = self
+            .freed
+            .wait_while(n_free, |n_free| *n_free == 0)
+            .unwrap_or_else(PoisonError::into_inner);
+        *n_free -= 1;
+        Turn(self)
     }
 }
 

@@ -183,7 +183,7 @@ def convert(
         options = Options(
             metadata=_METADATA.get(chosen, {"format": "pt"}) | {WRITER_KEY: _core.__version__},
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),
-            windows=_core.Windows(parse_size(memory)),
+            buffers=_core.Buffers(parse_size(memory)),
             threads=threads,
             durable=durable,
             file_mode=0o640 if chosen in _PRIVATE else 0o666,

@@ -145,10 +145,10 @@ def convert_files(
     for path in {file.target.parent for file in planned}:
         if path.exists() and not path.is_dir():
             raise DestinationExistsError(f"{show(str(path))} is no folder", path=str(path))
-    windows = _core.Windows(parse_size(memory))
+    buffers = _core.Buffers(parse_size(memory))
     joint = JointProgress(progress, sum(file.n_bytes for file in planned))
     written = [
-        _write(file, windows, threads, joint.of_file(file.n_bytes), durable=durable)  # in the order of their names
+        _write(file, buffers, threads, joint.of_file(file.n_bytes), durable=durable)  # in the order of their names
         for file in planned
     ]
     if source.is_dir() and dst is not None:
@@ -309,7 +309,7 @@ def _write_metas(planned: Sequence[_Planned], *, durable: bool) -> None:
 
 
 def _write(
-    file: _Planned, windows: _core.Windows, threads: int | None, progress: _core.Progress | None, *, durable: bool
+    file: _Planned, buffers: _core.Buffers, threads: int | None, progress: _core.Progress | None, *, durable: bool
 ) -> ConvertedFile:
     index = _core.Index()
     try:
@@ -318,7 +318,7 @@ def _write(
             written = _requested(index, opened, file.names).write(
                 str(file.target),
                 metadata={"format": "ms", WRITER_KEY: _core.__version__},
-                windows=windows,
+                buffers=buffers,
                 threads=threads,
                 durable=durable,
                 mode=0o666,

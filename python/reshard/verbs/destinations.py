@@ -71,7 +71,7 @@ class Options:
 
     metadata: dict[str, str]
     dtype: str | None
-    windows: _core.Windows
+    buffers: _core.Buffers
     threads: int | None
     durable: bool
     file_mode: int
@@ -141,7 +141,7 @@ def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> 
         file.name: job.source.plan(file.request, dtype=options.dtype).write(
             str(folder / file.name),
             metadata=options.metadata,
-            windows=options.windows,
+            buffers=options.buffers,
             threads=options.threads,
             durable=options.durable,
             mode=options.file_mode,

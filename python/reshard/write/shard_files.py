@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardFile", "maker"]
 
-_WINDOWS_BYTES = 64 << 20
+_BUFFERS_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def maker(
                 ready()
             # Arrays that must be copied to be written are copied here, a file at a time.
             return _core.write_arrays(
-                path, _tensors(arrays), metadata=metadata, windows=_windows(), threads=threads, **options
+                path, _tensors(arrays), metadata=metadata, buffers=_buffers(), threads=threads, **options
             )
 
         return ShardFile(name, sum(array.n_bytes for array in arrays), write)
@@ -72,12 +72,12 @@ def maker(
 _kept = threading.local()
 
 
-def _windows() -> _core.Windows:
-    """This thread's windows, kept from save to save: touching fresh memory costs more than filling it."""
-    if not hasattr(_kept, "windows"):
-        _kept.windows = _core.Windows(_WINDOWS_BYTES)
-    windows: _core.Windows = _kept.windows
-    return windows
+def _buffers() -> _core.Buffers:
+    """This thread's buffers, kept from save to save: touching fresh memory costs more than filling it."""
+    if not hasattr(_kept, "buffers"):
+        _kept.buffers = _core.Buffers(_BUFFERS_BYTES)
+    buffers: _core.Buffers = _kept.buffers
+    return buffers
 
 
 def _tensors(arrays: Sequence[LocalArray]) -> list[tuple[str, str, tuple[int, ...], np.ndarray]]:

@@ -31,7 +31,7 @@ mod _core {
         plan::Plan,
         strategy::{decode_strategy, encode_strategy},
         verify::{crc32c, scrub},
-        write::{Snapshot, SnapshotPool, Windows, Written, rename, write_arrays},
+        write::{Buffers, Snapshot, SnapshotPool, Written, rename, write_arrays},
     };
     use pyo3::prelude::*;
 

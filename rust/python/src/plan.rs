@@ -3,7 +3,7 @@
 use crate::buffer::{Borrowed, Buffer, disjoint};
 use crate::errors::raise;
 use crate::run::run;
-use crate::write::{Windows, Written, write_plan};
+use crate::write::{Buffers, Written, write_plan};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use reshard_core::copy::{Control, fill};
@@ -185,14 +185,14 @@ impl Plan {
         Ok(views)
     }
 
-    #[pyo3(signature = (path, *, metadata=None, windows=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
+    #[pyo3(signature = (path, *, metadata=None, buffers=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a file")]
     fn write(
         &self,
         py: Python<'_>,
         path: PathBuf,
         metadata: Option<BTreeMap<String, String>>,
-        windows: Option<&Windows>,
+        buffers: Option<&Buffers>,
         threads: Option<i64>,
         durable: bool,
         direct: bool,
@@ -205,6 +205,6 @@ impl Plan {
             direct,
             mode,
         };
-        write_plan(py, &path, &self.0, &options, windows, threads, progress)
+        write_plan(py, &path, &self.0, &options, buffers, threads, progress)
     }
 }

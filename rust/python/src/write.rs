@@ -52,13 +52,13 @@ impl Written {
 
 /// Memory through which files are written.
 #[pyclass(frozen, module = "reshard._core")]
-pub(crate) struct Windows(Mutex<writer::Windows>);
+pub(crate) struct Buffers(Mutex<writer::Buffers>);
 
 #[pymethods]
-impl Windows {
+impl Buffers {
     #[new]
     fn new(py: Python<'_>, memory_bytes: u64) -> PyResult<Self> {
-        raise(py, writer::Windows::new(memory_bytes)).map(|windows| Self(Mutex::new(windows)))
+        raise(py, writer::Buffers::new(memory_bytes)).map(|buffers| Self(Mutex::new(buffers)))
     }
 }
 
@@ -67,29 +67,29 @@ pub(crate) fn write_plan(
     path: &Path,
     plan: &CorePlan<'_>,
     options: &writer::Options,
-    windows: Option<&Windows>,
+    buffers: Option<&Buffers>,
     threads: Option<i64>,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Written> {
     let own;
-    let windows = if let Some(windows) = windows {
-        windows
+    let buffers = if let Some(buffers) = buffers {
+        buffers
     } else {
-        own = Windows::new(py, DEFAULT_MEMORY_BYTES)?;
+        own = Buffers::new(py, DEFAULT_MEMORY_BYTES)?;
         &own
     };
     // Waiting for another thread here would keep the interpreter from it.
     let busy = |_| {
         Error::new(
             Kind::Argument,
-            "another thread writes through these windows",
+            "another thread writes through these buffers",
         )
     };
-    let windows = &mut *raise(py, windows.0.try_lock().map_err(busy))?;
+    let buffers = &mut *raise(py, buffers.0.try_lock().map_err(busy))?;
     let control = Control::default();
     // Whatever its size, a write waits for the disk: signals are heeded.
     let written = run(py, threads, plan.n_bytes(), progress, &control, || {
-        writer::write(path, plan, options, windows, &control)
+        writer::write(path, plan, options, buffers, &control)
     })?;
     Ok(Written(written))
 }
@@ -139,14 +139,14 @@ impl Lent {
 }
 
 #[pyfunction]
-#[pyo3(signature = (path, tensors, *, metadata=None, windows=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
+#[pyo3(signature = (path, tensors, *, metadata=None, buffers=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
 #[expect(clippy::too_many_arguments, reason = "the options of a file")]
 pub(crate) fn write_arrays(
     py: Python<'_>,
     path: PathBuf,
     tensors: Tensors<'_>,
     metadata: Option<BTreeMap<String, String>>,
-    windows: Option<&Windows>,
+    buffers: Option<&Buffers>,
     threads: Option<i64>,
     durable: bool,
     direct: bool,
@@ -161,7 +161,7 @@ pub(crate) fn write_arrays(
         direct,
         mode,
     };
-    write_plan(py, &path, &plan, &options, windows, threads, progress)
+    write_plan(py, &path, &plan, &options, buffers, threads, progress)
 }
 
 #[pyfunction]
