@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import statistics
 import time
@@ -51,25 +52,32 @@ class _Loop:
 
 
 def train(root: Path, n_layers: int, n_steps: int) -> dict[str, float]:
-    """Seconds of a step and of a stall, by the name of the case; so many steps are an interval."""
+    """Seconds of a step and of a stall, by the name of the case; so many steps are an interval.
+
+    Intervals of the three kinds take turns, each kind beginning one of them: processors change their speed as they like.
+    """
     loop = _Loop(n_layers)
     for _ in range(3):
         loop.step()
-    made = {False: _checkpointer(root / "plain", loop), True: _checkpointer(root / "overlap", loop, overlap=True)}
-    found: dict[str, list[float]] = {}
-    for overlap, one in made.items():
+    made = {"": _checkpointer(root / "plain", loop), ", overlap": _checkpointer(root / "overlap", loop, overlap=True)}
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    for name, one in made.items():
         first = _save(loop, one)
-        found |= {} if overlap else {"stall of `step`, the first time": [first]}
+        if not name:
+            found["stall of `step`, the first time"].append(first)
         loop.step()
         one.wait()  # the memory for copies is there from here on
-    found["step, no save"] = [_interval(loop, n_steps)]
-    for overlap, one in made.items():
-        name = ", overlap" if overlap else ""
-        seconds, stall, in_flight = _interval_with_save(loop, one, n_steps)
-        found[f"step, one save in an interval{name}"] = [seconds]
-        found[f"stall of `step`{name}"] = [stall]
-        found[f"step, while one is in flight{name}"] = [in_flight]
-        found["step, no save"].append(_interval(loop, n_steps))
+    kinds = [None, *made]
+    for turn in range(len(kinds)):
+        for kind in kinds[turn:] + kinds[:turn]:
+            if kind is None:
+                found["step, no save"].append(_interval(loop, n_steps))
+                continue
+            seconds, stall, in_flight = _interval_with_save(loop, made[kind], n_steps)
+            found[f"step, one save in an interval{kind}"].append(seconds)
+            found[f"stall of `step`{kind}"].append(stall)
+            found[f"step, while one is in flight{kind}"].append(in_flight)
+    for one in made.values():
         _check(loop, one)
         one.close()
     return {name: statistics.mean(seconds) for name, seconds in found.items()}
