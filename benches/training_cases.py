@@ -80,7 +80,7 @@ def train(root: Path, n_layers: int, n_steps: int) -> dict[str, float]:
     for one in made.values():
         _check(loop, one)
         one.close()
-    return {name: statistics.mean(seconds) for name, seconds in found.items()}
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def _checkpointer(root: Path, loop: _Loop, **options: Any) -> Checkpointer:

@@ -350,7 +350,11 @@ impl BoxCopy<'_> {
             }
             _ => CHUNK_BYTES as u64,
         };
-        let is_one_part = start / part == (start + span - 1) / part;
+        // Into fresh pages a long run is copied at once, after all its chunks are proven: the system's memcpy goes past the
+        // cache for lengths like that, which gains more than is lost by fetching the source again, from the last cache.
+        let is_long_run =
+            self.run.stores == Stores::Fresh && is_one_run(dims) && file.source().is_mapped();
+        let is_one_part = is_long_run || start / part == (start + span - 1) / part;
         if let (false, Some((widest, dim))) = (is_one_part, widest) {
             if !file.source().is_mapped() && is_one_run(dims) {
                 return self.proven_run(file, sums, start, (dst * unit) as usize, span);

@@ -91,7 +91,9 @@ impl Memory {
 /// How a destination is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stores {
-    /// Fresh pages: plain stores.
+    /// Fresh pages: plain stores, in runs as long as they come.
+    Fresh,
+    /// Memory whose content is used at once: plain stores, which leave it in the cache.
     Plain,
     /// Memory that is resident already: non-temporal stores for long runs.
     Streaming,

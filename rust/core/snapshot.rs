@@ -59,7 +59,7 @@ impl Pool {
         drop(free);
         let memory = Memory::new(size)?;
         memory.not_for_children();
-        Ok((memory, Stores::Plain))
+        Ok((memory, Stores::Fresh))
     }
 
     fn give_back(&self, memory: Memory) {

@@ -111,7 +111,7 @@ impl Plan {
                 rests[memory] = (start + array.n_bytes(), rest);
                 out.push(to);
             }
-            fill(&self.0, out, Stores::Plain, &control)
+            fill(&self.0, out, Stores::Fresh, &control)
         })?;
         let buffers: Vec<_> = memories
             .into_iter()
