@@ -54,7 +54,7 @@ class _Loop:
 def train(root: Path, n_layers: int, n_steps: int) -> dict[str, float]:
     """Seconds of a step and of a stall, by the name of the case; so many steps are an interval.
 
-    Intervals of the three kinds take turns, each kind beginning one of them: processors change their speed as they like.
+    Intervals of the three kinds take turns, each kind begins one of them: processors change their speed as they like.
     """
     loop = _Loop(n_layers)
     for _ in range(3):

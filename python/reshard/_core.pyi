@@ -14,6 +14,7 @@ ReadMethod: TypeAlias = Literal["auto", "map", "read"]
 
 __all__ = [
     "Buffer",
+    "Buffers",
     "Index",
     "Layout",
     "Mesh",
@@ -21,7 +22,6 @@ __all__ = [
     "Request",
     "Snapshot",
     "SnapshotPool",
-    "Buffers",
     "Written",
     "__version__",
     "crc32c",
