@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -539,16 +537,3 @@ def test_keys_are_ordered_by_their_numbers() -> None:
 def test_what_is_shown_cannot_drive_a_terminal() -> None:
     assert show("a\x1b]0;\u202e\n") == "`a\\x1b]0;\\u202e\\n`"
     assert len(show("x" * 10_000)) < 300
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "fields",
-        "strict_yaml",
-        "words",
-        *(f"layout.{n}" for n in ("file", "model", "patterns", "presets", "resolve", "tp_plan")),
-    ],
-)
-def test_the_examples_of_the_documentation_run(module: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"reshard.{module}")).failed == 0
