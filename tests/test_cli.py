@@ -578,8 +578,16 @@ def examples() -> list[str]:
     return list(dict.fromkeys(re.split(r" {3,}", line)[0] for line in lines if line.startswith("reshard ")))
 
 
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `reshard demo` leaves, made once; tests copy what they change."""
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    assert run("demo", "--size", 1, "--keep", folder).exit_code == 0
+    return folder
+
+
 @pytest.mark.parametrize("example", examples())
-def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
+def test_the_examples_of_the_help_run(example: str, demo: Path, tmp_path: Path) -> None:
     program = tmp_path / "bin" / "reshard"
     program.parent.mkdir()
     quoted = PROGRAM[2].replace("'", "'\\''")
@@ -588,29 +596,28 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
     program.chmod(0o755)
     folder = tmp_path / "work"
     folder.mkdir()
-    assert run("demo", "--size", 1, "--keep", tmp_path / "demo").exit_code == 0
-    shutil.copytree(tmp_path / "demo" / "tp2_pp2", folder / "output" / "checkpoint")
-    shutil.copy(tmp_path / "demo" / "tp4.yaml", folder)
+    shutil.copytree(demo / "tp2_pp2", folder / "output" / "checkpoint")
+    shutil.copy(demo / "tp4.yaml", folder)
     shutil.copy(SAMPLES / "train.yaml", folder)
     shutil.copy(SAMPLES / "ckpt" / "dtypes.ckpt", folder / "weights.ckpt")
     shutil.copytree(SAMPLES / "ckpt" / "tree", folder / "old_run")
     (folder / "names.yaml").write_text("w: model.w\n")
     if re.search("(convert|split|diff .*) hf/|diff hf/", example):
-        shutil.copytree(tmp_path / "demo" / "hf", folder / "hf")
+        shutil.copytree(demo / "hf", folder / "hf")
     for name, sample in (("ranks/", "src_rank_slices"), ("strategy/", "src_strategy")):
         if re.search(f"(merge|--strategy) {name}", example):
             shutil.copytree(SAMPLES / "strategy" / sample, folder / name)
     if "output/strategy" in example:
         shutil.copytree(SAMPLES / "strategy" / "src_strategy", folder / "output" / "strategy")
     if re.search("(show|--layout) merged_strategy.ckpt", example):
-        with reshard.open(tmp_path / "demo" / "hf") as opened:
+        with reshard.open(demo / "hf") as opened:
             shapes = {key: opened[key].shape for key in opened.keys()}  # noqa: SIM118
-        write_strategy(tmp_path / "demo" / "tp4.yaml", shapes, tmp_path / "written")
+        write_strategy(demo / "tp4.yaml", shapes, tmp_path / "written")
         merge_strategies(tmp_path / "written", folder / "merged_strategy.ckpt")
     if "split full/" in example:
         shutil.copytree(SAMPLES / "full_ms", folder / "full")
     if "--names" in example:
-        hf = shutil.copytree(tmp_path / "demo" / "hf", folder / "hf", dirs_exist_ok=True)
+        hf = shutil.copytree(demo / "hf", folder / "hf", dirs_exist_ok=True)
         width = reshard.open(hf)["model.norm.weight"].shape[0]
         config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": width}
         (hf / "config.json").write_text(json.dumps(config))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -36,6 +37,7 @@ def as_bytes(arrays: dict[str, Array]) -> dict[str, tuple[str, tuple[int, ...], 
     return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
 
 
+@pytest.mark.slow
 def test_a_converted_checkpoint_loads_under_any_layout() -> None:
     seen: Counter[str] = Counter()
 

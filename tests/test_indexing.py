@@ -39,6 +39,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
     return shape, draw(free | wild)
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @given(cases())
 def test_a_box_and_its_rest_are_what_numpy_takes(case: tuple[tuple[int, ...], Any]) -> None:

@@ -482,6 +482,7 @@ def live(oracle: Oracle, life: Life, port: int, how: Ours) -> None:
     oracle.look(by_manifests=how.writes_manifests)
 
 
+@pytest.mark.slow
 def test_killed_at_random(tmp_path: Path, port: int) -> None:
     factor = os.environ.get("RESHARD_CASES_FACTOR")
     seed = 0 if factor is None else random.SystemRandom().getrandbits(32)

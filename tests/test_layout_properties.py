@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.oracle import element_numbers, mesh_ranks, rank_coordinates, rule_of
@@ -28,6 +29,7 @@ def painted(numbers: Array, layout: Any, rank: int) -> tuple[Array, Array]:
     return local.reshape(local_shape), n_writes.reshape(local_shape)
 
 
+@pytest.mark.slow
 def test_tiles_of_every_rank_equal_the_oracle() -> None:
     seen: Counter[str] = Counter()
 

@@ -150,6 +150,7 @@ def check_rank(checkpoint: Checkpoint, index: Index, mapping: Mapping[str, Any],
     return plan
 
 
+@pytest.mark.slow
 def test_any_layout_to_any_layout() -> None:
     seen_source: Counter[str] = Counter()
     seen_destination: Counter[str] = Counter()
@@ -192,6 +193,7 @@ def test_any_layout_to_any_layout() -> None:
     assert set(seen_destination) == KINDS
 
 
+@pytest.mark.slow
 @cases(60)
 @given(st.data())
 def test_sources_of_many_ranks(data: st.DataObject) -> None:
@@ -208,6 +210,7 @@ def test_sources_of_many_ranks(data: st.DataObject) -> None:
         index.close()
 
 
+@pytest.mark.slow
 @cases(250)
 @given(st.data())
 def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
@@ -238,6 +241,7 @@ def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
         index.close()
 
 
+@pytest.mark.slow
 @cases(250)
 @given(st.data())
 def test_map_and_read_and_any_number_of_threads_are_equal(data: st.DataObject) -> None:
@@ -261,6 +265,7 @@ def test_map_and_read_and_any_number_of_threads_are_equal(data: st.DataObject) -
             index.close()
 
 
+@pytest.mark.slow
 @cases(100)
 @given(st.data())
 def test_large_tensors(data: st.DataObject) -> None:
@@ -370,6 +375,7 @@ def assert_equal_but_for_nans(found: Array, expected: Array) -> None:
     assert np.flatnonzero(found.view(f"u{found.itemsize}") != expected.view(f"u{found.itemsize}")).size == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", FLOATS)
 def test_a_cast_rounds_once_to_nearest_even(wanted: str) -> None:
     @cases(60)

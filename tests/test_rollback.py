@@ -157,6 +157,7 @@ def test_random_bits_anywhere(root: Path) -> None:
     assert_is(reshard.load(root), 300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiles.json", "extra-0000000.json", "extra-0000000.arrays"])
 def test_every_bit_and_length_of_what_only_this_package_writes(name: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
@@ -183,12 +184,12 @@ def test_every_bit_and_length_of_what_only_this_package_writes(name: str, tmp_pa
 
     assert not is_found()
     assert not is_passed_over()
-    for bit in range(8 * len(data)):
+    for place in range(len(data)):  # one bit of each byte
         changed = bytearray(data)
-        changed[bit // 8] ^= 1 << bit % 8
+        changed[place] ^= 1 << place % 8
         path.write_bytes(changed)
-        assert is_found(), bit
-        assert bit % 101 or is_passed_over(), bit
+        assert is_found(), place
+        assert place % 101 or is_passed_over(), place
     for length in (*range(len(data)), len(data) + 1):
         path.write_bytes((data + b"\0")[:length])
         assert is_found(), length

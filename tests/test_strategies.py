@@ -3,12 +3,14 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.oracle import assemble, local_arrays, mesh_ranks
 from tests.strategies import KINDS, Checkpoint, cases, checkpoints, kinds, layouts
 
 
+@pytest.mark.slow
 def test_layouts_of_every_kind_hold_every_element() -> None:
     seen: Counter[str] = Counter()
     n_ranks: list[int] = []

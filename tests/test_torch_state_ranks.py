@@ -125,6 +125,7 @@ def built(kind: str, world_size: int) -> tuple[nn.Module, Any]:
     return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_ranks_hold_is_saved_and_loaded_under_any_other_cut(kind: str, tmp_path: Path) -> None:
     def save(group: TorchGroup) -> Any:

@@ -22,6 +22,8 @@ from reshard.examples.train_gpt import GPT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.slow
+
 
 STEPS = 9
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from reshard.group import TorchGroup
 
+pytestmark = pytest.mark.slow
+
 LAYOUT: dict[str, Any] = {"mesh": {"tp": 4}, "rules": [{"match": "w", "cut": ["tp"]}]}
 WHOLE = np.arange(64.0).reshape(8, 8)
 

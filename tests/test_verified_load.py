@@ -116,6 +116,7 @@ def flipped(path: Path) -> Iterator[int]:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["manifest.json", "metadata.json", "common.json", "checksums.bin"])
 def test_every_bit_of_the_small_files(name: str, tiny: Path) -> None:
     """Each is found when the folder is opened; every so often the older iteration is taken and read as well."""
@@ -129,6 +130,7 @@ def test_every_bit_of_the_small_files(name: str, tiny: Path) -> None:
                 assert [skipped for skipped, _ in opened.skipped] == ["iteration_00000010"]
 
 
+@pytest.mark.slow
 def test_every_bit_of_a_header(tiny: Path) -> None:
     folder = tiny / "iteration_00000010"
     header_bytes = manifests.read(folder).shards[sealed.TINY].header_bytes
@@ -213,6 +215,7 @@ def change(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_every_length_of_every_file(tiny: Path) -> None:
     folder = tiny / "iteration_00000010"
     for path in sorted(folder.glob("[!.]*")):
