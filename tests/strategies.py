@@ -64,10 +64,13 @@ SLOTS = ("exp_avg", "adam.v")
 
 
 def cases(n: int) -> settings:
-    """Settings of a property: the same `n` cases on every run, or other ones, `RESHARD_CASES_FACTOR` times as many."""
+    """Settings of a property: the same `n` cases on every run, or other ones, `RESHARD_CASES_FACTOR` times as many.
+
+    The factor may be a fraction.
+    """
     factor = os.environ.get("RESHARD_CASES_FACTOR")
     return settings(
-        max_examples=n * int(factor or 1),
+        max_examples=max(1, int(n * float(factor or 1))),
         derandomize=factor is None,
         database=None,
         deadline=None,
