@@ -17,6 +17,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
 from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, tiles
 from reshard.formats import manifest as manifests
+from reshard.formats.base import CheckpointData, Format
 from reshard.formats.rank_file import add_rank_file, kind_of
 from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, unfinished
 from reshard.opening.rank_folders import (
@@ -117,19 +118,19 @@ def open(  # noqa: A001
         raise kind(f"there is nothing at {show(str(target))}", path=str(target))
     if could_be_root and target.is_dir() and _is_empty(target):
         raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
-    checkpoint = _open_whole(target, method)
-    if checkpoint is None:
-        if checkpoint1.is_root(target):
-            return open_rank_folders(target, strategy, method)
-        if rank_of_folder(target) is not None and not _is_described(target):
-            return open_rank_folder(target, strategy, method)
-        checkpoint = open_folder(target, method)
+    data = _open_whole(target, method)
+    if data is None and checkpoint1.is_root(target):
+        return Checkpoint(open_rank_folders(target, strategy, method))
+    if data is None and rank_of_folder(target) is not None and not _is_described(target):
+        return Checkpoint(open_rank_folder(target, strategy, method))
+    if data is None:
+        data = open_folder(target, method)
     if strategy is not None:
         _log.warning("%s describes itself: the strategy is not needed, and is not looked at", target)
-    return checkpoint
+    return Checkpoint(data)
 
 
-def _open_whole(target: Path, method: _core.ReadMethod) -> Checkpoint | None:
+def _open_whole(target: Path, method: _core.ReadMethod) -> CheckpointData | None:
     """Open what says by itself what it is; None: it is another kind of folder."""
     if not target.is_dir():
         return _open_file(target, method)
@@ -156,8 +157,12 @@ def _is_empty(folder: Path) -> bool:
 
 # -- files, and folders of others
 
+SINGLE_FILE = Format("safetensors")
+CKPT = Format("ckpt", counters_as_tensors=True)
+HUGGINGFACE = Format("huggingface", is_pretrained=True)
 
-def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
+
+def _open_file(path: Path, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     if kind_of(path, follow_links=True) == "ckpt":
         return _open_ckpt(index, path, method)
@@ -173,31 +178,41 @@ def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
             raise unfinished(path, path.name, proof)
         for name, *_ in index.file_tensors(file):
             index.add_whole(name, file)
-        return Checkpoint("safetensors", path, index, manifest, proof.keep_lock() if manifest is not None else None)
+        lock = proof.keep_lock() if manifest is not None else None
+        return CheckpointData(
+            format=SINGLE_FILE, path=path, index=index, method=method, manifest=manifest, lock=lock, follow_links=True
+        )
 
 
-def _open_ckpt(index: _core.Index, path: Path, method: _core.ReadMethod) -> Checkpoint:
+def _open_ckpt(index: _core.Index, path: Path, method: _core.ReadMethod) -> CheckpointData:
     opened = add_rank_file(index, path, follow_links=True, method=method)
     for key in opened.tensors:
         index.add_whole(key, opened.file)
     if opened.strings:
         names = listed(map(show, opened.strings))
         _log.warning("%s: %d values are text and no tensors, and are left out: %s", path, len(opened.strings), names)
-    checkpoint = Checkpoint("ckpt", path, index)
-    checkpoint.strings = opened.strings
-    return checkpoint
+    return CheckpointData(
+        format=CKPT,
+        path=path,
+        index=index,
+        method=method,
+        strings=opened.strings,
+        follow_links=True,
+        ckpt_files=frozenset({opened.file}),
+    )
 
 
-def _open_huggingface(folder: Path, method: _core.ReadMethod) -> Checkpoint:
+def _open_huggingface(folder: Path, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     weight_map = huggingface.read_weight_map(folder)
     if weight_map is None:
         file = index.add_file(str(folder / huggingface.SINGLE_FILE), method=method)
         for name, *_ in index.file_tensors(file):
             index.add_whole(name, file)
-        return Checkpoint("huggingface", folder, index)
-    # Files of a hub cache are symbolic links into its store: here links are followed.
-    files = {name: index.add_file(str(folder / name), method=method) for name in dict.fromkeys(weight_map.values())}
-    for key, name in weight_map.items():
-        index.add_whole(key, files[name])
-    return Checkpoint("huggingface", folder, index)
+    else:
+        # Files of a hub cache are symbolic links into its store: here links are followed.
+        names = dict.fromkeys(weight_map.values())
+        files = {name: index.add_file(str(folder / name), method=method) for name in names}
+        for key, name in weight_map.items():
+            index.add_whole(key, files[name])
+    return CheckpointData(format=HUGGINGFACE, path=folder, index=index, method=method, follow_links=True)

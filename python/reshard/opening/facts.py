@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError
 from reshard.formats import checkpoint2, huggingface
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reshard import _core
-    from reshard.checkpoint import Checkpoint
     from reshard.config import Config
     from reshard.resume import Candidate, Order
     from reshard.resume.facts import Kind
@@ -133,7 +133,9 @@ class _Look:
             return CandidateFacts(str(path), number, why, fault=self.faults[str(path)])
         try:
             checkpoint = (
-                open_path(path, method=self.method) if kind != "root" else open_folder(path, self.method, iteration)
+                open_path(path, method=self.method)
+                if kind != "root"
+                else Checkpoint(open_folder(path, self.method, iteration))
             )
         except ReshardError as error:
             if not is_damage(error) or (kind != "root" and isinstance(error, CheckpointNotFoundError)):
@@ -148,7 +150,7 @@ class _Look:
             common=checkpoint.common,
             has_optimizer=bool(checkpoint.keys("optimizer")),
             world_size=_world_size(checkpoint),
-            is_legacy=checkpoint.format in ("checkpoint1", "mindspore", "ckpt"),
+            is_legacy=checkpoint.data.format.counters_as_tensors,
         )
         if kind == "single" and not path.is_dir() and checkpoint.common is None:
             # A rank's own file of Checkpoint 1.0, given by itself.

@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import checkpoint1, checkpoint1_health, checkpoint2, full_weights, huggingface, scalars
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.opening.rank_agreement import FileFacts, faults_of
-from reshard.opening.rank_folders import look_at, open_rank_files
+from reshard.opening.rank_folders import look_at, open_rank_files, rank_files
 from reshard.opening.root import is_damage, reason_of
 from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
 from reshard.resume.checkpoint1 import RankFolder, Save, SaveOrder, name_of_rank, order_saves
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard import _core
-    from reshard.checkpoint import Checkpoint
     from reshard.config import Config
 
 __all__ = [
@@ -275,7 +275,7 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
             if not told["files"]:
                 told["common"] = None if checkpoint.common is None else asdict(checkpoint.common)
             told["has_optimizer"] |= holds_optimizer(checkpoint)
-            (file,) = checkpoint._rank_files.values()  # noqa: SLF001
+            (file,) = rank_files(checkpoint).values()
             told["files"].append([rank, FileFacts.of(checkpoint.common, has_sum=file.has_sum).to_value()])
     return told
 
@@ -334,12 +334,12 @@ def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
         >>> open_own(Path("checkpoint/rank_1/llama_rank_1-20_2.safetensors")).common.step_num  # doctest: +SKIP
         40
     """
-    return open_rank_files(path.parent, {0: path}, None, method)
+    return Checkpoint(open_rank_files(path.parent, {0: path}, None, method))
 
 
 def is_deduplicated(checkpoint: Checkpoint, *, default: bool) -> bool:
     """Whether a rank's own file lacks what another rank wrote for it: as the file says, else as the caller does."""
-    flags = [file.metadata.get("remove_redundancy") for file in checkpoint._rank_files.values()]  # noqa: SLF001
+    flags = [file.metadata.get("remove_redundancy") for file in rank_files(checkpoint).values()]
     return default if None in flags else "True" in flags
 
 

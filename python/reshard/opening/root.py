@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import os
 
     from reshard import _core
-    from reshard.checkpoint import Checkpoint
+    from reshard.formats.base import CheckpointData
 
 __all__ = ["MAX_LOOKS", "best_of", "is_damage", "iterations", "newer_than", "order_of", "reason_of"]
 
@@ -107,7 +108,7 @@ def _folder_facts(root: Path, iteration: int, name: str) -> resolve.Folder:
     )
 
 
-def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
+def best_of(root: Path, method: _core.ReadMethod = "auto") -> CheckpointData:
     """Open the first candidate of a root that is complete.
 
     Args:
@@ -131,7 +132,7 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
         before, faults = order, {}
         for one in order.candidates:
             try:
-                checkpoint = open_folder(root / one.name, method, one.iteration)
+                data = open_folder(root / one.name, method, one.iteration)
             except ReshardError as error:
                 if not is_damage(error):
                     raise
@@ -141,8 +142,7 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
                 _log.warning("%s: %s", root, warning)
             for name, reason in faults.items():
                 _log.warning("%s passed over: %s", root / name, reason)
-            checkpoint.skipped = tuple(faults.items())
-            return checkpoint
+            return replace(data, skipped=tuple(faults.items()))
         # A save that ended, and what retention then removed, may have gone unseen: look again until nothing changes.
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     lines += [f"{one.name}: {one.reason}" for one in order.refused]

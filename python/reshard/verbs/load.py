@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from reshard import opening
+from reshard.checkpoint import Checkpoint
 from reshard.config import Config, as_config, split_iteration
 from reshard.errors import (
     ArgumentError,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard import _core
-    from reshard.checkpoint import Checkpoint, LayoutLike, Part, Verify
+    from reshard.checkpoint import LayoutLike, Part, Verify
     from reshard.config import ConfigLike
     from reshard.group import Group
     from reshard.opening.rank_folders import StrategyLike
@@ -167,7 +168,7 @@ def load(
 
     def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
         cut = layout
-        if cut is None and config is not None and checkpoint.format == "huggingface":
+        if cut is None and config is not None and checkpoint.data.format.is_pretrained:
             cut = _layout_of(as_config(config), rank, members.world_size)
         state = checkpoint.load(
             cut,
@@ -425,7 +426,7 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
     own = terms.own_file
     if own is None:
         files = {rank: path_of(root, save, rank) for rank in range(n_ranks)}
-        return open_rank_files(Path(root), files, strategy_for(Path(root), terms.strategy), terms.method)
+        return Checkpoint(open_rank_files(Path(root), files, strategy_for(Path(root), terms.strategy), terms.method))
     if not own < n_ranks or world_size not in (1, n_ranks):
         raise MismatchError(
             f"{show(root)} was saved by {n_ranks} ranks, and this is rank {own} of {world_size}: its own file is not "
@@ -465,7 +466,7 @@ def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: flo
     deadline, sleep_s = time.monotonic() + patience_s, _FIRST_SLEEP_S
     while True:
         try:
-            return opening.open_chosen(chosen, method=method)
+            return Checkpoint(opening.open_chosen(chosen, method=method))
         except (CheckpointNotFoundError, MismatchError) as error:
             if time.monotonic() > deadline:
                 raise MismatchError(
