@@ -132,7 +132,7 @@ class Checkpoint:
 
     def __init__(self, data: CheckpointData) -> None:
         self.data = data
-        self.format: str = data.format.name
+        self.format: str = data.traits.name
         self.path = data.path
         self.iteration = data.iteration
         self.common = data.common

@@ -93,7 +93,7 @@ class Facts:
     @property
     def unseen(self) -> list[str]:
         """The tensors that MindSpore Transformers does not see in a Checkpoint 2.0."""
-        return [row.key for row in self.rows if row.tiled] if self.checkpoint.data.format.has_metadata else []
+        return [row.key for row in self.rows if row.tiled] if self.checkpoint.data.traits.has_metadata else []
 
 
 def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:

@@ -7,13 +7,16 @@ method of the data; it does not compare the name of a format.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from reshard.formats import scalars
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection, Mapping
 
     from reshard import _core
@@ -22,22 +25,46 @@ if TYPE_CHECKING:
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
 
-__all__ = ["CheckpointData", "Format", "PartName", "Unplaced"]
+__all__ = ["CheckpointData", "Format", "Match", "OpenOptions", "PartName", "StrategyLike", "Traits", "Unplaced"]
+
+StrategyLike: TypeAlias = "Strategy | str | os.PathLike[str]"
 
 PartName = Literal["model", "optimizer"]
 Unplaced = tuple[str, tuple[tuple[int, ...], ...]]
 """dtype and the distinct local shapes of a tensor whose parts have no known position."""
 
 
+class Match(IntEnum):
+    """How sure a format is that a path is in it."""
+
+    NO = 0
+    FALLBACK = 1
+    """It is opened in this format if no other format matches: the reader then says what is missing."""
+    YES = 2
+
+
 @dataclass(frozen=True)
-class Format:
-    """The traits of a format.
+class OpenOptions:
+    """What a reader is asked for.
+
+    Attributes:
+        method: how files are read, as in `reshard.open`.
+        strategy: how rank folders make up whole tensors, as in `reshard.open`; None: not given.
+    """
+
+    method: _core.ReadMethod = "auto"
+    strategy: StrategyLike | None = None
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What code outside a format may ask about it.
 
     Attributes:
         name: its name in the API and on the command line, such as "checkpoint2".
         counters_as_tensors: the counters of a run are tensors beside the weights, not fields of a file.
         expects_manifest: this package writes a manifest in it; one without a manifest cannot be verified.
-        rank_folders: each rank has a folder of its own.
+        rank_folders: each rank has a folder of its own, and `strategy` is used.
         has_metadata: `metadata.json` describes the tensors, so a tensor can be missing from it.
         is_pretrained: it holds weights to start from, with no state of a run.
     """
@@ -50,6 +77,32 @@ class Format:
     is_pretrained: bool = False
 
 
+class Format(ABC):
+    """A format: its traits, how it is recognised and how it is opened. `registry.FORMATS` lists the instances."""
+
+    traits: ClassVar[Traits]
+
+    @abstractmethod
+    def detect(self, path: Path) -> Match:
+        """Whether an existing path is in this format; reads names and the first bytes of a file at most.
+
+        Raises:
+            StorageError: it cannot be looked at.
+        """
+
+    @abstractmethod
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """Open and check it; of a root the best checkpoint in it.
+
+        Raises:
+            ReshardError: as `reshard.open`.
+        """
+
+    def is_root(self, path: Path) -> bool:  # noqa: ARG002
+        """Whether a path in this format holds several checkpoints, of which one is chosen."""
+        return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointData:
     """An opened checkpoint as its reader returns it.
@@ -57,7 +110,7 @@ class CheckpointData:
     The methods have the answers of a format that stores whole tensors. Readers of other formats return a subclass.
 
     Attributes:
-        format: the traits of the format.
+        traits: those of the format.
         path: the file or folder that is read.
         index: the stored arrays of every tensor.
         method: how the files are read.
@@ -72,7 +125,7 @@ class CheckpointData:
         is_renamed: whether the tensors are seen through a name map.
     """
 
-    format: Format
+    traits: Traits
     path: Path
     index: _core.Index
     method: _core.ReadMethod = "auto"
@@ -100,7 +153,7 @@ class CheckpointData:
 
     def part(self, key: str) -> PartName:
         """Whether a tensor belongs to the model or to the optimizer."""
-        return "optimizer" if self.format.counters_as_tensors and scalars.is_state(key) else "model"
+        return "optimizer" if self.traits.counters_as_tensors and scalars.is_state(key) else "model"
 
     def file_name(self, file: int) -> str:
         """The name of a file, relative to the folder of the checkpoint."""

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError
-from reshard.formats import checkpoint2, huggingface
+from reshard.formats import checkpoint2
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
+from reshard.opening import registry
 from reshard.opening.folder import open_folder
 from reshard.opening.rank_facts import counters_of, gather_saves, holds_optimizer, saves_root
 from reshard.opening.root import MAX_LOOKS, is_damage, order_of, reason_of
@@ -76,9 +77,10 @@ def gather(
     if not path.exists():
         # A link that leads nowhere was meant to lead somewhere: a disk that is not mounted is no reason to start fresh.
         return replace(facts, kind="other") if path.is_symlink() else facts
-    if path.is_dir() and checkpoint2.is_root(path) and not huggingface.detect(path):
+    found = registry.detect(path)
+    if found.traits.has_metadata and found.is_root(path):
         return look.at_root(path)
-    kind: Kind = "huggingface" if path.is_dir() and huggingface.detect(path) else "single"
+    kind: Kind = "pretrained" if found.traits.is_pretrained else "single"
     try:
         return look.at_one(path, kind)
     except EmptyRootError:
@@ -150,7 +152,7 @@ class _Look:
             common=checkpoint.common,
             has_optimizer=bool(checkpoint.keys("optimizer")),
             world_size=_world_size(checkpoint),
-            is_legacy=checkpoint.data.format.counters_as_tensors,
+            is_legacy=checkpoint.data.traits.counters_as_tensors,
         )
         if kind == "single" and not path.is_dir() and checkpoint.common is None:
             # A rank's own file of Checkpoint 1.0, given by itself.

@@ -19,7 +19,7 @@ from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import checkpoint2, state_files, tiles
 from reshard.formats import manifest as manifests
-from reshard.formats.base import CheckpointData, Format
+from reshard.formats.base import CheckpointData, Traits
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
 from reshard.small_files import read_small_file, show
 
@@ -82,8 +82,8 @@ class Chosen:
         )
 
 
-CHECKPOINT2 = Format("checkpoint2", expects_manifest=True, has_metadata=True)
-TILED = Format("safetensors")
+CHECKPOINT2 = Traits("checkpoint2", expects_manifest=True, has_metadata=True)
+TILED = Traits("safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class FolderData(CheckpointData):
 
     def part(self, key: str) -> PartName:
         """By the name of the file that holds the tensor."""
-        if self.format is not CHECKPOINT2:
+        if not self.traits.has_metadata:
             return "model"
         is_optimizer = _part_of_file(self.index.file_path(self.index.holders(key)[0])) == "optimizer"
         return "optimizer" if is_optimizer else "model"
@@ -209,7 +209,7 @@ def _open_proven(
         unlisted = _unlisted(index, folder, rest)
     _add_unlisted(index, unlisted)
     data = FolderData(
-        format=CHECKPOINT2 if is_checkpoint2 else TILED,
+        traits=CHECKPOINT2 if is_checkpoint2 else TILED,
         path=folder,
         index=index,
         method=method,

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.formats import checkpoint1, checkpoint1_health, checkpoint2, full_weights, huggingface, scalars
+from reshard.formats import checkpoint1, checkpoint1_health, checkpoint2, full_weights, scalars
 from reshard.formats.checkpoint2_common import CommonInfo
+from reshard.opening import registry
 from reshard.opening.rank_agreement import FileFacts, faults_of
 from reshard.opening.rank_folders import look_at, open_rank_files, rank_files
 from reshard.opening.root import is_damage, reason_of
@@ -126,9 +127,11 @@ def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
     if not config.load_path:
         return None
     if path.is_dir():
-        is_whole = full_weights.detect(path) or (path / full_weights.HYPER_FILE).is_file()
-        is_other = is_whole or huggingface.detect(path) or checkpoint2.is_root(path)
-        return None if is_other or not checkpoint1.is_root(path) else SavesRoot(str(path), config.resume_file)
+        found = registry.detect(path)
+        is_tree = found.traits.rank_folders and found.is_root(path)
+        # A merge that was cut short can have written this file before the first part.
+        is_whole = (path / full_weights.HYPER_FILE).is_file()
+        return SavesRoot(str(path), config.resume_file) if is_tree and not is_whole else None
     root, iteration = split_iteration(config.load_path)
     if iteration is not None and Path(root).is_dir() and not checkpoint2.is_root(root) and checkpoint1.is_root(root):
         return SavesRoot(root, config.resume_file, iteration)
@@ -196,7 +199,7 @@ def gather_saves(
         told["n_ranks"],
         tuple(told["warnings"]),
     )
-    facts = Facts(root, "checkpoint1", run=run, warnings=order.warnings)
+    facts = Facts(root, "rank_folders", run=run, warnings=order.warnings)
     refused = tuple(
         CandidateFacts(str(path_of(root, one.name, 0)), why=one.reason, refusal=one.reason) for one in order.refused
     )

@@ -14,12 +14,13 @@ import logging
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileError, MismatchError, StorageError
-from reshard.formats import checkpoint1, checkpoint1_state, checkpoint2, full_weights, huggingface
-from reshard.formats.base import CheckpointData, Format
+from reshard.formats import checkpoint1, checkpoint1_state, checkpoint2, tiles
+from reshard.formats import manifest as manifests
+from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.rank_file import add_rank_file
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from reshard.checkpoint import Checkpoint
-    from reshard.formats.base import Unplaced
+    from reshard.formats.base import OpenOptions, StrategyLike, Unplaced
     from reshard.formats.rank_file import RankFile
     from reshard.layout.like import DeviceLayout
     from reshard.resume.checkpoint1 import SaveOrder
 
 __all__ = [
+    "CHECKPOINT1",
     "RankSave",
-    "StrategyLike",
     "as_strategy",
     "files_of",
     "look_at",
@@ -58,12 +59,41 @@ __all__ = [
 
 _log = logging.getLogger("reshard")
 
-StrategyLike: TypeAlias = Strategy | str | os.PathLike[str]
-
 _MAX_NAMED = 8
 
 
-CHECKPOINT1 = Format("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True)
+TRAITS = Traits("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True)
+
+
+class Checkpoint1(Format):
+    """A Checkpoint 1.0 tree, any other folder of rank folders, or the folder of one rank."""
+
+    traits = TRAITS
+
+    def detect(self, path: Path) -> Match:
+        """By the names of the folders; a folder named like a rank's can hold something else, which describes itself."""
+        if not path.is_dir():
+            return Match.NO
+        is_one_rank = rank_of_folder(path) is not None and not _is_described(path)
+        return Match.YES if is_one_rank or checkpoint1.is_root(path) else Match.NO
+
+    def is_root(self, path: Path) -> bool:
+        """Whether it holds folders of ranks."""
+        return checkpoint1.is_root(path)
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The best save that every rank has, or the best file of one rank."""
+        open_it = open_rank_folders if self.is_root(path) else open_rank_folder
+        return open_it(path, options.strategy, options.method)
+
+
+CHECKPOINT1 = Checkpoint1()
+
+
+def _is_described(folder: Path) -> bool:
+    """Whether a folder that has the name of a rank holds something else, such as an iteration or a conversion."""
+    names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
+    return any(os.path.lexists(folder / name) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +269,7 @@ def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
     """The saves of a folder of rank folders: in the order in which they are tried, then those that never are.
 
     Returns:
-        The saves; None: it is no such folder, or one that describes itself.
+        The saves; None: it holds no rank folders.
 
     Raises:
         StorageError: a folder cannot be listed.
@@ -249,8 +279,7 @@ def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
         ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
     """
     root = Path(path)
-    kinds = (huggingface.detect, full_weights.detect, checkpoint2.is_root)
-    if not root.is_dir() or any(detect(root) for detect in kinds) or not checkpoint1.is_root(root):
+    if not root.is_dir() or not checkpoint1.is_root(root):
         return None
     folders = checkpoint1.rank_folders(root)
     order = order_of_saves(folders)
@@ -348,7 +377,7 @@ def open_rank_files(
     tensors.prove(index)
     tensors.warn()
     return RankFoldersData(
-        format=CHECKPOINT1,
+        traits=TRAITS,
         path=root,
         index=index,
         method=method,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import DamagedFileError
 from reshard.formats import full_weights, scalars
-from reshard.formats.base import CheckpointData, Format
+from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.outputs import load_all
 from reshard.small_files import show
 from reshard.words import listed
@@ -22,11 +22,30 @@ from reshard.words import listed
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reshard.formats.base import OpenOptions
+
 __all__ = ["FULL_WEIGHTS", "open_full_weights"]
 
 _log = logging.getLogger("reshard")
 
-FULL_WEIGHTS = Format("mindspore", counters_as_tensors=True)
+TRAITS = Traits("mindspore", counters_as_tensors=True)
+
+
+class FullWeights(Format):
+    """Full weights in the MindSpore layout."""
+
+    traits = TRAITS
+
+    def detect(self, path: Path) -> Match:
+        """By the name map, or the first part."""
+        return Match.YES if path.is_dir() and full_weights.detect(path) else Match.NO
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The tensors that the map names, and the counters beside them."""
+        return open_full_weights(path, options.method)
+
+
+FULL_WEIGHTS = FullWeights()
 
 
 def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
@@ -53,7 +72,7 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
             index.add_whole(key, files[name])
     path = folder / full_weights.HYPER_FILE
     names = _add_counters(index, path, method) if path.is_file() else []
-    data = CheckpointData(format=FULL_WEIGHTS, path=folder, index=index, method=method, follow_links=True)
+    data = CheckpointData(traits=TRAITS, path=folder, index=index, method=method, follow_links=True)
     if not names:
         return data
     request = _core.Request()

@@ -77,7 +77,7 @@ def read_for(
         5.0
     """
     # Formats without a file of counters keep them as tensors; they come as `checkpoint.common`.
-    counters = set(scalars.NAMES) - described.model.keys() if checkpoint.data.format.counters_as_tensors else set()
+    counters = set(scalars.NAMES) - described.model.keys() if checkpoint.data.traits.counters_as_tensors else set()
     keys = [key for key in checkpoint.keys(part) if key not in counters]
     mapping = described.layout
     if described.reason is not None:

@@ -30,10 +30,11 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
-from reshard.formats import checkpoint2, huggingface
+from reshard.formats import checkpoint2
 from reshard.formats.checkpoint2 import CommonInfo
 from reshard.group import agree, resolve, session
 from reshard.layout import ModelLayout
+from reshard.opening import registry
 from reshard.opening.facts import gather
 from reshard.opening.rank_facts import SavesRoot, Together, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.opening.rank_folders import open_rank_files, strategy_for
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.checkpoint import LayoutLike, Part, Verify
     from reshard.config import ConfigLike
+    from reshard.formats.base import StrategyLike
     from reshard.group import Group
-    from reshard.opening.rank_folders import StrategyLike
 
 __all__ = ["Loaded", "load", "load_async", "load_with"]
 
@@ -168,7 +169,7 @@ def load(
 
     def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
         cut = layout
-        if cut is None and config is not None and checkpoint.data.format.is_pretrained:
+        if cut is None and config is not None and checkpoint.data.traits.is_pretrained:
             cut = _layout_of(as_config(config), rank, members.world_size)
         state = checkpoint.load(
             cut,
@@ -300,7 +301,7 @@ def load_with(
 def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:
     """What is to be loaded, in the words of a configuration."""
     asked = Config(resume=True) if config is None else as_config(config)
-    if not asked.load_path and not asked.resume and asked.model_path and huggingface.detect(asked.model_path):
+    if not asked.load_path and not asked.resume and asked.model_path and _is_pretrained(asked.model_path):
         asked = replace(asked, load_path=asked.model_path)
     if root is not None:
         asked = replace(asked, load_path=os.fspath(root))
@@ -312,6 +313,11 @@ def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, itera
     if number is not None:
         raise ArgumentError(f"`iteration` is {iteration}, and {asked.load_path} names one already")
     return replace(asked, load_path=str(Path(folder) / checkpoint2.iteration_folder_name(iteration)))
+
+
+def _is_pretrained(path: str) -> bool:
+    """Whether there is a model to start from, such as a Hugging Face folder."""
+    return Path(path).exists() and registry.detect(Path(path)).traits.is_pretrained
 
 
 def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout | None:

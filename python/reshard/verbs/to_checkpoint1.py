@@ -148,7 +148,7 @@ def _file_name(job: Job, prefix: str | None, iteration: int | None) -> FileName 
 
 def _position(job: Job) -> tuple[int, int]:
     """Epoch and step of the destination: those in the source's names, or such as a save of its iteration gets."""
-    if job.source.data.format.rank_folders:
+    if job.source.data.traits.rank_folders:
         for file in job.source.files():
             name = checkpoint1.parse_file_name(Path(file.name).name)
             if name is not None:
