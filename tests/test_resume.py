@@ -474,7 +474,7 @@ def test_never_from_nothing_because_of_damage() -> None:
 
 ERRORS: list[tuple[Config, Facts, type[ReshardError], str]] = [
     (Config("x", resume=True), Facts("x", "other"), CheckpointNotFoundError, "is there and holds no checkpoint"),
-    (Config("x", resume=True), Facts("x", "huggingface", (CandidateFacts("x"),)), UnsupportedError, "weights alone"),
+    (Config("x", resume=True), Facts("x", "pretrained", (CandidateFacts("x"),)), UnsupportedError, "weights alone"),
     (Config("x", resume=True, resume_file="a.ckpt"), Facts("x", "root"), UnsupportedError, "Checkpoint 1.0"),
     (Config("x", resume=True, resume_file="a.ckpt"), Facts("x", "empty"), CheckpointNotFoundError, "no checkpoint"),
     (Config("x", resume=True, resume_file="a.ckpt"), Facts("x", "absent"), CheckpointNotFoundError, "does not exist"),
@@ -491,7 +491,7 @@ def test_what_cannot_be_decided(config: Config, facts: Facts, error: type[Reshar
 
 
 def test_weights_of_a_hugging_face_folder() -> None:
-    decision = decide(Config("hf"), Facts("hf", "huggingface", (CandidateFacts("hf"),)))
+    decision = decide(Config("hf"), Facts("hf", "pretrained", (CandidateFacts("hf"),)))
     assert (decision.path, decision.iteration, decision.restored) == ("hf", None, ("weights",))
 
 

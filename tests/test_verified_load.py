@@ -36,6 +36,8 @@ from reshard.formats import manifest as manifests
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from reshard.formats.base import CheckpointData
+
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -474,7 +476,7 @@ def test_a_root_that_changes_while_it_is_looked_at(root: Path, monkeypatch: pyte
 
     real = rooms.open_folder
 
-    def late(folder: Path, *args: Any) -> reshard.Checkpoint:
+    def late(folder: Path, *args: Any) -> CheckpointData:
         if not (root / "iteration_00000015").exists():
             sealed.make(root, 15, previous_tracker=10)
             shutil.rmtree(root / "iteration_00000010")
@@ -549,7 +551,7 @@ def test_other_ranks_open_the_very_same_and_only_what_they_use(root: Path) -> No
             known = chosen(opened)
             assert known is not None
             value = json.loads(json.dumps(known.to_value()))
-            with open_chosen(Chosen.from_value(value)) as same:
+            with reshard.Checkpoint(open_chosen(Chosen.from_value(value))) as same:
                 assert (same.keys(), same.iteration, same.verified) == (
                     opened.keys(),
                     opened.iteration,
@@ -562,7 +564,7 @@ def test_other_ranks_open_the_very_same_and_only_what_they_use(root: Path) -> No
         known = chosen(opened)
         assert known is not None
     (root / "iteration_00000010" / FILES["model", 1]).unlink()
-    with open_chosen(known) as same:
+    with reshard.Checkpoint(open_chosen(known)) as same:
         assert same.load(TP2, rank=0, keys=["w"])["w"].tobytes() == sealed.arrays_of(10)["w"][:2].tobytes()
         with pytest.raises(CheckpointNotFoundError):
             same.load(TP2, rank=1, keys=["w"])

@@ -13,8 +13,7 @@ import functools
 import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,19 +21,16 @@ import numpy as np
 from reshard import _core, dtypes
 from reshard.errors import (
     ArgumentError,
-    DamagedFileError,
     KeyNotFoundError,
     LayoutError,
     MismatchError,
     UnsupportedError,
 )
-from reshard.formats import checkpoint1, checkpoint1_state, checkpoint2, scalars, state_files, tiles
-from reshard.formats.own_files import opened_again, own_files, own_index
+from reshard.formats.own_files import opened_again, own_index
 from reshard.formats.rank_file import Placed
 from reshard.formats.scrub import scrub_share
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
-from reshard.layout.strategy_like import device_layouts, named_mapping
 from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all
 from reshard.small_files import show
@@ -44,16 +40,13 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from reshard.formats.checkpoint2 import CommonInfo
-    from reshard.formats.manifest import Manifest
-    from reshard.formats.rank_file import RankFile
+    from reshard.formats.base import CheckpointData
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, Made, NamesLike
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
-Format = Literal["safetensors", "huggingface", "checkpoint2", "checkpoint1", "mindspore", "ckpt"]
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
 _Stored: TypeAlias = (
@@ -137,35 +130,21 @@ class Checkpoint:
         >>> checkpoint.close()
     """
 
-    def __init__(
-        self,
-        format: Format,  # noqa: A002
-        path: Path,
-        index: _core.Index,
-        manifest: Manifest | None = None,
-        lock: int | None = None,
-    ) -> None:
-        self.format: Format = format
-        self.path = path
-        self.iteration: int | None = None
-        self.common: CommonInfo | None = None
-        self.manifest = manifest
-        self.skipped: tuple[tuple[str, str], ...] = ()
-        self.strings: tuple[str, ...] = ()
-        self._index = index
-        self._tiles: tiles.TilesFile | None = None
-        self._keys = index.keys()
+    def __init__(self, data: CheckpointData) -> None:
+        self.data = data
+        self.format: str = data.traits.name
+        self.path = data.path
+        self.iteration = data.iteration
+        self.common = data.common
+        self.manifest = data.manifest
+        self.skipped = data.skipped
+        self.strings = data.strings
+        self._index = data.index
+        self._keys = data.keys()
+        self._unplaced = data.unplaced()
         self._is_scrubbed = False
-        self._method: _core.ReadMethod = "auto"
-        self._rank_files: Mapping[int, RankFile] = {}  # of rank folders: each rank's one file
-        self._unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
-        self._strategy: Strategy | None = None
-        self._followed: Mapping[str, str] = {}  # keys that it does not list, and as which they are cut
-        self._is_renamed = False
-        self._chosen: object = None  # what `opening` needs to let other ranks open the same
-        # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
-        self._lock = lock
-        self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
+        # The lock protects the files from retention while they are read. It ends with the object at the latest.
+        self._unlock = None if data.lock is None else weakref.finalize(self, os.close, data.lock)
 
     def __enter__(self) -> Self:
         return self
@@ -202,7 +181,7 @@ class Checkpoint:
     @property
     def strategy(self) -> Strategy | None:
         """How the run cut its tensors, where rank folders were opened with their strategy."""
-        return self._strategy
+        return self.data.strategy()
 
     def keys(self, part: Part = "all") -> list[str]:
         """Names of the tensors, in the order of the checkpoint's description.
@@ -221,17 +200,17 @@ class Checkpoint:
             return list(self._keys)
         if part not in ("model", "optimizer"):
             raise ArgumentError(f'`part` is {part!r}; "model", "optimizer" or "all" are accepted')
-        return [key for key in self._keys if self._part(key) == part]
+        return [key for key in self._keys if self.data.part(key) == part]
 
     def __getitem__(self, key: str) -> TensorInfo:
         """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is none of the name."""
         self._check_placed(key)
         dtype, shape = self._index.info(key)
         shards = tuple(
-            StoredShard(offset, extent, tuple(map(self._file_name, files)))
+            StoredShard(offset, extent, tuple(map(self.data.file_name, files)))
             for offset, extent, files in self._index.shards(key)
         )
-        return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self._part(key))
+        return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self.data.part(key))
 
     def files(self) -> list[FileInfo]:
         """The shard files that hold the tensors, with their sizes; in rank folders `rank_<number>/<name>`.
@@ -240,16 +219,14 @@ class Checkpoint:
             >>> checkpoint.files()  # doctest: +SKIP
             [FileInfo(name='model.safetensors', n_bytes=4920)]
         """
-        return [FileInfo(self._file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)]
-
-    def _file_name(self, file: int) -> str:
-        """The name of a file in the folder; of rank folders with that of the rank, since all may have one name."""
-        path = Path(self._index.file_path(file))
-        return str(path.relative_to(self.path)) if self._rank_files else path.name
+        return [
+            FileInfo(self.data.file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)
+        ]
 
     def tiled_keys(self) -> list[str]:
         """The tensors that tiles.json describes: metadata.json cannot, so only this package reads them."""
-        return [] if self._tiles is None else [key for key in self._keys if key in self._tiles.tensors]
+        tiled = self.data.tiled_keys()
+        return [key for key in self._keys if key in tiled]
 
     def unplaced(self) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
         """The tensors that only `stored` reads: no strategy tells how the ranks' arrays make them up.
@@ -277,68 +254,23 @@ class Checkpoint:
                     "rank holds the whole model, open the folder of one rank",
                 )
 
-    def _place_ranks(
-        self,
-        files: Mapping[int, RankFile],
-        keys: list[str],
-        unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]],
-        strategy: Strategy | None,
-        followed: Mapping[str, str],
-    ) -> None:
-        """For `opening`: whose the files are, all keys in order, and how the run cut its tensors.
-
-        Args:
-            files: by rank.
-            keys: of all tensors, placed or not.
-            unplaced: as the method of this name tells it.
-            strategy: what was read of it, if there was one.
-            followed: keys that it does not list, and the parameters as which they are cut.
-        """
-        self._rank_files, self._keys, self._unplaced = files, keys, unplaced
-        self._strategy, self._followed = strategy, followed
-
-    def _part(self, key: str) -> Literal["model", "optimizer"]:
-        if self.format in ("checkpoint1", "mindspore", "ckpt"):
-            return "optimizer" if scalars.is_state(key) else "model"
-        if self.format != "checkpoint2":
-            return "model"
-        parsed = checkpoint2.parse_shard_file_name(Path(self._index.file_path(self._index.holders(key)[0])).name)
-        return "optimizer" if parsed is not None and parsed.part == "optimizer" else "model"
-
-    def _check_parts(self) -> None:
-        """Refuse a name that lies in model and in optimizer files: which of the two is wanted could not be told."""
-        if self.format != "checkpoint2":
-            return
-        names = [Path(self._index.file_path(file)).name for file in range(self._index.n_files)]
-        parsed = [checkpoint2.parse_shard_file_name(name) for name in names]
-        parts = [None if p is None else p.part for p in parsed]
-        for key in self._keys:
-            if len({parts[file] for file in self._index.holders(key)}) > 1:
-                raise DamagedFileError(
-                    f"`{key}` lies both in model and in optimizer files of {self.path}", path=str(self.path), key=key
-                )
-
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         self._check_placed(*self._unplaced)
         return {key: self._index.shape(key) for key in self._keys}
 
     def _device_layouts(self) -> Mapping[str, DeviceLayout | None]:
-        """For `ModelLayout.like`: what metadata.json, or the strategy of rank folders, says of each key's layout."""
-        if self._strategy is not None:
-            return device_layouts(self._strategy, self._shapes(), self._followed)
-        return {key: self._index.metadata_layout(key) for key in self._keys}
+        """For `ModelLayout.like`: what metadata.json, or the strategy of rank folders, records of each key's layout."""
+        return self.data.device_layouts(self._shapes())
 
     def _layout_mapping(self) -> Mapping[str, Any] | None:
-        """For `ModelLayout.like`: the layout that tiles.json keeps; of a strategy, what device layouts cannot say."""
-        if self._is_renamed:
+        """For `ModelLayout.like`: the recorded layout."""
+        if self.data.is_renamed:
             raise LayoutError(
                 f"the tensors of {self.path} are seen under other names than those under which they were cut",
                 path=str(self.path),
                 hint="take the layout of the checkpoint as it is stored, without a name map",
             )
-        if self._strategy is not None:
-            return named_mapping(self._strategy, self._shapes(), self._followed)
-        return None if self._tiles is None else self._tiles.layout
+        return self.data.layout_mapping(self._shapes())
 
     # -- reading
 
@@ -547,13 +479,16 @@ class Checkpoint:
 
     # -- the same files, other tensors
 
-    def view(self, tensors: Mapping[str, _Stored] | Iterable[tuple[str, _Stored]]) -> Checkpoint:
+    def view(
+        self, tensors: Mapping[str, _Stored] | Iterable[tuple[str, _Stored]], *, is_renamed: bool = False
+    ) -> Checkpoint:
         """The same files with other tensors: made of what is stored in them, without reading it.
 
         Args:
             tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
                 numbers of this checkpoint's files, as `_core.Index.stored` tells them; and `factors`, if tiles are in
                 those. As pairs they can come one by one.
+            is_renamed: the tensors have other names than in the recorded layout.
 
         Returns:
             A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
@@ -567,27 +502,22 @@ class Checkpoint:
             >>> checkpoint.view({"v": (info.dtype, info.shape, checkpoint._index.stored("w"))}).keys()  # doctest: +SKIP
             ['v']
         """
-        # Links are followed where they were: in what may come from a download cache.
-        follow_links = self.format in ("huggingface", "mindspore") or not self.path.is_dir()
+        data = self.data
         index = opened_again(
             self._index,
             range(self._index.n_files),
             self.manifest,
-            ckpt=self._ckpt_files,
-            follow_links=follow_links,
-            method=self._method,
+            ckpt=data.ckpt_files,
+            follow_links=data.follow_links,
+            method=data.method,
         )
         for key, (dtype, shape, stored, *factors) in tensors.items() if isinstance(tensors, Mapping) else tensors:
             # That regions overlap was allowed, where it was, by what described them.
             index.add_tiles(key, dtype, shape, stored, overlapping=True, factors=factors[0] if factors else None)
-        # What is read here is read there: it must not be cleaned up under either of them.
-        lock = (
-            os.dup(self._lock) if self._lock is not None and self._unlock is not None and self._unlock.alive else None
-        )
-        made = Checkpoint(self.format, self.path, index, self.manifest, lock)
-        made.iteration, made.common, made.skipped = self.iteration, self.common, self.skipped
-        made._method, made._rank_files = self._method, self._rank_files
-        return made
+        # The files must not be removed while either of the two reads them.
+        is_locked = self._unlock is not None and self._unlock.alive
+        lock = os.dup(data.lock) if is_locked and data.lock is not None else None
+        return Checkpoint(replace(data.view(index, lock), common=self.common, is_renamed=is_renamed))
 
     def renamed(
         self, names: NamesLike, *, reverse: bool = False, config: ConfigLike | None = None, part: Part = "all"
@@ -624,11 +554,10 @@ class Checkpoint:
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
         # Of a tensor that becomes hundreds, what is stored is asked once: they follow one another.
         stored_of = functools.lru_cache(maxsize=1)(self._index.stored)
-        renamed = self.view(
-            (made.key, (self._dtype_of(made), made.shape, made.stored(stored_of), made.factors)) for made in tensors
+        return self.view(
+            ((made.key, (self._dtype_of(made), made.shape, made.stored(stored_of), made.factors)) for made in tensors),
+            is_renamed=True,
         )
-        renamed._is_renamed = True  # noqa: SLF001  made here, as all of it
-        return renamed
 
     def _dtype_of(self, made: Made) -> str:
         """The one dtype of all that a renamed tensor is made of."""
@@ -657,7 +586,7 @@ class Checkpoint:
             >>> checkpoint.ranks()  # doctest: +SKIP
             [0, 1, 2, 3]
         """
-        return [] if self._is_whole else list(self._own)
+        return [] if self._own is None else list(self._own)
 
     def stored(
         self, rank: int, *, keys: Collection[str] | None = None, verify: Verify = "touched"
@@ -715,36 +644,22 @@ class Checkpoint:
         index = self._own_index(rank)
         return {key: index.info(key) for key in index.keys()}  # noqa: SIM118  not a mapping
 
-    @property
-    def _is_whole(self) -> bool:
-        """Whether no file is a rank's own."""
-        return not self._rank_files and (self.format not in ("checkpoint2", "safetensors") or not self.path.is_dir())
-
     @functools.cached_property
-    def _own(self) -> dict[int, list[int]]:
-        """Numbers of the files of each rank."""
-        if self._rank_files:
-            return {rank: [file.file] for rank, file in self._rank_files.items()}
-        numbers = {Path(self._index.file_path(file)).name: file for file in range(self._index.n_files)}
-        found = own_files(self.path, numbers, self.manifest)
-        return {rank: [numbers[name] for name in names] for rank, names in found.items()}
+    def _own(self) -> Mapping[int, list[int]] | None:
+        """Numbers of the files of each rank; None: the files hold whole tensors."""
+        return self.data.rank_files()
 
     def _own_index(self, rank: int) -> _core.Index:
         """An index of a rank's own arrays; every file is the one that was opened."""
-        if self._is_whole:
+        if self._own is None:
             raise ArgumentError(
                 f"{self.path} holds whole tensors: no file of it is that of one rank", hint="`load` gives them"
             )
         if rank not in self._own:
             raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {listed(self._own)}")
-        return own_index(self._index, self._own[rank], self.manifest, ckpt=self._ckpt_files, method=self._method)
-
-    @property
-    def _ckpt_files(self) -> Collection[int]:
-        """Numbers of the files that are no safetensors."""
-        if self.format == "ckpt":
-            return range(self._index.n_files)
-        return {file.file for file in self._rank_files.values() if file.kind == "ckpt"}
+        return own_index(
+            self._index, self._own[rank], self.manifest, ckpt=self.data.ckpt_files, method=self.data.method
+        )
 
     # -- what lies beside the tensors
 
@@ -765,23 +680,7 @@ class Checkpoint:
         Example:
             >>> checkpoint.extra(rank=3)["rng"]  # doctest: +SKIP
         """
-        if self.format == "checkpoint1":
-            return checkpoint1_state.read(*self._weight_files(rank))
-        if self.manifest is None or not self.path.is_dir():
-            return {}
-        return state_files.read(self.path, self.manifest, rank)
-
-    def _weight_files(self, rank: int) -> tuple[Path | None, Path | None]:
-        """Of rank folders: the file of a rank and that of rank 0, as far as they are seen from here."""
-        if self._rank_files:
-            paths = {number: file.path for number, file in self._rank_files.items()}
-            alone = next(iter(paths.values())) if len(paths) == 1 else None  # one rank's folder, opened by itself
-            return paths.get(rank, alone), paths.get(0)
-        parsed = checkpoint1.parse_file_name(self.path.name)
-        if parsed is None:
-            return self.path, None
-        first = self.path.parent.with_name(checkpoint1.rank_folder_name(0)) / parsed.of_rank(0).name
-        return self.path, first if first.exists() else None
+        return self.data.extra_state(rank)
 
     def bind(self, layout: LayoutLike) -> BoundLayout:
         """Lay a layout over the tensors of this checkpoint: every key's rule applied, everything checked.

@@ -204,7 +204,7 @@ class SafeOpen(Generic[Array]):
 
     def offset_keys(self) -> list[str]:
         """The keys in the order in which their data lies in the files, file after file."""
-        index = self._checkpoint._index  # noqa: SLF001
+        index = self._checkpoint.data.index
         keys = self._checkpoint.keys()
         # A tensor of many shards counts where its first one lies; one that is stored under other names comes last.
         stored = (name for file in range(index.n_files) for name, *_ in index.file_tensors(file))
@@ -213,7 +213,7 @@ class SafeOpen(Generic[Array]):
 
     def metadata(self) -> dict[str, str] | None:
         """The text in the file's header; of several files, the entries on which all agree. None: there is none."""
-        index = self._checkpoint._index  # noqa: SLF001
+        index = self._checkpoint.data.index
         headers = [index.file_metadata(file) for file in range(index.n_files)]
         texts = [text for text in headers if text is not None]
         if not texts or len(texts) < len(headers):
@@ -227,7 +227,7 @@ class SafeOpen(Generic[Array]):
             KeyNotFoundError: there is no tensor of this name.
         """
         checkpoint = self._checkpoint
-        dtype, _ = checkpoint._index.info(name)  # noqa: SLF001
+        dtype, _ = checkpoint.data.index.info(name)
         result: Array = _result(checkpoint.read(name), dtype, self._device)
         return result
 
@@ -265,7 +265,7 @@ class SafeSlice(Generic[Array]):
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, device: torch.device | None) -> None:
-        self._dtype, self._shape = checkpoint._index.info(name)  # noqa: SLF001
+        self._dtype, self._shape = checkpoint.data.index.info(name)
         self._checkpoint = checkpoint
         self._name = name
         self._device = device

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import reshard
 from reshard import dtypes
+from reshard.checkpoint import Checkpoint
 from reshard.errors import LayoutError, ReshardError
 from reshard.formats import scalars
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reshard.checkpoint import Checkpoint, TensorInfo
+    from reshard.checkpoint import TensorInfo
     from reshard.formats.save_log import SaveRecord
     from reshard.layout import BoundLayout, ModelLayout
     from reshard.resume.resolve import Order
@@ -92,7 +93,7 @@ class Facts:
     @property
     def unseen(self) -> list[str]:
         """The tensors that MindSpore Transformers does not see in a Checkpoint 2.0."""
-        return [row.key for row in self.rows if row.tiled] if self.checkpoint.format == "checkpoint2" else []
+        return [row.key for row in self.rows if row.tiled] if self.checkpoint.data.traits.has_metadata else []
 
 
 def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
@@ -199,7 +200,7 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
         elif not is_taken:
             n_checked += 1
             try:
-                open_rank_files(Path(path), save.files, taken.strategy).close()
+                Checkpoint(open_rank_files(Path(path), save.files, taken.strategy)).close()
             except ReshardError as error:
                 complete, reason = False, error.message
         found.append(RankSaveState(save.name, save.why, is_taken, complete, reason))

@@ -207,7 +207,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     if manifest is not None:
         ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
         lines.append(("manifest", f"saved {shown(manifest.saved_at)} by {ranks}, {shown(manifest.writer)}"))
-    elif checkpoint.format in ("checkpoint1", "checkpoint2"):
+    elif checkpoint.data.traits.expects_manifest:
         lines.append(("manifest", "none: unverified, only the structure can be checked"))
     for part, told in sorted(facts.parts.items()):  # model, optimizer
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in told["dtypes"].most_common())
@@ -217,7 +217,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     if checkpoint.strings:
         names = listed(map(shown, checkpoint.strings))
         lines.append(("text", f"{len(checkpoint.strings)} values that are no tensors and cannot be read: {names}"))
-    if checkpoint.format == "checkpoint1":
+    if checkpoint.data.traits.rank_folders:
         lines.append(("ranks", f"{len(checkpoint.ranks())}, each with a file of its own"))
         lines.append(("strategy", _strategy(checkpoint)))
     lines.append(("mesh", _mesh(facts)))

@@ -12,30 +12,20 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard import _core
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
-from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, tiles
-from reshard.formats import manifest as manifests
-from reshard.formats.rank_file import add_rank_file, kind_of
-from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, unfinished
-from reshard.opening.rank_folders import (
-    RankSave,
-    StrategyLike,
-    open_rank_files,
-    open_rank_folder,
-    open_rank_folders,
-    rank_of_folder,
-    rank_saves,
-    strategy_for,
-)
-from reshard.opening.root import best_of, is_damage, iterations, newer_than, order_of, reason_of
-from reshard.opening.weights import open_full_weights
+from reshard.formats import checkpoint2
+from reshard.formats.base import OpenOptions, StrategyLike
+from reshard.opening import rank_folders, registry
+from reshard.opening.folder import Chosen, chosen, marks, open_chosen
+from reshard.opening.rank_folders import CHECKPOINT1, RankSave, open_rank_files, strategy_for
+from reshard.opening.root import CHECKPOINT2, best_of, is_damage, newer_than, order_of, reason_of
 from reshard.small_files import show
-from reshard.words import listed
 
 if TYPE_CHECKING:
+    from reshard import _core
     from reshard.names import NamesLike
+    from reshard.resume.resolve import Order
 
 __all__ = [
     "Chosen",
@@ -117,35 +107,10 @@ def open(  # noqa: A001
         raise kind(f"there is nothing at {show(str(target))}", path=str(target))
     if could_be_root and target.is_dir() and _is_empty(target):
         raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
-    checkpoint = _open_whole(target, method)
-    if checkpoint is None:
-        if checkpoint1.is_root(target):
-            return open_rank_folders(target, strategy, method)
-        if rank_of_folder(target) is not None and not _is_described(target):
-            return open_rank_folder(target, strategy, method)
-        checkpoint = open_folder(target, method)
-    if strategy is not None:
+    format_ = registry.detect(target)
+    if strategy is not None and not format_.traits.rank_folders:
         _log.warning("%s describes itself: the strategy is not needed, and is not looked at", target)
-    return checkpoint
-
-
-def _open_whole(target: Path, method: _core.ReadMethod) -> Checkpoint | None:
-    """Open what says by itself what it is; None: it is another kind of folder."""
-    if not target.is_dir():
-        return _open_file(target, method)
-    if huggingface.detect(target):
-        return _open_huggingface(target, method)
-    if full_weights.detect(target):
-        return open_full_weights(target, method)
-    if checkpoint2.is_root(target):
-        return best_of(target, method)
-    return None
-
-
-def _is_described(folder: Path) -> bool:
-    """Whether a folder that bears the name of a rank holds something else, such as an iteration or a conversion."""
-    names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
-    return any(os.path.lexists(folder / name) for name in names)
+    return Checkpoint(format_.open(target, OpenOptions(method, strategy)))
 
 
 def _is_empty(folder: Path) -> bool:
@@ -154,50 +119,40 @@ def _is_empty(folder: Path) -> bool:
         return all(entry.name.startswith(".") for entry in entries)
 
 
-# -- files, and folders of others
+def iterations(path: str | os.PathLike[str]) -> Order | None:
+    """Which iterations a checkpoint root offers, in the order in which `open` tries them.
+
+    Args:
+        path: the root; anything else that can be opened is none.
+
+    Returns:
+        As `order_of`; None if `path` is no root.
+
+    Raises:
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> iterations("output/checkpoint").tracker  # doctest: +SKIP
+        10
+    """
+    target = Path(path)
+    if not target.is_dir() or registry.detect(target) is not CHECKPOINT2 or not CHECKPOINT2.is_root(target):
+        return None
+    return order_of(target)
 
 
-def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
-    index = _core.Index()
-    if kind_of(path, follow_links=True) == "ckpt":
-        return _open_ckpt(index, path, method)
-    file = index.add_file(str(path), method=method)
-    with opened_proof(path.parent) as proof:
-        manifest = proof.manifest
-        if manifest is not None and path.name not in manifest.shards:
-            _log.warning("%s is not in the manifest beside it: nothing that is read of it can be verified", path)
-            manifest = None
-        elif manifest is not None:
-            manifests.set_sums(index, path.parent, manifest)
-        elif proof.is_damaged and checkpoint2.WRITER_KEY in (index.file_metadata(file) or {}):
-            raise unfinished(path, path.name, proof)
-        for name, *_ in index.file_tensors(file):
-            index.add_whole(name, file)
-        return Checkpoint("safetensors", path, index, manifest, proof.keep_lock() if manifest is not None else None)
+def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
+    """The saves of a folder of rank folders, in the order in which `open` tries them, then those that it never tries.
 
+    Returns:
+        The saves; None: `path` is no such folder.
 
-def _open_ckpt(index: _core.Index, path: Path, method: _core.ReadMethod) -> Checkpoint:
-    opened = add_rank_file(index, path, follow_links=True, method=method)
-    for key in opened.tensors:
-        index.add_whole(key, opened.file)
-    if opened.strings:
-        names = listed(map(show, opened.strings))
-        _log.warning("%s: %d values are text and no tensors, and are left out: %s", path, len(opened.strings), names)
-    checkpoint = Checkpoint("ckpt", path, index)
-    checkpoint.strings = opened.strings
-    return checkpoint
+    Raises:
+        StorageError: a folder cannot be listed.
 
-
-def _open_huggingface(folder: Path, method: _core.ReadMethod) -> Checkpoint:
-    index = _core.Index()
-    weight_map = huggingface.read_weight_map(folder)
-    if weight_map is None:
-        file = index.add_file(str(folder / huggingface.SINGLE_FILE), method=method)
-        for name, *_ in index.file_tensors(file):
-            index.add_whole(name, file)
-        return Checkpoint("huggingface", folder, index)
-    # Files of a hub cache are symbolic links into its store: here links are followed.
-    files = {name: index.add_file(str(folder / name), method=method) for name in dict.fromkeys(weight_map.values())}
-    for key, name in weight_map.items():
-        index.add_whole(key, files[name])
-    return Checkpoint("huggingface", folder, index)
+    Example:
+        >>> [save.name for save in rank_saves("output/checkpoint")]  # doctest: +SKIP
+        ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
+    """
+    target = Path(path)
+    return rank_folders.rank_saves(target) if target.is_dir() and registry.detect(target) is CHECKPOINT1 else None

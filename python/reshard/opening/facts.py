@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError
-from reshard.formats import checkpoint2, huggingface
+from reshard.formats import checkpoint2
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
+from reshard.opening import registry
 from reshard.opening.folder import open_folder
 from reshard.opening.rank_facts import counters_of, gather_saves, holds_optimizer, saves_root
 from reshard.opening.root import MAX_LOOKS, is_damage, order_of, reason_of
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reshard import _core
-    from reshard.checkpoint import Checkpoint
     from reshard.config import Config
     from reshard.resume import Candidate, Order
     from reshard.resume.facts import Kind
@@ -76,9 +77,10 @@ def gather(
     if not path.exists():
         # A link that leads nowhere was meant to lead somewhere: a disk that is not mounted is no reason to start fresh.
         return replace(facts, kind="other") if path.is_symlink() else facts
-    if path.is_dir() and checkpoint2.is_root(path) and not huggingface.detect(path):
+    found = registry.detect(path)
+    if found.traits.has_metadata and found.is_root(path):
         return look.at_root(path)
-    kind: Kind = "huggingface" if path.is_dir() and huggingface.detect(path) else "single"
+    kind: Kind = "pretrained" if found.traits.is_pretrained else "single"
     try:
         return look.at_one(path, kind)
     except EmptyRootError:
@@ -133,7 +135,9 @@ class _Look:
             return CandidateFacts(str(path), number, why, fault=self.faults[str(path)])
         try:
             checkpoint = (
-                open_path(path, method=self.method) if kind != "root" else open_folder(path, self.method, iteration)
+                open_path(path, method=self.method)
+                if kind != "root"
+                else Checkpoint(open_folder(path, self.method, iteration))
             )
         except ReshardError as error:
             if not is_damage(error) or (kind != "root" and isinstance(error, CheckpointNotFoundError)):
@@ -148,7 +152,7 @@ class _Look:
             common=checkpoint.common,
             has_optimizer=bool(checkpoint.keys("optimizer")),
             world_size=_world_size(checkpoint),
-            is_legacy=checkpoint.format in ("checkpoint1", "mindspore", "ckpt"),
+            is_legacy=checkpoint.data.traits.counters_as_tensors,
         )
         if kind == "single" and not path.is_dir() and checkpoint.common is None:
             # A rank's own file of Checkpoint 1.0, given by itself.

@@ -11,24 +11,37 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from reshard import _core
-from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
-from reshard.formats import checkpoint2, tiles
+from reshard.formats import checkpoint2, state_files, tiles
 from reshard.formats import manifest as manifests
-from reshard.formats.own_files import MAX_METADATA_BYTES
+from reshard.formats.base import CheckpointData, Traits
+from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
 from reshard.small_files import read_small_file, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
+    from reshard.checkpoint import Checkpoint
+    from reshard.formats.base import PartName
     from reshard.formats.manifest import Manifest
 
-__all__ = ["Chosen", "Proof", "chosen", "marks", "open_chosen", "open_folder", "opened_proof", "unfinished"]
+__all__ = [
+    "CHECKPOINT2",
+    "Chosen",
+    "FolderData",
+    "Proof",
+    "chosen",
+    "marks",
+    "open_chosen",
+    "open_folder",
+    "opened_proof",
+    "unfinished",
+]
 
 _log = logging.getLogger("reshard")
 
@@ -69,7 +82,53 @@ class Chosen:
         )
 
 
-def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> Checkpoint:
+CHECKPOINT2 = Traits("checkpoint2", expects_manifest=True, has_metadata=True)
+TILED = Traits("safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderData(CheckpointData):
+    """An iteration folder, or a folder of rank files that tiles.json describes.
+
+    Attributes:
+        tiles: the content of tiles.json; None: there is none, or the tensors are not those that it describes.
+        chosen: what other ranks need to open the same.
+    """
+
+    tiles: tiles.TilesFile | None = None
+    chosen: Chosen | None = None
+
+    def part(self, key: str) -> PartName:
+        """By the name of the file that holds the tensor."""
+        if not self.traits.has_metadata:
+            return "model"
+        is_optimizer = _part_of_file(self.index.file_path(self.index.holders(key)[0])) == "optimizer"
+        return "optimizer" if is_optimizer else "model"
+
+    def rank_files(self) -> Mapping[int, list[int]] | None:
+        """By the names of the files, the manifest or metadata.json."""
+        numbers = {Path(self.index.file_path(file)).name: file for file in range(self.index.n_files)}
+        found = own_files(self.path, numbers, self.manifest)
+        return {rank: [numbers[name] for name in names] for rank, names in found.items()}
+
+    def extra_state(self, rank: int) -> dict[str, Any]:
+        """From the state files beside the shard files."""
+        return {} if self.manifest is None else state_files.read(self.path, self.manifest, rank)
+
+    def tiled_keys(self) -> Collection[str]:
+        """Those of tiles.json."""
+        return () if self.tiles is None else self.tiles.tensors
+
+    def layout_mapping(self, shapes: dict[str, tuple[int, ...]]) -> Mapping[str, Any] | None:  # noqa: ARG002
+        """As tiles.json records it."""
+        return None if self.tiles is None else self.tiles.layout
+
+    def view(self, index: _core.Index, lock: int | None) -> Self:
+        """Without what tiles.json records, which is about the stored tensors."""
+        return replace(super().view(index, lock), tiles=None, chosen=None)
+
+
+def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> CheckpointData:
     """Open what another rank has opened and checked: shard files are opened when they are used, and not before.
 
     Raises:
@@ -85,13 +144,12 @@ def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> Checkpo
 
 def chosen(checkpoint: Checkpoint) -> Chosen | None:
     """What tells other ranks to open this very checkpoint; None if it is no iteration folder."""
-    found = checkpoint._chosen  # noqa: SLF001  set here, below
-    return found if isinstance(found, Chosen) else None
+    return checkpoint.data.chosen if isinstance(checkpoint.data, FolderData) else None
 
 
 def open_folder(
     folder: Path, method: _core.ReadMethod, iteration: int | None = None, known: Chosen | None = None
-) -> Checkpoint:
+) -> CheckpointData:
     """Open an iteration folder, or any folder of shard files.
 
     Args:
@@ -123,7 +181,7 @@ def open_folder(
 
 def _open_proven(
     folder: Path, proof: Proof, method: _core.ReadMethod, iteration: int | None, known: Chosen | None
-) -> Checkpoint:
+) -> CheckpointData:
     if iteration is None:
         iteration = checkpoint2.parse_iteration_folder(folder.resolve().name)
     manifest = proof.manifest
@@ -150,15 +208,37 @@ def _open_proven(
             _refuse_unfinished(index, folder, proof)
         unlisted = _unlisted(index, folder, rest)
     _add_unlisted(index, unlisted)
-    checkpoint = Checkpoint(
-        "checkpoint2" if is_checkpoint2 else "safetensors", folder, index, manifest, proof.keep_lock()
+    data = FolderData(
+        traits=CHECKPOINT2 if is_checkpoint2 else TILED,
+        path=folder,
+        index=index,
+        method=method,
+        iteration=iteration,
+        common=described.common,
+        manifest=manifest,
+        lock=proof.keep_lock(),
+        tiles=described.tiles,
+        chosen=Chosen(str(folder), iteration, digest, unlisted),
     )
-    checkpoint.iteration, checkpoint.common = iteration, described.common
-    checkpoint._method, checkpoint._tiles = method, described.tiles  # noqa: SLF001  made here, as all of it
-    checkpoint._chosen = Chosen(str(folder), iteration, digest, unlisted)  # noqa: SLF001
-    if known is None:
-        checkpoint._check_parts()  # noqa: SLF001
-    return checkpoint
+    if known is None and is_checkpoint2:
+        _check_parts(data)
+    return data
+
+
+def _check_parts(data: FolderData) -> None:
+    """Refuse a name that lies in model and in optimizer files: which of the two is meant is not known."""
+    index = data.index
+    parts = [_part_of_file(index.file_path(file)) for file in range(index.n_files)]
+    for key in index.keys():  # noqa: SIM118  not a mapping
+        if len({parts[file] for file in index.holders(key)}) > 1:
+            raise DamagedFileError(
+                f"`{key}` lies both in model and in optimizer files of {data.path}", path=str(data.path), key=key
+            )
+
+
+def _part_of_file(path: str) -> str | None:
+    parsed = checkpoint2.parse_shard_file_name(Path(path).name)
+    return None if parsed is None else parsed.part
 
 
 def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:

@@ -13,12 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.formats import checkpoint1, checkpoint1_health, checkpoint2, full_weights, huggingface, scalars
+from reshard.formats import checkpoint1, checkpoint1_health, checkpoint2, full_weights, scalars
 from reshard.formats.checkpoint2_common import CommonInfo
+from reshard.opening import registry
 from reshard.opening.rank_agreement import FileFacts, faults_of
-from reshard.opening.rank_folders import look_at, open_rank_files
+from reshard.opening.rank_folders import look_at, open_rank_files, rank_files
 from reshard.opening.root import is_damage, reason_of
 from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
 from reshard.resume.checkpoint1 import RankFolder, Save, SaveOrder, name_of_rank, order_saves
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard import _core
-    from reshard.checkpoint import Checkpoint
     from reshard.config import Config
 
 __all__ = [
@@ -126,9 +127,11 @@ def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
     if not config.load_path:
         return None
     if path.is_dir():
-        is_whole = full_weights.detect(path) or (path / full_weights.HYPER_FILE).is_file()
-        is_other = is_whole or huggingface.detect(path) or checkpoint2.is_root(path)
-        return None if is_other or not checkpoint1.is_root(path) else SavesRoot(str(path), config.resume_file)
+        found = registry.detect(path)
+        is_tree = found.traits.rank_folders and found.is_root(path)
+        # A merge that was cut short can have written this file before the first part.
+        is_whole = (path / full_weights.HYPER_FILE).is_file()
+        return SavesRoot(str(path), config.resume_file) if is_tree and not is_whole else None
     root, iteration = split_iteration(config.load_path)
     if iteration is not None and Path(root).is_dir() and not checkpoint2.is_root(root) and checkpoint1.is_root(root):
         return SavesRoot(root, config.resume_file, iteration)
@@ -196,7 +199,7 @@ def gather_saves(
         told["n_ranks"],
         tuple(told["warnings"]),
     )
-    facts = Facts(root, "checkpoint1", run=run, warnings=order.warnings)
+    facts = Facts(root, "rank_folders", run=run, warnings=order.warnings)
     refused = tuple(
         CandidateFacts(str(path_of(root, one.name, 0)), why=one.reason, refusal=one.reason) for one in order.refused
     )
@@ -275,7 +278,7 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
             if not told["files"]:
                 told["common"] = None if checkpoint.common is None else asdict(checkpoint.common)
             told["has_optimizer"] |= holds_optimizer(checkpoint)
-            (file,) = checkpoint._rank_files.values()  # noqa: SLF001
+            (file,) = rank_files(checkpoint).values()
             told["files"].append([rank, FileFacts.of(checkpoint.common, has_sum=file.has_sum).to_value()])
     return told
 
@@ -334,12 +337,12 @@ def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
         >>> open_own(Path("checkpoint/rank_1/llama_rank_1-20_2.safetensors")).common.step_num  # doctest: +SKIP
         40
     """
-    return open_rank_files(path.parent, {0: path}, None, method)
+    return Checkpoint(open_rank_files(path.parent, {0: path}, None, method))
 
 
 def is_deduplicated(checkpoint: Checkpoint, *, default: bool) -> bool:
     """Whether a rank's own file lacks what another rank wrote for it: as the file says, else as the caller does."""
-    flags = [file.metadata.get("remove_redundancy") for file in checkpoint._rank_files.values()]  # noqa: SLF001
+    flags = [file.metadata.get("remove_redundancy") for file in rank_files(checkpoint).values()]
     return default if None in flags else "True" in flags
 
 

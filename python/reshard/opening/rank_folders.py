@@ -12,18 +12,20 @@ import contextlib
 import itertools
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
-from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileError, MismatchError, StorageError
-from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface
+from reshard.formats import checkpoint1, checkpoint1_state, checkpoint2, tiles
+from reshard.formats import manifest as manifests
+from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.rank_file import add_rank_file
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
+from reshard.layout.strategy_like import device_layouts, named_mapping
 from reshard.opening.rank_tensors import RankTensors
 from reshard.opening.root import is_damage, reason_of
 from reshard.resume.checkpoint1 import RankFolder, name_of_rank, order_saves
@@ -33,11 +35,15 @@ from reshard.words import listed
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from reshard.checkpoint import Checkpoint
+    from reshard.formats.base import OpenOptions, StrategyLike, Unplaced
+    from reshard.formats.rank_file import RankFile
+    from reshard.layout.like import DeviceLayout
     from reshard.resume.checkpoint1 import SaveOrder
 
 __all__ = [
+    "CHECKPOINT1",
     "RankSave",
-    "StrategyLike",
     "as_strategy",
     "files_of",
     "look_at",
@@ -45,6 +51,7 @@ __all__ = [
     "open_rank_folder",
     "open_rank_folders",
     "order_of_saves",
+    "rank_files",
     "rank_of_folder",
     "rank_saves",
     "strategy_for",
@@ -52,12 +59,113 @@ __all__ = [
 
 _log = logging.getLogger("reshard")
 
-StrategyLike: TypeAlias = Strategy | str | os.PathLike[str]
-
 _MAX_NAMED = 8
 
 
-def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
+TRAITS = Traits("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True)
+
+
+class Checkpoint1(Format):
+    """A Checkpoint 1.0 tree, any other folder of rank folders, or the folder of one rank."""
+
+    traits = TRAITS
+
+    def detect(self, path: Path) -> Match:
+        """By the names of the folders; a folder named like a rank's can hold something else, which describes itself."""
+        if not path.is_dir():
+            return Match.NO
+        is_one_rank = rank_of_folder(path) is not None and not _is_described(path)
+        return Match.YES if is_one_rank or checkpoint1.is_root(path) else Match.NO
+
+    def is_root(self, path: Path) -> bool:
+        """Whether it holds folders of ranks."""
+        return checkpoint1.is_root(path)
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The best save that every rank has, or the best file of one rank."""
+        open_it = open_rank_folders if self.is_root(path) else open_rank_folder
+        return open_it(path, options.strategy, options.method)
+
+
+CHECKPOINT1 = Checkpoint1()
+
+
+def _is_described(folder: Path) -> bool:
+    """Whether a folder that has the name of a rank holds something else, such as an iteration or a conversion."""
+    names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
+    return any(os.path.lexists(folder / name) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFoldersData(CheckpointData):
+    """Files of ranks, one each, as one checkpoint.
+
+    Attributes:
+        files: the file of each rank.
+        all_keys: names of all tensors in order; None: those of the index.
+        without_place: tensors whose parts have no known position.
+        known_strategy: the strategy, if there is one.
+        followed: tensors that the strategy does not list, and the parameters whose layout they have.
+    """
+
+    files: Mapping[int, RankFile]
+    all_keys: tuple[str, ...] | None = None
+    without_place: Mapping[str, Unplaced] = field(default_factory=dict)
+    known_strategy: Strategy | None = None
+    followed: Mapping[str, str] = field(default_factory=dict)
+
+    def keys(self) -> list[str]:
+        """All tensors in the order of the files."""
+        return super().keys() if self.all_keys is None else list(self.all_keys)
+
+    def unplaced(self) -> Mapping[str, Unplaced]:
+        """Tensors that no strategy describes."""
+        return self.without_place
+
+    def strategy(self) -> Strategy | None:
+        """The strategy, if there is one."""
+        return self.known_strategy
+
+    def file_name(self, file: int) -> str:
+        """With the folder of the rank: the files of all ranks can have the same name."""
+        return str(Path(self.index.file_path(file)).relative_to(self.path))
+
+    def rank_files(self) -> Mapping[int, list[int]]:
+        """One file for each rank."""
+        return {rank: [file.file] for rank, file in self.files.items()}
+
+    def world_size(self) -> int:
+        """As many ranks as there are files."""
+        return len(self.files)
+
+    def extra_state(self, rank: int) -> dict[str, Any]:
+        """From the files beside the weights of a rank."""
+        paths = {number: file.path for number, file in self.files.items()}
+        alone = next(iter(paths.values())) if len(paths) == 1 else None  # the folder of one rank, opened by itself
+        return checkpoint1_state.read(paths.get(rank, alone), paths.get(0))
+
+    def device_layouts(self, shapes: dict[str, tuple[int, ...]]) -> Mapping[str, DeviceLayout | None]:
+        """As the strategy records them."""
+        if self.known_strategy is None:
+            return super().device_layouts(shapes)
+        return device_layouts(self.known_strategy, shapes, self.followed)
+
+    def layout_mapping(self, shapes: dict[str, tuple[int, ...]]) -> Mapping[str, Any] | None:
+        """As the strategy records it."""
+        return None if self.known_strategy is None else named_mapping(self.known_strategy, shapes, self.followed)
+
+    def view(self, index: _core.Index, lock: int | None) -> Self:
+        """Without the strategy, which is about the stored tensors."""
+        view = super().view(index, lock)
+        return replace(view, all_keys=None, without_place={}, known_strategy=None, followed={})
+
+
+def rank_files(checkpoint: Checkpoint) -> Mapping[int, RankFile]:
+    """The file of each rank of a checkpoint of rank folders; of any other none."""
+    return checkpoint.data.files if isinstance(checkpoint.data, RankFoldersData) else {}
+
+
+def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
     """Open the best save of a folder of rank folders that every rank has whole.
 
     Raises:
@@ -75,7 +183,7 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
     return _open_best(root, folders, order_of_saves(folders), known, method)
 
 
-def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
+def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
     """Open the folder of one rank: what its best file holds is taken for whole tensors.
 
     Raises:
@@ -101,7 +209,7 @@ def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.
 
 def _open_best(
     root: Path, folders: Mapping[int, Path], order: SaveOrder, strategy: Strategy | None, method: _core.ReadMethod
-) -> Checkpoint:
+) -> CheckpointData:
     """Open the first save that every rank has whole. A strategy that does not fit is no reason to try another one."""
     faults: dict[str, str] = {}
     for save in order.candidates:
@@ -109,7 +217,7 @@ def _open_best(
             faults[save.name] = save.fault
             continue
         try:
-            checkpoint = open_rank_files(root, files_of(save.name, folders), strategy, method)
+            data = open_rank_files(root, files_of(save.name, folders), strategy, method)
         except (CheckpointNotFoundError, CoverageError, DamagedFileError, StorageError) as error:
             if not is_damage(error):
                 raise
@@ -119,8 +227,7 @@ def _open_best(
             _log.warning("%s: %s", root, warning)
         for name, reason in faults.items():
             _log.warning("%s: %s passed over: %s", root, name, reason)
-        checkpoint.skipped = tuple(faults.items())
-        return checkpoint
+        return replace(data, skipped=tuple(faults.items()))
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
     if not lines:
@@ -162,7 +269,7 @@ def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
     """The saves of a folder of rank folders: in the order in which they are tried, then those that never are.
 
     Returns:
-        The saves; None: it is no such folder, or one that describes itself.
+        The saves; None: it holds no rank folders.
 
     Raises:
         StorageError: a folder cannot be listed.
@@ -172,8 +279,7 @@ def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
         ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
     """
     root = Path(path)
-    kinds = (huggingface.detect, full_weights.detect, checkpoint2.is_root)
-    if not root.is_dir() or any(detect(root) for detect in kinds) or not checkpoint1.is_root(root):
+    if not root.is_dir() or not checkpoint1.is_root(root):
         return None
     folders = checkpoint1.rank_folders(root)
     order = order_of_saves(folders)
@@ -234,7 +340,7 @@ def _named(folder: Path) -> Path:
 
 def open_rank_files(
     root: Path, files: Mapping[int, Path], strategy: StrategyLike | None, method: _core.ReadMethod = "auto"
-) -> Checkpoint:
+) -> RankFoldersData:
     """Open one file of each rank as one checkpoint.
 
     Args:
@@ -270,15 +376,21 @@ def open_rank_files(
             index.add_tiles(key, *tensors.placed(key), overlapping=is_split)
     tensors.prove(index)
     tensors.warn()
-    checkpoint = Checkpoint("checkpoint1", root, index)
-    checkpoint._place_ranks(  # noqa: SLF001  made here, as all of it
-        ranks, tensors.keys, tensors.unplaced, known, tensors.followed
+    return RankFoldersData(
+        traits=TRAITS,
+        path=root,
+        index=index,
+        method=method,
+        common=common,
+        iteration=None if common is None else common.step_num,
+        strings=tuple(dict.fromkeys(name for file in ranks.values() for name in file.strings)),
+        ckpt_files=frozenset(file.file for file in ranks.values() if file.kind == "ckpt"),
+        files=ranks,
+        all_keys=tuple(tensors.keys),
+        without_place=tensors.unplaced,
+        known_strategy=known,
+        followed=tensors.followed,
     )
-    checkpoint._method = method  # noqa: SLF001
-    checkpoint.strings = tuple(dict.fromkeys(name for file in ranks.values() for name in file.strings))
-    checkpoint.common = common
-    checkpoint.iteration = None if common is None else common.step_num
-    return checkpoint
 
 
 # -- strategies

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
-from reshard.formats import checkpoint2, huggingface
+from reshard.formats import checkpoint2, tiles
 from reshard.formats import manifest as manifests
+from reshard.formats.base import Format, Match
+from reshard.opening import folder
 from reshard.opening.folder import marks, open_folder
 from reshard.resume import resolve
 from reshard.small_files import show
 
 if TYPE_CHECKING:
-    import os
-
     from reshard import _core
-    from reshard.checkpoint import Checkpoint
+    from reshard.formats.base import CheckpointData, OpenOptions
 
-__all__ = ["MAX_LOOKS", "best_of", "is_damage", "iterations", "newer_than", "order_of", "reason_of"]
+__all__ = ["CHECKPOINT2", "MAX_LOOKS", "TILED", "best_of", "is_damage", "newer_than", "order_of", "reason_of"]
 
 _log = logging.getLogger("reshard")
 
@@ -74,28 +76,6 @@ def _folders(root: Path) -> tuple[resolve.Folder, ...]:
     return tuple(_folder_facts(root, iteration, name) for iteration, name in checkpoint2.list_iterations(root))
 
 
-def iterations(path: str | os.PathLike[str]) -> resolve.Order | None:
-    """Which iterations a checkpoint root offers, in the order in which `open` tries them.
-
-    Args:
-        path: the root; anything else that can be opened is none.
-
-    Returns:
-        As `order_of`; None if `path` is no root.
-
-    Raises:
-        StorageError: it cannot be listed.
-
-    Example:
-        >>> iterations("output/checkpoint").tracker  # doctest: +SKIP
-        10
-    """
-    target = Path(path)
-    if not target.is_dir() or huggingface.detect(target) or not checkpoint2.is_root(target):
-        return None
-    return order_of(target)
-
-
 def _folder_facts(root: Path, iteration: int, name: str) -> resolve.Folder:
     is_tracked, _ = marks(root / name)
     try:
@@ -107,7 +87,7 @@ def _folder_facts(root: Path, iteration: int, name: str) -> resolve.Folder:
     )
 
 
-def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
+def best_of(root: Path, method: _core.ReadMethod = "auto") -> CheckpointData:
     """Open the first candidate of a root that is complete.
 
     Args:
@@ -131,7 +111,7 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
         before, faults = order, {}
         for one in order.candidates:
             try:
-                checkpoint = open_folder(root / one.name, method, one.iteration)
+                data = open_folder(root / one.name, method, one.iteration)
             except ReshardError as error:
                 if not is_damage(error):
                     raise
@@ -141,8 +121,7 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
                 _log.warning("%s: %s", root, warning)
             for name, reason in faults.items():
                 _log.warning("%s passed over: %s", root / name, reason)
-            checkpoint.skipped = tuple(faults.items())
-            return checkpoint
+            return replace(data, skipped=tuple(faults.items()))
         # A save that ended, and what retention then removed, may have gone unseen: look again until nothing changes.
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
@@ -164,3 +143,47 @@ def reason_of(error: ReshardError) -> str:
     """Why an iteration is passed over: what is said of a file alone is told together with its name."""
     name = "" if error.path is None else Path(error.path).name
     return error.message if name in error.message else f"{name}: {error.message}"
+
+
+# -- the formats of iteration folders
+
+
+class Checkpoint2(Format):
+    """A Checkpoint 2.0 tree or an iteration folder of one."""
+
+    traits = folder.CHECKPOINT2
+
+    def detect(self, path: Path) -> Match:
+        """A root for certain; any other folder if no other format matches."""
+        if not path.is_dir():
+            return Match.NO
+        return Match.YES if checkpoint2.is_root(path) else Match.FALLBACK
+
+    def is_root(self, path: Path) -> bool:
+        """Whether it holds iteration folders or a tracker."""
+        return checkpoint2.is_root(path)
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The best iteration of a root, or an iteration folder."""
+        return best_of(path, options.method) if self.is_root(path) else open_folder(path, options.method)
+
+
+class Tiled(Format):
+    """Files of ranks that tiles.json alone describes."""
+
+    traits = folder.TILED
+
+    def detect(self, path: Path) -> Match:
+        """By tiles.json without the files of Checkpoint 2.0."""
+        if not path.is_dir() or not os.path.lexists(path / tiles.TILES_FILE):
+            return Match.NO
+        others = (checkpoint2.METADATA_FILE, checkpoint2.COMMON_FILE)
+        return Match.NO if any(os.path.lexists(path / name) for name in others) else Match.YES
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The folder, as an iteration folder without metadata.json is opened."""
+        return open_folder(path, options.method)
+
+
+CHECKPOINT2 = Checkpoint2()
+TILED = Tiled()

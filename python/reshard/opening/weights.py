@@ -8,24 +8,47 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.checkpoint import Checkpoint
 from reshard.errors import DamagedFileError
 from reshard.formats import full_weights, scalars
+from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.outputs import load_all
 from reshard.small_files import show
 from reshard.words import listed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["open_full_weights"]
+    from reshard.formats.base import OpenOptions
+
+__all__ = ["FULL_WEIGHTS", "open_full_weights"]
 
 _log = logging.getLogger("reshard")
 
+TRAITS = Traits("mindspore", counters_as_tensors=True)
 
-def open_full_weights(folder: Path, method: _core.ReadMethod) -> Checkpoint:
+
+class FullWeights(Format):
+    """Full weights in the MindSpore layout."""
+
+    traits = TRAITS
+
+    def detect(self, path: Path) -> Match:
+        """By the name map, or the first part."""
+        return Match.YES if path.is_dir() and full_weights.detect(path) else Match.NO
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The tensors that the map names, and the counters beside them."""
+        return open_full_weights(path, options.method)
+
+
+FULL_WEIGHTS = FullWeights()
+
+
+def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
     """Open a folder that `full_weights.detect` knows.
 
     Raises:
@@ -49,12 +72,16 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> Checkpoint:
             index.add_whole(key, files[name])
     path = folder / full_weights.HYPER_FILE
     names = _add_counters(index, path, method) if path.is_file() else []
-    checkpoint = Checkpoint("mindspore", folder, index)
-    if names:
-        values = {name: checkpoint.read(name) for name in names if name in scalars.NAMES}
-        checkpoint.common = scalars.common_of(values, str(path))
-        checkpoint.iteration = checkpoint.common.step_num
-    return checkpoint
+    data = CheckpointData(traits=TRAITS, path=folder, index=index, method=method, follow_links=True)
+    if not names:
+        return data
+    request = _core.Request()
+    for name in names:
+        if name in scalars.NAMES:
+            shape = index.shape(name)
+            request.add_region(name, name, (0,) * len(shape), shape)
+    common = scalars.common_of(load_all(index.plan(request)), str(path))
+    return replace(data, common=common, iteration=common.step_num)
 
 
 def _add_counters(index: _core.Index, path: Path, method: _core.ReadMethod) -> list[str]:

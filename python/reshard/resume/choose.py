@@ -41,7 +41,7 @@ def _misfit(config: Config, facts: Facts, candidate: CandidateFacts) -> str | No
     """Why a whole checkpoint is none that this run can take."""
     if not config.resume:
         return None
-    if facts.kind == "huggingface":
+    if facts.kind == "pretrained":
         return "a Hugging Face folder holds weights alone, no counters and no optimizer"
     if candidate.common is None:
         return "it has no common.json: its counters are lost"
@@ -73,7 +73,7 @@ def none_to_take(config: Config, facts: Facts, verdicts: tuple[Verdict, ...]) ->
         error_class = CheckpointNotFoundError
     elif not any(candidate.fault for candidate in facts.candidates):
         error_class = UnsupportedError
-        if facts.kind == "huggingface":
+        if facts.kind == "pretrained":
             hint = "its weights can be loaded alone: `resume_training: false`"
     listed = "\n".join(f"  {name_of(verdict)}: {verdict.reason}" for verdict in verdicts)
     asked = "resumed from" if config.resume else "loaded"

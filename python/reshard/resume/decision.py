@@ -74,7 +74,7 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
     verdicts = weigh(config, facts)
     taken = next((n for n, verdict in enumerate(verdicts) if verdict.taken), None)
     if taken is None:
-        if allow_fresh and facts.kind in ("root", "checkpoint1"):
+        if allow_fresh and facts.kind in ("root", "rank_folders"):
             warnings.append("no checkpoint can be taken: the training starts from nothing, as `allow_fresh` says")
             return fresh(config, facts, verdicts, [], warnings)
         raise none_to_take(config, facts, verdicts)
@@ -107,5 +107,5 @@ def _check_named(name: str, facts: Facts, warnings: list[str]) -> None:
             f"{'does not exist' if facts.kind == 'absent' else 'holds no checkpoint'}",
             path=facts.path,
         )
-    if facts.kind != "checkpoint1":
+    if facts.kind != "rank_folders":
         warnings.append(f"resume_training names {show(name)}, and load_checkpoint one checkpoint: that is taken")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CandidateFacts", "Facts", "Kind", "RankView", "Restored", "ResumeDecision", "RunFacts", "Verdict"]
 
-Kind: TypeAlias = Literal["absent", "empty", "root", "checkpoint1", "single", "huggingface", "other"]
+Kind: TypeAlias = Literal["absent", "empty", "root", "rank_folders", "single", "pretrained", "other"]
 Restored: TypeAlias = Literal["weights", "optimizer", "counters", "loss scale", "data position"]
 
 
@@ -95,13 +95,13 @@ class Facts:
 
     Attributes:
         path: what is to be loaded, as it was found.
-        kind: what is there. "root" is one of Checkpoint 2.0, "checkpoint1" one of 1.0, or any folder of rank folders.
-            "single" is one checkpoint, given by itself; "empty" holds nothing but what an interrupted first save
-            leaves; "other" holds something that is no checkpoint.
+        kind: what is there. "root" is one of Checkpoint 2.0, "rank_folders" one of 1.0 or any other folder of rank
+            folders. "pretrained" holds weights alone. "single" is one checkpoint, given by itself; "empty" holds
+            nothing but what an interrupted first save leaves; "other" holds something that is no checkpoint.
         candidates: best first, then those that are refused whatever they hold.
         run: the run that is about to start.
         warnings: what is wrong with the root itself.
-        ranks: of "checkpoint1" what each rank's folder offers, as far as it is known here. Nothing is decided by it.
+        ranks: of "rank_folders" what each rank's folder offers, as far as it is known here. Nothing is decided by it.
     """
 
     path: str

@@ -69,7 +69,7 @@ def load_file(
         raise ArgumentError(f"unknown device {device!r}: {error}") from error
     with open_checkpoint(filename, method=_METHODS[backend]) as checkpoint:
         names = {name: checkpoint[name].dtype for name in checkpoint.keys()}  # noqa: SIM118 - a method that sorts
-        aliases = _read_aliases(checkpoint._index, names)  # noqa: SLF001 - as all of this package
+        aliases = _read_aliases(checkpoint.data.index, names)
         if place.type == "cpu":
             arrays = checkpoint.load()
             tensors = {name: _as_tensor(arrays[name], dtype) for name, dtype in names.items()}

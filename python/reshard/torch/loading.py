@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Read", "read_for"]
 
-_COUNTERS_AS_TENSORS = ("checkpoint1", "mindspore", "ckpt")
-
 
 @dataclass(frozen=True)
 class Read:
@@ -79,7 +77,7 @@ def read_for(
         5.0
     """
     # Formats without a file of counters keep them as tensors; they come as `checkpoint.common`.
-    counters = set(scalars.NAMES) - described.model.keys() if checkpoint.format in _COUNTERS_AS_TENSORS else set()
+    counters = set(scalars.NAMES) - described.model.keys() if checkpoint.data.traits.counters_as_tensors else set()
     keys = [key for key in checkpoint.keys(part) if key not in counters]
     mapping = described.layout
     if described.reason is not None:
@@ -108,11 +106,8 @@ def read_for(
         for number, place in zip(other, plan.only(other).load(threads=threads), strict=True):
             name, dtype, shape, _ = plan.arrays[number]
             arrays[name] = as_array(*place, dtype, shape)
-    world_size = None if checkpoint.manifest is None else checkpoint.manifest.world_size
-    if checkpoint.format == "checkpoint1":
-        world_size = len(checkpoint.ranks())
     has_optimizer = any(key not in counters for key in checkpoint.keys("optimizer"))
-    return Read(arrays, checkpoint.extra(rank=rank), has_optimizer, world_size)
+    return Read(arrays, checkpoint.extra(rank=rank), has_optimizer, checkpoint.data.world_size())
 
 
 def _own_keys(described: Described, keys: list[str]) -> list[str]:

@@ -303,7 +303,7 @@ def _apart(to: Target, source: Checkpoint) -> Collection[str]:
     """The counters that are no tensors of the destination like others."""
     if to in ("mindspore", "checkpoint1"):
         return scalars.OF_NO_PARAMETER
-    if to == "checkpoint2" and source.format != "checkpoint2":
+    if to == "checkpoint2" and not source.data.traits.has_metadata:
         # They go into common.json; of the original's own tensors there, this one is a tensor.
         return [name for name in scalars.NAMES if name != "global_step"]
     return ()

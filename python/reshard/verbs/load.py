@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from reshard import opening
+from reshard.checkpoint import Checkpoint
 from reshard.config import Config, as_config, split_iteration
 from reshard.errors import (
     ArgumentError,
@@ -29,10 +30,11 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
-from reshard.formats import checkpoint2, huggingface
+from reshard.formats import checkpoint2
 from reshard.formats.checkpoint2 import CommonInfo
 from reshard.group import agree, resolve, session
 from reshard.layout import ModelLayout
+from reshard.opening import registry
 from reshard.opening.facts import gather
 from reshard.opening.rank_facts import SavesRoot, Together, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.opening.rank_folders import open_rank_files, strategy_for
@@ -47,10 +49,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard import _core
-    from reshard.checkpoint import Checkpoint, LayoutLike, Part, Verify
+    from reshard.checkpoint import LayoutLike, Part, Verify
     from reshard.config import ConfigLike
+    from reshard.formats.base import StrategyLike
     from reshard.group import Group
-    from reshard.opening.rank_folders import StrategyLike
 
 __all__ = ["Loaded", "load", "load_async", "load_with"]
 
@@ -167,7 +169,7 @@ def load(
 
     def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
         cut = layout
-        if cut is None and config is not None and checkpoint.format == "huggingface":
+        if cut is None and config is not None and checkpoint.data.traits.is_pretrained:
             cut = _layout_of(as_config(config), rank, members.world_size)
         state = checkpoint.load(
             cut,
@@ -299,7 +301,7 @@ def load_with(
 def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:
     """What is to be loaded, in the words of a configuration."""
     asked = Config(resume=True) if config is None else as_config(config)
-    if not asked.load_path and not asked.resume and asked.model_path and huggingface.detect(asked.model_path):
+    if not asked.load_path and not asked.resume and asked.model_path and _is_pretrained(asked.model_path):
         asked = replace(asked, load_path=asked.model_path)
     if root is not None:
         asked = replace(asked, load_path=os.fspath(root))
@@ -311,6 +313,11 @@ def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, itera
     if number is not None:
         raise ArgumentError(f"`iteration` is {iteration}, and {asked.load_path} names one already")
     return replace(asked, load_path=str(Path(folder) / checkpoint2.iteration_folder_name(iteration)))
+
+
+def _is_pretrained(path: str) -> bool:
+    """Whether there is a model to start from, such as a Hugging Face folder."""
+    return Path(path).exists() and registry.detect(Path(path)).traits.is_pretrained
 
 
 def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout | None:
@@ -425,7 +432,7 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
     own = terms.own_file
     if own is None:
         files = {rank: path_of(root, save, rank) for rank in range(n_ranks)}
-        return open_rank_files(Path(root), files, strategy_for(Path(root), terms.strategy), terms.method)
+        return Checkpoint(open_rank_files(Path(root), files, strategy_for(Path(root), terms.strategy), terms.method))
     if not own < n_ranks or world_size not in (1, n_ranks):
         raise MismatchError(
             f"{show(root)} was saved by {n_ranks} ranks, and this is rank {own} of {world_size}: its own file is not "
@@ -465,7 +472,7 @@ def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: flo
     deadline, sleep_s = time.monotonic() + patience_s, _FIRST_SLEEP_S
     while True:
         try:
-            return opening.open_chosen(chosen, method=method)
+            return Checkpoint(opening.open_chosen(chosen, method=method))
         except (CheckpointNotFoundError, MismatchError) as error:
             if time.monotonic() > deadline:
                 raise MismatchError(

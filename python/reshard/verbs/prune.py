@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.checkpoint import Checkpoint
 from reshard.errors import ReshardError
 from reshard.opening import reason_of
 from reshard.opening.folder import open_folder
@@ -65,7 +66,7 @@ def prune(
 def _fault(folder: Path) -> str | None:
     """Why an iteration folder without a manifest is no complete checkpoint; None if it is."""
     try:
-        open_folder(folder, "auto").close()
+        Checkpoint(open_folder(folder, "auto")).close()
     except ReshardError as error:
         return reason_of(error)
     return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from reshard import opening
+from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError
 from reshard.formats import checkpoint1, scalars
 from reshard.opening.rank_folders import open_rank_files, strategy_for
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reshard.checkpoint import Checkpoint, Part
+    from reshard.checkpoint import Part
     from reshard.names import NameMap
 
 __all__ = ["Selection", "new_names", "open_source", "select"]
@@ -52,7 +53,7 @@ def open_source(path: Path, *, strategy: str | os.PathLike[str] | None = None, s
             f"{path} holds no folders `rank_<number>`: `suffix` says which of their files are read", path=str(path)
         )
     files = checkpoint1.choose_by_suffix(path, suffix)
-    return open_rank_files(path, files, strategy_for(path, strategy))
+    return Checkpoint(open_rank_files(path, files, strategy_for(path, strategy)))
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ def _view(source: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
         return source
     tensors = {}
     for old, new in names.items():
-        dtype, shape = source._index.info(old)  # noqa: SLF001  a view is made of what an index tells
-        tensors[new] = dtype, shape, source._index.stored(old)  # noqa: SLF001
+        dtype, shape = source.data.index.info(old)
+        tensors[new] = dtype, shape, source.data.index.stored(old)
     return source.view(tensors)
 
 

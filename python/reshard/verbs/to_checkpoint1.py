@@ -148,7 +148,7 @@ def _file_name(job: Job, prefix: str | None, iteration: int | None) -> FileName 
 
 def _position(job: Job) -> tuple[int, int]:
     """Epoch and step of the destination: those in the source's names, or such as a save of its iteration gets."""
-    if job.source.format == "checkpoint1":
+    if job.source.data.traits.rank_folders:
         for file in job.source.files():
             name = checkpoint1.parse_file_name(Path(file.name).name)
             if name is not None:
@@ -203,7 +203,7 @@ def _with_counters(job: Job) -> Iterator[None]:
             (name, dtypes.name_of(array.dtype), array.shape, array) for name, array in sorted(job.counters.items())
         ]
         _core.write_arrays(path, arrays, durable=False)
-        index = job.source._index  # noqa: SLF001  it is the conversion's own view
+        index = job.source.data.index
         file = index.add_file(path, follow_links=False)
         for name in job.counters:
             index.add_whole(name, file)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core, opening
+from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats.rank_file import add_rank_file
@@ -278,7 +279,7 @@ class _SaveJob:
         iteration = None
         if not faults:
             try:
-                with opening.open_rank_files(self.root, self.save.files, self.strategy) as opened:
+                with Checkpoint(opening.open_rank_files(self.root, self.save.files, self.strategy)) as opened:
                     iteration = opened.iteration
             except ReshardError as error:
                 faults.append(Fault(None, error.message, tensors=() if error.key is None else (error.key,)))

@@ -1,0 +1,192 @@
+"""The interface of a format: its traits, and the data of an opened checkpoint that its reader returns.
+
+A reader opens files, checks them, and returns a `CheckpointData`: an index of the stored arrays and what the format
+records beside them. `reshard.Checkpoint` reads arrays from it. Code outside the formats asks for a trait or calls a
+method of the data; it does not compare the name of a format.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+
+from reshard.formats import scalars
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Mapping
+
+    from reshard import _core
+    from reshard.formats.checkpoint2_common import CommonInfo
+    from reshard.formats.manifest import Manifest
+    from reshard.layout.like import DeviceLayout
+    from reshard.layout.strategy import Strategy
+
+__all__ = ["CheckpointData", "Format", "Match", "OpenOptions", "PartName", "StrategyLike", "Traits", "Unplaced"]
+
+StrategyLike: TypeAlias = "Strategy | str | os.PathLike[str]"
+
+PartName = Literal["model", "optimizer"]
+Unplaced = tuple[str, tuple[tuple[int, ...], ...]]
+"""dtype and the distinct local shapes of a tensor whose parts have no known position."""
+
+
+class Match(IntEnum):
+    """How sure a format is that a path is in it."""
+
+    NO = 0
+    FALLBACK = 1
+    """It is opened in this format if no other format matches: the reader then says what is missing."""
+    YES = 2
+
+
+@dataclass(frozen=True)
+class OpenOptions:
+    """What a reader is asked for.
+
+    Attributes:
+        method: how files are read, as in `reshard.open`.
+        strategy: how rank folders make up whole tensors, as in `reshard.open`; None: not given.
+    """
+
+    method: _core.ReadMethod = "auto"
+    strategy: StrategyLike | None = None
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What code outside a format may ask about it.
+
+    Attributes:
+        name: its name in the API and on the command line, such as "checkpoint2".
+        counters_as_tensors: the counters of a run are tensors beside the weights, not fields of a file.
+        expects_manifest: this package writes a manifest in it; one without a manifest cannot be verified.
+        rank_folders: each rank has a folder of its own, and `strategy` is used.
+        has_metadata: `metadata.json` describes the tensors, so a tensor can be missing from it.
+        is_pretrained: it holds weights to start from, with no state of a run.
+    """
+
+    name: str
+    counters_as_tensors: bool = False
+    expects_manifest: bool = False
+    rank_folders: bool = False
+    has_metadata: bool = False
+    is_pretrained: bool = False
+
+
+class Format(ABC):
+    """A format: its traits, how it is recognised and how it is opened. `registry.FORMATS` lists the instances."""
+
+    traits: ClassVar[Traits]
+
+    @abstractmethod
+    def detect(self, path: Path) -> Match:
+        """Whether an existing path is in this format; reads names and the first bytes of a file at most.
+
+        Raises:
+            StorageError: it cannot be looked at.
+        """
+
+    @abstractmethod
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """Open and check it; of a root the best checkpoint in it.
+
+        Raises:
+            ReshardError: as `reshard.open`.
+        """
+
+    def is_root(self, path: Path) -> bool:  # noqa: ARG002
+        """Whether a path in this format holds several checkpoints, of which one is chosen."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointData:
+    """An opened checkpoint as its reader returns it.
+
+    The methods have the answers of a format that stores whole tensors. Readers of other formats return a subclass.
+
+    Attributes:
+        traits: those of the format.
+        path: the file or folder that is read.
+        index: the stored arrays of every tensor.
+        method: how the files are read.
+        iteration: number of the iteration, or None.
+        common: counters of the run, or None.
+        manifest: the manifest, or None: then there are no checksums.
+        lock: an open file descriptor that protects the folder from retention, or None. The owner closes it.
+        skipped: `(folder, reason)` of iterations that were tried first.
+        strings: names of values that are text and no tensors.
+        follow_links: whether the last component of a file's path may be a symbolic link.
+        ckpt_files: numbers of the files that are `.ckpt` files.
+        is_renamed: whether the tensors are seen through a name map.
+    """
+
+    traits: Traits
+    path: Path
+    index: _core.Index
+    method: _core.ReadMethod = "auto"
+    iteration: int | None = None
+    common: CommonInfo | None = None
+    manifest: Manifest | None = None
+    lock: int | None = None
+    skipped: tuple[tuple[str, str], ...] = ()
+    strings: tuple[str, ...] = ()
+    follow_links: bool = False
+    ckpt_files: Collection[int] = field(default_factory=frozenset)
+    is_renamed: bool = False
+
+    def keys(self) -> list[str]:
+        """Names of all tensors in the order of the description, those without a position included."""
+        return self.index.keys()
+
+    def unplaced(self) -> Mapping[str, Unplaced]:
+        """Tensors that can only be read rank by rank."""
+        return {}
+
+    def strategy(self) -> Strategy | None:
+        """The strategy with which rank folders were opened."""
+        return None
+
+    def part(self, key: str) -> PartName:
+        """Whether a tensor belongs to the model or to the optimizer."""
+        return "optimizer" if self.traits.counters_as_tensors and scalars.is_state(key) else "model"
+
+    def file_name(self, file: int) -> str:
+        """The name of a file, relative to the folder of the checkpoint."""
+        return Path(self.index.file_path(file)).name
+
+    def rank_files(self) -> Mapping[int, list[int]] | None:
+        """Numbers of the files that each rank wrote; None: the files hold whole tensors.
+
+        Raises:
+            ArgumentError: nothing records which rank wrote a file.
+        """
+        return None
+
+    def world_size(self) -> int | None:
+        """How many ranks saved it, if that is recorded."""
+        return None if self.manifest is None else self.manifest.world_size
+
+    def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002
+        """The state saved beside the tensors, as `Checkpoint.extra` returns it."""
+        return {}
+
+    def tiled_keys(self) -> Collection[str]:
+        """Tensors that only `tiles.json` describes."""
+        return ()
+
+    def device_layouts(self, shapes: dict[str, tuple[int, ...]]) -> Mapping[str, DeviceLayout | None]:
+        """The recorded device layout of each tensor, or None where there is none."""
+        return {key: self.index.metadata_layout(key) for key in shapes}
+
+    def layout_mapping(self, shapes: dict[str, tuple[int, ...]]) -> Mapping[str, Any] | None:  # noqa: ARG002
+        """The recorded layout of the whole checkpoint, or None."""
+        return None
+
+    def view(self, index: _core.Index, lock: int | None) -> Self:
+        """The same files with an index of other tensors: what is recorded of the stored tensors does not apply."""
+        return replace(self, index=index, lock=lock, strings=())
