@@ -12,7 +12,6 @@ local or none at all, the claims alone do.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import fcntl
@@ -31,7 +30,7 @@ from reshard import _core
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
 from reshard.small_files import read_small_file, show
 from reshard.strict_json import parse_json
-from reshard.write import steps
+from reshard.write import process_end, steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -233,7 +232,7 @@ def _forget() -> None:
 
 os.register_at_fork(after_in_child=_forget)
 # At import, so that what is registered later, the wait for pending saves for one, runs before it.
-atexit.register(release)
+process_end.call_at_end(release, process_end.CLAIMS)
 
 
 def _claim(root: Path, *, takeover: bool, durable: bool, folder_mode: int) -> Claim:
@@ -275,6 +274,7 @@ def _make(root: Path, writers: Path, *, durable: bool) -> Claim | None:
     for old in dead:  # only now: at every moment the highest number is there
         with contextlib.suppress(StorageError):
             steps.remove_file(writers / f"epoch_{old}")
+    process_end.call_at_end(release, process_end.CLAIMS)  # once more: this may be a forked worker
     stop = threading.Event()
     beat = threading.Thread(target=_touch, args=(handle, stop), name="reshard-claim", daemon=True)
     beat.start()

@@ -191,7 +191,8 @@ def save(  # noqa: PLR0917
             None: torch's default group if there is one, else this process alone.
         rank: what the caller takes to be its rank, to be checked.
         blocking: False returns as soon as this rank's part is copied; what happens to the arrays then is no matter.
-            One save at a time goes on in the background: the next one first waits for it, and raises its error.
+            One save at a time goes on in the background: the next one first waits for it, and raises its error. The
+            end of the process waits for it too, except where that is `os._exit` or a signal (see `PendingSave`).
         durable: sync everything before it is published. False survives a crash of the process, not of the machine.
         format: "checkpoint2"; or "checkpoint1", a file for each rank, under a name that says epoch and step (see
             `write.checkpoint1`). There every layout that is saved must be one that a strategy file can say, a root is
