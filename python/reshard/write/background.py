@@ -204,7 +204,7 @@ def snapshot_pool() -> _core.SnapshotPool:
 
 def _finish_at_exit() -> None:
     """The last chance: wait for the pending save, and tell of an error that nobody has seen."""
-    global _pending  # noqa: PLW0603
+    global _pending
     with _lock:
         pending, _pending = _pending, None  # it is called twice in some processes
     if pending is None or pending._pid != os.getpid():  # noqa: SLF001
