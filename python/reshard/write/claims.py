@@ -35,7 +35,7 @@ from reshard.write import process_end, steps
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LOCK_FILE", "WRITERS_FOLDER", "Claim", "check", "held", "hold", "locked", "release"]
+__all__ = ["LOCK_FILE", "WRITERS_FOLDER", "Claim", "check", "held", "hold", "living_claim", "locked", "release"]
 
 LOCK_FILE = ".lock"
 WRITERS_FOLDER = ".writers"
@@ -190,6 +190,17 @@ def check(claim: Claim) -> None:
             path=str(claim.root),
             hint="give `takeover` to claim the root again",
         )
+
+
+def living_claim(root: Path) -> ClaimedError | None:
+    """The error for a root that another process of this machine has claimed and is alive; None: none is seen."""
+    try:
+        if not root.is_dir() or held(root) is not None:
+            return None
+        owners = [_owner(root / WRITERS_FOLDER / f"epoch_{epoch}") for epoch in _epochs(root / WRITERS_FOLDER)]
+    except (OSError, ReshardError):
+        return None  # what cannot be looked at is reported where it is claimed
+    return next((_claimed(root, one) for one in owners if _is_dead(one, is_real_lock=True) is False), None)
 
 
 def release(root: Path | None = None) -> None:
