@@ -119,6 +119,38 @@ def test_invalid_option_is_refused_when_the_checkpointer_is_made(
         Checkpointer(tmp_path, signals=(), **options)
 
 
+@pytest.mark.parametrize("format", ["checkpoint2", "checkpoint1"])
+def test_dry_run_refuses_what_a_save_would_refuse_and_changes_nothing(tmp_path: Path, format: Any) -> None:  # noqa: A002
+    root, good = tmp_path / "root", {"w": np.zeros((2, 3))}
+    save: Any = reshard.save
+    assert save(root, 5, good, extra={"n": 1}, format=format, dry_run=True) is None
+    part = reshard.Shard(np.zeros((1, 3)), (2, 3), (0, 0))
+    for wrong in ({"extra": {"f": print}}, {"model": {"w": "text"}}, {"model": {"w": part}}, {"keep": 0}):
+        with pytest.raises(ReshardError):
+            save(root, 5, **({"model": good} | wrong), format=format, dry_run=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_root_of_another_number_of_ranks_is_refused_by_resume(tmp_path: Path) -> None:
+    def work(n_before: int, group: TorchGroup) -> str:
+        del group
+        made = Checkpointer(
+            tmp_path, format="checkpoint1", save_every=1, async_save=False, dedup=False, signals=(), durable=False
+        )
+        if n_before:
+            with pytest.raises(ReshardError, match="ranks"):
+                made.resume(model=nn.Linear(2, 1), allow_fresh=True)
+            return "refused"
+        made.resume(model=nn.Linear(2, 1))
+        made.step(1)
+        return "saved"
+
+    with Job(2, lambda group: work(0, group)) as job:
+        assert job.values() == ["saved"] * 2
+    with Job(3, lambda group: work(2, group)) as job:
+        assert job.values() == ["refused"] * 3
+
+
 # -- the root
 
 

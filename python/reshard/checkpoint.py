@@ -274,7 +274,8 @@ class Checkpoint:
                     path=str(self.path),
                     key=key,
                     hint="put the strategy files of the run into a folder `strategy` beside it, or give `strategy=` "
-                    "(on the command line `--strategy`); if every rank holds the whole model, open the folder of one rank",
+                    "(on the command line `--strategy`); if every rank holds the whole model, open the folder of one "
+                    "rank",
                 )
 
     def _place_ranks(
