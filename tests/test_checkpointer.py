@@ -25,6 +25,7 @@ from torch.optim import lr_scheduler
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, GroupError, MismatchError, ReshardError, StorageError
 from reshard.group import SingleProcess
+from reshard.resume import View
 from reshard.torch import Checkpointer, ElasticSampler, LossHealth
 from reshard.torch.run import interval
 from reshard.torch.state import describe
@@ -387,7 +388,7 @@ def test_optimizer_without_state_is_resumed_and_a_missing_one_is_missed(tmp_path
         made.save()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     decision = make(tmp_path).resume(model=model, optimizer=optimizer)
-    assert (decision.initial_step, decision.warnings, optimizer.param_groups[0]["lr"]) == (1, (), 0.1)
+    assert (decision.initial_step, optimizer.param_groups[0]["lr"]) == (1, 0.1)
     with make(tmp_path / "other") as made:
         made.resume(model=model)
         made.step(1)
@@ -430,16 +431,28 @@ def test_damage_is_passed_over_and_the_run_goes_on(tmp_path: Path, whole: list[f
 # -- the data
 
 
-def test_larger_batch_scales_steps_and_reads_on(tmp_path: Path) -> None:
+def test_larger_batch_leaves_steps_and_the_scheduler_where_they_were_and_reads_on(tmp_path: Path) -> None:
     with resumed(tmp_path, save_every=8) as (trainer, made, _):
         trainer.run(made, 1, 8)
         done = trainer.sampler.total
     with resumed(tmp_path, trainer=Trainer(batch=8), save_every=1) as (trainer, made, decision):
-        assert (decision.initial_step, trainer.sampler.total) == (4, done)
-        assert any("the scheduler goes on where it was" in line for line in decision.warnings)
-        trainer.run(made, 5, 6)
+        assert (decision.initial_step, decision.global_step, trainer.schedule.last_epoch) == (8, 8, 8)
+        assert (trainer.sampler.total, decision.consumed_samples, decision.global_batch_size) == (done, done, 8)
+        assert (decision.next_step, decision.scaling, decision.warnings) == (View(1, 5), None, ())
+        assert "global_batch_size 4 -> 8: steps count on from 8, not scaled" in decision.reasons
+        trainer.run(made, 9, 10)
     with resumed(tmp_path, trainer=Trainer(batch=8)) as (trainer, made, decision):
-        assert (decision.initial_step, trainer.sampler.total) == (6, done + 16)
+        assert (decision.initial_step, trainer.sampler.total) == (10, done + 16)
+        assert decision.consumed_samples == done + 16
+
+
+def test_configuration_scales_steps_when_the_batch_changes(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=8) as (trainer, made, _):
+        trainer.run(made, 1, 8)
+    trainer, words = Trainer(batch=8), {"load_checkpoint": str(tmp_path), "resume_training": True}
+    decision = Checkpointer.from_config(words, signals=()).resume(**trainer.parts())
+    assert (decision.initial_step, trainer.sampler.total) == (4, 32)
+    assert any("the scheduler goes on where it was" in line for line in decision.warnings)
 
 
 def test_other_data_needs_a_word(tmp_path: Path) -> None:
@@ -467,6 +480,24 @@ def test_checkpoint_without_a_sampler_skips_by_steps(tmp_path: Path) -> None:
     sampler = ElasticSampler(64, 0, True, 4, 0, 1)
     decision = make(tmp_path).resume(model=model, sampler=sampler)
     assert (decision.initial_step, sampler.total) == (6, 24)
+
+
+def test_checkpoint_without_a_sampler_skips_as_many_samples_at_another_batch_size(tmp_path: Path) -> None:
+    model = Trainer().model
+    reshard.save(tmp_path, 6, model.state_dict(), common={"global_batch_size": 4})
+    sampler = ElasticSampler(64, 0, True, 8, 0, 1)
+    decision = make(tmp_path).resume(model=model, sampler=sampler)
+    assert (decision.initial_step, sampler.total, decision.consumed_samples) == (6, 24, 24)
+
+
+def test_resume_without_a_sampler_says_that_the_data_starts_over(tmp_path: Path) -> None:
+    model = Trainer().model
+    for _ in range(2):
+        with make(tmp_path, save_every=1) as made:
+            decision = made.resume(model=model)
+            made.step(decision.initial_step + 1)
+    assert "data position" not in decision.restored
+    assert any("no sampler was given: the data starts over" in line for line in decision.warnings)
 
 
 # -- configuration

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 import reshard
 from reshard import _core
@@ -49,3 +52,35 @@ def test_a_forked_child_does_all_that_its_parent_did(tmp_path: Path) -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+WORKER = """
+import multiprocessing, sys
+import numpy as np, reshard
+
+def save_at_the_end(root):
+    reshard.save(root, 1, {"w": np.ones(8 << 20, np.float32)}, blocking=False)
+
+if __name__ == "__main__":
+    method, parent_root, root = sys.argv[1:]
+    reshard.save(parent_root, 1, {"w": np.ones(1)}, blocking=False).result(60)
+    worker = multiprocessing.get_context(method).Process(target=save_at_the_end, args=(root,))
+    worker.start()
+    worker.join(60)
+    sys.exit(worker.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("fails", ["", "fails"])
+def test_background_save_of_an_ending_worker_is_published_or_reported(tmp_path: Path, method: str, fails: str) -> None:
+    script, root = tmp_path / "worker.py", tmp_path / "root"
+    script.write_text(WORKER)
+    if fails:
+        root.write_text("no folder")
+    command = [sys.executable, "-W", "ignore", str(script), method, str(tmp_path / "of the parent"), str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    if not fails:
+        assert reshard.verify(root).ok
+        assert [file.read_text() for file in (root / ".writers").iterdir()] == ['{"released":true}']
+    assert done.stderr.count("the save of iteration 1 failed in the background") == bool(fails)

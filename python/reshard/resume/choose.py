@@ -64,8 +64,8 @@ def none_to_take(config: Config, facts: Facts, verdicts: tuple[Verdict, ...]) ->
         return CheckpointNotFoundError(
             f"{facts.path} is there and holds no checkpoint",
             path=facts.path,
-            hint="load_checkpoint names the folder that holds the iteration_<number> folders, or one of these; "
-            "of Checkpoint 1.0 the one that holds the rank_<number> folders",
+            hint="a checkpoint root is the folder that holds the iteration_<number> folders, in Checkpoint 1.0 the "
+            "rank_<number> folders; to begin a run choose an empty or a new folder",
         )
     hint = "nothing starts from step 0 by itself: repair one, name another folder, or begin in an empty one"
     error_class: type[ReshardError] = DamagedFileError
@@ -74,7 +74,10 @@ def none_to_take(config: Config, facts: Facts, verdicts: tuple[Verdict, ...]) ->
     elif not any(candidate.fault for candidate in facts.candidates):
         error_class = UnsupportedError
         if facts.kind == "pretrained":
-            hint = "its weights can be loaded alone: `resume_training: false`"
+            hint = (
+                "its weights alone can be loaded, by a configuration: `resume_training: false`; a run that starts from "
+                "them saves into another folder"
+            )
     listed = "\n".join(f"  {name_of(verdict)}: {verdict.reason}" for verdict in verdicts)
     asked = "resumed from" if config.resume else "loaded"
     return error_class(f"no checkpoint in {facts.path} can be {asked}:\n{listed}", path=facts.path, hint=hint)

@@ -79,6 +79,8 @@ class RunFacts:
         dataset_changed: whether its data is other data than that of the checkpoint.
         base_units: samples that a micro-step takes over all ranks.
         has_optimizer: whether it has an optimizer to restore.
+        scale_steps: whether steps are scaled when the global batch size changes, as MindSpore Transformers does. If
+            not, steps stay as they were counted, and only the data that is skipped follows the samples.
     """
 
     global_batch_size: int | None = None
@@ -87,6 +89,7 @@ class RunFacts:
     dataset_changed: bool | None = None
     base_units: int | None = None
     has_optimizer: bool | None = None
+    scale_steps: bool = True
 
 
 @dataclass(frozen=True)

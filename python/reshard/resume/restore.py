@@ -86,11 +86,15 @@ def resumed(
     if compatible:
         arithmetic = "float32" if config.legacy_format or candidate.is_legacy else "double"
     batches = _Batches.of(config, run, common, arithmetic)
-    scaling = batches.scale(steps)
+    of_samples = batches.scale(steps)
+    scaling = of_samples if run.scale_steps else None
     initial = steps if scaling is None else scaling.steps
-    batches.tell(steps, scaling, reasons, warnings)
+    if run.scale_steps:
+        batches.tell(steps, scaling, reasons, warnings)
+    elif of_samples is not None:
+        reasons.append(f"global_batch_size {batches.saved} -> {batches.new}: steps count on from {steps}, not scaled")
     consumed = batches.consumed_at(steps) if common.consumed_samples is None else common.consumed_samples
-    skip = _data_skip(config, initial, reasons)
+    skip = _data_skip(config, steps if of_samples is None else of_samples.steps, reasons)
     # The eager loop, whose batch may grow, skips by samples.
     micro = _micro_skip(config, run, consumed) if is_eager or batches.schedule is not None else None
     restored: list[Restored] = ["weights", "counters"]
@@ -101,7 +105,7 @@ def resumed(
     restored += ["loss scale"] if common.loss_scale is not None else []
     restored += ["data position"] if skip or micro else []
     made = steps if common.global_step is None else common.global_step
-    made_scaled = batches.scale(made)
+    made_scaled = batches.scale(made) if run.scale_steps else None
     _warn(config, run, initial, scaling, warnings)
     if run.dataset_changed and skip and config.data_skip_steps is None:
         warnings.append(

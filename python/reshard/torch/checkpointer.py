@@ -6,9 +6,10 @@
         ...
         checkpointer.step(step, loss=loss)
 
-Here is put together what others do: `saving` makes a checkpoint of what is live, `load_with` chooses what is resumed
-from, `loading` reads it and `resuming` puts it back, `emergency` brings the ranks to the same step when a signal came,
-and `leaving` saves there and ends. What is decided here is when to save.
+Here is put together what others do: `saving` makes a checkpoint of what is live, `preflight` finds out at the start
+whether that can succeed, `load_with` chooses what is resumed from, `loading` reads it and `resuming` puts it back,
+`emergency` brings the ranks to the same step when a signal came, and `leaving` saves there and ends. What is decided
+here is when to save.
 """
 
 from __future__ import annotations
@@ -20,24 +21,28 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 
+from reshard.checkpoint import Verify as VerifyOption
 from reshard.config import Config, as_config
-from reshard.errors import ArgumentError, ReshardError
+from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
 from reshard.group import agree, resolve, session
 from reshard.resume import RunFacts
 from reshard.torch import environment as environments
-from reshard.torch.checks import MAX_SEED, count
+from reshard.torch.checks import MAX_SEED, count, seconds
 from reshard.torch.emergency import LAST_WORDS_S, Rendezvous, Signals, board_of
 from reshard.torch.health import LossHealth
 from reshard.torch.leaving import leave, save_after, save_and_leave
 from reshard.torch.loading import read_for
+from reshard.torch.preflight import check_has_content, check_state, claim, own_config, rehearse, start_of
 from reshard.torch.resuming import (
     How,
     check_restored,
+    counted,
     refuse_lonely_model,
     restore_objects,
     restore_random,
@@ -48,7 +53,10 @@ from reshard.torch.run import Run, interval, number_of
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.saving import Saver
 from reshard.torch.state import describe
-from reshard.verbs.load import load_with
+from reshard.verbs.load import load_with, pass_over
+from reshard.words import show
+from reshard.write import protocol
+from reshard.write.save import check_save_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,6 +77,8 @@ __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("reshard")
 
+_MAX_THREADS = 1024
+
 
 class Checkpointer:
     """Saves a training run and resumes it: model, optimizer, schedulers, data position, random state, on any ranks.
@@ -78,6 +88,14 @@ class Checkpointer:
     every step.
 
     As a context manager it waits for the last save at the end of the block; else call `close`.
+
+    What would make saves fail is an error of the constructor or of `resume`: options, an unwritable root, a root that
+    another job writes into or that is at a later step, state that cannot be saved. `resume` claims the root for this
+    process. With `save_every=None`, as for an evaluation beside a training, it does not, and these are warnings of the
+    decision.
+
+    Steps are steps: `initial_step` is the step that was saved, whatever the batch size is now. The position in the data
+    is that of the sampler, which counts samples.
 
     Signals (SIGTERM and SIGUSR1): when one reaches any rank, all save at the same step, the next or the one after it,
     wait until it is published and exit with code 75; with 128 + the signal's number if the save failed. `step` is where
@@ -132,10 +150,15 @@ class Checkpointer:
         only_save_strategy: as in `reshard.save`.
         integrated_save: each save is written once more, as whole tensors, into `<root>_integrated`, see
             `reshard.verbs.integrate`.
+        rollback: the run is meant to be below the newest iteration of the root: what is above its first step is passed
+            over from its first save on. With `from_config` it starts from what the configuration says, whatever the
+            root holds.
+        takeover: claim the root even if another job that writes into it seems to be alive; the saves of that one fail
+            from then on.
 
     Raises:
-        ArgumentError: `save_every` is neither steps nor a time, or a time and ranks cannot leave word for each other;
-            `overlap` without `async_save`.
+        ArgumentError: an option has a value that is not accepted, or does not go with another one; `save_every` is a
+            time and ranks cannot leave word for each other.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -187,6 +210,8 @@ class Checkpointer:
         save_trainable_params: bool = False,
         only_save_strategy: bool = False,
         integrated_save: bool = False,
+        rollback: bool = False,
+        takeover: bool = False,
     ) -> None:
         self._root = Path(root)
         self._every_steps, self._every_s = interval(save_every)
@@ -204,17 +229,37 @@ class Checkpointer:
             "save_network_params": save_network_params,
             "only_save_strategy": only_save_strategy,
         }
-        if format == "checkpoint1" and (keep_every is not None or keep_best is not None):
-            raise ArgumentError("`keep_every` and `keep_best` are for Checkpoint 2.0")
+        check_save_options(
+            format=format,
+            prefix=prefix,
+            keep=keep,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            sink_size=sink_size,
+            save_network_params=save_network_params,
+            only_save_strategy=only_save_strategy,
+        )
+        if threads is not None:
+            count("threads", threads, 1, _MAX_THREADS)
+        if verify not in get_args(VerifyOption):
+            raise ArgumentError(f"`verify` is {verify!r}; {', '.join(map(repr, get_args(VerifyOption)))} are accepted")
+        unknown = sorted(set(environment or {}) - set(signature(environments.record).parameters))
+        if unknown:
+            raise ArgumentError(
+                f"`environment` has {show(str(unknown[0]))}", hint="its entries are `config`, `dataset` and `code`"
+            )
+        self._rollback, self._takeover = rollback, takeover
         self._with_trainable, self._is_integrated = save_trainable_params, integrated_save
         self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
         if overlap and not async_save:
             raise ArgumentError("`overlap` is about saves in the background", hint="give `async_save=True`, too")
         self._async, self._overlap, self._verify, self._mesh = async_save, overlap, verify, mesh
         self._save_optimizer = True
+        self._scale_steps = False
         self._health: Health = health or LossHealth()
         self._environment, self._strict_environment = dict(environment or {}), strict_environment
-        self._coordinate, self._timeout, self._grace_s = coordinate, timeout, grace_s
+        self._coordinate = coordinate
+        self._timeout, self._grace_s = seconds("timeout", timeout), seconds("grace_s", grace_s)
         self._save_on_exception = save_on_exception
         self._root_seed = None if seed is None else count("seed", seed, 0, MAX_SEED)
         self._group = resolve(group)
@@ -236,7 +281,11 @@ class Checkpointer:
         """Made of a configuration in the original's words: a YAML file, a mapping or a `Config`.
 
         It says what is loaded, which may be another root or one iteration, and whether the counters go on; where to
-        save, how often and how; and the rules of data and health.
+        save, how often and how; and the rules of data and health. What is loaded is where the run starts for the first
+        time: if the folder that it saves into holds checkpoints that are further on, as after a crash, it goes on from
+        the newest of these, and the decision says so.
+
+        When the global batch size changes, steps are scaled as MindSpore Transformers does.
 
         Args:
             config: the configuration; its digest is recorded in the environment.
@@ -281,6 +330,7 @@ class Checkpointer:
             given["environment"] = {"config": text} | dict(given.get("environment") or {})
         made = cls(**given)
         healthy_only = known.healthy_only or bool(options.get("healthy_only"))
+        made._scale_steps = True
         made._config = replace(known, healthy_only=healthy_only, sink_mode=False)  # a loop in torch makes single steps
         made._save_optimizer = known.save_optimizer
         return made
@@ -329,6 +379,9 @@ class Checkpointer:
 
         Raises:
             ArgumentError: an object without state; `resume` was called before.
+            ArgumentError: state that cannot be saved; a root that is at a later step; a model on the device `meta` and
+                nothing to resume from.
+            ClaimedError: another job writes into the root.
             MismatchError: tensors or objects do not fit, `check` refused, or the environment differs and is strict.
             DamagedFileError, CheckpointNotFoundError, UnsupportedError, GroupError, StorageError: as `reshard.load`.
         """
@@ -337,6 +390,10 @@ class Checkpointer:
         run = Run(model, optimizer, scheduler, sampler, extra or {})
         members = self._group
         described = self._describe(run, optimizer)
+        saver = self._saver_of(run)
+        told = self._check_saves(saver, described)
+        facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
+        is_own, reason = self._start(facts)
         how = How(strict, cast, init, device, grown)
         is_weights_alone = False
 
@@ -352,18 +409,28 @@ class Checkpointer:
                 threads=self._options["threads"],
             )
 
-        decision, found = load_with(
-            read,
-            group=members,
-            scrub=self._verify == "full",
-            config=self._config,
-            run=_facts_of(run.sampler),
-            allow_fresh=allow_fresh,
-            threads=self._options["threads"],
-            timeout=self._timeout,
-        )
-        told: list[str] = []
-        if found is not None:
+        def load(config: Config) -> tuple[ResumeDecision, Read | None]:
+            return load_with(
+                read,
+                group=members,
+                scrub=self._verify == "full",
+                config=config,
+                run=facts,
+                allow_fresh=allow_fresh,
+                threads=self._options["threads"],
+                timeout=self._timeout,
+            )
+
+        decision, found = load(own_config(self._config, self._root) if is_own else self._config)
+        is_fresh_by_word = allow_fresh and decision.fresh
+        if is_own and decision.fresh:  # `allow_fresh`, and none of its own is whole
+            told += decision.warnings
+            decision, found = load(self._config)
+        elif reason is not None:
+            decision = replace(decision, reasons=(reason, *decision.reasons))
+        if found is None:
+            self._together(lambda: check_has_content(described, str(self._root)))
+        else:
             saved = {} if is_weights_alone else found.extra
 
             def restore() -> list[str]:
@@ -381,10 +448,43 @@ class Checkpointer:
                     "the batch size changed, and with it the number of steps: the scheduler goes on where it was, and "
                     f"steps from {decision.initial_step}"
                 )
-        self._begin(run, decision)
+        if not self._scale_steps or run.sampler is None:
+            decision = counted(decision, run.sampler)
+        self._begin(saver, decision, is_back=self._rollback or is_fresh_by_word)
         for line in told:
             _log.warning("resume: %s", line)
         return replace(decision, warnings=(*decision.warnings, *told))
+
+    def _start(self, facts: RunFacts) -> tuple[bool, str | None]:
+        """Whether the run starts from its own newest checkpoint, as rank 0 sees it, and why."""
+        if self._rollback:
+            return False, None
+        known = replace(facts, world_size=self._group.world_size)
+        is_own, reason = self._together(
+            lambda: start_of(self._config, self._root, known) if self._group.rank == 0 else None
+        )[0]
+        return is_own, reason
+
+    def _check_saves(self, saver: Saver, described: Described) -> list[str]:
+        """See that saves can succeed; what would make them fail is a warning where none is due."""
+        extra: dict[str, Any] = {}
+
+        def check_own() -> None:
+            extra.update(check_state(saver, described))
+            obstacle = protocol.obstacle(self._root) if self._group.rank == 0 else None
+            if obstacle is not None and not (self._takeover and isinstance(obstacle, ClaimedError)):
+                raise obstacle
+
+        try:
+            self._together(check_own)
+            rehearse(saver, described, extra, self._every_steps or 1)
+        except GroupError:
+            raise
+        except ReshardError as error:
+            if self._has_interval:
+                raise
+            return [f"a save would fail: {error.message}"]
+        return []
 
     def _describe(self, run: Run, optimizer: object) -> Described:
         return describe(
@@ -452,24 +552,43 @@ class Checkpointer:
             outcome = error
         return agree(session(self._group, "resume"), outcome, self._timeout)
 
-    def _begin(self, run: Run, decision: ResumeDecision) -> None:
-        """Everything is in place: agree on what the run is known by."""
+    def _begin(self, saver: Saver, decision: ResumeDecision, *, is_back: bool) -> None:
+        """Everything is in place: agree on what the run is known by, and claim the root."""
+        run = saver.run
         seed = torch.initial_seed() % (MAX_SEED + 1) if self._root_seed is None else self._root_seed
         word, self._root_seed = self._together(lambda: [secrets.token_hex(8), seed])[0]
+        saver.root_seed = self._root_seed
         if self._board is not None:
             run.rendezvous = Rendezvous(self._group, self._board, word, self._drift)
         run.last = run.saved = decision.initial_step
         run.above = decision.iteration if decision.iteration is not None and self._saves_where_it_loads(decision) else 0
+        if is_back:
+            pass_over(self._root, -1 if decision.fresh else decision.initial_step)
+        if self._has_interval or self._takeover:
+            every = self._every_steps or 1
+            first = (run.last // every + 1) * every
+            is_below = is_back or first < run.above
+            self._together(
+                lambda: (
+                    claim(saver, step=first, is_below=is_below, takeover=self._takeover)
+                    if self._group.rank == 0
+                    else None
+                )
+            )
         if self._save_on_exception:
             run.watch()
-        self._saver = Saver(
+        saver.begin()
+        self._saver = saver
+
+    def _saver_of(self, run: Run) -> Saver:
+        return Saver(
             run=run,
             root=self._root,
             group=self._group,
             options=self._options,
             mesh=self._mesh,
             coordinate=self._coordinate,
-            root_seed=self._root_seed,
+            root_seed=0,  # agreed when the run begins
             timeout=self._timeout,
             is_async=self._async,
             overlap=self._overlap,
@@ -478,6 +597,10 @@ class Checkpointer:
             is_integrated=self._is_integrated,
             record=self._record,
         )
+
+    @property
+    def _has_interval(self) -> bool:
+        return self._every_steps is not None or self._every_s is not None
 
     def _saves_where_it_loads(self, decision: ResumeDecision) -> bool:
         return decision.path is not None and Path(decision.path).resolve().parent == self._root.resolve()
@@ -620,10 +743,9 @@ class Checkpointer:
         return self._saver
 
 
-def _facts_of(sampler: object) -> RunFacts:
+def _facts_of(sampler: object, *, scale_steps: bool) -> RunFacts:
     # Whether an optimizer is missing is seen later: plain SGD has no tensors, and is there all the same.
+    facts = RunFacts(has_optimizer=False, scale_steps=scale_steps)
     if not isinstance(sampler, ElasticSampler):
-        return RunFacts(has_optimizer=False)
-    return RunFacts(
-        global_batch_size=sampler.global_batch_size, steps_per_epoch=sampler.steps_per_epoch, has_optimizer=False
-    )
+        return facts
+    return replace(facts, global_batch_size=sampler.global_batch_size, steps_per_epoch=sampler.steps_per_epoch)

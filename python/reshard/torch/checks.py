@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 from reshard.errors import ArgumentError
 
-__all__ = ["MAX_COUNT", "MAX_SEED", "count", "shown"]
+__all__ = ["MAX_COUNT", "MAX_SEED", "count", "seconds", "shown"]
 
 MAX_COUNT = 1 << 62
 """More than anything that is counted; sums of a few still fit 64 bits."""
@@ -38,6 +39,26 @@ def count(name: str, value: object, least: int = 0, most: int = MAX_COUNT) -> in
     if not least <= number <= most:
         raise ArgumentError(f"{name} is {shown(value)}, expected an integer, {least} to {most}")
     return number
+
+
+def seconds(name: str, value: object) -> float:
+    """The value, if it is a time in seconds.
+
+    Args:
+        name: what it is, for the error.
+        value: anything.
+
+    Raises:
+        ArgumentError: it is not a number, negative, or not finite.
+
+    Example:
+        >>> seconds("timeout", 600)
+        600.0
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:  # type: ignore[operator]
+        raise ArgumentError(f"{name} is {shown(value)}, expected a number of seconds, 0 or more")
+    return float(value)  # type: ignore[arg-type]
 
 
 def shown(value: object) -> str:

@@ -137,7 +137,7 @@ def _local(optimizer: Any) -> Any:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             f"`optimizer` is a {type(optimizer).__name__}, expected a torch.optim.Optimizer or several",
-            hint="anything with `state_dict` and `load_state_dict` can be given in `objects`",
+            hint="`Checkpointer.resume(extra={...})` keeps anything with `state_dict` and `load_state_dict`",
         )
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         if not isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
@@ -149,7 +149,7 @@ def _local(optimizer: Any) -> Any:
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         raise UnsupportedError(
             f"a {type(optimizer).__name__} has a `state_dict` of its own, whose parts have no names of parameters",
-            hint="give it in `objects`, which keeps its `state_dict` of rank 0 as it is",
+            hint="give it in `Checkpointer.resume(extra={...})`, which keeps its `state_dict` of rank 0 as it is",
         )
     return optimizer
 

@@ -246,7 +246,7 @@ def _refuse_wrapped(tensor: torch.Tensor, key: str) -> None:
         raise UnsupportedError(
             f"{show(key)} is a {type(tensor).__name__}, which is made of other tensors",
             key=key,
-            hint="save those under names of their own, by `objects=`",
+            hint="put an object whose `state_dict` holds them into `Checkpointer.resume(extra={...})`",
         )
 
 

@@ -6,10 +6,11 @@ then tells. In which order, and that all ranks fare alike, is the checkpointer's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import MismatchError
+from reshard.resume import View
 from reshard.torch import rng
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.state import apply
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "How",
     "check_restored",
+    "counted",
     "refuse_lonely_model",
     "restore_objects",
     "restore_random",
@@ -120,17 +122,20 @@ def restore_sampler(
     """
     if sampler is None:
         if "sampler" not in saved:
-            return []
+            if not decision.initial_step:
+                return []
+            seen = f"what {decision.initial_step} steps have seen"
+            return [f"no sampler was given: the data starts over, unless the trainer itself skips {seen}"]
         if how.strict:
             raise MismatchError(
                 "the checkpoint has the state of a sampler, and the run has none", hint="`strict=False` goes on without"
             )
-        return ["the run has no place for the sampler's state"]
+        return ["the run has no place for the sampler's state: the data starts over"]
     if "sampler" not in saved:
         if isinstance(sampler, ElasticSampler) and decision.data_skip_steps:
             sampler.step(decision.data_skip_steps)
             return [f"the checkpoint has no sampler: {decision.data_skip_steps} steps of data are skipped"]
-        return []
+        return ["the checkpoint has no sampler: the data starts over"] if decision.initial_step else []
     if not isinstance(sampler, ElasticSampler):
         sampler.load_state_dict(saved["sampler"])
         return []
@@ -139,6 +144,21 @@ def restore_sampler(
         ignore_data_skip=config.ignore_data_skip,
         data_skip_steps=config.data_skip_steps,
         grown=how.grown,
+    )
+
+
+def counted(decision: ResumeDecision, sampler: object) -> ResumeDecision:
+    """The decision, with the position in the data as the sampler has it: in samples, whatever the batch size was."""
+    if sampler is None:
+        return replace(decision, restored=tuple(one for one in decision.restored if one != "data position"))
+    if not isinstance(sampler, ElasticSampler):
+        return decision
+    return replace(
+        decision,
+        initial_epoch=sampler.epoch,
+        next_step=View(sampler.epoch + 1, sampler.consumed // sampler.global_batch_size + 1),
+        consumed_samples=sampler.total,
+        global_batch_size=sampler.global_batch_size,
     )
 
 

@@ -55,9 +55,12 @@ class Run:
             if "scheduler" in extra:
                 raise ArgumentError("`extra` has an object named `scheduler`, and there is one as `scheduler`")
             self.objects["scheduler"] = scheduler
-        for name, one in {**self.per_rank, **({} if sampler is None else {"sampler": sampler})}.items():
+        for name, one in {**self.objects, **self.per_rank, **({} if sampler is None else {"sampler": sampler})}.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
-                raise ArgumentError(f"`{name}` is a {type(one).__name__} without `state_dict` and `load_state_dict`")
+                raise ArgumentError(
+                    f"`{name}` is a {type(one).__name__} without `state_dict` and `load_state_dict`",
+                    hint="put plain values into an object that has both",
+                )
         self.last = self.saved = 0
         self.saved_at = time.monotonic()
         self.above = 0

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
     from reshard.write.save import PendingSave, SaveReport
 
-__all__ = ["Saver"]
+__all__ = ["Saver", "with_tensors"]
 
 _log = logging.getLogger("reshard")
 
@@ -84,7 +84,8 @@ class Saver:
     _staging: Staging = field(default_factory=Staging)
     _hooks: list[Any] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def begin(self) -> None:
+        """The run has begun: hold the steps of its optimizers, if copies overlap with the training."""
         for one in self.run.optimizers() if self.overlap else ():
             self._hooks.append(one.register_step_pre_hook(lambda *_: self._staging.hold()))
 
@@ -111,15 +112,15 @@ class Saver:
             group=self.group,
             timeout=self.timeout,
         )
-        extra = self._extra(described, step, interrupted=interrupted)
+        extra = self.beside_tensors(described, step, interrupted=interrupted)
         saving = described.saving()
         staged = self._staged(described, saving, blocking=blocking)
         save_any: Any = save_iteration  # which of two things it returns is said by a variable
         saved = save_any(
             self.root,
             step,
-            **(saving if staged is None else _with(staged.tensors, saving)),
-            common=self._common(step),
+            **(saving if staged is None else with_tensors(staged.tensors, saving)),
+            common=self.common(step),
             extra=extra,
             group=self.group,
             blocking=blocking,
@@ -128,7 +129,7 @@ class Saver:
             timeout=self.timeout if timeout is None else timeout,
             ready=None if staged is None else staged.ready,
             after=self._after,
-            **self._of_format(described, saving),
+            **self.of_format(described, saving),
             **self.options,
         )
         run.saved, run.saved_at = step, time.monotonic()
@@ -222,7 +223,7 @@ class Saver:
             timeout=self.timeout,
         )
 
-    def _of_format(self, described: Described, saving: Mapping[str, Any]) -> dict[str, Any]:
+    def of_format(self, described: Described, saving: Mapping[str, Any]) -> dict[str, Any]:
         """What Checkpoint 1.0 alone is told."""
         if self.options["format"] != "checkpoint1":
             return {}
@@ -235,7 +236,7 @@ class Saver:
             options["save_trainable_params"] = [key for key in saving["model"] if live[key].requires_grad]
         return options
 
-    def _extra(self, described: Described, step: int, *, interrupted: bool) -> dict[str, Any]:
+    def beside_tensors(self, described: Described, step: int, *, interrupted: bool) -> dict[str, Any]:
         """What is saved besides the tensors."""
         run, members = self.run, self.group
         extra: dict[str, Any] = {
@@ -265,7 +266,8 @@ class Saver:
             extra["environment"] = run.record
         return extra
 
-    def _common(self, step: int) -> dict[str, Any]:
+    def common(self, step: int) -> dict[str, Any]:
+        """The counters that are saved."""
         run = self.run
         common: dict[str, Any] = {"step_num": step, "global_step": step}
         if isinstance(run.sampler, ElasticSampler):
@@ -305,7 +307,7 @@ def _tensor(value: Any) -> torch.Tensor:
     return tensor
 
 
-def _with(tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]) -> dict[str, Any]:
+def with_tensors(tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]) -> dict[str, Any]:
     """The same arguments of `reshard.save`, with other tensors."""
     model, optimizer = (
         {

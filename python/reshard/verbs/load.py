@@ -493,15 +493,27 @@ def _damage_of(error: ReshardError) -> str | None:
 def _note(path: Path) -> None:
     """Remember which newer iterations were passed over: the first save after this load records it."""
     number = checkpoint2.parse_iteration_folder(path.name)
-    if number is None or not checkpoint2.is_root(path.parent):
-        return
-    newer = opening.newer_than(path.parent, number)
+    if number is not None and checkpoint2.is_root(path.parent):
+        pass_over(path.parent, number)
+
+
+def pass_over(root: Path, number: int) -> None:
+    """Go on from an iteration of a root on purpose: the first save records which newer ones are passed over.
+
+    Args:
+        root: the checkpoint root.
+        number: the iteration; -1: all are passed over.
+
+    Example:
+        >>> pass_over(Path("no/such/root"), 400)
+    """
+    newer = opening.newer_than(root, number) if root.is_dir() else ()
     if newer:
-        taken.note(path.parent, number, newer)
+        taken.note(root, number, newer)
         # What is saved from here on is another line of saves, told from what was passed over by its epoch.
-        protocol.release(path.parent)
+        protocol.release(root)
     else:
-        taken.forget(path.parent)
+        taken.forget(root)
 
 
 # -- in the background

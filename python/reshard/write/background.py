@@ -1,14 +1,13 @@
 """A save that goes on in the background: one thread, at most one pending save a process, no error lost.
 
-Knows threads, forks and the end of the interpreter, and nothing of checkpoints: it runs what it is given. The error of
-a pending save surfaces where somebody can act on it: at `result`, at the next save, or in the log when the interpreter
-ends. A forked child has none of the parent's threads: for it the parent's save does not exist, and asking for it is an
-error.
+Knows threads, forks and the end of the process, and nothing of checkpoints: it runs what it is given. The error of a
+pending save surfaces where somebody can act on it: at `result`, at the next save, or in the log when the process ends.
+A forked child has none of the parent's threads: for it the parent's save does not exist, and asking for it is an error.
+A process that ends by `os._exit` or by a signal runs no exit function (`process_end`): its pending save is lost.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reshard import _core
 from reshard.errors import ArgumentError, ReshardError
+from reshard.write import process_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 class PendingSave(Generic[T]):
     """A save under way in the background. What `save(..., blocking=False)` returns.
+
+    The end of the process waits for it, also in a worker of `multiprocessing`. A process that ends by `os._exit`, as a
+    child made by `os.fork` often does, or that is killed, does not: call `result` first.
 
     Attributes:
         iteration: the iteration that is saved.
@@ -138,7 +141,6 @@ class PendingSave(Generic[T]):
 _lock = threading.Lock()
 _pending: PendingSave[object] | None = None
 _pool: _core.SnapshotPool | None = None
-_is_registered = False
 
 
 def start(
@@ -152,14 +154,12 @@ def start(
         progress: called with the same besides, from the background.
         exit_seconds: how long the end of the interpreter waits for it.
     """
-    global _pending, _is_registered  # noqa: PLW0603  one pending save a process is the point
+    global _pending  # noqa: PLW0603  one pending save a process is the point
     pending = PendingSave(iteration, work, progress, exit_seconds)
     with _lock:
         _pending = pending  # type: ignore[assignment]
-        if not _is_registered:
-            # Not at import: what a save needs to its end is registered then, and what is registered last runs first.
-            atexit.register(_finish_at_exit)
-            _is_registered = True
+    # Not at import: what a save needs to its end is registered then, and what is registered last runs first.
+    process_end.call_at_end(_finish_at_exit, process_end.SAVES)
     pending._thread.start()  # noqa: SLF001  both are this module's
     return pending
 
@@ -204,8 +204,9 @@ def snapshot_pool() -> _core.SnapshotPool:
 
 def _finish_at_exit() -> None:
     """The last chance: wait for the pending save, and tell of an error that nobody has seen."""
+    global _pending
     with _lock:
-        pending = _pending
+        pending, _pending = _pending, None  # it is called twice in some processes
     if pending is None or pending._pid != os.getpid():  # noqa: SLF001
         return
     started = time.monotonic()

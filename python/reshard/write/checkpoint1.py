@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from reshard.write.iteration import IterationPlan
     from reshard.write.strategies import Shapes, Strategies
 
-__all__ = ["How", "save_ranks"]
+__all__ = ["How", "check_ranks", "save_ranks"]
 
 
 @dataclass(frozen=True)
@@ -172,16 +172,8 @@ def save_ranks(
         ReshardError: as `save`.
     """
     rank = channel.rank
-
-    def tell() -> dict[str, Any]:
-        if isinstance(own, BaseException):
-            raise own
-        at = how.position(terms.iteration, own.common.epoch_num)
-        view = look(terms.root, rank, channel.world_size, rank_plan.check_prefix(how.prefix), at)
-        return {"facts": own.facts.to_json(), "view": view.to_json()}
-
     coordinator = _Coordinator(terms, how, own) if rank == 0 and isinstance(own, Own) else None
-    told = outcome_of(tell)
+    told = outcome_of(lambda: _told(terms, how, channel, own))
     agreed = _Agreed.from_json(meet(channel, told, None if coordinator is None else coordinator.plan, terms.timeout))
     assert isinstance(own, Own)
 
@@ -205,6 +197,35 @@ def save_ranks(
     stall_seconds = time.monotonic() - started
     later = functools.partial(job.carry_out, started=started, stall_seconds=stall_seconds)
     return background.start(terms.iteration, later, progress, exit_seconds=terms.timeout)
+
+
+def check_ranks(terms: Terms, how: How, channel: Group, own: Own | BaseException) -> None:
+    """Check a save without claiming the root or writing; all ranks call this.
+
+    Args:
+        terms: how, in every format.
+        how: how, in this one.
+        channel: the session of the check.
+        own: what this rank brings along, or the exception in which making that ended.
+
+    Raises:
+        ReshardError: as `save`.
+    """
+
+    def check(told: list[Any]) -> None:
+        assert isinstance(own, Own)
+        _Coordinator(terms, how, own).check(told)
+
+    meet(channel, outcome_of(lambda: _told(terms, how, channel, own)), check, terms.timeout)
+
+
+def _told(terms: Terms, how: How, channel: Group, own: Own | BaseException) -> dict[str, Any]:
+    """What a rank tells in the first meeting."""
+    if isinstance(own, BaseException):
+        raise own
+    at = how.position(terms.iteration, own.common.epoch_num)
+    view = look(terms.root, channel.rank, channel.world_size, rank_plan.check_prefix(how.prefix), at)
+    return {"facts": own.facts.to_json(), "view": view.to_json()}
 
 
 @dataclass(frozen=True)
@@ -299,8 +320,8 @@ class _Coordinator:
 
     # -- 1
 
-    def plan(self, told: list[Any]) -> dict[str, Any]:
-        """Answer what all ranks told."""
+    def check(self, told: list[Any]) -> tuple[list[RankFacts], list[RankView], list[int], Dealt, Shapes]:
+        """What all ranks told, if it can be saved: facts, views, the first rank of each root, who keeps what."""
         terms, how = self.terms, self.how
         facts = [RankFacts.from_json(one["facts"]) for one in told]
         views = [RankView.from_json(one["view"]) for one in told]
@@ -318,6 +339,12 @@ class _Coordinator:
                 holders = {name: plan.holders[name] for name in self.strategy.strategy.keys()}  # noqa: SIM118
                 n_devices = self.strategy.devices_per_stage
                 dealt = rank_plan.deal(holders, [rank // n_devices for rank in range(len(told))])
+        return facts, views, firsts, dealt, shapes
+
+    def plan(self, told: list[Any]) -> dict[str, Any]:
+        """Answer what all ranks told."""
+        terms, how = self.terms, self.how
+        facts, views, firsts, dealt, shapes = self.check(told)
         self._claim(facts, dealt, None if len(firsts) == 1 else facts[0].host)
         naming = self._naming(views)
         files: list[FileName] = []
@@ -358,8 +385,9 @@ class _Coordinator:
     def _claim(self, facts: list[RankFacts], dealt: Dealt, host: str | None) -> None:
         """Make the root ours, with room for what this host (None: every one) writes into it."""
         terms, how = self.terms, self.how
-        protocol.make_root(terms.root, FOLDER_MODE, durable=terms.durable)
-        self.claim = claims.hold(terms.root, takeover=terms.takeover, durable=terms.durable, folder_mode=FOLDER_MODE)
+        self.claim = protocol.claim_root(
+            terms.root, takeover=terms.takeover, durable=terms.durable, folder_mode=FOLDER_MODE
+        )
         n_bytes = 0
         for rank, one in enumerate(facts):
             if not how.only_strategy and host in (None, one.host):

@@ -12,7 +12,6 @@ local or none at all, the claims alone do.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import fcntl
@@ -31,12 +30,12 @@ from reshard import _core
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
 from reshard.small_files import read_small_file, show
 from reshard.strict_json import parse_json
-from reshard.write import steps
+from reshard.write import process_end, steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LOCK_FILE", "WRITERS_FOLDER", "Claim", "check", "held", "hold", "locked", "release"]
+__all__ = ["LOCK_FILE", "WRITERS_FOLDER", "Claim", "check", "held", "hold", "living_claim", "locked", "release"]
 
 LOCK_FILE = ".lock"
 WRITERS_FOLDER = ".writers"
@@ -193,6 +192,17 @@ def check(claim: Claim) -> None:
         )
 
 
+def living_claim(root: Path) -> ClaimedError | None:
+    """The error for a root that another process of this machine has claimed and is alive; None: none is seen."""
+    try:
+        if not root.is_dir() or held(root) is not None:
+            return None
+        owners = [_owner(root / WRITERS_FOLDER / f"epoch_{epoch}") for epoch in _epochs(root / WRITERS_FOLDER)]
+    except (OSError, ReshardError):
+        return None  # what cannot be looked at is reported where it is claimed
+    return next((_claimed(root, one) for one in owners if _is_dead(one, is_real_lock=True) is False), None)
+
+
 def release(root: Path | None = None) -> None:
     """Give back the claim on a root, or all of this process; another process may then claim at once. Never raises."""
     with _held_lock:
@@ -233,7 +243,7 @@ def _forget() -> None:
 
 os.register_at_fork(after_in_child=_forget)
 # At import, so that what is registered later, the wait for pending saves for one, runs before it.
-atexit.register(release)
+process_end.call_at_end(release, process_end.CLAIMS)
 
 
 def _claim(root: Path, *, takeover: bool, durable: bool, folder_mode: int) -> Claim:
@@ -275,6 +285,7 @@ def _make(root: Path, writers: Path, *, durable: bool) -> Claim | None:
     for old in dead:  # only now: at every moment the highest number is there
         with contextlib.suppress(StorageError):
             steps.remove_file(writers / f"epoch_{old}")
+    process_end.call_at_end(release, process_end.CLAIMS)  # once more: this may be a forked worker
     stop = threading.Event()
     beat = threading.Thread(target=_touch, args=(handle, stop), name="reshard-claim", daemon=True)
     beat.start()

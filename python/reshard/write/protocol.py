@@ -57,8 +57,11 @@ __all__ = [
     "Told",
     "abandon",
     "begin",
+    "check_above_tracker",
     "check_space",
+    "claim_root",
     "make_root",
+    "obstacle",
     "publish",
     "recover",
     "release",
@@ -164,8 +167,7 @@ def begin(
     """
     root = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
     folder = root / checkpoint2.iteration_folder_name(iteration)
-    make_root(root, folder_mode, durable=durable)
-    claim = claims.hold(root, takeover=takeover, durable=durable, folder_mode=folder_mode)
+    claim = claim_root(root, takeover=takeover, durable=durable, folder_mode=folder_mode)
     with claims.locked(root):
         claims.check(claim)
         for name in (STAGING_FOLDER, TRASH_FOLDER):
@@ -174,11 +176,8 @@ def begin(
         for line in recover_locked(claim, below=0 if rollback else iteration, durable=durable):
             _log.warning("%s: %s", root, line)
         tracker = checkpoint2.resolve_candidates(root).tracker
-        if tracker is not None and iteration < tracker and not rollback:
-            raise ArgumentError(
-                f"iteration {iteration} is below {tracker}, which the tracker of {show(str(root))} names",
-                hint="if the run went back on purpose give `rollback`; another run needs another root",
-            )
+        if not rollback:
+            check_above_tracker(root, iteration, tracker)
         if os.path.lexists(folder) and not overwrite:
             raise DestinationExistsError(
                 f"{show(str(folder))} is there already", path=str(folder), hint="give `overwrite` to replace it"
@@ -349,6 +348,70 @@ def release(root: str | os.PathLike[str] | None = None) -> None:
 # -- before
 
 
+def claim_root(
+    root: str | os.PathLike[str], *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o750
+) -> Claim:
+    """Make a root where it is missing, and claim it for this process.
+
+    Args:
+        root: the checkpoint root.
+        takeover: overtake another process that has claimed the root and is alive.
+        durable: sync what is made.
+        folder_mode: permission bits of the folders that are made, less the umask.
+
+    Raises:
+        ClaimedError: another process writes into the root, or has taken it over.
+        DestinationExistsError: the root is no folder.
+        StorageError: it cannot be written to.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     claim = claim_root(f"{folder}/new/root")
+        ...     release()
+        ...     claim.epoch
+        1
+    """
+    path = Path(os.path.abspath(root))  # noqa: PTH100
+    make_root(path, folder_mode, durable=durable)
+    return claims.hold(path, takeover=takeover, durable=durable, folder_mode=folder_mode)
+
+
+def obstacle(root: str | os.PathLike[str]) -> ReshardError | None:
+    """What would make a save fail, as far as it is seen without changing anything; None: nothing was found.
+
+    Args:
+        root: the checkpoint root; it may be missing.
+
+    Example:
+        >>> obstacle("a/new/root") is None
+        True
+    """
+    path = Path(os.path.abspath(root))  # noqa: PTH100
+    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not there.is_dir():
+        return DestinationExistsError(
+            f"{show(str(there))} is not a folder; a checkpoint root is one", path=str(there), hint="choose another root"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        return StorageError(
+            f"{show(str(there))} cannot be written to",
+            path=str(there),
+            errno=errno.EACCES,
+            hint="change its permissions, or choose another root",
+        )
+    return claims.living_claim(path)
+
+
+def check_above_tracker(root: Path, iteration: int, tracker: int | None) -> None:
+    """Refuse an iteration below the one that the tracker names. Raises ArgumentError."""
+    if tracker is not None and iteration < tracker:
+        raise ArgumentError(
+            f"iteration {iteration} is below {tracker}, which the tracker of {show(str(root))} names",
+            hint="if the run went back on purpose give `rollback`; another run needs another root",
+        )
+
+
 def make_root(root: Path, mode: int, *, durable: bool) -> None:
     """The folder of a checkpoint root, and those above it, where they are missing. Raises StorageError."""
     missing = [folder for folder in (root, *root.parents) if not os.path.lexists(folder)]
@@ -493,11 +556,11 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
         try:
             steps.rename(attempt.staging, folder)
         except FileExistsError:
-            raise _appeared(folder) from None
+            raise _appeared(attempt) from None
         staging.sync([root, staging_parent], durable=durable)
         return
     if not attempt.replaces:
-        raise _appeared(folder)
+        raise _appeared(attempt)
     if os.path.lexists(folder / PINNED_FILE):  # it is the iteration that is pinned
         with contextlib.suppress(FileExistsError):
             steps.make_file(attempt.staging / PINNED_FILE, durable=durable)
@@ -514,7 +577,7 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
         staging.put_back(root, attempt.staging, durable=durable)
         raise
     except FileExistsError:
-        raise _appeared(folder) from None
+        raise _appeared(attempt) from None
     staging.sync([root, staging_parent], durable=durable)
 
 
@@ -529,9 +592,11 @@ def _discard_left(root: Path, *, durable: bool) -> None:
                 trash.discard(root, attempt.staging, attempt.iteration, durable=durable)
 
 
-def _appeared(folder: Path) -> DestinationExistsError:
+def _appeared(attempt: Attempt) -> DestinationExistsError:
     return DestinationExistsError(
-        f"{show(str(folder))} appeared while it was being saved",
-        path=str(folder),
-        hint="give `overwrite` to replace it",
+        f"{show(str(attempt.folder))} appeared while it was being saved",
+        path=str(attempt.folder),
+        hint="something else writes into this root: stop it, and save again"
+        if attempt.replaces
+        else "give `overwrite` to replace it",
     )

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from reshard.layout.model import LayoutLike
     from reshard.write.arrays import LocalArray
 
-__all__ = ["PendingSave", "SaveReport", "Shard", "save"]
+__all__ = ["PendingSave", "SaveReport", "Shard", "check_save_options", "save"]
 
 _EPOCH = "1970-01-01T00:00:00+00:00"
 _METADATA = {"format": "ms", "reshard": _core.__version__}
@@ -126,6 +126,39 @@ def save(
     threads: int | None = None,
     progress: _core.Progress | None = None,
 ) -> PendingSave[SaveReport]: ...
+@overload
+def save(
+    root: str | os.PathLike[str],
+    iteration: int,
+    model: Mapping[str, object],
+    optimizer: Mapping[str, object] | None = None,
+    common: CommonInfo | Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    layout: LayoutLike | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    prefix: str | None = None,
+    keep: int | None = None,
+    dedup: bool = True,  # noqa: FBT001, FBT002
+    group: object = None,
+    *,
+    dry_run: Literal[True],
+    rank: int | None = None,
+    durable: bool = True,
+    format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",
+    keep_every: int | None = None,
+    keep_best: tuple[str, int] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    check_replicas: bool = False,
+    verify_after_save: bool = False,
+    strict_format: bool = False,
+    sink_size: int | None = None,
+    steps_per_epoch: int | None = None,
+    save_network_params: bool = False,
+    save_trainable_params: Collection[str] | None = None,
+    only_save_strategy: bool = False,
+    timeout: float = 600.0,
+    threads: int | None = None,
+) -> None: ...
 def save(  # noqa: PLR0917
     root: str | os.PathLike[str],
     iteration: int,
@@ -162,7 +195,8 @@ def save(  # noqa: PLR0917
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
-) -> SaveReport | PendingSave[SaveReport]:
+    dry_run: bool = False,
+) -> SaveReport | PendingSave[SaveReport] | None:
     """Save an iteration, all ranks together: it is published whole and on the disk, or the root is as it was.
 
     Every rank of the group calls this with what it holds, and with the same options. What the ranks are asked besides
@@ -191,7 +225,8 @@ def save(  # noqa: PLR0917
             None: torch's default group if there is one, else this process alone.
         rank: what the caller takes to be its rank, to be checked.
         blocking: False returns as soon as this rank's part is copied; what happens to the arrays then is no matter.
-            One save at a time goes on in the background: the next one first waits for it, and raises its error.
+            One save at a time goes on in the background: the next one first waits for it, and raises its error. The
+            end of the process waits for it too, except where that is `os._exit` or a signal (see `PendingSave`).
         durable: sync everything before it is published. False survives a crash of the process, not of the machine.
         format: "checkpoint2"; or "checkpoint1", a file for each rank, under a name that says epoch and step (see
             `write.checkpoint1`). There every layout that is saved must be one that a strategy file can say, a root is
@@ -222,9 +257,11 @@ def save(  # noqa: PLR0917
         threads: threads of the copies.
         progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; from the thread in the
             background if `blocking` is False.
+        dry_run: check everything that is known before anything is written: options, arrays, layout, state, and that
+            the ranks agree. The root is neither made nor claimed, and nothing is written.
 
     Returns:
-        What was saved; with `blocking=False` a `PendingSave`, whose `result()` returns that.
+        What was saved; with `blocking=False` a `PendingSave`, whose `result()` returns that; with `dry_run` None.
 
     Raises:
         ArgumentError, LayoutError, MismatchError, CoverageError, UnsupportedError: what the ranks gave is not whole
@@ -270,16 +307,10 @@ def save(  # noqa: PLR0917
     agreed = {"format": format, "blocking": blocking, "strict_format": strict_format, **how.agreed()}
 
     def prepare() -> Own:
-        background.finish_previous(timeout)
-        if format not in ("checkpoint2", "checkpoint1"):
-            raise ArgumentError(f'`format` is {format!r}; "checkpoint2" and "checkpoint1" are accepted')
+        if not dry_run:
+            background.finish_previous(timeout)
         checkpoint2.iteration_folder_name(iteration)
-        _check_retention(keep, keep_every, keep_best)
-        how.check(is_chosen=format == "checkpoint1", model=model)
-        if format == "checkpoint1" and (keep_every is not None or keep_best is not None):
-            raise ArgumentError(
-                "`keep_every` and `keep_best` are for Checkpoint 2.0; of 1.0 the newest `keep` are kept"
-            )
+        _check_options(format, how, model, keep=keep, keep_every=keep_every, keep_best=keep_best)
         own_layout = None if layout is None else as_layout(layout)
         arrays = local_arrays(model, optimizer)
         if ready is not None:
@@ -304,6 +335,9 @@ def save(  # noqa: PLR0917
     # What fails on this rank alone must reach the others as a value: they are waiting.
     own = outcome_of(prepare)
     if format == "checkpoint1":
+        if dry_run:
+            checkpoint1.check_ranks(terms, how, channel, own)
+            return None
         return checkpoint1.save_ranks(
             terms, how, channel, own, started=started, blocking=blocking, ready=ready, progress=progress, after=after
         )
@@ -320,6 +354,8 @@ def save(  # noqa: PLR0917
 
     planned_files = meet(channel, own.facts.to_json() if isinstance(own, Own) else own, decide, timeout)
     assert isinstance(own, Own)
+    if dry_run:
+        return None
     arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in planned_files if of == members.rank}
     make = maker(_METADATA, threads, blocking=blocking, ready=ready)
     files = outcome_of(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
@@ -370,6 +406,63 @@ def _agreed(terms: Terms, layout: ModelLayout | None) -> dict[str, object]:
     }
 
 
+def check_save_options(
+    *,
+    format: str,  # noqa: A002
+    prefix: str | None,
+    keep: int | None,
+    keep_every: int | None,
+    keep_best: tuple[str, int] | None,
+    sink_size: int | None,
+    save_network_params: bool,
+    only_save_strategy: bool,
+) -> None:
+    """Refuse options of `save` that no save could have, before there is anything to save.
+
+    Args:
+        format: as in `save`, and so are the others.
+        prefix: see `save`.
+        keep: see `save`.
+        keep_every: see `save`.
+        keep_best: see `save`.
+        sink_size: see `save`.
+        save_network_params: see `save`.
+        only_save_strategy: see `save`.
+
+    Raises:
+        ArgumentError: an option has a value that is not accepted, or does not go with another one.
+    """
+    how = checkpoint1.How(
+        prefix=prefix,
+        dedup=True,
+        sink_size=sink_size,
+        steps_per_epoch=None,
+        network=save_network_params,
+        trainable=None,
+        only_strategy=only_save_strategy,
+    )
+    _check_options(format, how, {}, keep=keep, keep_every=keep_every, keep_best=keep_best)
+
+
+def _check_options(
+    format: str,  # noqa: A002
+    how: checkpoint1.How,
+    model: Mapping[str, object],
+    *,
+    keep: int | None,
+    keep_every: int | None,
+    keep_best: tuple[str, int] | None,
+) -> None:
+    if format not in ("checkpoint2", "checkpoint1"):
+        raise ArgumentError(f'`format` is {format!r}; "checkpoint2" and "checkpoint1" are accepted')
+    _check_retention(keep, keep_every, keep_best)
+    how.check(is_chosen=format == "checkpoint1", model=model)
+    if format == "checkpoint2":
+        checkpoint2.check_prefix(how.prefix)
+    elif keep_every is not None or keep_best is not None:
+        raise ArgumentError("`keep_every` and `keep_best` are for Checkpoint 2.0; of 1.0 the newest `keep` are kept")
+
+
 def _check_retention(keep: int | None, keep_every: int | None, keep_best: tuple[str, int] | None) -> None:
     """Refuse what would be a mere warning once the iteration is saved."""
     if keep is None:
@@ -380,7 +473,10 @@ def _check_retention(keep: int | None, keep_every: int | None, keep_best: tuple[
     if keep_best is not None:
         is_pair = isinstance(keep_best, tuple | list) and len(keep_best) == 2
         if not is_pair or not isinstance(keep_best[0], str) or type(keep_best[1]) is not int or keep_best[1] < 1:
-            raise ArgumentError(f"`keep_best` is {keep_best!r}, expected the name of a metric and a number from 1 on")
+            raise ArgumentError(
+                f"`keep_best` is {keep_best!r}, expected the name of a metric and a number from 1 on",
+                hint='for example `keep_best=("loss", 3)`',
+            )
 
 
 def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: int) -> CommonInfo:

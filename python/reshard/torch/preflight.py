@@ -1,0 +1,217 @@
+"""What is found out before the first step: what a run starts from, and whether its saves can succeed.
+
+A run that cannot save, or that would start from the wrong checkpoint, should end when it resumes and not hours later.
+Nothing here changes what is live, and nothing but `claim` changes the checkpoint root.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reshard import dtypes
+from reshard.config import split_iteration
+from reshard.errors import ArgumentError, ClaimedError, ReshardError, UnsupportedError
+from reshard.formats import checkpoint2
+from reshard.formats.state import dump
+from reshard.opening.facts import gather
+from reshard.resume import decide
+from reshard.torch.saving import with_tensors
+from reshard.words import listed, show
+from reshard.write import protocol, taken
+from reshard.write.save import save
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.config import Config
+    from reshard.resume import RunFacts
+    from reshard.torch.saving import Saver
+    from reshard.torch.state import Described
+
+__all__ = ["check_has_content", "check_state", "claim", "own_config", "rehearse", "start_of"]
+
+
+def own_config(config: Config, root: Path) -> Config:
+    """What to load to go on from the newest checkpoint that the run itself has saved.
+
+    Example:
+        >>> from reshard.config import Config
+        >>> own_config(Config(load_path="pretrained"), Path("tuning")).load_path
+        'tuning'
+    """
+    return replace(
+        config, load_path=str(root), resume=True, resume_file=None, load_format=None, strategy=None, model_path=None
+    )
+
+
+def start_of(config: Config, root: Path, facts: RunFacts) -> tuple[bool, str | None]:
+    """What a run starts from that saves into `root`: its own newest checkpoint, if there is one, else what is given.
+
+    A configuration names what the first start loads, such as pretrained weights. The same configuration is used for
+    the restart after a crash, when the run has checkpoints of its own, and the root would refuse a second start at a
+    lower step. One rank calls this, and tells the others.
+
+    Args:
+        config: what is to be loaded.
+        root: where the run saves.
+        facts: the run.
+
+    Returns:
+        Whether it starts from its own checkpoint (see `own_config`), and why; None where there is no choice.
+
+    Raises:
+        StorageError: something cannot be looked at.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> from reshard.config import Config
+        >>> from reshard.resume import RunFacts
+        >>> weights = Config(load_path="pretrained")
+        >>> start_of(weights, Path("tuning"), RunFacts())
+        (False, 'tuning holds no checkpoint: the run starts from pretrained')
+        >>> _ = reshard.save("tuning", 200, {"w": np.zeros(1)})
+        >>> start_of(weights, Path("tuning"), RunFacts())
+        (True, 'the run goes on from its own newest checkpoint, in tuning; pretrained is not loaded again')
+    """
+    folder, iteration = split_iteration(config.load_path)
+    given = config.load_path or config.model_path or ""
+    is_same = bool(folder) and Path(folder).resolve() == root.resolve()
+    if is_same and (config.resume or iteration is not None):
+        return False, None
+    own = own_config(config, root)
+    if gather(own, facts).kind not in ("root", "rank_folders"):
+        return False, f"{root} holds no checkpoint: the run starts from {given}" if given and not is_same else None
+    if config.resume:
+        own_step, given_step = _step_of(own, facts), _step_of(config, facts)
+        if own_step is not None and given_step is not None and own_step <= given_step:
+            return False, f"{given} is at step {given_step}, and {root} not beyond that"
+    not_again = f"; {given} is not loaded again" if given and not is_same else ""
+    return True, f"the run goes on from its own newest checkpoint, in {root}{not_again}"
+
+
+def _step_of(config: Config, facts: RunFacts) -> int | None:
+    """The step that a configuration resumes from; None: from nothing, or it fails."""
+    try:
+        decision = decide(config, gather(config, facts))
+    except (ReshardError, OSError):
+        return None
+    return None if decision.fresh else decision.initial_step
+
+
+def check_has_content(described: Described, root: str) -> None:
+    """Refuse to start from nothing with tensors that have no content.
+
+    Raises:
+        ArgumentError: there are tensors on the device `meta`.
+    """
+    empty = [key for key, tensor in described.model.items() if tensor.is_meta]
+    if empty:
+        raise ArgumentError(
+            f"there is no checkpoint in {root}, and tensors of the model are on device `meta`, without content: "
+            f"{listed(map(show, empty))}",
+            key=empty[0],
+            hint='before `resume`, for a first start: `model.to_empty(device="cuda")`, initialise every module '
+            "(`reset_parameters()` of torch's own), and make the optimizer after that",
+        )
+
+
+def check_state(saver: Saver, described: Described) -> dict[str, Any]:
+    """What would be saved besides tensors, if all of it can be.
+
+    Raises:
+        ArgumentError: an object has state that cannot be saved; the message names it as the caller did.
+    """
+    run = saver.run
+    for name, value in described.extra.get("objects", {}).items():
+        _check_one(value, "scheduler" if name == "scheduler" and run.has_scheduler else f"extra[{name!r}]")
+    for name, one in run.per_rank.items():
+        _check_one(one.state_dict(), f"extra[{name!r}]")
+    if run.sampler is not None:
+        _check_one(run.sampler.state_dict(), "sampler")
+    extra = saver.beside_tensors(described, run.last, interrupted=False)
+    if run.record is not None:
+        _check_one(run.record, "environment")
+    run.record = None  # the device may not have been used yet
+    return extra
+
+
+def _check_one(state: object, name: str) -> None:
+    try:
+        dump(state, "state")
+    except ArgumentError as error:
+        raise ArgumentError(f"`{name}` has state that cannot be saved: {error.message}", hint=error.hint) from error
+
+
+def rehearse(saver: Saver, described: Described, extra: Mapping[str, Any], step: int) -> None:
+    """Do what a save does before it writes, all ranks together, without the contents of tensors.
+
+    Args:
+        saver: of the run.
+        described: what is live.
+        extra: what `check_state` returned.
+        step: the iteration that would be saved.
+
+    Raises:
+        ReshardError: as `reshard.save`.
+    """
+    if saver.options["format"] == "checkpoint1" and described.reason is not None:
+        raise UnsupportedError(
+            f"Checkpoint 1.0 cannot say how the tensors are cut: {described.reason}",
+            hint='save with `format="checkpoint2"`',
+        )
+    if saver.options["only_save_strategy"] and saver.group.world_size == 1:
+        raise ArgumentError("`only_save_strategy` writes how tensors are cut over ranks, and there is one rank")
+    saving = described.saving()
+    parts = [{} if saving[part] is None else saving[part] for part in ("model", "optimizer")]
+    stand_ins = {name: _stand_in(getattr(value, "array", value)) for part in parts for name, value in part.items()}
+    check: Any = save
+    check(
+        saver.root,
+        step,
+        **with_tensors(stand_ins, saving),
+        common=saver.common(step),
+        extra=extra,
+        group=saver.group,
+        timeout=saver.timeout,
+        dry_run=True,
+        **saver.of_format(described, saving),
+        **saver.options,
+    )
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same dtype and shape with the memory of one element; one that cannot be saved as it is."""
+    try:
+        dtypes.parse_dtype(tensor.dtype)
+    except UnsupportedError:
+        return tensor
+    if tensor.layout != torch.strided or hasattr(tensor, "to_local"):
+        return tensor
+    return torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+
+
+def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
+    """Make the root of a run and claim it, as its first save would.
+
+    Args:
+        saver: of the run; of rank 0.
+        step: the first iteration that will be saved, as far as that is known.
+        is_below: whether the run is meant to be below what the root holds.
+        takeover: overtake another process that has claimed the root and is alive.
+
+    Raises:
+        ArgumentError: the root belongs to a run that is further on.
+        ClaimedError: another process writes into the root.
+        StorageError, DestinationExistsError: it cannot be written to.
+    """
+    root = saver.root
+    error = protocol.obstacle(root)
+    if error is not None and not (takeover and isinstance(error, ClaimedError)):
+        raise error
+    protocol.claim_root(root, takeover=takeover, durable=saver.options["durable"])
+    if saver.options["format"] == "checkpoint2" and not is_below and taken.recall(root) is None:
+        protocol.check_above_tracker(root, step, checkpoint2.resolve_candidates(root).tracker)

@@ -1,0 +1,418 @@
+"""What is wrong with a run is said when its Checkpointer is made or resumes, before the first step."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from tests.ranks import Job
+from torch import nn
+
+import reshard
+from reshard.errors import (
+    ArgumentError,
+    ClaimedError,
+    DamagedFileError,
+    DestinationExistsError,
+    ReshardError,
+    StorageError,
+    UnsupportedError,
+)
+from reshard.torch import Checkpointer, ElasticSampler
+from reshard.torch.state import describe
+from reshard.verbs.load import load_with
+from reshard.write import protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reshard.group import TorchGroup
+
+
+class Holder:
+    """Anything with state."""
+
+    def __init__(self, state: Any = 1) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+def resume(root: Path, *, parts: dict[str, Any] | None = None, allow_fresh: bool = False, **options: Any) -> Any:
+    given: dict[str, Any] = {"save_every": 1, "signals": (), "durable": False, **options}
+    made = Checkpointer(root, **given)
+    run = dict(parts or {})
+    if "model" not in run:
+        run["model"] = nn.Linear(2, 1)
+    return made, made.resume(**run, allow_fresh=allow_fresh)
+
+
+def train(root: Path, last: int, **options: Any) -> Any:
+    """A run up to a step, and the decision that it began with."""
+    made, decision = resume(root, async_save=False, **options)
+    for step in range(decision.initial_step + 1, last + 1):
+        made.step(step, loss=1.0)
+    made.close()
+    return decision
+
+
+@contextmanager
+def other_job(root: Path) -> Iterator[int]:
+    """A live process that has claimed a root."""
+    program = (
+        "import sys, time; from reshard.write import protocol; protocol.claim_root(sys.argv[1], durable=False); "
+        "print('claimed', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(root)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"claimed\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# -- options
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"keep_best": "loss"}, "`keep_best` is 'loss'"),
+        ({"keep_best": ("loss", 0)}, "`keep_best`"),
+        ({"keep": 0}, "`keep`"),
+        ({"keep": "5"}, "`keep`"),
+        ({"keep": None, "keep_every": 5}, "`keep_every`"),
+        ({"format": "checkpoint3"}, "`format`"),
+        ({"prefix": "a/b"}, "a/b"),
+        ({"prefix": "a/b", "format": "checkpoint1"}, "a/b"),
+        ({"format": "checkpoint1", "keep_every": 5}, "`keep_every`"),
+        ({"sink_size": 5}, "`sink_size`"),
+        ({"threads": "5"}, "threads"),
+        ({"threads": 0}, "threads"),
+        ({"timeout": None}, "timeout"),
+        ({"verify": "no"}, "`verify`"),
+        ({"environment": {"data": 1}}, "`environment` has `data`"),
+    ],
+    ids=str,
+)
+def test_invalid_option_is_refused_when_the_checkpointer_is_made(
+    tmp_path: Path, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ArgumentError, match=named):
+        Checkpointer(tmp_path, signals=(), **options)
+
+
+@pytest.mark.parametrize("format", ["checkpoint2", "checkpoint1"])
+def test_dry_run_refuses_what_a_save_would_refuse_and_changes_nothing(tmp_path: Path, format: Any) -> None:  # noqa: A002
+    root, good = tmp_path / "root", {"w": np.zeros((2, 3))}
+    save: Any = reshard.save
+    assert save(root, 5, good, extra={"n": 1}, format=format, dry_run=True) is None
+    part = reshard.Shard(np.zeros((1, 3)), (2, 3), (0, 0))
+    for wrong in ({"extra": {"f": print}}, {"model": {"w": "text"}}, {"model": {"w": part}}, {"keep": 0}):
+        with pytest.raises(ReshardError):
+            save(root, 5, **({"model": good} | wrong), format=format, dry_run=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_root_of_another_number_of_ranks_is_refused_by_resume(tmp_path: Path) -> None:
+    def work(n_before: int, group: TorchGroup) -> str:
+        del group
+        made = Checkpointer(
+            tmp_path, format="checkpoint1", save_every=1, async_save=False, dedup=False, signals=(), durable=False
+        )
+        if n_before:
+            with pytest.raises(ReshardError, match="ranks"):
+                made.resume(model=nn.Linear(2, 1), allow_fresh=True)
+            return "refused"
+        made.resume(model=nn.Linear(2, 1))
+        made.step(1)
+        return "saved"
+
+    with Job(2, lambda group: work(0, group)) as job:
+        assert job.values() == ["saved"] * 2
+    with Job(3, lambda group: work(2, group)) as job:
+        assert job.values() == ["refused"] * 3
+
+
+# -- the root
+
+
+def test_root_that_cannot_be_written_to_is_refused_by_resume(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root in (Path("/proc/reshard"), tmp_path / "file", tmp_path / "file" / "root"):
+        with pytest.raises((StorageError, DestinationExistsError)) as caught:
+            resume(root)
+        assert str(root).startswith(str(caught.value.path))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_root_without_permission_is_refused_by_resume(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(StorageError, match="cannot be written to"):
+            resume(tmp_path)
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_root_of_another_live_job_is_refused_by_resume_and_can_be_taken_over(tmp_path: Path) -> None:
+    train(tmp_path, 3)
+    protocol.release(tmp_path)
+    with other_job(tmp_path) as pid:
+        with pytest.raises(ClaimedError, match=f"`{pid}`.*alive"):
+            resume(tmp_path)
+        _, decision = resume(tmp_path, save_every=None)  # an evaluation beside the training
+        assert decision.initial_step == 3
+        assert any("a save would fail" in line and "alive" in line for line in decision.warnings)
+        assert train(tmp_path, 4, takeover=True).initial_step == 3
+    assert reshard.open(tmp_path).iteration == 4
+
+
+def test_root_of_another_live_job_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> str:
+        del group
+        with pytest.raises(ReshardError, match="alive"):
+            resume(tmp_path)
+        return "refused"
+
+    with other_job(tmp_path), Job(2, work) as job:
+        assert job.values() == ["refused"] * 2
+
+
+def test_root_that_is_only_read_is_not_claimed_and_not_made(tmp_path: Path) -> None:
+    _, decision = resume(tmp_path / "new", save_every=None)
+    assert decision.fresh
+    assert not (tmp_path / "new").exists()
+
+
+# -- the state
+
+
+@pytest.mark.parametrize("name", ["extra", "per rank", "scheduler", "sampler", "environment"])
+def test_state_that_cannot_be_saved_is_refused_by_resume_under_the_name_that_it_was_given(
+    tmp_path: Path, name: str
+) -> None:
+    bad: Any = Holder(lambda: 1)
+    parts: dict[str, Any] = {
+        "extra": {"extra": {"thing": bad}},
+        "per rank": {"extra": {"thing": reshard.per_rank(bad)}},
+        "scheduler": {"scheduler": bad},
+        "sampler": {"sampler": bad},
+        "environment": {},
+    }[name]
+    options: dict[str, Any] = {"environment": {"dataset": bad}} if name == "environment" else {}
+    with pytest.raises(ArgumentError, match=r"cannot be saved") as caught:
+        resume(tmp_path, parts=parts, **options)
+    given = "`extra['thing']`" if name in {"extra", "per rank"} else f"`{name}`"
+    assert given in caught.value.message
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensor_that_cannot_be_saved_is_refused_by_resume(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(UnsupportedError, match="odd"):
+        resume(tmp_path, parts={"model": model})
+
+
+def test_state_of_one_rank_that_cannot_be_saved_is_refused_on_all(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> str:
+        own = Holder(lambda: 1) if group.rank == 1 else Holder()
+        with pytest.raises(ReshardError, match="cannot be saved"):
+            resume(tmp_path, parts={"extra": {"own": reshard.per_rank(own)}}, timeout=20)
+        return "refused"
+
+    with Job(2, work) as job:
+        assert job.values() == ["refused"] * 2
+
+
+def test_checks_leave_random_streams_and_the_device_of_the_record_alone(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected, parts = torch.rand(1), {"model": nn.Linear(2, 1)}
+    torch.manual_seed(3)
+    made, _ = resume(tmp_path, parts=parts)
+    assert torch.equal(torch.rand(1), expected)
+    assert made._saver.run.record is None  # made at the first save, when devices are in use
+
+
+# -- what the run starts from
+
+
+def of_words(words: dict[str, Any], last: int, **options: Any) -> Any:
+    """A run made by a configuration that saves each second step, up to a step; the decision that it began with."""
+    callback = {"type": "CheckpointMonitor", "save_checkpoint_steps": 2}
+    with Checkpointer.from_config({**words, "callbacks": [callback]}, signals=(), durable=False, **options) as made:
+        sampler = ElasticSampler(64, 0, True, 4, 0, 1)
+        decision = made.resume(model=nn.Linear(2, 1), sampler=sampler, strict=False)
+        for step in range(decision.initial_step + 1, last + 1):
+            made.step(step)
+    return decision
+
+
+@pytest.mark.parametrize("start", ["weights", "nothing", "another root"])
+def test_restart_by_a_configuration_goes_on_from_the_newest_checkpoint_of_the_run(tmp_path: Path, start: str) -> None:
+    given = tmp_path / "given"
+    reshard.save(given, 3, nn.Linear(2, 1).state_dict())
+    words: dict[str, Any] = {"output_dir": str(tmp_path / "out")}
+    if start != "nothing":
+        words |= {"load_checkpoint": str(given), "resume_training": start == "another root"}
+    first = of_words(words, 7)
+    assert first.initial_step == (3 if start == "another root" else 0)
+    if start != "nothing":
+        assert first.reasons[0].endswith(f"holds no checkpoint: the run starts from {given}")
+    again = of_words(words, 12)
+    assert (again.initial_step, again.iteration) == (6, 6)
+    assert again.reasons[0].startswith(f"the run goes on from its own newest checkpoint, in {tmp_path}/out/checkpoint")
+    assert of_words(words, 12).initial_step == 12
+
+
+def test_start_that_is_further_on_than_the_root_counts(tmp_path: Path) -> None:
+    reshard.save(tmp_path / "given", 9, nn.Linear(2, 1).state_dict())
+    train(tmp_path / "out", 4)
+    words = {"load_checkpoint": str(tmp_path / "given"), "resume_training": True}
+    decision = of_words(words, 9, root=tmp_path / "out")
+    assert decision.initial_step == 9
+    assert "is at step 9" in decision.reasons[0]
+
+
+def test_rollback_starts_as_the_configuration_says_and_passes_over_what_the_root_holds(tmp_path: Path) -> None:
+    root, weights = tmp_path / "out", tmp_path / "given"
+    reshard.save(weights, 3, nn.Linear(2, 1).state_dict())
+    train(root, 6)
+    words = {"load_checkpoint": str(weights)}
+    assert of_words(words, 3, root=root, rollback=True).initial_step == 0
+    assert reshard.open(root).iteration == 2
+    assert of_words(words, 4, root=root).initial_step == 2
+
+
+def test_start_below_what_the_root_holds_is_refused_by_resume(tmp_path: Path) -> None:
+    root, given, weights = tmp_path / "out", tmp_path / "given", nn.Linear(2, 1).state_dict()
+    reshard.save(root, 8, weights, common={"global_batch_size": 2})  # as many samples as 4 steps of the run
+    reshard.save(given, 5, weights, common={"global_batch_size": 4})
+    words = {"load_checkpoint": str(given), "resume_training": True}
+    with pytest.raises(ArgumentError, match=r"iteration 6 is below 8.*\n.*`rollback`"):
+        of_words(words, 9, root=root)
+    assert of_words(words, 6, root=root, rollback=True).initial_step == 5
+    assert reshard.open(root).iteration == 6
+
+
+def test_damaged_checkpoints_of_the_run_are_an_error_and_with_allow_fresh_it_starts_as_given(tmp_path: Path) -> None:
+    root, weights = tmp_path / "out", nn.Linear(2, 1)
+    reshard.save(tmp_path / "given", 3, weights.state_dict())
+    train(root, 4)
+    for path in root.glob("iteration_*/manifest.json"):
+        path.write_text("{}")
+    words = {"load_checkpoint": str(tmp_path / "given")}
+    model = nn.Linear(2, 1)
+    made = Checkpointer.from_config(words, root=root, save_every=1, signals=(), durable=False)
+    with pytest.raises(DamagedFileError, match="no checkpoint in"):
+        made.resume(model=model)
+    decision = made.resume(model=model, allow_fresh=True)
+    assert (decision.initial_step, decision.restored) == (0, ("weights",))
+    assert torch.equal(model.weight, weights.weight)
+    made.step(1)
+    made.close()
+    assert reshard.open(root).iteration == 1
+
+
+def test_fresh_start_beside_damaged_checkpoints_can_save(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    for path in tmp_path.glob("iteration_*/manifest.json"):
+        path.write_text("{}")
+    assert train(tmp_path, 2, allow_fresh=True).fresh
+    assert train(tmp_path, 3).initial_step == 2
+
+
+# -- the model
+
+
+def test_model_on_meta_and_nothing_to_resume_is_refused_with_how_to_initialise(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 1)
+    for root in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ArgumentError, match=r"`weight`(.|\n)*to_empty(.|\n)*reset_parameters"):
+            resume(root, parts={"model": model})
+    assert not list(tmp_path.iterdir())
+
+
+# -- hints
+
+HAVE_NOT_BUT_ALLOWED = {
+    # Never reached by a checkpointer, or beside another way that it has.
+    ("checkpoint.py", "dtype"): "`numpy` reads alone",
+    ("checkpoint.py", "strategy"): "the hint says first where the files can be put",
+    ("checkpoint.py", "rank"): "`Checkpoint.load` alone",
+    ("group.py", "rank"): "a checkpointer gives no rank",
+    ("layout/invert.py", "shapes"): "a checkpointer gives all shapes",
+    ("torch/checkpointer.py", "config"): "an entry of `environment`",
+    ("outputs.py", "keys"): "`out=` is given by `load` alone",
+    ("outputs.py", "part"): "`out=` is given by `load` alone",
+    ("torch/state.py", "objects"): "a checkpointer checks what it is given before",
+    ("verbs/load.py", "layout"): "own files and Hugging Face folders by layout: `load` alone",
+    ("verbs/load.py", "rank"): "as above",
+    ("verbs/load.py", "strategy"): "as above",
+    ("write/checkpoint1.py", "layout"): "a checkpointer refuses that before",
+    ("write/facts.py", "layout"): "a checkpointer gives shards, or a layout",
+    ("write/facts.py", "shapes"): "a checkpointer gives all shapes",
+    ("write/iteration.py", "strict_format"): "a checkpointer does not give it",
+    ("write/protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
+}
+NOT_OF_A_CHECKPOINTER = ("cli", "names", "interop.py", "verbs/convert", "verbs/destinations", "verbs/to_")
+
+
+def parameters(*functions: Any) -> set[str]:
+    return {name for function in functions for name in inspect.signature(function).parameters}
+
+
+def test_hints_name_arguments_that_a_checkpointer_has() -> None:
+    have = parameters(Checkpointer, Checkpointer.resume, Checkpointer.step, Checkpointer.save)
+    assert {"rollback", "takeover", "extra"} <= have
+    have_not = parameters(reshard.save, reshard.load, load_with, describe, protocol.begin, reshard.open) - have
+    package = Path(reshard.__file__).parent
+    found = set()
+    for path in sorted(package.rglob("*.py")):
+        name = str(path.relative_to(package))
+        if name.startswith(NOT_OF_A_CHECKPOINTER):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (isinstance(node, ast.keyword) and node.arg == "hint") or (
+                isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "hint"
+            ):
+                parts = [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+                words = re.findall(r"`([a-z_]+)(?:=[^`]*)?`", "".join(str(one) for one in parts))
+                found |= {(name, word) for word in words if word in have_not}
+    assert found <= HAVE_NOT_BUT_ALLOWED.keys()
+
+
+def test_hints_for_what_is_no_optimizer_lead_to_an_argument_that_takes_it(tmp_path: Path) -> None:
+    for other in (Holder(), type("Own", (torch.optim.SGD,), {"state_dict": lambda _: {}})([torch.zeros(1)], 0.1)):
+        with pytest.raises(ReshardError, match=r"`Checkpointer.resume\(extra=") as caught:
+            resume(tmp_path, parts={"optimizer": other})
+        assert "objects" not in str(caught.value)
+    _, decision = resume(tmp_path, parts={"extra": {"other": Holder(np.float32(3))}})
+    assert decision.fresh
+
+
+def test_signal_handlers_are_not_kept_by_a_refused_run(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(ArgumentError, match="`keep`"):
+        Checkpointer(tmp_path, keep=0)
+    assert signal.getsignal(signal.SIGUSR1) is before
