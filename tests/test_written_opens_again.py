@@ -51,12 +51,14 @@ def new_run() -> None:
 
 
 def plain(mapping: dict[str, Any]) -> dict[str, Any]:
-    """The layout without what a strategy file cannot express."""
+    """The layout without what a strategy file cannot express, and with the axes of `place` outermost."""
     rules = []
     for rule in mapping["rules"]:
         made = {name: value for name, value in rule.items() if name not in ("flat", "stored", "blocks")}
         rules.append(made if "sizes" in made else made | {"uneven": "ceil"})
     made = {name: value for name, value in mapping.items() if name != "ranks"} | {"rules": rules}
+    placing = {axis for place in mapping.get("place", ()) for axis in np.atleast_1d(place["axis"]).tolist()}
+    made["mesh"] = dict(sorted(mapping["mesh"].items(), key=lambda axis: axis[0] not in placing))
     if "flat" in made.get("optimizer", ()):
         del made["optimizer"]
     return made
@@ -157,7 +159,8 @@ def test_what_ranks_save_opens_again() -> None:
     check()
     assert min(saved.values()) >= 15, saved
     assert len({f"checkpoint2 {kind}" for kind in KINDS} - set(seen)) <= 8
-    assert {f"checkpoint1 {kind}" for kind in ("cut", "whole", "ceil", "optimizer add", "place at")} <= set(seen)
+    assert {f"checkpoint1 {kind}" for kind in ("cut", "whole", "ceil", "optimizer add")} <= set(seen)
+    assert any(kind.startswith("checkpoint1 place") for kind in seen)
 
 
 def test_what_is_converted_opens_again() -> None:
