@@ -371,6 +371,24 @@ def test_two_uneven_dims_are_refused_before_anything_is_written(tmp_path: Path) 
     assert not tree(tmp_path)
 
 
+def test_joined_state_is_refused_by_its_name(tmp_path: Path) -> None:
+    rule = {"match": "w", "flat": {"axes": ["dp"], "join": "joined"}}
+    layout = {"mesh": {"pp": 2, "dp": 2}, "rules": [rule]}
+    part = W.reshape(-1)[:6]
+
+    def work(group: Any) -> Any:
+        shapes = {"w": (4, 3), "exp_avg.w": (4, 3)}
+        return save(
+            tmp_path / "checkpoint", 1, {"joined": part}, {"exp_avg.joined": part}, layout=layout, group=group,
+            shapes=shapes,
+        )  # fmt: skip
+
+    for result in in_threads(4, work):
+        assert isinstance(result, UnsupportedError)
+        assert "it lies in one array with others" in str(result)
+    assert not tree(tmp_path)
+
+
 def test_the_counters_that_a_save_adds_need_no_rule(tmp_path: Path) -> None:
     layout = {"mesh": {"tp": 2}, "rules": [{"match": "w", "cut": ["tp"]}]}
     common = {"global_step": 3, "loss_scale": 2.0, "global_batch_size": 8}

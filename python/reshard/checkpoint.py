@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2 import CommonInfo
     from reshard.formats.manifest import Manifest
     from reshard.formats.rank_file import RankFile
+    from reshard.formats.replicas import AssumedReplicas
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, Made, NamesLike
@@ -161,6 +162,8 @@ class Checkpoint:
         self._unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
         self._strategy: Strategy | None = None
         self._followed: Mapping[str, str] = {}  # keys that it does not list, and as which they are cut
+        self._replicas: AssumedReplicas | None = None
+        self._replicas_of: dict[str, set[str]] = {}  # the stored keys there that each key is made of
         self._is_renamed = False
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
@@ -284,6 +287,8 @@ class Checkpoint:
         unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]],
         strategy: Strategy | None,
         followed: Mapping[str, str],
+        *,
+        replicas: AssumedReplicas,
     ) -> None:
         """For `opening`: whose the files are, all keys in order, and how the run cut its tensors.
 
@@ -293,9 +298,28 @@ class Checkpoint:
             unplaced: as the method of this name tells it.
             strategy: what was read of it, if there was one.
             followed: keys that it does not list, and the parameters as which they are cut.
+            replicas: keys of which several ranks hold arrays that are read as replicas.
         """
         self._rank_files, self._keys, self._unplaced = files, keys, unplaced
         self._strategy, self._followed = strategy, followed
+        self._replicas, self._replicas_of = replicas, {key: {key} for key in replicas.key_of.values()}
+
+    def _check_replicas(self, keys: Collection[str] | None) -> None:
+        """Refuse tensors of which ranks hold different bytes though they are read as replicas. None: all tensors."""
+        if self._replicas is None:
+            return
+        found = self._replicas_of if keys is None else {key for key in keys if key in self._replicas_of}
+        stored = {source for key in found for source in self._replicas_of[key]}
+        self._replicas.check(
+            stored,
+            lambda numbers: opened_again(
+                self._index,
+                numbers,
+                None,
+                ckpt={n for n, number in enumerate(numbers) if number in self._ckpt_files},
+                method=self._method,
+            ),
+        )
 
     def _part(self, key: str) -> Literal["model", "optimizer"]:
         if self.format in ("checkpoint1", "mindspore", "ckpt"):
@@ -372,7 +396,7 @@ class Checkpoint:
         box = normalize_index(() if index is None else index, shape)
         request = _core.Request()
         request.add_region(key, key, box.offset, box.shape)
-        plan = self.plan(request, verify=verify)
+        plan = self.plan(request, verify=verify, keys=[key])
         if out is not None:
             # The result's shape, of an array without memory: `out` is checked before the first byte is read.
             check_out(key, out, dtype, np.broadcast_to(0, box.shape)[box.post].shape)
@@ -428,15 +452,16 @@ class Checkpoint:
             ArgumentError: a layout of several ranks without a rank; `out` does not match.
             KeyNotFoundError: `keys` names a tensor that is not there.
             LayoutError: the layout does not fit the tensors.
-            MismatchError: an array of `out` has another shape or dtype.
+            MismatchError: an array of `out` has another shape or dtype; or ranks hold different bytes of a tensor that
+                the strategy of rank folders does not list.
             CoverageError: the stored shards do not cover what is wanted.
             DamagedFileError, StorageError: while reading; the content of `out` is then undefined.
 
         Example:
             >>> own = checkpoint.load("layout.yaml", rank=3, part="model")  # doctest: +SKIP
         """
-        request, names = self._request(layout, rank, part, keys)
-        plan = self.plan(request, dtype, verify=verify)
+        request, names, wanted = self._request(layout, rank, part, keys)
+        plan = self.plan(request, dtype, verify=verify, keys=wanted)
         arrays = plan.arrays
         if out is not None:
             check_outs(out, names, arrays)
@@ -457,8 +482,8 @@ class Checkpoint:
 
     def _request(
         self, layout: LayoutLike | None, rank: int | None, part: Part, keys: Collection[str] | None
-    ) -> tuple[_core.Request, list[str]]:
-        """What a load wants, and the names of its arrays in order."""
+    ) -> tuple[_core.Request, list[str], list[str]]:
+        """What a load wants, the names of its arrays in order, and the keys of which they are made."""
         wanted = self._wanted(part, keys)
         if layout is None:
             if rank is not None:
@@ -468,7 +493,7 @@ class Checkpoint:
             for key in wanted:
                 shape = self._index.shape(key)
                 request.add_region(key, key, (0,) * len(shape), shape)
-            return request, wanted
+            return request, wanted, wanted
         bound = self.bind(layout)
         if rank is None:
             if len(bound.ranks) != 1:
@@ -477,7 +502,8 @@ class Checkpoint:
                 )
             rank = bound.ranks[0]
         only = None if len(wanted) == len(self._keys) else wanted
-        return bound.request(rank, only), bound.local_names(rank, only)
+        held = set(bound.holds(rank))
+        return bound.request(rank, only), bound.local_names(rank, only), [key for key in wanted if key in held]
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Global shape of a tensor; opens nothing. KeyNotFoundError if there is none of the name.
@@ -489,16 +515,26 @@ class Checkpoint:
         self._check_placed(key)
         return self._index.shape(key)
 
-    def plan(self, request: _core.Request, dtype: object = None, *, verify: Verify = "touched") -> _core.Plan:
+    def plan(
+        self,
+        request: _core.Request,
+        dtype: object = None,
+        *,
+        verify: Verify = "touched",
+        keys: Collection[str] | None = None,
+    ) -> _core.Plan:
         """The checked copies of a request: for code that writes or places the bytes itself.
 
         Args:
             request: what is wanted.
             dtype: as in `load`.
             verify: as in `load`; what is touched is compared when the plan is carried out.
+            keys: the tensors that the request names; None: any. Of rank folders, what is read as a replica on several
+                ranks because the strategy does not list it is compared now, once.
 
         Raises:
             KeyNotFoundError, MismatchError, CoverageError, UnsupportedError: the request cannot be met.
+            MismatchError: ranks hold different bytes of a tensor that the strategy does not list.
             DamagedFileError, StorageError: `verify="full"` found damage.
 
         Example:
@@ -508,6 +544,7 @@ class Checkpoint:
             raise ArgumentError(f'`verify` is {verify!r}; "full", "touched" or "structure" are accepted')
         if verify == "full":
             self.scrub()
+        self._check_replicas(keys)
         return self._index.plan(
             request,
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),
@@ -577,7 +614,11 @@ class Checkpoint:
             follow_links=follow_links,
             method=self._method,
         )
+        replicas_of: dict[str, set[str]] = {}
+        known = {} if self._replicas is None else self._replicas.key_of
         for key, (dtype, shape, stored, *factors) in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            if sources := {known[file, name] for file, name, *_ in stored if (file, name) in known}:
+                replicas_of[key] = sources
             # That regions overlap was allowed, where it was, by what described them.
             index.add_tiles(key, dtype, shape, stored, overlapping=True, factors=factors[0] if factors else None)
         # What is read here is read there: it must not be cleaned up under either of them.
@@ -587,6 +628,7 @@ class Checkpoint:
         made = Checkpoint(self.format, self.path, index, self.manifest, lock)
         made.iteration, made.common, made.skipped = self.iteration, self.common, self.skipped
         made._method, made._rank_files = self._method, self._rank_files
+        made._replicas, made._replicas_of = self._replicas, replicas_of
         return made
 
     def renamed(

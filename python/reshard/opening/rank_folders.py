@@ -272,7 +272,7 @@ def open_rank_files(
     tensors.warn()
     checkpoint = Checkpoint("checkpoint1", root, index)
     checkpoint._place_ranks(  # noqa: SLF001  made here, as all of it
-        ranks, tensors.keys, tensors.unplaced, known, tensors.followed
+        ranks, tensors.keys, tensors.unplaced, known, tensors.followed, replicas=tensors.replicas()
     )
     checkpoint._method = method  # noqa: SLF001
     checkpoint.strings = tuple(dict.fromkeys(name for file in ranks.values() for name in file.strings))
