@@ -22,7 +22,9 @@ from tests.test_save import is_without_gaps, states_of, told_shapes
 from tests.threads import in_threads
 
 import reshard
-from reshard.errors import UnsupportedError
+from reshard.errors import CheckpointNotFoundError, MismatchError, UnsupportedError
+from reshard.layout.strategy import Strategy
+from reshard.layout.strategy_folder import read_strategy
 from reshard.write import checkpoint1, protocol
 
 if TYPE_CHECKING:
@@ -198,3 +200,43 @@ def test_what_is_converted_opens_again() -> None:
 
     check()
     assert min(written.values()) >= 8, written
+
+
+def test_a_tensor_that_the_strategy_does_not_list_is_never_read_wrongly() -> None:
+    outcomes: Counter[str] = Counter()
+
+    @cases(100)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        checkpoint: Checkpoint = data.draw(checkpoints(slots=SLOTS))
+        mapping = plain(data.draw(layouts(checkpoint, max_ranks=8).filter(is_without_gaps)))
+        with tempfile.TemporaryDirectory() as name:
+            root = Path(name) / "checkpoint"
+            try:
+                save_together(
+                    root, mapping, checkpoint, is_with_beside=False, format="checkpoint1",
+                    dedup=data.draw(st.booleans()),
+                )  # fmt: skip
+                strategy = read_strategy(root.with_name("strategy"))
+            except (UnsupportedError, CheckpointNotFoundError):  # not expressible, or one rank
+                return
+            key = data.draw(st.sampled_from(strategy.keys()))
+            fewer = {n: {k: item for k, item in items.items() if k != key} for n, items in strategy.stages.items()}
+            if not any(fewer.values()):
+                return
+            ranks = range(strategy.world_size)
+            held = [local_arrays(mapping, checkpoint.tensors, rank, checkpoint.optimizer_keys) for rank in ranks]
+            stored = {array[key].tobytes() for array in held if key in array}
+            try:
+                with reshard.open(root, strategy=Strategy(fewer)) as opened:
+                    got = opened.read(key)
+            except MismatchError:
+                assert len(stored) > 1
+                outcomes["refused"] += 1
+                return
+            # Parts that happen to be equal cannot be distinguished from replicas.
+            assert as_bytes({key: got}) == as_bytes({key: checkpoint.tensors[key]}) or len(stored) == 1
+            outcomes["read"] += 1
+
+    check()
+    assert min(outcomes["refused"], outcomes["read"]) >= 10, outcomes
