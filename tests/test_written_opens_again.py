@@ -23,8 +23,10 @@ from tests.threads import in_threads
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, MismatchError, UnsupportedError
+from reshard.formats import replicas
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_folder import read_strategy
+from reshard.opening import rank_tensors
 from reshard.write import checkpoint1, protocol
 
 if TYPE_CHECKING:
@@ -202,7 +204,7 @@ def test_what_is_converted_opens_again() -> None:
     assert min(written.values()) >= 8, written
 
 
-def test_a_tensor_that_the_strategy_does_not_list_is_never_read_wrongly() -> None:
+def test_a_tensor_that_the_strategy_does_not_list_is_never_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes: Counter[str] = Counter()
 
     @cases(100)
@@ -227,6 +229,9 @@ def test_a_tensor_that_the_strategy_does_not_list_is_never_read_wrongly() -> Non
             ranks = range(strategy.world_size)
             held = [local_arrays(mapping, checkpoint.tensors, rank, checkpoint.optimizer_keys) for rank in ranks]
             stored = {array[key].tobytes() for array in held if key in array}
+            # Compared when the files are opened, or at the read, and then in several batches.
+            monkeypatch.setattr(rank_tensors, "_SMALL_BYTES", data.draw(st.sampled_from([0, 4096])))
+            monkeypatch.setattr(replicas, "_BATCH_BYTES", data.draw(st.sampled_from([16, 1 << 20])))
             try:
                 with reshard.open(root, strategy=Strategy(fewer)) as opened:
                     got = opened.read(key)

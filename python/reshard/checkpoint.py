@@ -302,7 +302,7 @@ class Checkpoint:
         """
         self._rank_files, self._keys, self._unplaced = files, keys, unplaced
         self._strategy, self._followed = strategy, followed
-        self._replicas, self._replicas_of = replicas, {key: {key} for key in replicas.key_of.values()}
+        self._replicas, self._replicas_of = replicas, {key: {key} for key in replicas.keys}
 
     def _check_replicas(self, keys: Collection[str] | None) -> None:
         """Refuse tensors of which ranks hold different bytes though they are read as replicas. None: all tensors."""
@@ -617,7 +617,7 @@ class Checkpoint:
         replicas_of: dict[str, set[str]] = {}
         known = {} if self._replicas is None else self._replicas.key_of
         for key, (dtype, shape, stored, *factors) in tensors.items() if isinstance(tensors, Mapping) else tensors:
-            if sources := {known[file, name] for file, name, *_ in stored if (file, name) in known}:
+            if sources := {known[name] for _, name, *_ in stored if name in known}:
                 replicas_of[key] = sources
             # That regions overlap was allowed, where it was, by what described them.
             index.add_tiles(key, dtype, shape, stored, overlapping=True, factors=factors[0] if factors else None)

@@ -8,6 +8,7 @@ the tensor is first read. Which tensors these are is decided by the caller.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, TypeAlias
@@ -38,11 +39,7 @@ _MAX_ARRAYS = 4096  # of one plan
 
 
 class AssumedReplicas:
-    """The tensors of rank folders whose ranks are assumed to hold the same bytes.
-
-    Attributes:
-        key_of: the key of each stored array, by number of the file and stored name.
-    """
+    """The tensors of rank folders whose ranks are assumed to hold the same bytes."""
 
     def __init__(
         self,
@@ -64,12 +61,6 @@ class AssumedReplicas:
         self._reasons = reasons
         self._equal: set[str] = set()
         self._different: dict[str, tuple[int, list[int]]] = {}
-        self.key_of = {
-            (files[rank].file, name): key
-            for key, of_key in self._groups.items()
-            for rank in itertools.chain.from_iterable(of_key)
-            for name, *_ in files[rank].tensors[key].parts
-        }
         for key in self._groups.keys() & digests.keys():
             for first, *others in self._groups[key]:
                 found = [rank for rank in others if digests[key][rank] != digests[key][first]]
@@ -77,6 +68,21 @@ class AssumedReplicas:
                     self._different.setdefault(key, (first, found))
             if key not in self._different:
                 self._equal.add(key)
+
+    @property
+    def keys(self) -> list[str]:
+        """The tensors that several ranks hold."""
+        return [key for key, of_key in self._groups.items() if of_key]
+
+    @functools.cached_property
+    def key_of(self) -> dict[str, str]:
+        """The key of each of their arrays by its stored name, for views of the files under other keys."""
+        return {
+            name: key
+            for key, of_key in self._groups.items()
+            for rank in itertools.chain.from_iterable(of_key)
+            for name, *_ in self._files[rank].tensors[key].parts
+        }
 
     def check(self, keys: Collection[str], reopen: Callable[[list[int]], _core.Index]) -> None:
         """Compare the arrays of keys that have not been compared yet, in bounded memory.
