@@ -147,7 +147,11 @@ def content(dtype: np.dtype[Any], shape: Shape, seed: int) -> Array:
 
 @st.composite
 def checkpoints(
-    draw: Draw, *, dtypes: Sequence[str] = tuple(DTYPES), shapes: st.SearchStrategy[Shape] | None = None
+    draw: Draw,
+    *,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    shapes: st.SearchStrategy[Shape] | None = None,
+    slots: Sequence[str] = SLOTS,
 ) -> Checkpoint:
     """1 to 6 keys of a model; sometimes states of an optimizer besides."""
     shapes = small_shapes() if shapes is None else shapes
@@ -164,7 +168,7 @@ def checkpoints(
         for i, key in enumerate(keys):
             if draw(st.booleans()):
                 shape = tensors[key].shape if not _one_in(draw, 5) else draw(shapes)
-                states[f"{draw(st.sampled_from(SLOTS))}.{key}"] = content(DTYPES[common_dtype], shape, seed - i - 1)
+                states[f"{draw(st.sampled_from(slots))}.{key}"] = content(DTYPES[common_dtype], shape, seed - i - 1)
         if _one_in(draw, 4):
             states["count"] = content(np.dtype(np.int64), () if draw(st.booleans()) else draw(shapes), seed - 9)
     return Checkpoint(tensors | states, tuple(states))

@@ -37,6 +37,7 @@ from reshard.errors import (
     MismatchError,
     ReshardError,
 )
+from reshard.formats import replicas
 from reshard.opening import rank_saves
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
@@ -482,6 +483,120 @@ def test_what_the_strategy_does_not_list(tree: Path, caplog: pytest.LogCaptureFi
         "`adam_m.w`: taken to be cut as its parameter",
         "`adam_v.bias`, `bias`: taken for whole on every rank",
     ]
+
+
+UNLISTED: Arrays = {"small": np.arange(6, dtype=np.int16).reshape(2, 3), "large": np.arange(4000, dtype=np.float32)}
+WHOLE = {"mesh": {"dp": 1}, "rules": [{"match": "*"}]}
+READS: dict[str, Callable[[Path, str], object]] = {
+    "read": lambda tree, key: opened_cut(tree).read(key),
+    "a slice": lambda tree, key: opened_cut(tree).read(key, (slice(0, 1),)),
+    "load": lambda tree, key: opened_cut(tree).load(keys=[key]),
+    "everything": lambda tree, _: opened_cut(tree).load(),
+    "layout": lambda tree, key: opened_cut(tree).load(WHOLE, keys=[key]),
+    "views": lambda tree, key: opened_cut(tree).load(keys=[key], copy=False),
+    "plan": lambda tree, _: opened_cut(tree).plan(opened_cut(tree).bind(WHOLE).request(0)),
+    "names": lambda tree, key: opened_cut(tree).renamed({"rules": [{"from": key, "to": "v"}]}, part="model").read("v"),
+    "resume": lambda tree, _: reshard.load(tree, WHOLE, rank=0, strategy=tree.parent / "cut"),
+    "convert": lambda tree, _: reshard.convert(tree, tree.parent / "hf", strategy=tree.parent / "cut"),
+    "diff": lambda tree, _: reshard.diff(tree, tree, strategy_a=tree.parent / "cut", strategy_b=tree.parent / "cut"),
+}
+
+
+def opened_cut(tree: Path) -> reshard.Checkpoint:
+    return reshard.open(tree, strategy=tree.parent / "cut")
+
+
+@pytest.mark.parametrize("key", UNLISTED)
+@pytest.mark.parametrize("how", READS)
+def test_what_is_not_listed_and_differs_from_rank_to_rank_is_not_read(how: str, key: str, tree: Path) -> None:
+    for rank in range(4):
+        holding(rank, **{key: UNLISTED[key] + rank % 2})(tree)
+    with pytest.raises(
+        MismatchError, match=rf"`{key}`.* the bytes on rank 1, 3 differ from those on rank 0\nhint: list"
+    ):
+        READS[how](tree, key)
+    assert not (tree.parent / "hf").exists()
+
+
+@pytest.mark.parametrize("key", UNLISTED)
+def test_a_difference_in_one_element_of_one_holder_is_found(
+    key: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """De-duplicated, so that two ranks hold the tensor; compared in several batches."""
+    monkeypatch.setattr(replicas, "_BATCH_BYTES", 1 << 10)
+    for at in (0, -1):
+        other = UNLISTED[key].copy()
+        other.flat[at] += 1
+        holding(1, **{key: UNLISTED[key]})(tree)
+        holding(2, **{key: other})(tree)
+        with opened_cut(tree) as opened, pytest.raises(MismatchError, match="on rank 2 differ from those on rank 1"):
+            opened.read(key)
+        holding(2, **{key: UNLISTED[key]})(tree)
+        with opened_cut(tree) as opened:
+            assert_same({key: opened.read(key)}, {key: UNLISTED[key]})
+
+
+def test_the_other_tensors_of_such_a_tree_can_be_read(tree: Path) -> None:
+    for rank in range(4):
+        holding(rank, own=np.full(3000, rank), **UNLISTED)(tree)
+    with opened_cut(tree) as opened:
+        assert opened.shape("own") == (3000,)
+        assert opened["own"].shape == (3000,)
+        assert_same(opened.load(keys=["w", *UNLISTED]), {"w": W, **UNLISTED})
+        assert_same(opened.stored(3, keys=["own"]), {"own": np.full(3000, 3)})
+        request = opened.bind(WHOLE).request(0, ["w"])
+        assert opened.plan(request, keys=["w"]).n_bytes == W.nbytes
+        with pytest.raises(MismatchError, match="`own`"):
+            opened.plan(request)
+    strategy = tree.parent / "cut"
+    reshard.convert(tree, tree.parent / "out", strategy=strategy, drop="own", to="safetensors")
+    with reshard.open(tree.parent / "out") as written:
+        assert_same(written.load(keys=["w", *UNLISTED]), {"w": W, **UNLISTED})
+
+
+def test_the_state_of_a_listed_parameter_is_compared_among_ranks_of_one_part(tree: Path) -> None:
+    for rank, rows in enumerate(SLICES):
+        holding(rank, **{"adam_m.w": rows + 1, "accu_grads.w": rows + rank})(tree)
+    with opened_cut(tree) as opened:
+        assert_same(opened.load(keys=["adam_m.w"]), {"adam_m.w": W + 1})
+        with pytest.raises(
+            MismatchError, match="partitioned as `w`, but the bytes on rank 2 differ from those on rank 0"
+        ):
+            opened.read("accu_grads.w")
+
+
+def test_without_a_strategy_values_without_dims_are_compared(tree: Path) -> None:
+    for rank in range(4):
+        holding(rank, seed=np.array(rank // 3), learning_rate=np.array([0.5], np.float32))(tree)
+    with reshard.open(tree) as opened:
+        assert opened.read("learning_rate").tolist() == [0.5]
+        with pytest.raises(MismatchError, match=r"`seed` is read as one .* on rank 3 differ from those on rank 0"):
+            opened.read("seed")
+
+
+def test_counters_and_small_tensors_are_read_without_opening_the_files_again(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(4):
+        holding(rank, learning_rate=np.array(0.5), small=UNLISTED["small"])(tree)
+    with opened_cut(tree) as opened:
+        monkeypatch.setattr("reshard.checkpoint.opened_again", None)
+        assert opened.read("step_num") == 7
+        assert opened.read("learning_rate") == 0.5
+        assert_same(opened.load(keys=["small", "w"]), {"small": UNLISTED["small"], "w": W})
+
+
+@pytest.mark.parametrize("key", UNLISTED)
+def test_a_damaged_copy_is_damage_and_no_difference(key: str, tree: Path) -> None:
+    for rank, rows in enumerate(SLICES):
+        content = ckpt_files.dump({"w": rows, key: UNLISTED[key]}, record_bytes=1 << 10, crc=True)
+        (tree / f"rank_{rank}" / "net.safetensors").unlink()
+        if rank == 2:
+            at = content.index(UNLISTED[key].tobytes()[:8])
+            content = content[: at + 4] + b"\xff" + content[at + 5 :]
+        (tree / f"rank_{rank}" / "net.ckpt").write_bytes(content)
+    with opened_cut(tree) as opened, pytest.raises(DamagedFileError, match=r"rank_2/net\.ckpt"):
+        opened.read(key)
 
 
 def test_a_strategy_that_is_not_needed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -344,9 +344,10 @@ def test_refused(options: dict[str, Any], error: type[Exception], words: str, tm
     [
         (None, {"w": reshard.Shard(W[:2], (4, 3), (0, 0))}, "give `layout`"),
         ({"mesh": {"tp": 2}, "rules": [{"match": "*", "flat": ["tp"]}]}, {"w": W.reshape(-1)[:6]}, "`w`"),
+        ({"mesh": {"a": 2, "b": 1}, "rules": [{"match": "*", "flat": ["b"]}]}, {"w": W.reshape(-1)}, "`w`"),
         ({"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"], "blocks": {0: 2}}]}, {"w": W[:2]}, "`w`"),
     ],
-    ids=["boxes", "flat", "blocks"],
+    ids=["boxes", "flat", "flat over one rank", "blocks"],
 )
 def test_what_a_strategy_cannot_say(layout: Any, arrays: Any, words: str, tmp_path: Path) -> None:
     def work(group: Any) -> Any:
@@ -360,6 +361,46 @@ def test_what_a_strategy_cannot_say(layout: Any, arrays: Any, words: str, tmp_pa
         assert isinstance(result, UnsupportedError)
         assert words in str(result)
     assert not tree(tmp_path)
+
+
+def test_two_uneven_dims_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    layout = {"mesh": {"a": 2, "b": 2}, "rules": [{"match": "*", "cut": ["a", "b"], "uneven": "ceil"}]}
+    for result in save_tp2(tmp_path / "checkpoint", 1, {"w": np.arange(35.0).reshape(5, 7)}, layout):
+        assert isinstance(result, UnsupportedError)
+        assert "dim 1 is cut into parts of different sizes" in str(result)
+    assert not tree(tmp_path)
+
+
+def test_joined_state_is_refused_by_its_name(tmp_path: Path) -> None:
+    rule = {"match": "w", "flat": {"axes": ["dp"], "join": "joined"}}
+    layout = {"mesh": {"pp": 2, "dp": 2}, "rules": [rule]}
+    part = W.reshape(-1)[:6]
+
+    def work(group: Any) -> Any:
+        shapes = {"w": (4, 3), "exp_avg.w": (4, 3)}
+        return save(
+            tmp_path / "checkpoint", 1, {"joined": part}, {"exp_avg.joined": part}, layout=layout, group=group,
+            shapes=shapes,
+        )  # fmt: skip
+
+    for result in in_threads(4, work):
+        assert isinstance(result, UnsupportedError)
+        assert "it lies in one array with others" in str(result)
+    assert not tree(tmp_path)
+
+
+def test_the_counters_that_a_save_adds_need_no_rule(tmp_path: Path) -> None:
+    layout = {"mesh": {"tp": 2}, "rules": [{"match": "w", "cut": ["tp"]}]}
+    common = {"global_step": 3, "loss_scale": 2.0, "global_batch_size": 8}
+    for result in save_tp2(tmp_path / "checkpoint", 1, {"w": W}, layout, common=common):
+        assert not isinstance(result, BaseException), result
+    every_rule_cuts = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]}
+    for wanted in (layout, every_rule_cuts):
+        loaded = reshard.load(tmp_path / "checkpoint", wanted, rank=1)
+        assert as_bytes({"w": loaded.state["w"]}) == as_bytes(local_arrays(wanted, {"w": W}, 1))
+        assert {name: loaded.state[name].item() for name in original_scalars()} == {
+            "epoch_num": 1, "step_num": 1, "global_step": 3, "loss_scale": 2.0, "global_batch_size": 8,
+        }  # fmt: skip
 
 
 def save_tp2(

@@ -426,6 +426,12 @@ def test_the_words_of_a_cut(mesh: dict[str, int], cut: list[Any], shape: tuple[i
             "dim 1 is cut into parts of different sizes",
         ),
         (
+            {"mesh": {"a": 2, "b": 2}, "rules": [{"match": "*", "cut": ["a", "b"], "uneven": "ceil"}]},
+            (5, 7),
+            "dim 1 is cut into parts of different sizes",
+        ),
+        ({"mesh": {"a": 2, "b": 1}, "rules": [{"match": "*", "flat": ["b"]}]}, (4, 3), "it is flattened"),
+        (
             {"mesh": {"a": 2, "b": 2, "c": 2}, "rules": [{"match": "*", "cut": [["b", "c", "a"]]}], "place": []},
             (8,),
             None,

@@ -305,7 +305,7 @@ class Checkpoint:
         box = normalize_index(() if index is None else index, shape)
         request = _core.Request()
         request.add_region(key, key, box.offset, box.shape)
-        plan = self.plan(request, verify=verify)
+        plan = self.plan(request, verify=verify, keys=[key])
         if out is not None:
             # The result's shape, of an array without memory: `out` is checked before the first byte is read.
             check_out(key, out, dtype, np.broadcast_to(0, box.shape)[box.post].shape)
@@ -361,15 +361,16 @@ class Checkpoint:
             ArgumentError: a layout of several ranks without a rank; `out` does not match.
             KeyNotFoundError: `keys` names a tensor that is not there.
             LayoutError: the layout does not fit the tensors.
-            MismatchError: an array of `out` has another shape or dtype.
+            MismatchError: an array of `out` has another shape or dtype; or ranks hold different bytes of a tensor that
+                the strategy of rank folders does not list.
             CoverageError: the stored shards do not cover what is wanted.
             DamagedFileError, StorageError: while reading; the content of `out` is then undefined.
 
         Example:
             >>> own = checkpoint.load("layout.yaml", rank=3, part="model")  # doctest: +SKIP
         """
-        request, names = self._request(layout, rank, part, keys)
-        plan = self.plan(request, dtype, verify=verify)
+        request, names, wanted = self._request(layout, rank, part, keys)
+        plan = self.plan(request, dtype, verify=verify, keys=wanted)
         arrays = plan.arrays
         if out is not None:
             check_outs(out, names, arrays)
@@ -390,8 +391,8 @@ class Checkpoint:
 
     def _request(
         self, layout: LayoutLike | None, rank: int | None, part: Part, keys: Collection[str] | None
-    ) -> tuple[_core.Request, list[str]]:
-        """What a load wants, and the names of its arrays in order."""
+    ) -> tuple[_core.Request, list[str], list[str]]:
+        """What a load wants, the names of its arrays in order, and the keys of which they are made."""
         wanted = self._wanted(part, keys)
         if layout is None:
             if rank is not None:
@@ -401,7 +402,7 @@ class Checkpoint:
             for key in wanted:
                 shape = self._index.shape(key)
                 request.add_region(key, key, (0,) * len(shape), shape)
-            return request, wanted
+            return request, wanted, wanted
         bound = self.bind(layout)
         if rank is None:
             if len(bound.ranks) != 1:
@@ -410,7 +411,8 @@ class Checkpoint:
                 )
             rank = bound.ranks[0]
         only = None if len(wanted) == len(self._keys) else wanted
-        return bound.request(rank, only), bound.local_names(rank, only)
+        held = set(bound.holds(rank))
+        return bound.request(rank, only), bound.local_names(rank, only), [key for key in wanted if key in held]
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Global shape of a tensor; opens nothing. KeyNotFoundError if there is none of the name.
@@ -422,16 +424,26 @@ class Checkpoint:
         self._check_placed(key)
         return self._index.shape(key)
 
-    def plan(self, request: _core.Request, dtype: object = None, *, verify: Verify = "touched") -> _core.Plan:
+    def plan(
+        self,
+        request: _core.Request,
+        dtype: object = None,
+        *,
+        verify: Verify = "touched",
+        keys: Collection[str] | None = None,
+    ) -> _core.Plan:
         """The checked copies of a request: for code that writes or places the bytes itself.
 
         Args:
             request: what is wanted.
             dtype: as in `load`.
             verify: as in `load`; what is touched is compared when the plan is carried out.
+            keys: the tensors that the request names; None: any. Of rank folders, what is read as a replica on several
+                ranks because the strategy does not list it is compared now, once.
 
         Raises:
             KeyNotFoundError, MismatchError, CoverageError, UnsupportedError: the request cannot be met.
+            MismatchError: ranks hold different bytes of a tensor that the strategy does not list.
             DamagedFileError, StorageError: `verify="full"` found damage.
 
         Example:
@@ -441,6 +453,7 @@ class Checkpoint:
             raise ArgumentError(f'`verify` is {verify!r}; "full", "touched" or "structure" are accepted')
         if verify == "full":
             self.scrub()
+        self.data.check(keys)
         return self._index.plan(
             request,
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),

@@ -187,6 +187,13 @@ class CheckpointData:
         """The recorded layout of the whole checkpoint, or None."""
         return None
 
+    def check(self, keys: Collection[str] | None) -> None:
+        """Check what can only be found out by reading, before tensors are read. None: all tensors.
+
+        Raises:
+            MismatchError: files that should hold the same bytes of a tensor do not.
+        """
+
     def view(self, index: _core.Index, lock: int | None) -> Self:
         """The same files with an index of other tensors: what is recorded of the stored tensors does not apply."""
         return replace(self, index=index, lock=lock, strings=())

@@ -14,6 +14,7 @@ import numpy as np
 
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.formats.checkpoint2_common import CommonInfo
+from reshard.layout.resolve import COUNTERS, OF_NO_PARAMETER
 from reshard.small_files import show
 
 if TYPE_CHECKING:
@@ -30,11 +31,8 @@ __all__ = [
     "parameter_of",
 ]
 
-NAMES = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
+NAMES = COUNTERS
 """Those that are counters."""
-
-OF_NO_PARAMETER = frozenset((*NAMES, "beta1_power", "beta2_power", "learning_rate", "momentum"))
-"""Counters, and state of the optimizer that belongs to no parameter."""
 
 # What optimizers name their state of a parameter by: `adam_m.<parameter>`.
 _SLOTS = frozenset(

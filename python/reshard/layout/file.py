@@ -122,7 +122,7 @@ class LayoutFile:
     Attributes:
         mesh: axis: size, in order; the first varies slowest.
         ranks: the global rank at each mesh point, row-major; None: 0, 1, 2, ...
-        rules: the first that matches a key decides.
+        rules: the first that matches a key decides. Counters of one element (`global_step`) are whole without one.
         optimizer: how state is cut further than its parameter.
         place: which ranks hold a key at all; every matching entry applies.
     """

@@ -15,7 +15,7 @@ from reshard import _core
 from reshard.errors import LayoutError, MismatchError
 from reshard.layout.bind import core_layout
 from reshard.layout.patterns import Matcher, Pattern
-from reshard.layout.resolve import resolve, state_of
+from reshard.layout.resolve import is_counter, resolve, state_of
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ class _Inverter:
             return ()
         found = self.matcher.find(key)
         if found is None:
+            if is_counter(key, shape):
+                return self._same(key, "a counter of one element, nor")
             raise LayoutError(
                 f"no rule matches {show(key)}", key=key, hint='a last rule `match: "*"` leaves the rest whole'
             )

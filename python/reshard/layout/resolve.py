@@ -20,7 +20,13 @@ from reshard.words import listed, nearest, show
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-__all__ = ["Join", "Resolved", "Spec", "resolve", "state_of"]
+__all__ = ["COUNTERS", "OF_NO_PARAMETER", "Join", "Resolved", "Spec", "is_counter", "resolve", "state_of"]
+
+COUNTERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
+"""Counters of a training run, which some formats store as tensors of one element."""
+
+OF_NO_PARAMETER = frozenset((*COUNTERS, "beta1_power", "beta2_power", "learning_rate", "momentum"))
+"""Counters, and state of the optimizer that belongs to no parameter."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +127,12 @@ class _Resolver:
 
     def run(self) -> Resolved:
         for key in self.own:
-            self.rule_of[key] = self._rule(key)
+            if not is_counter(key, self.tensors[key]):
+                self.rule_of[key] = self._rule(key)
         place, unused_places = self._places()
         specs: dict[str, Spec] = {}
         for key in self.own:
-            spec = self._cut(key)
+            spec = self._cut(key) if key in self.rule_of else Spec(self.tensors[key])
             specs[key] = self._placed(key, spec, place[key]) if key in place else spec
         for key, parameter in self.parameter.items():
             specs[key] = self._state(key, specs[parameter])
@@ -376,6 +383,8 @@ class _Resolver:
         members: dict[tuple[int, str], list[tuple[int, tuple[object, ...], str]]] = {}
         for key in self.tensors:
             parameter = self.parameter.get(key, key)
+            if parameter not in self.rule_of:
+                continue
             n, entry = self.rule_of[parameter]
             flat = self.layout.rules[n].flat
             # State that is not of its parameter's shape is whole, and no part of a join.
@@ -405,6 +414,16 @@ class _Coordinates:
         if self.to:
             return self.to[i]
         return bisect.bisect_right(self.ends, i) if self.ends else i // self.each
+
+
+def is_counter(key: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is whole under every layout. Writers add such tensors, so that they must not need a rule.
+
+    Example:
+        >>> is_counter("global_step", (1,)), is_counter("global_step", (4,)), is_counter("w", (1,))
+        (True, False, False)
+    """
+    return key in OF_NO_PARAMETER and math.prod(shape) == 1
 
 
 def state_of(keys: Iterable[str], parameters: Iterable[str]) -> dict[str, str]:

@@ -162,8 +162,7 @@ class _Writer:
 
     def _dims(self, key: str, spec: Spec) -> list[list[int]]:
         """For each dim the numbers of the device axes that cut it."""
-        n_flat = math.prod(self.sizes[axis] for axis in spec.flat)
-        if n_flat > 1:
+        if spec.flat:  # over one rank too: its array has one dim then
             raise _inexpressible(key, "it is flattened and cut 1-D")
         if spec.stored and spec.stored != tuple(range(len(spec.shape))):
             raise _inexpressible(key, "its dims are stored in another order")
@@ -180,26 +179,29 @@ class _Writer:
 
     def _rows(self, key: str, spec: Spec, dims: list[list[int]]) -> tuple[int, ...]:
         """The rows of each part of dim 0, if they are not even."""
-        sizes = dict(spec.sizes)
-        for dim, axes in enumerate(dims):
-            n_parts = math.prod(self.matrix[a] for a in axes)
-            is_even = len(set(sizes[dim])) < 2 if dim in sizes else spec.shape[dim] % n_parts == 0
-            if is_even or n_parts == 1:
-                continue
-            if dim:
-                raise _inexpressible(key, f"dim {dim} is cut into parts of different sizes")
-            if dim in sizes:
-                return tuple(sizes[dim])
-            layout, order = self.bound.layouts[key], math.prod(self.matrix)
-            first = self._stages(spec)[0] * order
-            rows: dict[int, int] = {}
-            for position in range(order):
-                part = 0
-                for a in axes:
-                    part = part * self.matrix[a] + position // math.prod(self.matrix[a + 1 :]) % self.matrix[a]
-                rows[part] = layout.local_shape(first + position)[0]
-            return tuple(rows[part] for part in range(n_parts))
-        return ()
+        uneven = [dim for dim in range(len(dims)) if not self._is_even(spec, dim, dims[dim])]
+        if uneven and uneven[-1] > 0:
+            raise _inexpressible(key, f"dim {uneven[-1]} is cut into parts of different sizes")
+        if not uneven:
+            return ()
+        if 0 in dict(spec.sizes):
+            return dict(spec.sizes)[0]
+        layout, order = self.bound.layouts[key], math.prod(self.matrix)
+        first = self._stages(spec)[0] * order
+        rows: dict[int, int] = {}
+        for position in range(order):
+            part = 0
+            for a in dims[0]:
+                part = part * self.matrix[a] + position // math.prod(self.matrix[a + 1 :]) % self.matrix[a]
+            rows[part] = layout.local_shape(first + position)[0]
+        return tuple(rows[part] for part in range(len(rows)))
+
+    def _is_even(self, spec: Spec, dim: int, axes: list[int]) -> bool:
+        """Whether all parts of a dim have one size."""
+        sizes = dict(spec.sizes).get(dim)
+        if sizes is not None:
+            return len(set(sizes)) < 2
+        return spec.shape[dim] % math.prod(self.matrix[a] for a in axes) == 0
 
     def _flat(self, dims: list[list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """A device matrix and one axis a dim, neighbours that cut one dim taken together; None if they are none."""

@@ -65,7 +65,8 @@ def open(  # noqa: A001
             `rank_<number>` folders, or one of these.
         strategy: how rank folders make up whole tensors: the MindSpore strategy file of a stage, several merged, or the
             folder that holds them. Default: the folder `strategy` beside `path` or in it; without one, tensors can only
-            be read rank by rank (`Checkpoint.stored`). What describes itself needs none.
+            be read rank by rank (`Checkpoint.stored`). What describes itself needs none. A tensor that the strategy
+            does not list is whole if all ranks that hold it have the same bytes; these are compared at its first read.
         names: a name map under whose names the tensors are seen, see `Checkpoint.renamed`: a `NameMap`, its file or
             mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" goes the other way.
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2_common import CommonInfo
     from reshard.layout.strategy import Strategy
 
-__all__ = ["FileFacts", "faults_of", "lacking"]
+__all__ = ["SAME_ON_ALL", "FileFacts", "faults_of", "lacking"]
 
-_SAME_ON_ALL = ("epoch_num", "step_num", "global_step")  # a loss scale may differ
+SAME_ON_ALL = ("epoch_num", "step_num", "global_step")
+"""Counters that must be equal in the files of one save; a loss scale may differ."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def faults_of(files: Mapping[int, FileFacts]) -> dict[int, str]:
             if holder is None or rank in found:
                 continue
             value, expected = file.counters.get(name), files[holder].counters[name]
-            if value is None or (name in _SAME_ON_ALL and value != expected):
+            if value is None or (name in SAME_ON_ALL and value != expected):
                 told = "is not there" if value is None else f"is {value}"
                 found[rank] = (
                     f"`{name}` {told}, and in the file of rank {holder} it is {expected}: cut short, or of another save"

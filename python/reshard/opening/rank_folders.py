@@ -21,6 +21,7 @@ from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileEr
 from reshard.formats import checkpoint1, checkpoint1_state, checkpoint2, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.own_files import opened_again
 from reshard.formats.rank_file import add_rank_file
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
@@ -33,11 +34,12 @@ from reshard.small_files import show
 from reshard.words import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import OpenOptions, StrategyLike, Unplaced
     from reshard.formats.rank_file import RankFile
+    from reshard.formats.replicas import AssumedReplicas
     from reshard.layout.like import DeviceLayout
     from reshard.resume.checkpoint1 import SaveOrder
 
@@ -106,6 +108,8 @@ class RankFoldersData(CheckpointData):
         without_place: tensors whose parts have no known position.
         known_strategy: the strategy, if there is one.
         followed: tensors that the strategy does not list, and the parameters whose layout they have.
+        replicas: stored keys of which several ranks hold arrays that are read as replicas.
+        replicas_of: of each tensor, the stored keys among these of which it is made.
     """
 
     files: Mapping[int, RankFile]
@@ -113,6 +117,8 @@ class RankFoldersData(CheckpointData):
     without_place: Mapping[str, Unplaced] = field(default_factory=dict)
     known_strategy: Strategy | None = None
     followed: Mapping[str, str] = field(default_factory=dict)
+    replicas: AssumedReplicas
+    replicas_of: Mapping[str, frozenset[str]]
 
     def keys(self) -> list[str]:
         """All tensors in the order of the files."""
@@ -157,7 +163,23 @@ class RankFoldersData(CheckpointData):
     def view(self, index: _core.Index, lock: int | None) -> Self:
         """Without the strategy, which is about the stored tensors."""
         view = super().view(index, lock)
-        return replace(view, all_keys=None, without_place={}, known_strategy=None, followed={})
+        known, made = self.replicas.key_of, {}
+        for key in index.keys() if known else ():
+            sources = frozenset(known[name] for _, name, *_ in index.stored(key) if name in known)
+            if sources:
+                made[key] = sources
+        return replace(view, all_keys=None, without_place={}, known_strategy=None, followed={}, replicas_of=made)
+
+    def check(self, keys: Collection[str] | None) -> None:
+        """Compare what ranks hold of tensors that are read as replicas because the strategy does not list them."""
+        found = self.replicas_of if keys is None else {key for key in keys if key in self.replicas_of}
+        stored = {source for key in found for source in self.replicas_of[key]}
+
+        def opened(numbers: Sequence[int]) -> _core.Index:
+            ckpt = {n for n, number in enumerate(numbers) if number in self.ckpt_files}
+            return opened_again(self.index, numbers, None, ckpt=ckpt, method=self.method)
+
+        self.replicas.check(stored, opened)
 
 
 def rank_files(checkpoint: Checkpoint) -> Mapping[int, RankFile]:
@@ -390,6 +412,8 @@ def open_rank_files(
         without_place=tensors.unplaced,
         known_strategy=known,
         followed=tensors.followed,
+        replicas=(replicas := tensors.replicas()),
+        replicas_of={key: frozenset({key}) for key in replicas.keys},
     )
 
 

@@ -7,16 +7,20 @@ a strategy is read.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from reshard import _core
+from reshard import _core, dtypes
 from reshard.errors import CoverageError, DamagedFileError, MismatchError
 from reshard.formats import scalars
 from reshard.formats.rank_file import add_rank_file, placed
+from reshard.formats.replicas import AssumedReplicas
 from reshard.layout.strategy import Strategy, box_of
-from reshard.opening.rank_agreement import FileFacts, faults_of, lacking
+from reshard.opening.rank_agreement import SAME_ON_ALL, FileFacts, faults_of, lacking
 from reshard.outputs import load_all
 from reshard.words import listed, show
 
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["RankTensors"]
 
 _log = logging.getLogger("reshard")
+
+_SMALL_BYTES = 4096
+_SMALL_BYTES_OF_FILE = 1 << 20
 
 
 class RankTensors:
@@ -53,6 +60,10 @@ class RankTensors:
             }
         self.unlisted = [] if strategy is None else [key for key in self.keys if not strategy.stages_of(key)]
         self.followed = {key: parameter for key in self.unlisted if (parameter := self._followed(key)) is not None}
+        without_place = [key for key in self.keys if key not in self.unplaced] if strategy is None else self.unlisted
+        # A loss scale may differ, and the counters that may not are compared with each other by `faults_of`.
+        self.assumed = [key for key in without_place if key not in ("loss_scale", *SAME_ON_ALL) and len(files) > 1]
+        self.digests: dict[str, dict[int, bytes]] = {}
 
     def name(self, rank: int) -> str:
         """What messages call a rank's file."""
@@ -141,6 +152,25 @@ class RankTensors:
                 error.message += f"; it is missing in the file of rank {listed(lacking)}"
             raise
 
+    def replicas(self) -> AssumedReplicas:
+        """What ranks are assumed to hold alike, since no strategy describes its partition."""
+        groups: dict[str, list[tuple[int, ...]]] = {}
+        for key in self.assumed:
+            at: dict[tuple[int, ...], list[int]] = {}
+            for rank, tensor in self.held[key].items():
+                at.setdefault(self._box(key, rank, tensor.shape)[1], []).append(rank)
+            groups[key] = [tuple(sorted(ranks)) for ranks in at.values()]
+        return AssumedReplicas(self.files, groups, {key: self._assumption(key) for key in self.assumed}, self.digests)
+
+    def _assumption(self, key: str) -> str:
+        if self.strategy is None:
+            return f"without a strategy {show(key)} is read as one value that all ranks hold"
+        if key in self.followed:
+            how = f"partitioned as {show(self.followed[key])}"
+        else:
+            how = "one that every rank holds whole"
+        return f"{show(self.strategy.source)} does not list {show(key)}; it is read as {how}"
+
     def warn(self) -> None:
         """Tell what is read otherwise than the files say."""
         for rank, file in self.files.items():
@@ -183,10 +213,12 @@ class RankTensors:
         return next(iter(found.values()), None)
 
     def _counters(self, method: _core.ReadMethod) -> dict[int, CommonInfo]:
-        """The counters of each rank's file that has any."""
+        """The counters of each rank's file that has any. Digests of small tensors are taken on the way."""
         found: dict[int, CommonInfo] = {}
+        small = self._small()
         for rank, file in self.files.items():
-            names = [name for name in scalars.NAMES if name in file.tensors]
+            counters = [name for name in scalars.NAMES if name in file.tensors]
+            names = [*counters, *(key for key in small if key in file.tensors and key not in counters)]
             if not names:
                 continue
             index = _core.Index()
@@ -194,14 +226,30 @@ class RankTensors:
             request = _core.Request()
             for name in names:
                 shape = again.tensors[name].shape
-                scalars.check_shape(name, shape, str(file.path))  # before it is read: it can be of any size
+                if name in counters:
+                    scalars.check_shape(name, shape, str(file.path))  # before it is read: it can be of any size
                 index.add_tiles(name, again.tensors[name].dtype, shape, placed(again, name, (0,) * len(shape)))
                 request.add_region(name, name, (0,) * len(shape), shape)
             # A sum of its own a file may have is not compared yet: that would read all of it.
             plan = index.plan(request, verify=False)
-            found[rank] = scalars.common_of(load_all(plan), str(file.path))
+            arrays = load_all(plan)
+            if counters:
+                found[rank] = scalars.common_of(arrays, str(file.path))
+            for key in small & arrays.keys():
+                self.digests.setdefault(key, {})[rank] = blake2b(arrays[key].tobytes(), digest_size=16).digest()
             index.close()
         return found
+
+    def _small(self) -> set[str]:
+        """The assumed replicas that are compared at once: small ones, and of many only some."""
+        n_bytes = {key: max(map(_n_bytes, self.held[key].values())) for key in self.assumed}
+        sized = sorted((size, key) for key, size in n_bytes.items() if size <= _SMALL_BYTES)
+        ends = itertools.accumulate(size for size, _ in sized)
+        return {key for (_, key), end in zip(sized, ends, strict=True) if end <= _SMALL_BYTES_OF_FILE}
+
+
+def _n_bytes(tensor: LocalTensor) -> int:
+    return math.prod(tensor.shape) * dtypes.bits(tensor.dtype) // 8
 
 
 def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:

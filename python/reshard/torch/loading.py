@@ -86,7 +86,7 @@ def read_for(
     bound = checkpoint.bind(
         as_layout(mapping if mapping is not None else {"mesh": {"dp": 1}, "rules": [{"match": "*"}]})
     )
-    plan = checkpoint.plan(bound.request(rank if mapping is not None else 0, keys), verify=verify)
+    plan = checkpoint.plan(bound.request(rank if mapping is not None else 0, keys), verify=verify, keys=keys)
     live = described.out()
     direct: list[int] = []
     other: list[int] = []

@@ -101,6 +101,10 @@ class Job:
     counters: Mapping[str, np.ndarray] = field(default_factory=dict)
     shared: Shared | None = None
 
+    def plan(self, request: _core.Request) -> _core.Plan:
+        """The copies of a request for some of the tensors that are written."""
+        return self.source.plan(request, dtype=self.options.dtype, keys=self.keys)
+
 
 @dataclass
 class Written:
@@ -127,7 +131,7 @@ def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]
 def file_sizes(job: Job, files: list[File]) -> list[int]:
     """Bytes of the arrays of each file."""
     # Plans are cheap and hold what they open: they are made one by one, and once more to be carried out.
-    return [sum(array[3] for array in job.source.plan(file.request, dtype=job.options.dtype).arrays) for file in files]
+    return [sum(array[3] for array in job.plan(file.request).arrays) for file in files]
 
 
 def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
@@ -138,7 +142,7 @@ def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> 
         with as_storage_error("make", folder / name):
             (folder / name).mkdir(mode=options.folder_mode, exist_ok=True)
     return {
-        file.name: job.source.plan(file.request, dtype=options.dtype).write(
+        file.name: job.plan(file.request).write(
             str(folder / file.name),
             metadata=options.metadata,
             buffers=options.buffers,
@@ -185,7 +189,7 @@ def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
     """Write whole tensors in files of a largest size, and the index of more than one."""
     check_folder_free(job)
     request = whole_request(job.source, job.keys)
-    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.source.plan(request, dtype=job.options.dtype).arrays]
+    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.plan(request).arrays]
     shards = huggingface.plan_shards(sizes, max_shard_bytes)
     files = [
         File(huggingface.file_name(number, len(shards)), whole_request(job.source, keys))
@@ -264,7 +268,7 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
 
 def whole_tensors(job: Job) -> dict[str, WholeTensor]:
     """What is known of the tensors that are written, after a cast. Casts and keys are checked here, for all of them."""
-    plan = job.source.plan(whole_request(job.source, job.keys), dtype=job.options.dtype)
+    plan = job.plan(whole_request(job.source, job.keys))
     optimizer = set(job.source.keys("optimizer"))
     return {
         key: WholeTensor(dtype, job.source.shape(key), "optimizer" if key in optimizer else "model")

@@ -284,7 +284,7 @@ class _Comparison:
         arrays = [
             self.buffers[side][start : start + box.n_bytes[side]] for start, box in zip(starts, batch, strict=True)
         ]
-        opened.plan(request).fill(arrays, threads=self.threads)
+        opened.plan(request, keys={box.pair.key for box in batch}).fill(arrays, threads=self.threads)
         return arrays
 
 

@@ -38,7 +38,7 @@ def to_mindspore(job: Job, max_part_bytes: int | None, *, original_modes: bool) 
         DestinationExistsError, UnsupportedError, StorageError: as told at `convert`.
     """
     check_folder_free(job)
-    arrays = job.source.plan(whole_request(job.source, job.keys), dtype=job.options.dtype).arrays
+    arrays = job.plan(whole_request(job.source, job.keys)).arrays
     dtype_of = {name: dtype for name, dtype, _, _ in arrays}
     parts = full_weights.plan_parts([(name, n_bytes) for name, _, _, n_bytes in arrays], max_part_bytes)
     files = [

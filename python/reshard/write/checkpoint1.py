@@ -453,7 +453,14 @@ def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:
     shapes = {record.key: (record.shape, record.part == "optimizer") for record in plan.records}
     if plan.tiles is not None:
         parts = {fact.name: fact.part for one in facts for fact in one.arrays}
-        shapes |= {key: (one.shape, parts.get(key) == "optimizer") for key, one in plan.tiles.tensors.items()}
+        for key, tensor in plan.tiles.tensors.items():
+            if key not in parts:
+                raise UnsupportedError(
+                    f"a strategy has no words for {show(key)}: it lies in one array with others",
+                    key=key,
+                    hint='save with `format="checkpoint2"`, or without `join` in the layout',
+                )
+            shapes[key] = tensor.shape, parts[key] == "optimizer"
     return {key: one for key, one in shapes.items() if key not in scalars.NAMES}
 
 

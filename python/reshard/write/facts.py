@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from reshard import dtypes
 from reshard.errors import ArgumentError, LayoutError, MismatchError
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
+from reshard.layout.resolve import is_counter
 from reshard.layout.strategy import box_of
 from reshard.small_files import show
 from reshard.words import listed
@@ -278,7 +279,7 @@ def _with_members(
         for name, slot in slots.items()
     }
     of_states = {state for named in states.values() for state in named}
-    parameters = [key for key in alone if key not in of_states]
+    parameters = [key for key in alone if key not in of_states and not is_counter(key, told[key])]
     shapes = dict(told)
     members: dict[str, list[str]] = {}
     for name in found:
