@@ -360,6 +360,7 @@ HAVE_NOT_BUT_ALLOWED = {
     ("checkpoint.py", "dtype"): "`numpy` reads alone",
     ("checkpoint.py", "strategy"): "the hint says first where the files can be put",
     ("checkpoint.py", "rank"): "`Checkpoint.load` alone",
+    ("formats/replicas.py", "keys"): "an argument of `load`, named beside another way",
     ("group.py", "rank"): "a checkpointer gives no rank",
     ("layout/invert.py", "shapes"): "a checkpointer gives all shapes",
     ("torch/checkpointer.py", "config"): "an entry of `environment`",

@@ -145,7 +145,7 @@ def test_weights_alone_have_no_counters() -> None:
 def test_cut_tensors_cannot_be_read_without_a_strategy(read: Callable[[reshard.Checkpoint], object]) -> None:
     with (
         reshard.open(CKPT1 / "output" / "checkpoint") as opened,
-        pytest.raises(LayoutError, match=r"nothing tells how they make up the tensor\nhint: give `strategy=`"),
+        pytest.raises(LayoutError, match=r"nothing tells how they make up the tensor\nhint: put the strategy files"),
     ):
         read(opened)
 
