@@ -17,7 +17,7 @@
 //!
 //! This module knows one file's framing. It does not know what the tensors mean, and proves no content but by the CRC.
 
-use crate::copy::Control;
+use crate::control::Control;
 use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Printable, Result};
 use crate::header::{

@@ -6,8 +6,8 @@
 //! Files are opened when a plan first needs them, and a plan keeps the opened files that it uses: what was checked is
 //! what is read.
 
+use crate::cast::can_cast;
 use crate::checksum::Sums;
-use crate::copy::can_cast;
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
 use crate::factors::Factors;

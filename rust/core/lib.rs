@@ -29,8 +29,12 @@ pub mod request;
 pub mod stored;
 
 // Moving bytes.
+pub mod cast;
+pub mod control;
 pub mod copy;
+mod fetch;
 pub mod memory;
+pub mod strided;
 
 // Writing one file durably, and proving what is read.
 pub mod checksum;

@@ -8,19 +8,9 @@ use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Result};
 use crate::region::{Region, row_major_strides};
 use crate::shard_file::ShardFile;
+use crate::strided::{Dim, dst_span, merge_dims};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-
-/// One dim of a piece: how many elements, and how far apart they are on the two sides, in elements.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Dim {
-    /// Number of elements.
-    pub len: u64,
-    /// Stride in the stored tensor.
-    pub src: u64,
-    /// Stride in the array.
-    pub dst: u64,
-}
 
 /// A strided box in a source and in an array. Dims are sorted by falling `dst`; equal runs are merged.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,35 +30,6 @@ impl Piece {
     pub(crate) fn dst_end(&self) -> u64 {
         self.dst + dst_span(&self.dims)
     }
-}
-
-/// Elements from the first to the last of a box in the array.
-pub(crate) fn dst_span(dims: &[Dim]) -> u64 {
-    dims.iter().map(|dim| (dim.len - 1) * dim.dst).sum::<u64>() + 1
-}
-
-/// Elements from the first to the last of a box in its source.
-pub(crate) fn src_span(dims: &[Dim]) -> u64 {
-    dims.iter().map(|dim| (dim.len - 1) * dim.src).sum::<u64>() + 1
-}
-
-/// Drops dims of one element, sorts by falling stride in the array, and merges dims that continue each other.
-pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
-    dims.retain(|dim| dim.len != 1);
-    dims.sort_by_key(|dim| std::cmp::Reverse(dim.dst));
-    let mut merged: Vec<Dim> = Vec::with_capacity(dims.len());
-    for dim in dims {
-        match merged.last_mut() {
-            Some(outer) if outer.src == dim.src * dim.len && outer.dst == dim.dst * dim.len => {
-                *outer = Dim {
-                    len: outer.len * dim.len,
-                    ..dim
-                };
-            }
-            _ => merged.push(dim),
-        }
-    }
-    merged
 }
 
 /// One wanted local tensor.

@@ -5,7 +5,7 @@
 
 use crate::checksum::Sums;
 use crate::ckpt::Records;
-use crate::copy::Control;
+use crate::control::Control;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::header::{Entry, Header};

@@ -5,7 +5,7 @@
 //! was read to, every time: other bytes might come the next time.
 
 use crate::checksum::{CHUNK_BYTES, Sums, crc32c};
-use crate::copy::Control;
+use crate::control::Control;
 use crate::error::{Error, Printable, Result};
 use crate::memory::{Memory, Stores, copy_run};
 use crate::plan::{Plan, PlanSource};

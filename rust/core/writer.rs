@@ -10,8 +10,10 @@
 //! for the tail that is no multiple of its block, writes are buffered.
 
 use crate::checksum::{CHUNK_BYTES, Sums, crc32c};
-use crate::copy::{Control, Run, fill_bytes};
+use crate::control::Control;
+use crate::copy::fill_bytes;
 use crate::error::{Error, Kind, Result};
+use crate::fetch::Run;
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;

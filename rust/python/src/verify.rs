@@ -5,7 +5,7 @@ use crate::errors::raise;
 use crate::run::run;
 use pyo3::prelude::*;
 use reshard_core::checksum::Sums;
-use reshard_core::copy::Control;
+use reshard_core::control::Control;
 use reshard_core::verify;
 use reshard_core::{Error, Kind};
 use std::path::PathBuf;
