@@ -159,14 +159,7 @@ fn fill_stored(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result
         }
     }
     for piece in array.pieces_over(start, end) {
-        let mut copy = BoxCopy {
-            run,
-            source: run.plan.source(piece),
-            piece,
-            unit_bytes,
-            present: None,
-            to,
-        };
+        let mut copy = BoxCopy::new(run, piece, unit_bytes, to);
         restrict(
             &piece.dims,
             0,

@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::memory::{Stores, copy_run};
 use crate::plan::{Piece, Plan, PlanSource};
 use crate::shard_file::ShardFile;
-use crate::strided::{Dim, copy_box, is_one_run, source_run, src_span};
+use crate::strided::{Dim, copy_box, is_one_run, source_run, src_span, widest, without};
 use crate::verify::{Checks, Present, prove, read_chunks};
 use std::cell::RefCell;
 
@@ -34,16 +34,28 @@ pub(crate) struct Run<'a> {
 
 /// Copies the boxes of one piece to a part of an array.
 pub(crate) struct BoxCopy<'a> {
-    pub(crate) run: Run<'a>,
-    pub(crate) source: &'a PlanSource<'a>,
-    pub(crate) piece: &'a Piece,
-    pub(crate) unit_bytes: u64,
+    run: Run<'a>,
+    source: &'a PlanSource<'a>,
+    piece: &'a Piece,
+    unit_bytes: u64,
     /// What of a mapped source that is proven is in memory already.
-    pub(crate) present: Option<Present<'a>>,
-    pub(crate) to: &'a mut [u8],
+    present: Option<Present<'a>>,
+    to: &'a mut [u8],
 }
 
-impl BoxCopy<'_> {
+impl<'a> BoxCopy<'a> {
+    /// Copies of a piece, in units of `unit_bytes`, to a slice.
+    pub(crate) fn new(run: Run<'a>, piece: &'a Piece, unit_bytes: u64, to: &'a mut [u8]) -> Self {
+        Self {
+            run,
+            source: run.plan.source(piece),
+            piece,
+            unit_bytes,
+            present: None,
+            to,
+        }
+    }
+
     /// Copies a box at unit `src` of the piece to unit `dst` of the slice.
     pub(crate) fn copy(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
         if let PlanSource::File(_, file) = self.source
@@ -72,7 +84,7 @@ impl BoxCopy<'_> {
     /// Copies a box out of chunks that are proven first, in parts no larger than a chunk, which then lies in the cache.
     fn proven_parts(
         &mut self,
-        file: &ShardFile,
+        file: &'a ShardFile,
         sums: &Sums,
         dims: &[Dim],
         src: u64,
@@ -80,11 +92,7 @@ impl BoxCopy<'_> {
     ) -> Result<()> {
         let unit = self.unit_bytes;
         let (start, span) = self.source_range(dims, src);
-        let widest = dims
-            .iter()
-            .enumerate()
-            .filter(|(_, dim)| dim.len > 1)
-            .max_by_key(|(_, dim)| dim.src);
+        let widest = widest(dims);
         // Each positioned read is a call: there more than a chunk is taken at once, unless the gaps would be read too.
         let part = match widest {
             Some((_, dim)) if !file.source().is_mapped() && dim.src * unit < CHUNK_BYTES as u64 => {
@@ -101,8 +109,7 @@ impl BoxCopy<'_> {
             if !file.source().is_mapped() && is_one_run(dims) {
                 return self.proven_run(file, sums, start, (dst * unit) as usize, span);
             }
-            let mut inner = dims.to_vec();
-            inner.remove(widest);
+            let inner = without(dims, widest);
             let (stride, row_span) = (dim.src * unit, src_span(&inner) * unit);
             let mut k = 0;
             while k < dim.len {
@@ -132,7 +139,7 @@ impl BoxCopy<'_> {
     /// A box that lies in one part.
     fn proven_part(
         &mut self,
-        file: &ShardFile,
+        file: &'a ShardFile,
         sums: &Sums,
         dims: &[Dim],
         src: u64,
@@ -140,7 +147,7 @@ impl BoxCopy<'_> {
     ) -> Result<()> {
         let range = self.source_range(dims, src);
         let (start, span) = range;
-        let to = &mut self.to[(dst * self.unit_bytes) as usize..];
+        let mapped = (file, self.present);
         let Run {
             checks,
             stores,
@@ -148,26 +155,19 @@ impl BoxCopy<'_> {
             ..
         } = self.run;
         if is_one_run(dims) {
-            let to = (&mut to[..span as usize], stores);
-            if checks.copy_run(
-                self.piece.source,
-                (file, self.present),
-                sums,
-                start,
-                to,
-                control,
-            )? {
+            let at = (dst * self.unit_bytes) as usize;
+            let to = (&mut self.to[at..at + span as usize], stores);
+            if checks.copy_run(self.piece.source, mapped, sums, start, to, control)? {
                 return Ok(());
             }
         }
-        let mapped = (file, self.present);
         if let Some(from) = checks.mapped(self.piece.source, mapped, sums, range, control)? {
-            copy_box(from, to, dims, self.unit_bytes, stores);
+            self.copy_from(from, dims, dst);
             return Ok(());
         }
         SCRATCH.with_borrow_mut(|scratch| {
             let at = read_chunks(file, sums, range, scratch, control)?;
-            copy_box(&scratch[at..], to, dims, self.unit_bytes, stores);
+            self.copy_from(&scratch[at..], dims, dst);
             Ok(())
         })
     }
@@ -175,7 +175,7 @@ impl BoxCopy<'_> {
     /// One long run, read: whole chunks to where they belong, and the two ends by way of scratch memory.
     fn proven_run(
         &mut self,
-        file: &ShardFile,
+        file: &'a ShardFile,
         sums: &Sums,
         start: u64,
         at: usize,
@@ -216,91 +216,64 @@ impl BoxCopy<'_> {
 
     /// Copies a box at unit `src` of the piece to unit `dst` of the slice, fetching dense parts of the source as one.
     fn dense_parts(&mut self, dims: &[Dim], src: u64, dst: u64, is_part: bool) -> Result<()> {
+        let (start, span) = self.source_range(dims, src);
+        let file = match self.source {
+            PlanSource::Memory(bytes) => {
+                self.copy_from(&bytes[start as usize..(start + span) as usize], dims, dst);
+                return Ok(());
+            }
+            PlanSource::File(_, file) => file,
+        };
+        let source = file.source();
         let n: u64 = dims.iter().map(|dim| dim.len).product();
         let useful = n * self.unit_bytes;
-        let (start, span) = self.source_range(dims, src);
         let run = source_run(dims) * self.unit_bytes;
         let gapped = span > useful + useful / 20;
-        let resident = |file: &ShardFile| !is_part && file.source().is_resident(start, span);
-        let split = match self.source {
-            PlanSource::Memory(_) => false,
-            PlanSource::File(_, file) if file.source().is_mapped() => {
-                // Where nothing has to be read for it, one range is cheaper than many.
-                gapped && run >= LONG_RUN_BYTES && !resident(file)
-            }
-            PlanSource::File(..) => {
-                let direct = is_one_run(dims);
-                gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
-                    || !direct && span > SCRATCH_BYTES
-            }
+        let is_split = if source.is_mapped() {
+            // Where nothing has to be read for it, one range is cheaper than many.
+            gapped && run >= LONG_RUN_BYTES && (is_part || !source.is_resident(start, span))
+        } else {
+            gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
+                || span > SCRATCH_BYTES && !is_one_run(dims)
         };
-        let widest = dims
-            .iter()
-            .enumerate()
-            .filter(|(_, dim)| dim.len > 1)
-            .max_by_key(|(_, dim)| dim.src);
-        if let (true, Some((widest, dim))) = (split, widest)
-            && run < span
-        {
-            let mut inner = dims.to_vec();
-            inner.remove(widest);
+        if let (true, Some((widest, dim))) = (is_split && run < span, widest(dims)) {
+            let inner = without(dims, widest);
             for k in 0..dim.len {
                 self.dense_parts(&inner, src + k * dim.src, dst + k * dim.dst, true)?;
             }
             return Ok(());
         }
-        let at = (dst * self.unit_bytes) as usize;
-        match self.source {
-            PlanSource::Memory(bytes) => {
-                let from = &bytes[start as usize..(start + span) as usize];
-                copy_box(
-                    from,
-                    &mut self.to[at..],
-                    dims,
-                    self.unit_bytes,
-                    self.run.stores,
-                );
-            }
-            PlanSource::File(_, file) => {
-                // Gaps that were in memory already were mapped, not fetched.
-                let fetched = if gapped && run >= LONG_RUN_BYTES {
-                    useful
-                } else {
-                    span
-                };
-                self.run.control.fetched(fetched);
-                let scattered = is_part
-                    && span < SCATTERED_RUN_BYTES
-                    && file.source().is_kept()
-                    && is_one_run(dims);
-                if scattered {
-                    // One call a run, as bringing it in would be, and the copy with it.
-                    file.source()
-                        .read_at(start, &mut self.to[at..at + useful as usize])?;
-                } else if let Some(from) = file.source().bytes(start, span)? {
-                    copy_box(
-                        from,
-                        &mut self.to[at..],
-                        dims,
-                        self.unit_bytes,
-                        self.run.stores,
-                    );
-                } else if is_one_run(dims) {
-                    file.source()
-                        .read_at(start, &mut self.to[at..at + useful as usize])?;
-                } else {
-                    let mut scratch = vec![0; span as usize];
-                    file.source().read_at(start, &mut scratch)?;
-                    copy_box(
-                        &scratch,
-                        &mut self.to[at..],
-                        dims,
-                        self.unit_bytes,
-                        self.run.stores,
-                    );
-                }
-            }
+        // Gaps that were in memory already were mapped, not fetched.
+        let fetched = if gapped && run >= LONG_RUN_BYTES {
+            useful
+        } else {
+            span
+        };
+        self.run.control.fetched(fetched);
+        // One call a run, as bringing it in would be, and the copy with it.
+        let is_scattered =
+            is_part && span < SCATTERED_RUN_BYTES && source.is_kept() && is_one_run(dims);
+        let mapped = if is_scattered {
+            None
+        } else {
+            source.bytes(start, span)?
+        };
+        if let Some(from) = mapped {
+            self.copy_from(from, dims, dst);
+        } else if is_scattered || is_one_run(dims) {
+            let at = (dst * self.unit_bytes) as usize;
+            source.read_at(start, &mut self.to[at..at + useful as usize])?;
+        } else {
+            let mut scratch = vec![0; span as usize];
+            source.read_at(start, &mut scratch)?;
+            self.copy_from(&scratch, dims, dst);
         }
         Ok(())
+    }
+
+    /// Copies a box, whose first element `from` begins with, to unit `dst` of the slice.
+    fn copy_from(&mut self, from: &[u8], dims: &[Dim], dst: u64) {
+        let to = &mut self.to[(dst * self.unit_bytes) as usize..];
+        copy_box(from, to, dims, self.unit_bytes, self.run.stores);
     }
 }

@@ -27,6 +27,20 @@ pub(crate) fn src_span(dims: &[Dim]) -> u64 {
     dims.iter().map(|dim| (dim.len - 1) * dim.src).sum::<u64>() + 1
 }
 
+/// Number and extent of the dim whose elements lie farthest apart in the source; `None` of a single element.
+pub(crate) fn widest(dims: &[Dim]) -> Option<(usize, Dim)> {
+    let dims = dims.iter().copied().enumerate();
+    dims.filter(|(_, dim)| dim.len > 1)
+        .max_by_key(|(_, dim)| dim.src)
+}
+
+/// All dims but one: a row of a box.
+pub(crate) fn without(dims: &[Dim], at: usize) -> Vec<Dim> {
+    let mut row = dims.to_vec();
+    row.remove(at);
+    row
+}
+
 /// Drops dims of one element, sorts by falling stride in the array, and merges dims that continue each other.
 pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
     dims.retain(|dim| dim.len != 1);
