@@ -23,8 +23,8 @@ use crate::error::{Error, Kind, Printable, Result};
 use crate::header::{
     Entry, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_RANK, MAX_TENSORS, check_name, tensor_bytes,
 };
+use crate::local_array::{LocalArray, Part};
 use crate::region::{Dims, flat_range_boxes, row_major_strides};
-use crate::shard_file::{LocalArray, Part};
 use crate::source::Source;
 use crate::tile::Tile;
 use crc_fast::{CrcAlgorithm, Digest};

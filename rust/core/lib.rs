@@ -17,6 +17,7 @@ pub mod tile;
 // Reading: the header or the records, one shard file, the table of a checkpoint.
 pub mod ckpt;
 pub mod header;
+pub mod local_array;
 pub mod metadata;
 pub mod shard_file;
 pub mod source;

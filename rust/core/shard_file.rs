@@ -9,9 +9,8 @@ use crate::control::Control;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::header::{Entry, Header};
-use crate::region::{Region, row_major_strides};
+use crate::local_array::LocalArray;
 use crate::source::{Method, Source};
-use crate::tile::Tile;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -31,30 +30,6 @@ pub enum Table {
     Header(Header),
     /// Of a `.ckpt` file.
     Records(Records),
-}
-
-/// A tensor of a file: joined, where it is stored in several parts.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LocalArray {
-    /// Its name.
-    pub name: String,
-    /// Its element type.
-    pub dtype: Dtype,
-    /// Its shape in elements.
-    pub shape: Vec<u64>,
-    /// Where it lies in the file.
-    pub parts: Vec<Part>,
-}
-
-/// A stored part of a tensor.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
-    /// The name under which it is stored.
-    pub name: String,
-    /// The shape that is stored.
-    pub shape: Vec<u64>,
-    /// Which boxes of the tensor lie where in it.
-    pub tiles: Vec<Tile>,
 }
 
 /// An opened shard file whose table has proved right.
@@ -139,27 +114,6 @@ impl Table {
         match self {
             Self::Header(_) => None,
             Self::Records(records) => records.split(name),
-        }
-    }
-}
-
-impl LocalArray {
-    /// One that is stored as it is.
-    pub(crate) fn whole(entry: &Entry<'_>) -> Self {
-        let tile = Tile {
-            global: Region::whole(&entry.shape),
-            local_offset: 0,
-            local_strides: row_major_strides(&entry.shape),
-        };
-        Self {
-            name: entry.name.to_owned(),
-            dtype: entry.dtype,
-            shape: entry.shape.clone(),
-            parts: vec![Part {
-                name: entry.name.to_owned(),
-                shape: entry.shape.clone(),
-                tiles: vec![tile],
-            }],
         }
     }
 }
