@@ -68,3 +68,10 @@ def test_the_check_finds_a_cycle_through_every_form_of_use(tmp_path: Path) -> No
     assert check(a="use crate::{\n    Kind,\n    x::{y, z},\n    b,\n};", b="use crate::a::A;") == ["a", "b", "a"]
     assert check(a="", a__part="use crate::b::B;", b="use crate::a::A;") == ["a", "b", "a"]
     assert check(a="use crate::b::B;", b="/// See [`crate::a`].\n#[cfg(test)]\nmod tests { use crate::a; }") == []
+
+
+def test_only_source_and_writer_open_files() -> None:
+    """Everything else reads from a `Source`, so that a file can be an object in a store."""
+    opening = re.compile(r"\bFileExt\b|\bMmap\b|rustix::fs::open|\bstd::fs\b")
+    modules = {path.stem: without_tests_and_comments(path.read_text()) for path in CORE.rglob("*.rs")}
+    assert {name for name, source in modules.items() if opening.search(source)} == {"source", "writer"}

@@ -18,11 +18,12 @@ use crate::plan::{Array, Plan, PlanSource};
 use crate::region::{Dims, Region};
 use crate::request::{Request, Wanted};
 use crate::shard_file::{Format, ShardFile};
-use crate::source::{Method, closed};
+use crate::source::{Method, Source, closed};
 use crate::stored::{Form, Grid, Holders, Needed, Stored, StoredTensor, Tiles, named, no_holder};
 use crate::tile::Tile;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -35,14 +36,24 @@ pub struct Index {
     is_closed: std::sync::atomic::AtomicBool,
 }
 
-#[derive(Debug)]
+/// Opens the bytes of a file.
+type Open = Box<dyn Fn() -> Result<Source> + Send + Sync>;
+
 struct FileSlot {
     path: PathBuf,
-    follow_links: bool,
-    method: Method,
+    open: Open,
     format: Format,
     sums: Option<Arc<Sums>>,
     opened: Mutex<Option<Arc<ShardFile>>>,
+}
+
+impl fmt::Debug for FileSlot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileSlot")
+            .field("path", &self.path)
+            .field("format", &self.format)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Index {
@@ -84,19 +95,36 @@ impl Index {
 
     /// Adds a shard file, to be opened when it is needed; its number.
     pub fn add_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
-        self.add(path, follow_links, method, Format::Safetensors)
+        self.add_local(path, follow_links, method, Format::Safetensors)
     }
 
     /// Adds a `.ckpt` file, to be opened when it is needed; its number.
     pub fn add_ckpt_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
-        self.add(path, follow_links, method, Format::Ckpt)
+        self.add_local(path, follow_links, method, Format::Ckpt)
     }
 
-    fn add(&mut self, path: PathBuf, follow_links: bool, method: Method, format: Format) -> u32 {
+    fn add_local(
+        &mut self,
+        path: PathBuf,
+        follow_links: bool,
+        method: Method,
+        format: Format,
+    ) -> u32 {
+        let named = path.clone();
+        let open = move || Source::open(&path, follow_links, method);
+        self.add_source(named, format, open)
+    }
+
+    /// Adds a file that `open` opens when it is needed; its number. `path` names it until then.
+    pub fn add_source(
+        &mut self,
+        path: PathBuf,
+        format: Format,
+        open: impl Fn() -> Result<Source> + Send + Sync + 'static,
+    ) -> u32 {
         self.files.push(FileSlot {
             path,
-            follow_links,
-            method,
+            open: Box::new(open),
             format,
             sums: None,
             opened: Mutex::new(None),
@@ -313,13 +341,8 @@ impl Index {
         if let Some(opened) = &*opened {
             return Ok(Arc::clone(opened));
         }
-        let shard_file = Arc::new(ShardFile::open(
-            &slot.path,
-            slot.follow_links,
-            slot.method,
-            slot.format,
-            slot.sums.clone(),
-        )?);
+        let shard_file = ShardFile::open((slot.open)()?, slot.format, slot.sums.clone())?;
+        let shard_file = Arc::new(shard_file);
         *opened = Some(Arc::clone(&shard_file));
         Ok(shard_file)
     }

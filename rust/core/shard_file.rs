@@ -10,8 +10,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::header::{Entry, Header};
 use crate::local_array::LocalArray;
-use crate::source::{Method, Source};
-use std::path::Path;
+use crate::source::Source;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How a shard file tells what it holds.
@@ -119,22 +118,12 @@ impl Table {
 }
 
 impl ShardFile {
-    /// Opens a file and checks its table; where sums are told, also that it has their size and header.
-    pub fn open(
-        path: &Path,
-        follow_links: bool,
-        method: Method,
-        format: Format,
-        sums: Option<Arc<Sums>>,
-    ) -> Result<Self> {
-        let source = Source::open(path, follow_links, method)?;
-        let n_bytes = source.n_bytes();
+    /// Reads and checks the table of a file; where sums are told, also that it has their size and header.
+    pub fn open(source: Source, format: Format, sums: Option<Arc<Sums>>) -> Result<Self> {
         let table = match format {
             Format::Safetensors => Table::Header(read_header(&source, sums.as_deref())?),
             Format::Ckpt => Table::Records(
-                source
-                    .with_file(|file| Records::read(file, path, n_bytes))
-                    .map_err(|error| error.within(path.display()))?,
+                Records::read(&source).map_err(|error| error.within(source.path().display()))?,
             ),
         };
         Ok(Self {
@@ -213,7 +202,7 @@ fn read_header(source: &Source, sums: Option<&Sums>) -> Result<Header> {
         );
         return Err(Error::damaged(message).path(path));
     }
-    let header = source.with_file(|file| Header::read(file, path, source.n_bytes()));
+    let header = Header::read(source);
     let altered = || {
         let message = format!(
             "{}: the header is not the one that was written",

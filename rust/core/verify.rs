@@ -10,12 +10,8 @@ use crate::error::{Error, Printable, Result};
 use crate::memory::{Memory, Stores, copy_run};
 use crate::plan::{Plan, PlanSource};
 use crate::shard_file::ShardFile;
-use crate::source::{Method, Source};
+use crate::source::Source;
 use rayon::prelude::*;
-use rustix::fs::{Mode, OFlags};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -23,7 +19,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const PIECE_BYTES: usize = 4 << 20;
 /// Bytes of a run that are summed and then copied: well inside the first cache.
 const BLOCK_BYTES: usize = 4 << 10;
-const DIRECT_BLOCK_BYTES: usize = 4096;
 
 /// A range of a mapped file that is in memory.
 #[derive(Debug, Clone, Copy)]
@@ -257,9 +252,14 @@ fn differs(source: &Source, at: u64, n: usize) -> Error {
 /// returns.
 ///
 /// # Errors
-/// The file has another size, is no regular file, or cannot be read.
-pub fn scrub(path: &Path, sums: &Sums, direct: bool, control: &Control) -> Result<Vec<(u64, u64)>> {
-    let source = Source::open(path, false, Method::Read)?;
+/// The file has another size, or cannot be read.
+pub fn scrub(
+    source: &Source,
+    sums: &Sums,
+    direct: bool,
+    control: &Control,
+) -> Result<Vec<(u64, u64)>> {
+    let path = source.path();
     if source.n_bytes() != sums.n_bytes() {
         let message = format!(
             "{} has {} bytes, {} were written",
@@ -269,14 +269,7 @@ pub fn scrub(path: &Path, sums: &Sums, direct: bool, control: &Control) -> Resul
         );
         return Err(Error::damaged(message).path(path));
     }
-    let past_cache = if direct { open_direct(path) } else { None };
-    if direct && past_cache.is_none() {
-        // Pages that were written back are dropped, others are the only copy there is.
-        source.with_file(|file| {
-            let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
-            Ok(())
-        })?;
-    }
+    let uncached = direct.then(|| source.uncached()).transpose()?;
     let buffers: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
     let n_pieces = sums.n_bytes().div_ceil(PIECE_BYTES as u64);
     let damaged: Vec<Vec<usize>> = (0..n_pieces)
@@ -291,11 +284,9 @@ pub fn scrub(path: &Path, sums: &Sums, direct: bool, control: &Control) -> Resul
                 None => Memory::new(PIECE_BYTES)?,
             };
             let buffer = memory.as_mut_slice();
-            let is_read = past_cache
-                .as_ref()
-                .is_some_and(|file| read_direct(file, start, &mut buffer[..], len));
-            if !is_read {
-                source.read_at(start, &mut buffer[..len])?;
+            match &uncached {
+                Some(uncached) => uncached.read_at(start, len, buffer)?,
+                None => source.read_at(start, &mut buffer[..len])?,
             }
             let first = start as usize / CHUNK_BYTES;
             let bad = buffer[..len]
@@ -320,30 +311,4 @@ pub fn scrub(path: &Path, sums: &Sums, direct: bool, control: &Control) -> Resul
         }
     }
     Ok(ranges)
-}
-
-fn open_direct(path: &Path) -> Option<File> {
-    let flags =
-        OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    rustix::fs::open(path, flags, Mode::empty())
-        .ok()
-        .map(File::from)
-}
-
-/// Reads `len` bytes into a buffer that has room for whole blocks; false if that cannot be done directly.
-fn read_direct(file: &File, start: u64, buffer: &mut [u8], len: usize) -> bool {
-    let room = len.next_multiple_of(DIRECT_BLOCK_BYTES).min(buffer.len());
-    let mut done = 0;
-    while done < len {
-        match file.read_at(&mut buffer[done..room], start + done as u64) {
-            Ok(n) if n > 0 => done += n,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            _ => return false,
-        }
-        // A short read that ends inside a block can only be followed by the end of the file.
-        if done < len && !done.is_multiple_of(DIRECT_BLOCK_BYTES) {
-            return false;
-        }
-    }
-    true
 }

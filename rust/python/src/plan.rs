@@ -166,7 +166,10 @@ impl Plan {
             let buffer = if let Some(buffer) = maps.get(&id) {
                 buffer.clone()
             } else {
-                let map = raise(py, file.source().private_map())?;
+                let Some(map) = raise(py, file.source().private_map())? else {
+                    views.push(None);
+                    continue;
+                };
                 let buffer = Bound::new(py, Buffer::of_map(map))?;
                 maps.insert(id, buffer.clone());
                 buffer
