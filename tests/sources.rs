@@ -1,5 +1,5 @@
-//! A second kind of source, bytes in memory that are served by ranges: header, plan, copy and verification work over it
-//! as over a local file.
+//! A second kind of source, bytes in memory that are served by ranges, and a second kind of sink: header, plan, copy,
+//! verification and writing work over them as over local files.
 
 use reshard_core::checksum::Sums;
 use reshard_core::control::Control;
@@ -15,10 +15,10 @@ use reshard_core::request::Request;
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Ranges, Source};
 use reshard_core::verify::{scrub, verify};
-use reshard_core::writer::{self, Buffers, Options};
+use reshard_core::writer::{self, Buffers, Options, Sink};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 
 /// An object in memory. It counts the bytes that were read, and fails from byte `unreadable_from` on.
 #[derive(Debug, Clone)]
@@ -76,6 +76,27 @@ const SHAPE: [u64; 2] = [600, 1000];
 
 /// A shard file with a matrix and a vector, and its sums.
 fn shard_file() -> (Vec<u8>, Sums) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let options = Options {
+        metadata: metadata(),
+        durable: false,
+        direct: false,
+        mode: 0o600,
+    };
+    let mut buffers = Buffers::new(16 << 20).unwrap();
+    let sums = with_plan(|plan| {
+        writer::write(&path, plan, &options, &mut buffers, &Control::default()).unwrap()
+    });
+    (std::fs::read(path).unwrap(), sums)
+}
+
+fn metadata() -> Vec<(String, String)> {
+    vec![("format".into(), "pt".into())]
+}
+
+/// Calls `action` with a plan of the tensors of the shard file.
+fn with_plan<T>(action: impl FnOnce(&Plan<'_>) -> T) -> T {
     let data: Vec<u8> = (0..SHAPE[0] * SHAPE[1] * 4)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
         .collect();
@@ -90,18 +111,7 @@ fn shard_file() -> (Vec<u8>, Sums) {
         tensor("matrix", &SHAPE, &[SHAPE[1] * 4, 4]),
         tensor("vector", &[70], &[4]),
     ];
-    let plan = Plan::of_memory(tensors).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.safetensors");
-    let options = Options {
-        metadata: vec![("format".into(), "pt".into())],
-        durable: false,
-        direct: false,
-        mode: 0o600,
-    };
-    let mut buffers = Buffers::new(16 << 20).unwrap();
-    let sums = writer::write(&path, &plan, &options, &mut buffers, &Control::default()).unwrap();
-    (std::fs::read(path).unwrap(), sums)
+    action(&Plan::of_memory(tensors).unwrap())
 }
 
 /// Boxes of the matrix that are dense, strided and single columns, and the vector.
@@ -264,4 +274,54 @@ fn a_ckpt_file_over_ranges_has_the_table_and_the_crc_of_the_local_file() {
         n_files >= 5 && n_with_crc > 0,
         "{n_files} files, {n_with_crc} with a CRC"
     );
+}
+
+/// An upload to a store in memory: its name appears there when it is published.
+struct Upload<'a> {
+    store: &'a Mutex<Option<Vec<u8>>>,
+    parts: Mutex<Vec<u8>>,
+    fails_from: u64,
+}
+
+impl Sink for Upload<'_> {
+    fn write_at(&self, start: u64, bytes: &[u8]) -> Result<()> {
+        if start >= self.fails_from {
+            return Err(Error::new(Kind::Io, "the store does not answer"));
+        }
+        let mut parts = self.parts.lock().unwrap();
+        parts[start as usize..start as usize + bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn publish(self) -> Result<()> {
+        *self.store.lock().unwrap() = Some(self.parts.into_inner().unwrap());
+        Ok(())
+    }
+}
+
+#[test]
+fn a_sink_gets_the_bytes_of_the_local_file_and_nothing_is_published_after_an_error() {
+    let (bytes, sums) = shard_file();
+    for fails_from in [u64::MAX, 0] {
+        let store = Mutex::new(None);
+        let create = |n_bytes| {
+            Ok(Upload {
+                store: &store,
+                parts: Mutex::new(vec![0; n_bytes as usize]),
+                fails_from,
+            })
+        };
+        let mut buffers = Buffers::new(16 << 20).unwrap();
+        let control = Control::default();
+        let written =
+            with_plan(|plan| writer::write_to(create, plan, &metadata(), &mut buffers, &control));
+        let published = store.into_inner().unwrap();
+        if fails_from == 0 {
+            assert_eq!(written.unwrap_err().message(), "the store does not answer");
+            assert!(published.is_none());
+        } else {
+            assert_eq!(written.unwrap(), sums);
+            assert!(published.unwrap() == bytes);
+        }
+    }
 }
