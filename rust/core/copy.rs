@@ -1,7 +1,7 @@
 //! Carrying out a plan: bands of the destination, filled in parallel.
 //!
 //! The destination is cut into bands of about 2 MiB by bytes, whatever tensors or files they belong to, and each band
-//! is a slice that one worker owns. For a band the pieces that touch it are restricted to it, the source range of each
+//! is a slice that one worker owns. For a band the copies that touch it are restricted to it, the source range of each
 //! is brought in (or read), and strided runs are copied. Sources are visited so that a range is fetched as one where
 //! it is dense, and run by run where the gaps between runs are worth leaving out.
 //!
@@ -9,8 +9,8 @@
 //!
 //! ```text
 //! for each band in parallel:
-//!     for each piece that touches the band:
-//!         for each box of the piece inside the band:      # at most 2 n - 1
+//!     for each copy that touches the band:
+//!         for each box of the copy inside the band:      # at most 2 n - 1
 //!             for each dense part of the box:             # all of it, or run by run
 //!                 fetch its source range; copy its runs
 //!     zero the padding; cast if asked
@@ -158,12 +158,12 @@ fn fill_stored(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result
                 .fill(0);
         }
     }
-    for piece in array.pieces_over(start, end) {
-        let mut copy = BoxCopy::new(run, piece, unit_bytes, to);
+    for copy_op in array.copy_ops_over(start, end) {
+        let mut copy = BoxCopy::new(run, copy_op, unit_bytes, to);
         restrict(
-            &piece.dims,
+            &copy_op.dims,
             0,
-            piece.dst,
+            copy_op.dst,
             (start, end),
             &mut |dims, src, dst| copy.copy(dims, src, dst - start),
         )

@@ -1,14 +1,14 @@
-//! Where the bytes of a piece are fetched from, and how: borrowed from a map, read to where they belong, or read into
+//! Where the bytes of a copy are fetched from, and how: borrowed from a map, read to where they belong, or read into
 //! scratch memory; compared with their sums before they are copied, where sums are known.
 
 use crate::checksum::{CHUNK_BYTES, Sums};
 use crate::control::Control;
 use crate::error::Result;
 use crate::memory::{Stores, copy_run};
-use crate::plan::{Piece, Plan, PlanSource};
+use crate::plan::{CopyOp, Plan, PlanSource};
 use crate::shard_file::ShardFile;
 use crate::strided::{Dim, copy_box, is_one_run, source_run, src_span, widest, without};
-use crate::verify::{Checks, Present, prove, read_chunks};
+use crate::verify::{Checks, ResidentRange, prove, read_chunks};
 use std::cell::RefCell;
 
 /// Gaps between runs of at least this size are not fetched.
@@ -32,51 +32,56 @@ pub(crate) struct Run<'a> {
     pub(crate) control: &'a Control,
 }
 
-/// Copies the boxes of one piece to a part of an array.
+/// Carries out one copy of a plan, box by box, into a part of an array.
 pub(crate) struct BoxCopy<'a> {
     run: Run<'a>,
     source: &'a PlanSource<'a>,
-    piece: &'a Piece,
+    copy_op: &'a CopyOp,
     unit_bytes: u64,
     /// What of a mapped source that is proven is in memory already.
-    present: Option<Present<'a>>,
+    resident: Option<ResidentRange<'a>>,
     to: &'a mut [u8],
 }
 
 impl<'a> BoxCopy<'a> {
-    /// Copies of a piece, in units of `unit_bytes`, to a slice.
-    pub(crate) fn new(run: Run<'a>, piece: &'a Piece, unit_bytes: u64, to: &'a mut [u8]) -> Self {
+    /// A copy in units of `unit_bytes` to a slice.
+    pub(crate) fn new(
+        run: Run<'a>,
+        copy_op: &'a CopyOp,
+        unit_bytes: u64,
+        to: &'a mut [u8],
+    ) -> Self {
         Self {
             run,
-            source: run.plan.source(piece),
-            piece,
+            source: run.plan.source(copy_op),
+            copy_op,
             unit_bytes,
-            present: None,
+            resident: None,
             to,
         }
     }
 
-    /// Copies a box at unit `src` of the piece to unit `dst` of the slice.
+    /// Copies a box at unit `src` of the copy to unit `dst` of the slice.
     pub(crate) fn copy(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
         if let PlanSource::File(_, file) = self.source
-            && let Some(sums) = self.run.checks.sums(self.piece.source, file)
+            && let Some(sums) = self.run.checks.sums(self.copy_op.source, file)
         {
             // Where the rows lie so far apart that whole chunks are left out, each part brings in its own.
             let is_dense = dims
                 .iter()
                 .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
             if is_dense && file.source().is_mapped() {
-                self.present = Checks::bring_in(file, sums, self.source_range(dims, src))?;
+                self.resident = Checks::prefault(file, sums, self.source_range(dims, src))?;
             }
             return self.proven_parts(file, sums, dims, src, dst);
         }
         self.dense_parts(dims, src, dst, false)
     }
 
-    /// First byte in the source and bytes from there to the last, of a box that begins at unit `src` of the piece.
+    /// First byte in the source and bytes from there to the last, of a box that begins at unit `src` of the copy.
     fn source_range(&self, dims: &[Dim], src: u64) -> (u64, u64) {
         (
-            self.piece.src_start_bytes + src * self.unit_bytes,
+            self.copy_op.src_start_bytes + src * self.unit_bytes,
             src_span(dims) * self.unit_bytes,
         )
     }
@@ -147,7 +152,7 @@ impl<'a> BoxCopy<'a> {
     ) -> Result<()> {
         let range = self.source_range(dims, src);
         let (start, span) = range;
-        let mapped = (file, self.present);
+        let mapped = (file, self.resident);
         let Run {
             checks,
             stores,
@@ -157,11 +162,11 @@ impl<'a> BoxCopy<'a> {
         if is_one_run(dims) {
             let at = (dst * self.unit_bytes) as usize;
             let to = (&mut self.to[at..at + span as usize], stores);
-            if checks.copy_run(self.piece.source, mapped, sums, start, to, control)? {
+            if checks.copy_run(self.copy_op.source, mapped, sums, start, to, control)? {
                 return Ok(());
             }
         }
-        if let Some(from) = checks.mapped(self.piece.source, mapped, sums, range, control)? {
+        if let Some(from) = checks.mapped(self.copy_op.source, mapped, sums, range, control)? {
             self.copy_from(from, dims, dst);
             return Ok(());
         }
@@ -214,7 +219,7 @@ impl<'a> BoxCopy<'a> {
         Ok(())
     }
 
-    /// Copies a box at unit `src` of the piece to unit `dst` of the slice, fetching dense parts of the source as one.
+    /// Copies a box at unit `src` of the copy to unit `dst` of the slice, fetching dense parts of the source as one.
     fn dense_parts(&mut self, dims: &[Dim], src: u64, dst: u64, is_part: bool) -> Result<()> {
         let (start, span) = self.source_range(dims, src);
         let file = match self.source {
@@ -252,7 +257,7 @@ impl<'a> BoxCopy<'a> {
         self.run.control.fetched(fetched);
         // One call a run, as bringing it in would be, and the copy with it.
         let is_scattered =
-            is_part && span < SCATTERED_RUN_BYTES && source.is_kept() && is_one_run(dims);
+            is_part && span < SCATTERED_RUN_BYTES && source.has_fd() && is_one_run(dims);
         let mapped = if is_scattered {
             None
         } else {

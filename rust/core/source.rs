@@ -85,36 +85,36 @@ enum Store {
 #[derive(Debug)]
 struct LocalFile {
     follow_links: bool,
-    kept: Option<Kept>,
+    fd: Option<FdSlot>,
     /// Device and number of the file.
     identity: (u64, u64),
     map: Option<Mmap>,
-    /// Whether the system tells this process which pages of the file are in memory.
-    tells_residency: bool,
+    /// Whether the system reports to this process which pages of the file are in memory.
+    knows_residency: bool,
 }
 
-/// A descriptor that is kept, counted.
+/// An open descriptor, one of a bounded number in this process.
 #[derive(Debug)]
-struct Kept(File);
+struct FdSlot(File);
 
-static N_KEPT: AtomicU64 = AtomicU64::new(0);
-const MAX_KEPT: u64 = 512;
+static N_FD_SLOTS: AtomicU64 = AtomicU64::new(0);
+const MAX_FD_SLOTS: u64 = 512;
 
-impl Kept {
+impl FdSlot {
     fn new(file: File) -> Option<Self> {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-        let most = limit.map_or(MAX_KEPT, |limit| (limit / 2).min(MAX_KEPT));
-        if N_KEPT.fetch_add(1, Ordering::Relaxed) >= most {
-            N_KEPT.fetch_sub(1, Ordering::Relaxed);
+        let most = limit.map_or(MAX_FD_SLOTS, |limit| (limit / 2).min(MAX_FD_SLOTS));
+        if N_FD_SLOTS.fetch_add(1, Ordering::Relaxed) >= most {
+            N_FD_SLOTS.fetch_sub(1, Ordering::Relaxed);
             return None;
         }
         Some(Self(file))
     }
 }
 
-impl Drop for Kept {
+impl Drop for FdSlot {
     fn drop(&mut self) {
-        N_KEPT.fetch_sub(1, Ordering::Relaxed);
+        N_FD_SLOTS.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -133,13 +133,13 @@ impl Source {
         } else {
             None
         };
-        let tells_residency = map.is_some() && tells_residency(&file, path);
+        let knows_residency = map.is_some() && knows_residency(&file, path);
         let file = LocalFile {
             follow_links,
-            kept: Kept::new(file),
+            fd: FdSlot::new(file),
             identity,
             map,
-            tells_residency,
+            knows_residency,
         };
         Ok(Self {
             path: path.to_owned(),
@@ -163,8 +163,8 @@ impl Source {
     }
 
     /// Whether positioned reads cost no opening.
-    pub fn is_kept(&self) -> bool {
-        matches!(&self.store, Store::File(LocalFile { kept: Some(_), .. }))
+    pub fn has_fd(&self) -> bool {
+        matches!(&self.store, Store::File(LocalFile { fd: Some(_), .. }))
     }
 
     /// Size when it was opened.
@@ -324,7 +324,7 @@ impl Source {
 impl LocalFile {
     /// Does something with the opened file.
     fn with_opened<T>(&self, path: &Path, action: impl FnOnce(&File) -> Result<T>) -> Result<T> {
-        if let Some(Kept(file)) = &self.kept {
+        if let Some(FdSlot(file)) = &self.fd {
             return action(file);
         }
         let (file, identity, _) = open_regular(path, self.follow_links)?;
@@ -343,16 +343,16 @@ impl LocalFile {
     /// Whether a range of the map is in the page cache.
     #[cfg(target_os = "linux")]
     fn is_resident(&self, range: std::ops::Range<usize>) -> bool {
-        let (Some(map), true) = (&self.map, self.tells_residency) else {
+        let (Some(map), true) = (&self.map, self.knows_residency) else {
             return false;
         };
         let page = rustix::param::page_size();
         let first = range.start / page * page;
         let n_pages = (range.end - first).div_ceil(page);
         let told = self
-            .kept
+            .fd
             .as_ref()
-            .and_then(|Kept(file)| n_cached_pages(file, range.start as u64, range.len() as u64));
+            .and_then(|FdSlot(file)| n_cached_pages(file, range.start as u64, range.len() as u64));
         told.map_or_else(
             || all_in_memory(&map[first..range.end], n_pages),
             |n| n == n_pages as u64,
@@ -482,7 +482,7 @@ fn shared_map(file: &File, path: &Path) -> Result<Mmap> {
 
 /// Whether mincore(2) speaks of the page cache: of files that the caller may neither write nor own it says that all of
 /// them is in memory.
-fn tells_residency(file: &File, path: &Path) -> bool {
+fn knows_residency(file: &File, path: &Path) -> bool {
     let is_own = file
         .metadata()
         .is_ok_and(|status| status.uid() == rustix::process::geteuid().as_raw());
@@ -521,7 +521,7 @@ fn is_local(_file: &File) -> bool {
     false
 }
 
-/// A file could not be used because its kind is not what the caller asked for.
+/// The error of a read from a checkpoint that was closed.
 pub(crate) fn closed() -> Error {
     Error::new(Kind::Argument, "the checkpoint is closed").hint("open it again")
 }
@@ -567,7 +567,7 @@ mod tests {
         let Store::File(local) = &source.store else {
             unreachable!("opened as a file")
         };
-        let Kept(file) = local.kept.as_ref().unwrap();
+        let FdSlot(file) = local.fd.as_ref().unwrap();
         file.sync_all().unwrap();
         // What is dropped differs from file system to file system: only that both calls agree on it is known.
         rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
@@ -594,11 +594,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         std::fs::write(&path, b"0123456789").unwrap();
-        let many: Vec<_> = (0..MAX_KEPT + 50)
+        let many: Vec<_> = (0..MAX_FD_SLOTS + 50)
             .map(|_| Source::open(&path, true, Method::Read).unwrap())
             .collect();
-        let n_kept = many.iter().filter(|source| source.is_kept()).count() as u64;
-        assert!(n_kept <= MAX_KEPT, "{n_kept} descriptors are kept");
+        let n_with_fd = many.iter().filter(|source| source.has_fd()).count() as u64;
+        assert!(
+            n_with_fd <= MAX_FD_SLOTS,
+            "{n_with_fd} descriptors are kept"
+        );
         let last = many.last().unwrap();
         let mut to = [0; 3];
         last.read_at(4, &mut to).unwrap();

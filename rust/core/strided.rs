@@ -6,7 +6,7 @@ use crate::memory::{Stores, copy_run, prefetch};
 /// How far ahead of a copy of short runs its source is prefetched, in bytes of runs.
 const PREFETCH_BYTES: usize = 8192;
 
-/// One dim of a piece: how many elements, and how far apart they are on the two sides, in elements.
+/// One dim of a copy: how many elements, and how far apart they are on the two sides, in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dim {
     /// Number of elements.

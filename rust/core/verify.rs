@@ -22,13 +22,13 @@ const BLOCK_BYTES: usize = 4 << 10;
 
 /// A range of a mapped file that is in memory.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Present<'a> {
+pub(crate) struct ResidentRange<'a> {
     first: u64,
     bytes: &'a [u8],
 }
 
-impl<'a> Present<'a> {
-    /// Bytes of the file, of which this knows; else they are brought in.
+impl<'a> ResidentRange<'a> {
+    /// Bytes of the file: out of this range if they lie in it, else faulted in.
     fn bytes(this: Option<Self>, file: &'a ShardFile, at: u64, n: u64) -> Result<Option<&'a [u8]>> {
         let known = this.and_then(|this| {
             let from = at.checked_sub(this.first)? as usize;
@@ -76,16 +76,16 @@ impl Checks {
 
     /// All chunks of a mapped file that hold a byte of a range, brought in by one call: many small ones cost more than the
     /// sums. None where the file is not mapped.
-    pub(crate) fn bring_in<'a>(
+    pub(crate) fn prefault<'a>(
         file: &'a ShardFile,
         sums: &Sums,
         (start, len): (u64, u64),
-    ) -> Result<Option<Present<'a>>> {
+    ) -> Result<Option<ResidentRange<'a>>> {
         let chunks = sums.chunks_over(start, len);
         let (first, _) = sums.chunk(chunks.start);
         let (last, last_len) = sums.chunk(chunks.end - 1);
         let bytes = file.source().bytes(first, last - first + last_len as u64)?;
-        Ok(bytes.map(|bytes| Present { first, bytes }))
+        Ok(bytes.map(|bytes| ResidentRange { first, bytes }))
     }
 
     /// Proves a chunk of a mapped file while a run inside it is copied, a cache line's neighbourhood after the other: the
@@ -93,7 +93,7 @@ impl Checks {
     pub(crate) fn copy_run(
         &self,
         source: u32,
-        (file, present): (&ShardFile, Option<Present<'_>>),
+        (file, resident): (&ShardFile, Option<ResidentRange<'_>>),
         sums: &Sums,
         start: u64,
         (to, stores): (&mut [u8], Stores),
@@ -104,7 +104,7 @@ impl Checks {
             return Ok(false);
         }
         let (at, n) = sums.chunk(chunks.start);
-        let Some(bytes) = Present::bytes(present, file, at, n as u64)? else {
+        let Some(bytes) = ResidentRange::bytes(resident, file, at, n as u64)? else {
             return Ok(false);
         };
         control.fetched(n as u64);
@@ -127,7 +127,7 @@ impl Checks {
     pub(crate) fn mapped<'a>(
         &self,
         source: u32,
-        (file, present): (&'a ShardFile, Option<Present<'a>>),
+        (file, resident): (&'a ShardFile, Option<ResidentRange<'a>>),
         sums: &Sums,
         (start, len): (u64, u64),
         control: &Control,
@@ -137,7 +137,7 @@ impl Checks {
                 continue;
             }
             let (at, n) = sums.chunk(chunk);
-            let Some(bytes) = Present::bytes(present, file, at, n as u64)? else {
+            let Some(bytes) = ResidentRange::bytes(resident, file, at, n as u64)? else {
                 return Ok(None);
             };
             control.fetched(n as u64);
@@ -150,7 +150,7 @@ impl Checks {
                 return Ok(Some(&bytes[from..from + len as usize]));
             }
         }
-        Present::bytes(present, file, start, len)
+        ResidentRange::bytes(resident, file, start, len)
     }
 }
 
@@ -207,14 +207,14 @@ pub fn verify(plan: &Plan<'_>, arrays: &[usize], control: &Control) -> Result<()
     let checks = Checks::new(plan);
     let mut chunks = Vec::new();
     for array in arrays.iter().map(|&i| &plan.arrays()[i]) {
-        let Some(piece) = array.contiguous() else {
+        let Some(copy_op) = array.contiguous() else {
             continue;
         };
-        if let PlanSource::File(_, file) = plan.source(piece)
-            && let Some(sums) = checks.sums(piece.source, file)
+        if let PlanSource::File(_, file) = plan.source(copy_op)
+            && let Some(sums) = checks.sums(copy_op.source, file)
         {
-            let range = sums.chunks_over(piece.src_start_bytes, array.n_bytes());
-            chunks.extend(range.map(|chunk| (piece.source, file, sums, chunk, array)));
+            let range = sums.chunks_over(copy_op.src_start_bytes, array.n_bytes());
+            chunks.extend(range.map(|chunk| (copy_op.source, file, sums, chunk, array)));
         }
     }
     chunks

@@ -292,7 +292,7 @@ struct Pieces<'a, S> {
     n_bytes: u64,
     next: AtomicU64,
     sums: Vec<AtomicU32>,
-    turns: Turns,
+    fill_permits: Semaphore,
     control: &'a Control,
 }
 
@@ -306,7 +306,7 @@ impl<'a, S: Sink> Pieces<'a, S> {
             n_bytes,
             next: AtomicU64::new(0),
             sums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
-            turns: Turns::new(rayon::current_num_threads()),
+            fill_permits: Semaphore::new(rayon::current_num_threads()),
             control,
         }
     }
@@ -348,7 +348,7 @@ impl<'a, S: Sink> Pieces<'a, S> {
 
     fn write_one(&self, at: u64, buffer: &mut [u8]) -> Result<()> {
         let len = (self.n_bytes - at).min(PIECE_BYTES as u64) as usize;
-        let turn = self.turns.take();
+        let permit = self.fill_permits.acquire();
         self.control.check()?;
         let piece = match self.bytes {
             Bytes::InMemory(image) => &image[at as usize..at as usize + len],
@@ -368,7 +368,7 @@ impl<'a, S: Sink> Pieces<'a, S> {
         {
             sum.store(crc32c(0, chunk), Ordering::Relaxed);
         }
-        drop(turn);
+        drop(permit);
         self.sink.write_at(at, piece)?;
         if let Bytes::InMemory(_) = self.bytes {
             self.control.advance(len as u64); // who fills has told of it
@@ -377,13 +377,13 @@ impl<'a, S: Sink> Pieces<'a, S> {
     }
 }
 
-/// Turns to use a processor: what waits for the disk holds none.
-struct Turns {
+/// Bounds how many threads fill pieces at once; a thread that waits for the disk holds no permit.
+struct Semaphore {
     n_free: Mutex<usize>,
     freed: Condvar,
 }
 
-impl Turns {
+impl Semaphore {
     fn new(n: usize) -> Self {
         Self {
             n_free: Mutex::new(n),
@@ -391,10 +391,10 @@ impl Turns {
         }
     }
 
-    /// A turn, given back when it is dropped.
-    fn take(&self) -> impl Drop + '_ {
-        struct Turn<'a>(&'a Turns);
-        impl Drop for Turn<'_> {
+    /// A permit, released when it is dropped.
+    fn acquire(&self) -> impl Drop + '_ {
+        struct Permit<'a>(&'a Semaphore);
+        impl Drop for Permit<'_> {
             fn drop(&mut self) {
                 *self.0.n_free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
                 self.0.freed.notify_one();
@@ -406,7 +406,7 @@ impl Turns {
             .wait_while(n_free, |n_free| *n_free == 0)
             .unwrap_or_else(PoisonError::into_inner);
         *n_free -= 1;
-        Turn(self)
+        Permit(self)
     }
 }
 

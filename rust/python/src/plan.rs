@@ -51,7 +51,7 @@ impl Plan {
 
     #[getter]
     fn n_pieces(&self) -> usize {
-        self.0.n_pieces()
+        self.0.n_copy_ops()
     }
 
     #[getter]
@@ -155,8 +155,8 @@ impl Plan {
         for array in self.0.arrays() {
             let view = array
                 .contiguous()
-                .and_then(|piece| match self.0.source(piece) {
-                    PlanSource::File(id, file) => Some((*id, file, piece.src_start_bytes)),
+                .and_then(|copy_op| match self.0.source(copy_op) {
+                    PlanSource::File(id, file) => Some((*id, file, copy_op.src_start_bytes)),
                     PlanSource::Memory(_) => None,
                 });
             let Some((id, file, start)) = view else {
