@@ -1,7 +1,8 @@
 //! The copy engine and the header pass beside their yardsticks: memcpy, and the safetensors crate. GiB/s by criterion.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use reshard_core::copy::{Control, fill};
+use reshard_core::control::Control;
+use reshard_core::copy::fill;
 use reshard_core::dtype::Dtype;
 use reshard_core::header::{Header, build};
 use reshard_core::index::Index;

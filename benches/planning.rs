@@ -105,7 +105,7 @@ fn main() {
     for (i, key) in keys.iter().enumerate() {
         request.add(key, key, &wanted[i % 3], 777).unwrap();
     }
-    let n_pieces = index.count_pieces(&request).unwrap();
+    let n_copy_ops = index.count_copy_ops(&request).unwrap();
     let planned = lap();
     let peak_mib = PEAK.load(Ordering::Relaxed) >> 20;
 
@@ -117,12 +117,14 @@ fn main() {
             usize::max(rows / wanted_rows, 1) * usize::max(columns / wanted_columns, 1)
         })
         .sum();
-    assert_eq!(n_pieces, expected);
+    assert_eq!(n_copy_ops, expected);
     println!(
         "16,384 ranks x {N_TENSORS} tensors, {} shards",
         16_384 * N_TENSORS
     );
-    println!("index {built:?}, proof {proven:?}, plan of one rank ({n_pieces} pieces) {planned:?}");
+    println!(
+        "index {built:?}, proof {proven:?}, plan of one rank ({n_copy_ops} copies) {planned:?}"
+    );
     let together = built + proven + planned;
     println!("together {together:?}, peak memory {peak_mib} MiB");
     assert!(together.as_secs_f64() < 1.0, "more than a second");

@@ -7,18 +7,18 @@ use proptest::prelude::*;
 use reshard_core::ckpt::Records;
 use reshard_core::error::Kind;
 use reshard_core::index::Index;
+use reshard_core::local_array::LocalArray;
 use reshard_core::region::row_major_strides;
-use reshard_core::shard_file::LocalArray;
-use reshard_core::source::Method;
+use reshard_core::source::{Method, Source};
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 fn read(bytes: &[u8]) -> reshard_core::Result<Records> {
-    let mut file = tempfile::tempfile().unwrap();
+    let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(bytes).unwrap();
-    Records::read(&file, Path::new("x.ckpt"), bytes.len() as u64)
+    Records::read(&Source::open(file.path(), true, Method::Read).unwrap())
 }
 
 fn samples() -> Vec<PathBuf> {

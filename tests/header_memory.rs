@@ -4,10 +4,10 @@
 #![expect(unsafe_code, reason = "an allocator can be counted only by being one")]
 
 use reshard_core::header::Header;
+use reshard_core::source::{Method, Source};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::fmt::Write as _;
 use std::io::Write as _;
-use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 struct Counting;
@@ -130,13 +130,13 @@ fn the_worst_headers_stay_within_bounds() {
 
     // Reading the text from a file comes on top.
     let json = repeated(r#"{"__metadata__":{"a":""#, "x", r#""}}"#, 100 * MB);
-    let mut file = tempfile::tempfile().unwrap();
+    let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&(json.len() as u64).to_le_bytes()).unwrap();
     file.write_all(&json).unwrap();
+    let source = Source::open(file.path(), true, Method::Read).unwrap();
     let before = NOW.load(Relaxed);
     PEAK.store(before, Relaxed);
-    let header =
-        Header::read(&file, Path::new("worst.safetensors"), 8 + json.len() as u64).unwrap();
+    let header = Header::read(&source).unwrap();
     assert_eq!(header.data_start(), 8 + json.len() as u64);
     check_peak("a file", PEAK.load(Relaxed) - before, json.len());
 }

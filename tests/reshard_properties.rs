@@ -2,7 +2,8 @@
 //! destination, written to real files, planned, and copied by map and by positioned reads.
 
 use proptest::prelude::*;
-use reshard_core::copy::{Control, fill};
+use reshard_core::control::Control;
+use reshard_core::copy::fill;
 use reshard_core::dtype::Dtype;
 use reshard_core::index::Index;
 use reshard_core::layout::{Block, DimSpec, Layout, Spec, Uneven};

@@ -17,20 +17,17 @@
 //!
 //! This module knows one file's framing. It does not know what the tensors mean, and proves no content but by the CRC.
 
-use crate::copy::Control;
+use crate::control::Control;
 use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Printable, Result};
 use crate::header::{
     Entry, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_RANK, MAX_TENSORS, check_name, tensor_bytes,
 };
+use crate::local_array::{LocalArray, Part};
 use crate::region::{Dims, flat_range_boxes, row_major_strides};
-use crate::shard_file::{LocalArray, Part};
 use crate::source::Source;
 use crate::tile::Tile;
 use crc_fast::{CrcAlgorithm, Digest};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 /// Bytes that are read at once: a few small values, and little beside a large one.
 const WINDOW_BYTES: usize = 4096;
@@ -108,16 +105,16 @@ struct Crc {
 }
 
 impl Records {
-    /// Walks over an opened file of `file_bytes` bytes; `path` serves the messages.
+    /// Walks over a file.
     ///
     /// # Errors
     /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for a type that is not known, `Kind::Io` if
     /// a read fails.
-    pub fn read(file: &File, path: &Path, file_bytes: u64) -> Result<Self> {
+    pub fn read(source: &Source) -> Result<Self> {
+        let path = source.path();
         let window = Window {
-            file,
-            path,
-            file_bytes,
+            source,
+            file_bytes: source.n_bytes(),
             first: 0,
             bytes: Vec::new(),
         };
@@ -310,8 +307,7 @@ fn twice_error(name: &str) -> Error {
 
 /// The bytes of the file around a position.
 struct Window<'f> {
-    file: &'f File,
-    path: &'f Path,
+    source: &'f Source,
     file_bytes: u64,
     /// Where `bytes` begin in the file.
     first: u64,
@@ -326,14 +322,12 @@ impl Window<'_> {
         if !is_here {
             let n_bytes = (self.file_bytes - at).min(WINDOW_BYTES as u64);
             self.bytes.resize(n_bytes as usize, 0);
-            let read = self.file.read_exact_at(&mut self.bytes, at);
-            read.map_err(|error| match error.kind() {
-                std::io::ErrorKind::UnexpectedEof => Error::damaged(format!(
-                    "the file ends at or before byte {}: it had {} bytes when opened",
-                    at + n_bytes,
-                    self.file_bytes
-                )),
-                _ => Error::io("cannot read", self.path, &error),
+            let file_bytes = self.file_bytes;
+            self.source.read_at_or(at, &mut self.bytes, |_| {
+                Error::damaged(format!(
+                    "the file ends at or before byte {}: it had {file_bytes} bytes when opened",
+                    at + n_bytes
+                ))
             })?;
             self.first = at;
         }

@@ -21,11 +21,9 @@ pub(crate) use tokens::NUMBER_END;
 use crate::checksum::crc32c;
 use crate::dtype::Dtype;
 use crate::error::{Error, Printable, Result};
-use std::fs::File;
+use crate::source::Source;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 use tokens::{Scanner, Text, unescape};
 
 /// Longest header in bytes, as in the reference implementation.
@@ -108,24 +106,23 @@ struct Pair {
 }
 
 impl Header {
-    /// Reads and checks the header of an opened file of `file_bytes` bytes; `path` serves the messages.
+    /// Reads and checks the header of a shard file.
     ///
     /// # Errors
     /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for an unknown dtype, `Kind::Io` if
     /// the read fails.
-    pub fn read(file: &File, path: &Path, file_bytes: u64) -> Result<Self> {
-        Self::read_unnamed(file, path, file_bytes).map_err(|error| error.path(path))
+    pub fn read(source: &Source) -> Result<Self> {
+        Self::read_unnamed(source).map_err(|error| error.path(source.path()))
     }
 
-    fn read_unnamed(file: &File, path: &Path, file_bytes: u64) -> Result<Self> {
+    fn read_unnamed(source: &Source) -> Result<Self> {
+        let file_bytes = source.n_bytes();
         let read = |at: u64, into: &mut [u8]| {
-            file.read_exact_at(into, at)
-                .map_err(|error| match error.kind() {
-                    io::ErrorKind::UnexpectedEof => Error::damaged(format!(
-                        "the file ends inside its header: it had {file_bytes} bytes when opened"
-                    )),
-                    _ => Error::io("cannot read the header of", path, &error),
-                })
+            source.read_at_or(at, into, |_| {
+                Error::damaged(format!(
+                    "the file ends inside its header: it had {file_bytes} bytes when opened"
+                ))
+            })
         };
         let Some(rest_bytes) = file_bytes.checked_sub(LENGTH_BYTES) else {
             return Err(Error::damaged(format!(
@@ -156,7 +153,7 @@ impl Header {
                 let error = io::Error::from(io::ErrorKind::OutOfMemory);
                 Error::io(
                     &format!("no memory for the {header_bytes} header bytes of"),
-                    path,
+                    source.path(),
                     &error,
                 )
             })?;

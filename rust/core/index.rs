@@ -6,22 +6,26 @@
 //! Files are opened when a plan first needs them, and a plan keeps the opened files that it uses: what was checked is
 //! what is read.
 
+use crate::cast::can_cast;
 use crate::checksum::Sums;
-use crate::copy::can_cast;
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
 use crate::factors::Factors;
 use crate::layout::{Cuts, Layout};
+use crate::local_array::{LocalArray, Part};
 use crate::metadata::Metadata;
 use crate::plan::{Array, Plan, PlanSource};
 use crate::region::{Dims, Region};
-use crate::request::{Request, Wanted};
-use crate::shard_file::{Format, LocalArray, Part, ShardFile};
-use crate::source::{Method, closed};
-use crate::stored::{Form, Grid, Holders, Needed, Stored, StoredTensor, Tiles, named, no_holder};
+use crate::request::{Request, RequestedArray};
+use crate::shard_file::{Format, ShardFile};
+use crate::source::{Method, Source, closed};
+use crate::stored::{
+    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, named, no_holder,
+};
 use crate::tile::Tile;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -34,14 +38,24 @@ pub struct Index {
     is_closed: std::sync::atomic::AtomicBool,
 }
 
-#[derive(Debug)]
+/// Opens the bytes of a file.
+type Open = Box<dyn Fn() -> Result<Source> + Send + Sync>;
+
 struct FileSlot {
     path: PathBuf,
-    follow_links: bool,
-    method: Method,
+    open: Open,
     format: Format,
     sums: Option<Arc<Sums>>,
     opened: Mutex<Option<Arc<ShardFile>>>,
+}
+
+impl fmt::Debug for FileSlot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileSlot")
+            .field("path", &self.path)
+            .field("format", &self.format)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Index {
@@ -83,19 +97,36 @@ impl Index {
 
     /// Adds a shard file, to be opened when it is needed; its number.
     pub fn add_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
-        self.add(path, follow_links, method, Format::Safetensors)
+        self.add_local(path, follow_links, method, Format::Safetensors)
     }
 
     /// Adds a `.ckpt` file, to be opened when it is needed; its number.
     pub fn add_ckpt_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
-        self.add(path, follow_links, method, Format::Ckpt)
+        self.add_local(path, follow_links, method, Format::Ckpt)
     }
 
-    fn add(&mut self, path: PathBuf, follow_links: bool, method: Method, format: Format) -> u32 {
+    fn add_local(
+        &mut self,
+        path: PathBuf,
+        follow_links: bool,
+        method: Method,
+        format: Format,
+    ) -> u32 {
+        let named = path.clone();
+        let open = move || Source::open(&path, follow_links, method);
+        self.add_source(named, format, open)
+    }
+
+    /// Adds a file that `open` opens when it is needed; its number. `path` names it until then.
+    pub fn add_source(
+        &mut self,
+        path: PathBuf,
+        format: Format,
+        open: impl Fn() -> Result<Source> + Send + Sync + 'static,
+    ) -> u32 {
         self.files.push(FileSlot {
             path,
-            follow_links,
-            method,
+            open: Box::new(open),
             format,
             sums: None,
             opened: Mutex::new(None),
@@ -312,13 +343,8 @@ impl Index {
         if let Some(opened) = &*opened {
             return Ok(Arc::clone(opened));
         }
-        let shard_file = Arc::new(ShardFile::open(
-            &slot.path,
-            slot.follow_links,
-            slot.method,
-            slot.format,
-            slot.sums.clone(),
-        )?);
+        let shard_file = ShardFile::open((slot.open)()?, slot.format, slot.sums.clone())?;
+        let shard_file = Arc::new(shard_file);
         *opened = Some(Arc::clone(&shard_file));
         Ok(shard_file)
     }
@@ -537,7 +563,7 @@ impl Index {
         }
         // Shapes and keys of everything first: nothing is opened for a request that cannot be met.
         for wanted in &request.arrays {
-            self.check_wanted(wanted)?;
+            self.check_requested(wanted)?;
         }
         let mut chosen_bytes = vec![0; self.files.len()];
         let mut plan = Plan {
@@ -547,8 +573,8 @@ impl Index {
         let mut sources: HashMap<u32, u32> = HashMap::new();
         for wanted in &request.arrays {
             let (first_key, _) = &wanted.keys[0];
-            let needed = self.select(wanted, &mut chosen_bytes)?;
-            for one in &needed {
+            let selected = self.select(wanted, &mut chosen_bytes)?;
+            for one in &selected {
                 if wanted.keys.iter().any(|(key, _)| key == one.name) {
                     self.learn_dtype(one)?;
                 }
@@ -568,21 +594,21 @@ impl Index {
             }
             let dtype = cast_target(stored_dtype, cast)
                 .map_err(|error| error.key(first_key).within(named(first_key)))?;
-            let mut pieces = Vec::new();
-            for needed in needed {
-                let Needed {
+            let mut copy_ops = Vec::new();
+            for one in selected {
+                let SelectedCopy {
                     file,
                     name,
                     stored_shape,
                     src,
-                    mut piece,
-                } = needed;
+                    mut copy_op,
+                } = one;
                 let opened = self.open(file)?;
                 let (found, shape, start) = opened
                     .tensor(name)
                     .ok_or_else(|| self.missing_in(file, name))?;
                 self.check_stored(file, name, (found, &shape), (stored_dtype, &stored_shape))?;
-                piece.source = *sources.entry(file).or_insert_with(|| {
+                copy_op.source = *sources.entry(file).or_insert_with(|| {
                     plan.sources.push(PlanSource::File(file, opened.clone()));
                     plan.sources.len() as u32 - 1
                 });
@@ -594,14 +620,14 @@ impl Index {
                     );
                     return Err(Error::new(Kind::Unsupported, message).key(name));
                 }
-                piece.src_start_bytes = start + src / per_unit * unit_bytes;
-                pieces.push(piece);
+                copy_op.src_start_bytes = start + src / per_unit * unit_bytes;
+                copy_ops.push(copy_op);
             }
             let array = Array::new(
                 wanted.name.clone(),
                 (stored_dtype, dtype),
                 wanted.shape.clone(),
-                pieces,
+                copy_ops,
                 wanted.padding.clone(),
             )?;
             plan.arrays.push(array);
@@ -610,11 +636,11 @@ impl Index {
     }
 
     /// Where only shard files know the dtype of a tensor, it is learnt from one that is opened anyway.
-    fn learn_dtype(&self, needed: &Needed<'_>) -> Result<()> {
-        if let Some(&number) = self.by_key.get(needed.name) {
+    fn learn_dtype(&self, selected: &SelectedCopy<'_>) -> Result<()> {
+        if let Some(&number) = self.by_key.get(selected.name) {
             let stored = &self.tensors[number as usize];
             if stored.dtype.get().is_none()
-                && let Some((dtype, ..)) = self.open(needed.file)?.tensor(needed.name)
+                && let Some((dtype, ..)) = self.open(selected.file)?.tensor(selected.name)
             {
                 stored.dtype.get_or_init(|| dtype);
             }
@@ -622,16 +648,16 @@ impl Index {
         Ok(())
     }
 
-    /// How many pieces the plan of a request has, without opening a file: the symbolic part of planning alone.
-    pub fn count_pieces(&self, request: &Request) -> Result<usize> {
+    /// How many copies the plan of a request has, without opening a file: the symbolic part of planning alone.
+    pub fn count_copy_ops(&self, request: &Request) -> Result<usize> {
         let mut chosen_bytes = vec![0; self.files.len()];
         request.arrays.iter().try_fold(0, |n, wanted| {
-            self.check_wanted(wanted)?;
+            self.check_requested(wanted)?;
             Ok(n + self.select(wanted, &mut chosen_bytes)?.len())
         })
     }
 
-    fn check_wanted(&self, wanted: &Wanted) -> Result<()> {
+    fn check_requested(&self, wanted: &RequestedArray) -> Result<()> {
         for (key, shape) in &wanted.keys {
             let stored = self.stored(key)?;
             if let Some(shape) = shape
@@ -662,19 +688,23 @@ impl Index {
     }
 
     /// The copies that make up an array: each wanted element once, replicas chosen so that files share the bytes.
-    fn select<'a>(&'a self, wanted: &Wanted, chosen_bytes: &mut [u64]) -> Result<Vec<Needed<'a>>> {
-        let mut needed = Vec::new();
+    fn select<'a>(
+        &'a self,
+        wanted: &RequestedArray,
+        chosen_bytes: &mut [u64],
+    ) -> Result<Vec<SelectedCopy<'a>>> {
+        let mut selected = Vec::new();
         for (key, tile) in &wanted.tiles {
             if tile.global.is_empty() {
                 continue;
             }
             let stored = self.stored(key)?;
             match &stored.form {
-                Form::Grid(grid) => grid.select(stored, tile, chosen_bytes, &mut needed)?,
-                Form::Tiles(tiles) => tiles.select(stored, tile, chosen_bytes, &mut needed)?,
+                Form::Grid(grid) => grid.select(stored, tile, chosen_bytes, &mut selected)?,
+                Form::Tiles(tiles) => tiles.select(stored, tile, chosen_bytes, &mut selected)?,
             }
         }
-        Ok(needed)
+        Ok(selected)
     }
 }
 

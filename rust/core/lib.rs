@@ -17,6 +17,7 @@ pub mod tile;
 // Reading: the header or the records, one shard file, the table of a checkpoint.
 pub mod ckpt;
 pub mod header;
+pub mod local_array;
 pub mod metadata;
 pub mod shard_file;
 pub mod source;
@@ -29,8 +30,12 @@ pub mod request;
 pub mod stored;
 
 // Moving bytes.
+pub mod cast;
+pub mod control;
 pub mod copy;
+mod fetch;
 pub mod memory;
+pub mod strided;
 
 // Writing one file durably, and proving what is read.
 pub mod checksum;

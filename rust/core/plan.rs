@@ -1,30 +1,20 @@
 //! A reshard plan: the complete, checked list of what is copied from where to where.
 //!
-//! A plan is made of arrays, one for each local tensor that is wanted, and each array of pieces: strided boxes that
-//! lie in one stored tensor and in the array. Every element of an array is covered by exactly one piece or is padding.
+//! A plan is made of arrays, one for each local tensor that is wanted, and each array of copies: strided boxes that
+//! lie in one stored tensor and in the array. Every element of an array is covered by exactly one copy or is padding.
 //! Carrying it out can fail only by I/O.
 
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Result};
 use crate::region::{Region, row_major_strides};
 use crate::shard_file::ShardFile;
+use crate::strided::{Dim, dst_span, merge_dims};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// One dim of a piece: how many elements, and how far apart they are on the two sides, in elements.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Dim {
-    /// Number of elements.
-    pub len: u64,
-    /// Stride in the stored tensor.
-    pub src: u64,
-    /// Stride in the array.
-    pub dst: u64,
-}
-
 /// A strided box in a source and in an array. Dims are sorted by falling `dst`; equal runs are merged.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Piece {
+pub struct CopyOp {
     /// Which of the plan's sources.
     pub source: u32,
     /// Byte of the source at which its first element lies.
@@ -35,40 +25,11 @@ pub struct Piece {
     pub dims: Vec<Dim>,
 }
 
-impl Piece {
+impl CopyOp {
     /// One past its last element in the array.
     pub(crate) fn dst_end(&self) -> u64 {
         self.dst + dst_span(&self.dims)
     }
-}
-
-/// Elements from the first to the last of a box in the array.
-pub(crate) fn dst_span(dims: &[Dim]) -> u64 {
-    dims.iter().map(|dim| (dim.len - 1) * dim.dst).sum::<u64>() + 1
-}
-
-/// Elements from the first to the last of a box in its source.
-pub(crate) fn src_span(dims: &[Dim]) -> u64 {
-    dims.iter().map(|dim| (dim.len - 1) * dim.src).sum::<u64>() + 1
-}
-
-/// Drops dims of one element, sorts by falling stride in the array, and merges dims that continue each other.
-pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
-    dims.retain(|dim| dim.len != 1);
-    dims.sort_by_key(|dim| std::cmp::Reverse(dim.dst));
-    let mut merged: Vec<Dim> = Vec::with_capacity(dims.len());
-    for dim in dims {
-        match merged.last_mut() {
-            Some(outer) if outer.src == dim.src * dim.len && outer.dst == dim.dst * dim.len => {
-                *outer = Dim {
-                    len: outer.len * dim.len,
-                    ..dim
-                };
-            }
-            _ => merged.push(dim),
-        }
-    }
-    merged
 }
 
 /// One wanted local tensor.
@@ -83,21 +44,21 @@ pub struct Array {
     /// Its shape, in storage order, in elements.
     pub shape: Vec<u64>,
     /// Sorted by `dst`. Counted in units of [`Dtype::unit`] of `stored`.
-    pub(crate) pieces: Vec<Piece>,
-    /// Ranges that no piece covers, sorted, in units.
+    pub(crate) copy_ops: Vec<CopyOp>,
+    /// Ranges that no copy covers, sorted, in units.
     pub(crate) padding: Vec<(u64, u64)>,
-    /// Largest `dst_end` of the pieces up to here: where a search for the first overlap begins.
+    /// Largest `dst_end` of the copies up to here: where a search for the first overlap begins.
     max_end: Vec<u64>,
     n_units: u64,
 }
 
 impl Array {
-    /// An array of pieces and padding, both counted in elements.
+    /// An array of copies and padding, both counted in elements.
     pub fn new(
         name: String,
         (stored, dtype): (Dtype, Dtype),
         shape: Vec<u64>,
-        mut pieces: Vec<Piece>,
+        mut copy_ops: Vec<CopyOp>,
         mut padding: Vec<(u64, u64)>,
     ) -> Result<Self> {
         let overflow = || Error::new(Kind::Argument, "the array has too many elements").key(&name);
@@ -108,7 +69,9 @@ impl Array {
                 && padding
                     .iter()
                     .all(|(from, to)| from.is_multiple_of(per_unit) && to.is_multiple_of(per_unit))
-                && pieces.iter_mut().all(|piece| to_units(piece, per_unit));
+                && copy_ops
+                    .iter_mut()
+                    .all(|copy_op| to_units(copy_op, per_unit));
             if !whole {
                 let message = format!("a cut of `{name}` ({stored}) does not fall on whole bytes");
                 return Err(Error::new(Kind::Unsupported, message)
@@ -122,12 +85,12 @@ impl Array {
                 *to /= per_unit;
             }
         }
-        pieces.sort_by_key(|piece| piece.dst);
+        copy_ops.sort_by_key(|copy_op| copy_op.dst);
         let mut end = 0;
-        let max_end = pieces
+        let max_end = copy_ops
             .iter()
-            .map(|piece| {
-                end = end.max(piece.dst_end());
+            .map(|copy_op| {
+                end = end.max(copy_op.dst_end());
                 end
             })
             .collect();
@@ -136,7 +99,7 @@ impl Array {
             stored,
             dtype,
             shape,
-            pieces,
+            copy_ops,
             padding,
             max_end,
             n_units: n / per_unit,
@@ -158,37 +121,37 @@ impl Array {
         self.n_units * self.unit_bytes()
     }
 
-    /// The pieces that may touch `start..end`.
-    pub(crate) fn pieces_over(&self, start: u64, end: u64) -> &[Piece] {
+    /// The copies that may touch `start..end`.
+    pub(crate) fn copy_ops_over(&self, start: u64, end: u64) -> &[CopyOp] {
         let first = self.max_end.partition_point(|e| *e <= start);
-        let last = self.pieces.partition_point(|piece| piece.dst < end);
-        self.pieces.get(first..last).unwrap_or(&[])
+        let last = self.copy_ops.partition_point(|copy_op| copy_op.dst < end);
+        self.copy_ops.get(first..last).unwrap_or(&[])
     }
 
-    /// The one piece, if the array lies in a source just as it is wanted.
-    pub fn contiguous(&self) -> Option<&Piece> {
-        match self.pieces.as_slice() {
-            [piece] if self.padding.is_empty() && self.stored == self.dtype => {
-                let whole = match piece.dims.as_slice() {
+    /// The one copy, if the array lies in a source just as it is wanted.
+    pub fn contiguous(&self) -> Option<&CopyOp> {
+        match self.copy_ops.as_slice() {
+            [copy_op] if self.padding.is_empty() && self.stored == self.dtype => {
+                let whole = match copy_op.dims.as_slice() {
                     [] => self.n_units == 1,
                     [dim] => (dim.src, dim.dst, dim.len) == (1, 1, self.n_units),
                     _ => false,
                 };
-                whole.then_some(piece)
+                whole.then_some(copy_op)
             }
             _ => None,
         }
     }
 }
 
-/// Recounts a piece of a sub-byte dtype in whole-byte units; false if it does not fall on them.
-fn to_units(piece: &mut Piece, per_unit: u64) -> bool {
-    if !piece.dst.is_multiple_of(per_unit) {
+/// Recounts a copy of a sub-byte dtype in whole-byte units; false if it does not fall on them.
+fn to_units(copy_op: &mut CopyOp, per_unit: u64) -> bool {
+    if !copy_op.dst.is_multiple_of(per_unit) {
         return false;
     }
-    piece.dst /= per_unit;
+    copy_op.dst /= per_unit;
     let mut inner = false;
-    for dim in &mut piece.dims {
+    for dim in &mut copy_op.dims {
         if dim.src == 1 && dim.dst == 1 && dim.len.is_multiple_of(per_unit) {
             dim.len /= per_unit;
             inner = true;
@@ -202,7 +165,7 @@ fn to_units(piece: &mut Piece, per_unit: u64) -> bool {
     inner
 }
 
-/// Where a piece's bytes lie.
+/// Where a copy's bytes lie.
 #[derive(Debug, Clone)]
 pub enum PlanSource<'a> {
     /// A shard file, and its number in the index.
@@ -226,7 +189,7 @@ pub struct MemoryTensor<'a> {
     pub strides_bytes: Vec<u64>,
 }
 
-/// Arrays and the sources of their pieces.
+/// Arrays and the sources of their copies.
 #[derive(Debug, Default)]
 pub struct Plan<'a> {
     pub(crate) arrays: Vec<Array>,
@@ -241,9 +204,9 @@ impl<'a> Plan<'a> {
         &self.arrays
     }
 
-    /// The source of a piece.
-    pub fn source(&self, piece: &Piece) -> &PlanSource<'a> {
-        &self.sources[piece.source as usize]
+    /// The source of a copy.
+    pub fn source(&self, copy_op: &CopyOp) -> &PlanSource<'a> {
+        &self.sources[copy_op.source as usize]
     }
 
     /// The plan of some of the arrays, by number.
@@ -266,18 +229,18 @@ impl<'a> Plan<'a> {
         self.arrays.iter().map(Array::n_bytes).sum()
     }
 
-    /// Number of pieces.
-    pub fn n_pieces(&self) -> usize {
-        self.arrays.iter().map(|array| array.pieces.len()).sum()
+    /// Number of copies.
+    pub fn n_copy_ops(&self) -> usize {
+        self.arrays.iter().map(|array| array.copy_ops.len()).sum()
     }
 
     /// Bytes wanted of each file, by its number in the index.
     pub fn source_bytes(&self) -> BTreeMap<u32, u64> {
         let mut bytes = BTreeMap::new();
         for array in &self.arrays {
-            for piece in &array.pieces {
-                if let PlanSource::File(id, _) = self.source(piece) {
-                    let n: u64 = piece.dims.iter().map(|dim| dim.len).product();
+            for copy_op in &array.copy_ops {
+                if let PlanSource::File(id, _) = self.source(copy_op) {
+                    let n: u64 = copy_op.dims.iter().map(|dim| dim.len).product();
                     *bytes.entry(*id).or_default() += n * array.stored.unit().1;
                 }
             }
@@ -309,7 +272,7 @@ impl<'a> Plan<'a> {
                 || shape.iter().enumerate().all(|(d, len)| {
                     *len == 1 || strides_bytes.get(d) == Some(&(contiguous[d] * unit_bytes))
                 });
-            let mut pieces = Vec::new();
+            let mut copy_ops = Vec::new();
             if n_bytes > 0 {
                 let dims = if is_contiguous {
                     vec![Dim {
@@ -343,15 +306,20 @@ impl<'a> Plan<'a> {
                         bytes.len()
                     )));
                 }
-                pieces.push(Piece {
+                copy_ops.push(CopyOp {
                     source: plan.sources.len() as u32,
                     src_start_bytes: 0,
                     dst: 0,
                     dims: merge_dims(dims),
                 });
             }
-            plan.arrays
-                .push(Array::new(name, (dtype, dtype), shape, pieces, Vec::new())?);
+            plan.arrays.push(Array::new(
+                name,
+                (dtype, dtype),
+                shape,
+                copy_ops,
+                Vec::new(),
+            )?);
             plan.sources.push(PlanSource::Memory(bytes));
         }
         Ok(plan)
@@ -364,8 +332,8 @@ fn checked_span(dims: &[Dim]) -> Option<u64> {
     })
 }
 
-/// A piece from a box that lies in both sides: element offsets and strides, one stride a dim.
-pub(crate) fn piece_of(
+/// A copy from a box that lies in both sides: element offsets and strides, one stride a dim.
+pub(crate) fn strided_copy(
     common: &Region,
     (src, src_strides): (u64, &[u64]),
     (dst, dst_strides): (u64, &[u64]),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// One wanted array, by regions of keys.
 #[derive(Debug)]
-pub struct Wanted {
+pub struct RequestedArray {
     pub(crate) name: String,
     pub(crate) shape: Vec<u64>,
     pub(crate) tiles: Vec<(String, Tile)>,
@@ -20,7 +20,7 @@ pub struct Wanted {
 /// The local arrays that a load or a file wants.
 #[derive(Debug, Default)]
 pub struct Request {
-    pub(crate) arrays: Vec<Wanted>,
+    pub(crate) arrays: Vec<RequestedArray>,
 }
 
 impl Request {
@@ -48,7 +48,7 @@ impl Request {
         let shape = layout.local_shape(position);
         let filled: u64 = tiles.iter().map(|tile| tile.global.n_elements()).sum();
         let n: u64 = shape.iter().product();
-        self.arrays.push(Wanted {
+        self.arrays.push(RequestedArray {
             name: name.to_owned(),
             shape,
             tiles: tiles
@@ -73,7 +73,7 @@ impl Request {
             local_strides: row_major_strides(&shape),
             global: region,
         };
-        self.arrays.push(Wanted {
+        self.arrays.push(RequestedArray {
             name: name.to_owned(),
             shape,
             keys: vec![(key.to_owned(), None)],
@@ -135,7 +135,7 @@ impl Request {
             .ok_or_else(|| bad("is too long".to_owned()))?;
         let part_len = total / parts;
         let own = first.mesh().fold(position, axes) * part_len;
-        let mut wanted = Wanted {
+        let mut wanted = RequestedArray {
             name: name.to_owned(),
             shape: vec![part_len],
             tiles: Vec::new(),
@@ -171,12 +171,12 @@ impl Request {
     }
 
     /// The array that was added last.
-    pub fn last(&self) -> Option<&Wanted> {
+    pub fn last(&self) -> Option<&RequestedArray> {
         self.arrays.last()
     }
 }
 
-impl Wanted {
+impl RequestedArray {
     /// Its shape.
     pub fn shape(&self) -> &[u64] {
         &self.shape

@@ -5,14 +5,12 @@
 
 use crate::checksum::Sums;
 use crate::ckpt::Records;
-use crate::copy::Control;
+use crate::control::Control;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::header::{Entry, Header};
-use crate::region::{Region, row_major_strides};
-use crate::source::{Method, Source};
-use crate::tile::Tile;
-use std::path::Path;
+use crate::local_array::LocalArray;
+use crate::source::Source;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How a shard file tells what it holds.
@@ -31,30 +29,6 @@ pub enum Table {
     Header(Header),
     /// Of a `.ckpt` file.
     Records(Records),
-}
-
-/// A tensor of a file: joined, where it is stored in several parts.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LocalArray {
-    /// Its name.
-    pub name: String,
-    /// Its element type.
-    pub dtype: Dtype,
-    /// Its shape in elements.
-    pub shape: Vec<u64>,
-    /// Where it lies in the file.
-    pub parts: Vec<Part>,
-}
-
-/// A stored part of a tensor.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
-    /// The name under which it is stored.
-    pub name: String,
-    /// The shape that is stored.
-    pub shape: Vec<u64>,
-    /// Which boxes of the tensor lie where in it.
-    pub tiles: Vec<Tile>,
 }
 
 /// An opened shard file whose table has proved right.
@@ -143,44 +117,13 @@ impl Table {
     }
 }
 
-impl LocalArray {
-    /// One that is stored as it is.
-    pub(crate) fn whole(entry: &Entry<'_>) -> Self {
-        let tile = Tile {
-            global: Region::whole(&entry.shape),
-            local_offset: 0,
-            local_strides: row_major_strides(&entry.shape),
-        };
-        Self {
-            name: entry.name.to_owned(),
-            dtype: entry.dtype,
-            shape: entry.shape.clone(),
-            parts: vec![Part {
-                name: entry.name.to_owned(),
-                shape: entry.shape.clone(),
-                tiles: vec![tile],
-            }],
-        }
-    }
-}
-
 impl ShardFile {
-    /// Opens a file and checks its table; where sums are told, also that it has their size and header.
-    pub fn open(
-        path: &Path,
-        follow_links: bool,
-        method: Method,
-        format: Format,
-        sums: Option<Arc<Sums>>,
-    ) -> Result<Self> {
-        let source = Source::open(path, follow_links, method)?;
-        let n_bytes = source.n_bytes();
+    /// Reads and checks the table of a file; where sums are told, also that it has their size and header.
+    pub fn open(source: Source, format: Format, sums: Option<Arc<Sums>>) -> Result<Self> {
         let table = match format {
             Format::Safetensors => Table::Header(read_header(&source, sums.as_deref())?),
             Format::Ckpt => Table::Records(
-                source
-                    .with_file(|file| Records::read(file, path, n_bytes))
-                    .map_err(|error| error.within(path.display()))?,
+                Records::read(&source).map_err(|error| error.within(source.path().display()))?,
             ),
         };
         Ok(Self {
@@ -259,7 +202,7 @@ fn read_header(source: &Source, sums: Option<&Sums>) -> Result<Header> {
         );
         return Err(Error::damaged(message).path(path));
     }
-    let header = source.with_file(|file| Header::read(file, path, source.n_bytes()));
+    let header = Header::read(source);
     let altered = || {
         let message = format!(
             "{}: the header is not the one that was written",

@@ -4,7 +4,7 @@
 //! from a pool: touching fresh pages costs more than the copy, and a trainer saves the same state again and again.
 
 use crate::checksum::Sums;
-use crate::copy::Control;
+use crate::control::Control;
 use crate::error::{Error, Kind, Result};
 use crate::memory::{Memory, Stores};
 use crate::plan::Plan;

@@ -2,20 +2,26 @@
     unsafe_code,
     reason = "mapping a file is unsafe; the risk is told at `Source`"
 )]
-//! Where stored bytes come from: a map or positioned reads of one opened file, behind one type.
+//! Where stored bytes come from, behind one type: a map or positioned reads of one opened file, or ranges of an object
+//! that is stored elsewhere.
 //!
 //! On local file systems the file is mapped: bulk copies out of the page cache need no second copy. On network file
-//! systems, where mapping is slow, large positioned reads take its place.
+//! systems, where mapping is slow, large positioned reads take its place. Anything else implements [`Ranges`].
+//!
+//! This module is the only one of the crate that opens or maps a file for reading.
 
 use crate::error::{Error, Kind, Printable, Result};
 use memmap2::{Mmap, MmapMut, MmapOptions};
 use rustix::fs::{Mode, OFlags};
+use std::fmt;
 use std::fs::File;
 #[cfg(target_os = "linux")]
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+const DIRECT_BLOCK_BYTES: usize = 4096;
 
 /// How the bytes of a file are fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -29,6 +35,44 @@ pub enum Method {
     Read,
 }
 
+/// An object outside the local file system of which ranges can be read, by any thread.
+///
+/// Every call returns bytes of the same version of the object. An implementation that finds another version, or a
+/// shorter one, returns an error of [`Kind::Damaged`].
+pub trait Ranges: fmt::Debug + Send + Sync {
+    /// Fills a buffer from a position. The range lies inside the object.
+    fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()>;
+
+    /// A range, fetched if needed and borrowed until the object is dropped; `None` if [`Self::is_lending`] is false.
+    fn bytes(&self, _start: u64, _len: u64) -> Result<Option<&[u8]>> {
+        Ok(None)
+    }
+
+    /// Whether [`Self::bytes`] returns any range.
+    fn is_lending(&self) -> bool {
+        false
+    }
+
+    /// Whether a range is in memory, so that [`Self::bytes`] fetches nothing; false if that is not known.
+    fn is_resident(&self, _start: u64, _len: u64) -> bool {
+        false
+    }
+}
+
+/// An opened source of bytes, of a size that does not change.
+#[derive(Debug)]
+pub struct Source {
+    path: PathBuf,
+    n_bytes: u64,
+    store: Store,
+}
+
+#[derive(Debug)]
+enum Store {
+    File(LocalFile),
+    Ranges(Box<dyn Ranges>),
+}
+
 /// An opened regular file. What is read is always this file, whatever happens to its name.
 ///
 /// Its descriptor is kept as long as the process can spare it: beyond half of its limit, or 512, a file is opened again for
@@ -39,40 +83,38 @@ pub enum Method {
 /// every range is brought in by `MADV_POPULATE_READ` before it is touched; a cut in the instant between the two kills
 /// the process, as it does for every user of maps.
 #[derive(Debug)]
-pub struct Source {
-    path: PathBuf,
+struct LocalFile {
     follow_links: bool,
-    kept: Option<Kept>,
+    fd: Option<FdSlot>,
     /// Device and number of the file.
     identity: (u64, u64),
-    n_bytes: u64,
     map: Option<Mmap>,
-    /// Whether the system tells this process which pages of the file are in memory.
-    tells_residency: bool,
+    /// Whether the system reports to this process which pages of the file are in memory.
+    knows_residency: bool,
 }
 
-/// A descriptor that is kept, counted.
+/// An open descriptor, one of a bounded number in this process.
 #[derive(Debug)]
-struct Kept(File);
+struct FdSlot(File);
 
-static N_KEPT: AtomicU64 = AtomicU64::new(0);
-const MAX_KEPT: u64 = 512;
+static N_FD_SLOTS: AtomicU64 = AtomicU64::new(0);
+const MAX_FD_SLOTS: u64 = 512;
 
-impl Kept {
+impl FdSlot {
     fn new(file: File) -> Option<Self> {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-        let most = limit.map_or(MAX_KEPT, |limit| (limit / 2).min(MAX_KEPT));
-        if N_KEPT.fetch_add(1, Ordering::Relaxed) >= most {
-            N_KEPT.fetch_sub(1, Ordering::Relaxed);
+        let most = limit.map_or(MAX_FD_SLOTS, |limit| (limit / 2).min(MAX_FD_SLOTS));
+        if N_FD_SLOTS.fetch_add(1, Ordering::Relaxed) >= most {
+            N_FD_SLOTS.fetch_sub(1, Ordering::Relaxed);
             return None;
         }
         Some(Self(file))
     }
 }
 
-impl Drop for Kept {
+impl Drop for FdSlot {
     fn drop(&mut self) {
-        N_KEPT.fetch_sub(1, Ordering::Relaxed);
+        N_FD_SLOTS.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -91,45 +133,38 @@ impl Source {
         } else {
             None
         };
-        let tells_residency = map.is_some() && tells_residency(&file, path);
-        let path = path.to_owned();
-        Ok(Self {
-            path,
+        let knows_residency = map.is_some() && knows_residency(&file, path);
+        let file = LocalFile {
             follow_links,
-            kept: Kept::new(file),
+            fd: FdSlot::new(file),
             identity,
-            n_bytes,
             map,
-            tells_residency,
+            knows_residency,
+        };
+        Ok(Self {
+            path: path.to_owned(),
+            n_bytes,
+            store: Store::File(file),
         })
     }
 
-    /// Does something with the opened file.
-    pub fn with_file<T>(&self, action: impl FnOnce(&File) -> Result<T>) -> Result<T> {
-        if let Some(Kept(file)) = &self.kept {
-            return action(file);
+    /// An object of `n_bytes` bytes that is read by ranges; `path` names it in messages.
+    pub fn of_ranges(path: PathBuf, n_bytes: u64, ranges: Box<dyn Ranges>) -> Self {
+        Self {
+            path,
+            n_bytes,
+            store: Store::Ranges(ranges),
         }
-        let (file, identity, _) = open_regular(&self.path, self.follow_links)?;
-        if identity != self.identity {
-            let message = format!(
-                "{} is another file than the one that was checked",
-                show(&self.path)
-            );
-            return Err(Error::damaged(message)
-                .path(&self.path)
-                .hint("something replaced it; open the checkpoint again"));
-        }
-        action(&file)
     }
 
-    /// The file's path, as it was when it was opened.
+    /// The path, as it was when the source was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// Whether positioned reads cost no opening.
-    pub fn is_kept(&self) -> bool {
-        self.kept.is_some()
+    pub fn has_fd(&self) -> bool {
+        matches!(&self.store, Store::File(LocalFile { fd: Some(_), .. }))
     }
 
     /// Size when it was opened.
@@ -137,14 +172,24 @@ impl Source {
         self.n_bytes
     }
 
-    /// Whether ranges can be borrowed.
+    /// Whether ranges can be borrowed: the file is mapped, or the object lends its ranges.
     pub fn is_mapped(&self) -> bool {
-        self.map.is_some()
+        match &self.store {
+            Store::File(file) => file.map.is_some(),
+            Store::Ranges(ranges) => ranges.is_lending(),
+        }
     }
 
-    /// A range of the map, brought in; `None` if the file is not mapped.
+    /// A range, brought into memory; `None` if ranges cannot be borrowed.
     pub fn bytes(&self, start: u64, len: u64) -> Result<Option<&[u8]>> {
-        let Some(map) = &self.map else {
+        let map = match &self.store {
+            Store::File(file) => &file.map,
+            Store::Ranges(ranges) => {
+                self.range(start, len)?;
+                return ranges.bytes(start, len);
+            }
+        };
+        let Some(map) = map else {
             return Ok(None);
         };
         let range = self.range(start, len)?;
@@ -158,37 +203,24 @@ impl Source {
         Ok(Some(&map[range]))
     }
 
-    /// Whether a range of the map is in the page cache, so that bringing it in reads nothing; false if that is not known.
-    #[cfg(target_os = "linux")]
+    /// Whether a range is in memory, so that borrowing it reads nothing; false if that is not known.
     pub fn is_resident(&self, start: u64, len: u64) -> bool {
-        let (Some(map), true, Ok(range)) =
-            (&self.map, self.tells_residency, self.range(start, len))
-        else {
+        let Ok(range) = self.range(start, len) else {
             return false;
         };
-        let page = rustix::param::page_size();
-        let first = range.start / page * page;
-        let n_pages = (range.end - first).div_ceil(page);
-        let told = self
-            .kept
-            .as_ref()
-            .and_then(|Kept(file)| n_cached_pages(file, start, len));
-        told.map_or_else(
-            || all_in_memory(&map[first..range.end], n_pages),
-            |n| n == n_pages as u64,
-        )
-    }
-
-    /// Whether a range of the map is in the page cache: not known here.
-    #[cfg(not(target_os = "linux"))]
-    pub fn is_resident(&self, _start: u64, _len: u64) -> bool {
-        false
+        match &self.store {
+            Store::File(file) => file.is_resident(range),
+            Store::Ranges(ranges) => ranges.is_resident(start, len),
+        }
     }
 
     /// A kernel before 5.14 does not know the advice: there the size of the file is asked instead.
     #[cfg(target_os = "linux")]
     fn explain_populate(&self, error: &std::io::Error, end: u64) -> Result<()> {
-        let now = self.with_file(|file| Ok(len_of(file)))?;
+        let Store::File(file) = &self.store else {
+            return Ok(());
+        };
+        let now = file.with_opened(&self.path, |file| Ok(len_of(file)))?;
         if now < end {
             return Err(self.shrunk(now));
         }
@@ -198,21 +230,38 @@ impl Source {
         }
     }
 
-    /// Fills a buffer from a position of the file.
+    /// Fills a buffer from a position.
     pub fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()> {
-        self.range(start, to.len() as u64)?;
-        self.with_file(|file| {
-            file.read_exact_at(to, start)
-                .map_err(|error| match error.kind() {
-                    std::io::ErrorKind::UnexpectedEof => self.shrunk(len_of(file)),
-                    _ => Error::io("cannot read", &self.path, &error),
-                })
-        })
+        self.read_at_or(start, to, |now| self.shrunk(now))
     }
 
-    /// A private copy-on-write map of the whole file: writes to it reach neither the file nor other maps.
-    pub fn private_map(&self) -> Result<MmapMut> {
-        self.with_file(|file| {
+    /// As [`Self::read_at`]; of a file that has become shorter, the error is made from its size now.
+    pub(crate) fn read_at_or(
+        &self,
+        start: u64,
+        to: &mut [u8],
+        shrunk: impl FnOnce(u64) -> Error,
+    ) -> Result<()> {
+        self.range(start, to.len() as u64)?;
+        match &self.store {
+            Store::File(file) => file.with_opened(&self.path, |file| {
+                file.read_exact_at(to, start)
+                    .map_err(|error| match error.kind() {
+                        std::io::ErrorKind::UnexpectedEof => shrunk(len_of(file)),
+                        _ => Error::io("cannot read", &self.path, &error),
+                    })
+            }),
+            Store::Ranges(ranges) => ranges.read_at(start, to),
+        }
+    }
+
+    /// A private copy-on-write map of the whole file: writes to it reach neither the file nor other maps. `None` if the
+    /// source is not a local file.
+    pub fn private_map(&self) -> Result<Option<MmapMut>> {
+        let Store::File(file) = &self.store else {
+            return Ok(None);
+        };
+        file.with_opened(&self.path, |file| {
             // SAFETY: as in `shared_map`; the map is handed out as plain memory, whose owner is told what a file that
             // is cut short does to it.
             let map = unsafe { MmapOptions::new().map_copy(file) };
@@ -221,7 +270,29 @@ impl Source {
             if now < self.n_bytes || (map.len() as u64) < self.n_bytes {
                 return Err(self.shrunk(now));
             }
-            Ok(map)
+            Ok(Some(map))
+        })
+    }
+
+    /// Reads that bypass the page cache, where the file system allows it.
+    pub fn uncached(&self) -> Result<Uncached<'_>> {
+        let Store::File(file) = &self.store else {
+            return Ok(Uncached {
+                source: self,
+                direct: None,
+            });
+        };
+        let direct = open_direct(&self.path);
+        if direct.is_none() {
+            // Pages that were written back are dropped, others are the only copy there is.
+            file.with_opened(&self.path, |file| {
+                let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
+                Ok(())
+            })?;
+        }
+        Ok(Uncached {
+            source: self,
+            direct,
         })
     }
 
@@ -247,6 +318,69 @@ impl Source {
         Error::damaged(message)
             .path(&self.path)
             .hint("something truncated the file while it was in use")
+    }
+}
+
+impl LocalFile {
+    /// Does something with the opened file.
+    fn with_opened<T>(&self, path: &Path, action: impl FnOnce(&File) -> Result<T>) -> Result<T> {
+        if let Some(FdSlot(file)) = &self.fd {
+            return action(file);
+        }
+        let (file, identity, _) = open_regular(path, self.follow_links)?;
+        if identity != self.identity {
+            let message = format!(
+                "{} is another file than the one that was checked",
+                show(path)
+            );
+            return Err(Error::damaged(message)
+                .path(path)
+                .hint("something replaced it; open the checkpoint again"));
+        }
+        action(&file)
+    }
+
+    /// Whether a range of the map is in the page cache.
+    #[cfg(target_os = "linux")]
+    fn is_resident(&self, range: std::ops::Range<usize>) -> bool {
+        let (Some(map), true) = (&self.map, self.knows_residency) else {
+            return false;
+        };
+        let page = rustix::param::page_size();
+        let first = range.start / page * page;
+        let n_pages = (range.end - first).div_ceil(page);
+        let told = self
+            .fd
+            .as_ref()
+            .and_then(|FdSlot(file)| n_cached_pages(file, range.start as u64, range.len() as u64));
+        told.map_or_else(
+            || all_in_memory(&map[first..range.end], n_pages),
+            |n| n == n_pages as u64,
+        )
+    }
+
+    /// Whether a range of the map is in the page cache: not known here.
+    #[cfg(not(target_os = "linux"))]
+    fn is_resident(&self, _range: std::ops::Range<usize>) -> bool {
+        false
+    }
+}
+
+/// Reads of a source that bypass the page cache where they can.
+#[derive(Debug)]
+pub struct Uncached<'a> {
+    source: &'a Source,
+    direct: Option<File>,
+}
+
+impl Uncached<'_> {
+    /// Reads `len` bytes from a position into a buffer that begins on a page and has room for whole blocks of 4096 bytes.
+    pub fn read_at(&self, start: u64, len: usize, buffer: &mut [u8]) -> Result<()> {
+        let direct = self.direct.as_ref();
+        if direct.is_some_and(|file| read_direct(file, start, buffer, len)) {
+            return Ok(());
+        }
+        self.source.read_at(start, &mut buffer[..len])
     }
 }
 
@@ -310,6 +444,32 @@ fn open_regular(path: &Path, follow_links: bool) -> Result<(File, (u64, u64), u6
     Ok((file, (status.dev(), status.ino()), status.len()))
 }
 
+fn open_direct(path: &Path) -> Option<File> {
+    let flags =
+        OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    rustix::fs::open(path, flags, Mode::empty())
+        .ok()
+        .map(File::from)
+}
+
+/// Reads `len` bytes into a buffer that has room for whole blocks; false if that cannot be done directly.
+fn read_direct(file: &File, start: u64, buffer: &mut [u8], len: usize) -> bool {
+    let room = len.next_multiple_of(DIRECT_BLOCK_BYTES).min(buffer.len());
+    let mut done = 0;
+    while done < len {
+        match file.read_at(&mut buffer[done..room], start + done as u64) {
+            Ok(n) if n > 0 => done += n,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            _ => return false,
+        }
+        // A short read that ends inside a block can only be followed by the end of the file.
+        if done < len && !done.is_multiple_of(DIRECT_BLOCK_BYTES) {
+            return false;
+        }
+    }
+    true
+}
+
 fn shared_map(file: &File, path: &Path) -> Result<Mmap> {
     // SAFETY: the map is only read, through `Source::bytes`, which brings each range in first. That no other process
     // changes or truncates the file meanwhile cannot be had from the system; what follows is told at `Source`.
@@ -322,7 +482,7 @@ fn shared_map(file: &File, path: &Path) -> Result<Mmap> {
 
 /// Whether mincore(2) speaks of the page cache: of files that the caller may neither write nor own it says that all of
 /// them is in memory.
-fn tells_residency(file: &File, path: &Path) -> bool {
+fn knows_residency(file: &File, path: &Path) -> bool {
     let is_own = file
         .metadata()
         .is_ok_and(|status| status.uid() == rustix::process::geteuid().as_raw());
@@ -361,7 +521,7 @@ fn is_local(_file: &File) -> bool {
     false
 }
 
-/// A file could not be used because its kind is not what the caller asked for.
+/// The error of a read from a checkpoint that was closed.
 pub(crate) fn closed() -> Error {
     Error::new(Kind::Argument, "the checkpoint is closed").hint("open it again")
 }
@@ -404,7 +564,10 @@ mod tests {
         std::fs::write(&path, vec![7_u8; N + 1]).unwrap();
         let source = Source::open(&path, true, Method::Map).unwrap();
         assert!(source.is_resident(0, N as u64 + 1));
-        let Kept(file) = source.kept.as_ref().unwrap();
+        let Store::File(local) = &source.store else {
+            unreachable!("opened as a file")
+        };
+        let FdSlot(file) = local.fd.as_ref().unwrap();
         file.sync_all().unwrap();
         // What is dropped differs from file system to file system: only that both calls agree on it is known.
         rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
@@ -415,7 +578,7 @@ mod tests {
             let Some(n) = n_cached_pages(file, start as u64, page as u64) else {
                 return; // a kernel before 6.5
             };
-            let map = &source.map.as_ref().unwrap()[start..start + page];
+            let map = &local.map.as_ref().unwrap()[start..start + page];
             assert_eq!(n == 1, all_in_memory(map, 1), "at {start}");
             n_resident += n;
         }
@@ -431,11 +594,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         std::fs::write(&path, b"0123456789").unwrap();
-        let many: Vec<_> = (0..MAX_KEPT + 50)
+        let many: Vec<_> = (0..MAX_FD_SLOTS + 50)
             .map(|_| Source::open(&path, true, Method::Read).unwrap())
             .collect();
-        let n_kept = many.iter().filter(|source| source.is_kept()).count() as u64;
-        assert!(n_kept <= MAX_KEPT, "{n_kept} descriptors are kept");
+        let n_with_fd = many.iter().filter(|source| source.has_fd()).count() as u64;
+        assert!(
+            n_with_fd <= MAX_FD_SLOTS,
+            "{n_with_fd} descriptors are kept"
+        );
         let last = many.last().unwrap();
         let mut to = [0; 3];
         last.read_at(4, &mut to).unwrap();

@@ -8,7 +8,7 @@ use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
 use crate::factors::Factors;
 use crate::layout::{Cuts, Layout};
-use crate::plan::{Piece, piece_of};
+use crate::plan::{CopyOp, strided_copy};
 use crate::region::{Dims, Region, row_major_strides};
 use crate::tile::Tile;
 use std::collections::HashMap;
@@ -91,13 +91,13 @@ pub struct StoredTensor {
 
 /// One copy of a plan before its file is opened.
 #[derive(Debug)]
-pub(crate) struct Needed<'a> {
+pub(crate) struct SelectedCopy<'a> {
     pub(crate) file: u32,
     pub(crate) name: &'a str,
     pub(crate) stored_shape: Vec<u64>,
     /// Element of the stored tensor.
     pub(crate) src: u64,
-    pub(crate) piece: Piece,
+    pub(crate) copy_op: CopyOp,
 }
 
 impl Grid {
@@ -239,7 +239,7 @@ impl Grid {
         stored: &'a Stored,
         tile: &Tile,
         chosen: &mut [u64],
-        needed: &mut Vec<Needed<'a>>,
+        selected: &mut Vec<SelectedCopy<'a>>,
     ) -> Result<()> {
         let wanted = &tile.global;
         let over: Vec<_> = self
@@ -257,7 +257,7 @@ impl Grid {
                 let file = choose(&self.files(cell, MAX_CANDIDATES), chosen, n)
                     .ok_or_else(|| no_holder(&stored.key, &region))?;
                 let (stored_shape, source) = self.stored_tile(region);
-                needed.push(needed_piece(
+                selected.push(selected_copy(
                     file,
                     &stored.key,
                     stored_shape,
@@ -485,13 +485,13 @@ impl Tiles {
         stored: &'a Stored,
         tile: &Tile,
         chosen: &mut [u64],
-        needed: &mut Vec<Needed<'a>>,
+        selected: &mut Vec<SelectedCopy<'a>>,
     ) -> Result<()> {
         let Some(factors) = &self.factors else {
-            return self.select_box(stored, tile, chosen, needed);
+            return self.select_box(stored, tile, chosen, selected);
         };
         let mut parts = factors.split(tile).into_iter();
-        parts.try_for_each(|part| self.select_box(stored, &part, chosen, needed))
+        parts.try_for_each(|part| self.select_box(stored, &part, chosen, selected))
     }
 
     /// `select`, of a tile in the dims of the regions.
@@ -500,7 +500,7 @@ impl Tiles {
         stored: &'a Stored,
         tile: &Tile,
         chosen: &mut [u64],
-        needed: &mut Vec<Needed<'a>>,
+        selected: &mut Vec<SelectedCopy<'a>>,
     ) -> Result<()> {
         // What is still wanted shrinks by each region that is used: overlapping replicas give every element once.
         let mut rest = vec![tile.global.clone()];
@@ -536,7 +536,7 @@ impl Tiles {
                     local_offset: place.local_offset,
                     local_strides: place.local_strides.clone(),
                 };
-                needed.push(needed_piece(
+                selected.push(selected_copy(
                     file,
                     &tensor.name,
                     tensor.shape.clone(),
@@ -618,23 +618,23 @@ fn choose(files: &[u32], chosen: &mut [u64], n: u64) -> Option<u32> {
     Some(file)
 }
 
-fn needed_piece<'a>(
+fn selected_copy<'a>(
     file: u32,
     name: &'a str,
     stored_shape: Vec<u64>,
     common: &Region,
     source: &Tile,
     wanted: &Tile,
-) -> Needed<'a> {
+) -> SelectedCopy<'a> {
     let at = (source.local_at(common.offset()), &source.local_strides[..]);
     let to = (wanted.local_at(common.offset()), &wanted.local_strides[..]);
-    let (src, dst, dims) = piece_of(common, at, to);
-    Needed {
+    let (src, dst, dims) = strided_copy(common, at, to);
+    SelectedCopy {
         file,
         name,
         stored_shape,
         src,
-        piece: Piece {
+        copy_op: CopyOp {
             source: 0,
             src_start_bytes: 0,
             dst,

@@ -5,17 +5,13 @@
 //! was read to, every time: other bytes might come the next time.
 
 use crate::checksum::{CHUNK_BYTES, Sums, crc32c};
-use crate::copy::Control;
+use crate::control::Control;
 use crate::error::{Error, Printable, Result};
 use crate::memory::{Memory, Stores, copy_run};
 use crate::plan::{Plan, PlanSource};
 use crate::shard_file::ShardFile;
-use crate::source::{Method, Source};
+use crate::source::Source;
 use rayon::prelude::*;
-use rustix::fs::{Mode, OFlags};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -23,17 +19,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const PIECE_BYTES: usize = 4 << 20;
 /// Bytes of a run that are summed and then copied: well inside the first cache.
 const BLOCK_BYTES: usize = 4 << 10;
-const DIRECT_BLOCK_BYTES: usize = 4096;
 
 /// A range of a mapped file that is in memory.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Present<'a> {
+pub(crate) struct ResidentRange<'a> {
     first: u64,
     bytes: &'a [u8],
 }
 
-impl<'a> Present<'a> {
-    /// Bytes of the file, of which this knows; else they are brought in.
+impl<'a> ResidentRange<'a> {
+    /// Bytes of the file: out of this range if they lie in it, else faulted in.
     fn bytes(this: Option<Self>, file: &'a ShardFile, at: u64, n: u64) -> Result<Option<&'a [u8]>> {
         let known = this.and_then(|this| {
             let from = at.checked_sub(this.first)? as usize;
@@ -81,16 +76,16 @@ impl Checks {
 
     /// All chunks of a mapped file that hold a byte of a range, brought in by one call: many small ones cost more than the
     /// sums. None where the file is not mapped.
-    pub(crate) fn bring_in<'a>(
+    pub(crate) fn prefault<'a>(
         file: &'a ShardFile,
         sums: &Sums,
         (start, len): (u64, u64),
-    ) -> Result<Option<Present<'a>>> {
+    ) -> Result<Option<ResidentRange<'a>>> {
         let chunks = sums.chunks_over(start, len);
         let (first, _) = sums.chunk(chunks.start);
         let (last, last_len) = sums.chunk(chunks.end - 1);
         let bytes = file.source().bytes(first, last - first + last_len as u64)?;
-        Ok(bytes.map(|bytes| Present { first, bytes }))
+        Ok(bytes.map(|bytes| ResidentRange { first, bytes }))
     }
 
     /// Proves a chunk of a mapped file while a run inside it is copied, a cache line's neighbourhood after the other: the
@@ -98,7 +93,7 @@ impl Checks {
     pub(crate) fn copy_run(
         &self,
         source: u32,
-        (file, present): (&ShardFile, Option<Present<'_>>),
+        (file, resident): (&ShardFile, Option<ResidentRange<'_>>),
         sums: &Sums,
         start: u64,
         (to, stores): (&mut [u8], Stores),
@@ -109,7 +104,7 @@ impl Checks {
             return Ok(false);
         }
         let (at, n) = sums.chunk(chunks.start);
-        let Some(bytes) = Present::bytes(present, file, at, n as u64)? else {
+        let Some(bytes) = ResidentRange::bytes(resident, file, at, n as u64)? else {
             return Ok(false);
         };
         control.fetched(n as u64);
@@ -132,7 +127,7 @@ impl Checks {
     pub(crate) fn mapped<'a>(
         &self,
         source: u32,
-        (file, present): (&'a ShardFile, Option<Present<'a>>),
+        (file, resident): (&'a ShardFile, Option<ResidentRange<'a>>),
         sums: &Sums,
         (start, len): (u64, u64),
         control: &Control,
@@ -142,7 +137,7 @@ impl Checks {
                 continue;
             }
             let (at, n) = sums.chunk(chunk);
-            let Some(bytes) = Present::bytes(present, file, at, n as u64)? else {
+            let Some(bytes) = ResidentRange::bytes(resident, file, at, n as u64)? else {
                 return Ok(None);
             };
             control.fetched(n as u64);
@@ -155,7 +150,7 @@ impl Checks {
                 return Ok(Some(&bytes[from..from + len as usize]));
             }
         }
-        Present::bytes(present, file, start, len)
+        ResidentRange::bytes(resident, file, start, len)
     }
 }
 
@@ -212,14 +207,14 @@ pub fn verify(plan: &Plan<'_>, arrays: &[usize], control: &Control) -> Result<()
     let checks = Checks::new(plan);
     let mut chunks = Vec::new();
     for array in arrays.iter().map(|&i| &plan.arrays()[i]) {
-        let Some(piece) = array.contiguous() else {
+        let Some(copy_op) = array.contiguous() else {
             continue;
         };
-        if let PlanSource::File(_, file) = plan.source(piece)
-            && let Some(sums) = checks.sums(piece.source, file)
+        if let PlanSource::File(_, file) = plan.source(copy_op)
+            && let Some(sums) = checks.sums(copy_op.source, file)
         {
-            let range = sums.chunks_over(piece.src_start_bytes, array.n_bytes());
-            chunks.extend(range.map(|chunk| (piece.source, file, sums, chunk, array)));
+            let range = sums.chunks_over(copy_op.src_start_bytes, array.n_bytes());
+            chunks.extend(range.map(|chunk| (copy_op.source, file, sums, chunk, array)));
         }
     }
     chunks
@@ -257,9 +252,14 @@ fn differs(source: &Source, at: u64, n: usize) -> Error {
 /// returns.
 ///
 /// # Errors
-/// The file has another size, is no regular file, or cannot be read.
-pub fn scrub(path: &Path, sums: &Sums, direct: bool, control: &Control) -> Result<Vec<(u64, u64)>> {
-    let source = Source::open(path, false, Method::Read)?;
+/// The file has another size, or cannot be read.
+pub fn scrub(
+    source: &Source,
+    sums: &Sums,
+    direct: bool,
+    control: &Control,
+) -> Result<Vec<(u64, u64)>> {
+    let path = source.path();
     if source.n_bytes() != sums.n_bytes() {
         let message = format!(
             "{} has {} bytes, {} were written",
@@ -269,14 +269,7 @@ pub fn scrub(path: &Path, sums: &Sums, direct: bool, control: &Control) -> Resul
         );
         return Err(Error::damaged(message).path(path));
     }
-    let past_cache = if direct { open_direct(path) } else { None };
-    if direct && past_cache.is_none() {
-        // Pages that were written back are dropped, others are the only copy there is.
-        source.with_file(|file| {
-            let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
-            Ok(())
-        })?;
-    }
+    let uncached = direct.then(|| source.uncached()).transpose()?;
     let buffers: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
     let n_pieces = sums.n_bytes().div_ceil(PIECE_BYTES as u64);
     let damaged: Vec<Vec<usize>> = (0..n_pieces)
@@ -291,11 +284,9 @@ pub fn scrub(path: &Path, sums: &Sums, direct: bool, control: &Control) -> Resul
                 None => Memory::new(PIECE_BYTES)?,
             };
             let buffer = memory.as_mut_slice();
-            let is_read = past_cache
-                .as_ref()
-                .is_some_and(|file| read_direct(file, start, &mut buffer[..], len));
-            if !is_read {
-                source.read_at(start, &mut buffer[..len])?;
+            match &uncached {
+                Some(uncached) => uncached.read_at(start, len, buffer)?,
+                None => source.read_at(start, &mut buffer[..len])?,
             }
             let first = start as usize / CHUNK_BYTES;
             let bad = buffer[..len]
@@ -320,30 +311,4 @@ pub fn scrub(path: &Path, sums: &Sums, direct: bool, control: &Control) -> Resul
         }
     }
     Ok(ranges)
-}
-
-fn open_direct(path: &Path) -> Option<File> {
-    let flags =
-        OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    rustix::fs::open(path, flags, Mode::empty())
-        .ok()
-        .map(File::from)
-}
-
-/// Reads `len` bytes into a buffer that has room for whole blocks; false if that cannot be done directly.
-fn read_direct(file: &File, start: u64, buffer: &mut [u8], len: usize) -> bool {
-    let room = len.next_multiple_of(DIRECT_BLOCK_BYTES).min(buffer.len());
-    let mut done = 0;
-    while done < len {
-        match file.read_at(&mut buffer[done..room], start + done as u64) {
-            Ok(n) if n > 0 => done += n,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            _ => return false,
-        }
-        // A short read that ends inside a block can only be followed by the end of the file.
-        if done < len && !done.is_multiple_of(DIRECT_BLOCK_BYTES) {
-            return false;
-        }
-    }
-    true
 }

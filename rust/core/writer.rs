@@ -10,8 +10,10 @@
 //! for the tail that is no multiple of its block, writes are buffered.
 
 use crate::checksum::{CHUNK_BYTES, Sums, crc32c};
-use crate::copy::{Control, Run, fill_bytes};
+use crate::control::Control;
+use crate::copy::fill_bytes;
 use crate::error::{Error, Kind, Result};
+use crate::fetch::Run;
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
@@ -91,6 +93,16 @@ fn n_in_flight(n_bytes: u64) -> usize {
         .min(PIECES_IN_FLIGHT as u64) as usize
 }
 
+/// Where a file of a known size is written. It becomes visible as a whole, by [`Self::publish`]; a sink that is dropped
+/// without it leaves nothing behind, and what had the name before is unchanged.
+pub trait Sink: Sync + Sized {
+    /// Writes bytes at a position. Several threads write at once, each its own range, and every byte is written once.
+    fn write_at(&self, start: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Makes the file visible under its name, after all bytes were written.
+    fn publish(self) -> Result<()>;
+}
+
 /// Writes the arrays of a plan into one shard file, in their order and under their names.
 ///
 /// # Errors
@@ -103,17 +115,38 @@ pub fn write(
     control: &Control,
 ) -> Result<Sums> {
     let content = Content::new(plan, &options.metadata).map_err(|error| error.path(path))?;
-    prove_files(plan, control)?;
-    let temporary = Temporary::create(path, content.n_bytes(), options)?;
-    let buffers = buffers.for_file(content.n_bytes())?;
-    let pieces = Pieces::new(
-        &temporary,
-        Bytes::Planned(&content),
-        content.n_bytes(),
-        control,
-    );
+    let create = |n_bytes| Temporary::create(path, n_bytes, options);
+    write_content(&content, create, buffers, control)
+}
+
+/// As [`write()`], to a sink that is created for the size of the file.
+///
+/// # Errors
+/// As there; the sink is dropped without being published.
+pub fn write_to<S: Sink>(
+    create: impl FnOnce(u64) -> Result<S>,
+    plan: &Plan<'_>,
+    metadata: &[(String, String)],
+    buffers: &mut Buffers,
+    control: &Control,
+) -> Result<Sums> {
+    let content = Content::new(plan, metadata)?;
+    write_content(&content, create, buffers, control)
+}
+
+fn write_content<S: Sink>(
+    content: &Content<'_>,
+    create: impl FnOnce(u64) -> Result<S>,
+    buffers: &mut Buffers,
+    control: &Control,
+) -> Result<Sums> {
+    prove_files(content.plan, control)?;
+    let n_bytes = content.n_bytes();
+    let sink = create(n_bytes)?;
+    let buffers = buffers.for_file(n_bytes)?;
+    let pieces = Pieces::new(&sink, Bytes::Planned(content), n_bytes, control);
     let chunks = pieces.write(buffers)?;
-    temporary.publish(path, options.durable)?;
+    sink.publish()?;
     content.sums(chunks)
 }
 
@@ -136,7 +169,7 @@ pub fn write_image(
             .map(|_| Default::default())
             .collect(),
     )?;
-    temporary.publish(path, options.durable)?;
+    temporary.publish()?;
     let header = &image[..header_bytes as usize];
     Sums::new(n_bytes, header_bytes, crc32c(0, header), chunks)
 }
@@ -253,27 +286,27 @@ enum Bytes<'a> {
 }
 
 /// The pieces of a file on their way to it.
-struct Pieces<'a> {
-    file: &'a Temporary,
+struct Pieces<'a, S> {
+    sink: &'a S,
     bytes: Bytes<'a>,
     n_bytes: u64,
     next: AtomicU64,
     sums: Vec<AtomicU32>,
-    turns: Turns,
+    fill_permits: Semaphore,
     control: &'a Control,
 }
 
-impl<'a> Pieces<'a> {
+impl<'a, S: Sink> Pieces<'a, S> {
     /// As many pieces are filled at once as the current pool has threads.
-    fn new(file: &'a Temporary, bytes: Bytes<'a>, n_bytes: u64, control: &'a Control) -> Self {
+    fn new(sink: &'a S, bytes: Bytes<'a>, n_bytes: u64, control: &'a Control) -> Self {
         let n_chunks = (n_bytes as usize).div_ceil(CHUNK_BYTES);
         Self {
-            file,
+            sink,
             bytes,
             n_bytes,
             next: AtomicU64::new(0),
             sums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
-            turns: Turns::new(rayon::current_num_threads()),
+            fill_permits: Semaphore::new(rayon::current_num_threads()),
             control,
         }
     }
@@ -291,7 +324,7 @@ impl<'a> Pieces<'a> {
                 .map(std::thread::ScopedJoinHandle::join)
                 .collect();
             ended.into_iter().try_for_each(|result| {
-                let died = Error::new(Kind::Io, "a writer thread died").path(&self.file.path);
+                let died = Error::new(Kind::Io, "a writer thread died");
                 result.unwrap_or(Err(died))
             })
         })?;
@@ -315,7 +348,7 @@ impl<'a> Pieces<'a> {
 
     fn write_one(&self, at: u64, buffer: &mut [u8]) -> Result<()> {
         let len = (self.n_bytes - at).min(PIECE_BYTES as u64) as usize;
-        let turn = self.turns.take();
+        let permit = self.fill_permits.acquire();
         self.control.check()?;
         let piece = match self.bytes {
             Bytes::InMemory(image) => &image[at as usize..at as usize + len],
@@ -335,8 +368,8 @@ impl<'a> Pieces<'a> {
         {
             sum.store(crc32c(0, chunk), Ordering::Relaxed);
         }
-        drop(turn);
-        self.file.write_piece(at, piece)?;
+        drop(permit);
+        self.sink.write_at(at, piece)?;
         if let Bytes::InMemory(_) = self.bytes {
             self.control.advance(len as u64); // who fills has told of it
         }
@@ -344,13 +377,13 @@ impl<'a> Pieces<'a> {
     }
 }
 
-/// Turns to use a processor: what waits for the disk holds none.
-struct Turns {
+/// Bounds how many threads fill pieces at once; a thread that waits for the disk holds no permit.
+struct Semaphore {
     n_free: Mutex<usize>,
     freed: Condvar,
 }
 
-impl Turns {
+impl Semaphore {
     fn new(n: usize) -> Self {
         Self {
             n_free: Mutex::new(n),
@@ -358,10 +391,10 @@ impl Turns {
         }
     }
 
-    /// A turn, given back when it is dropped.
-    fn take(&self) -> impl Drop + '_ {
-        struct Turn<'a>(&'a Turns);
-        impl Drop for Turn<'_> {
+    /// A permit, released when it is dropped.
+    fn acquire(&self) -> impl Drop + '_ {
+        struct Permit<'a>(&'a Semaphore);
+        impl Drop for Permit<'_> {
             fn drop(&mut self) {
                 *self.0.n_free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
                 self.0.freed.notify_one();
@@ -373,15 +406,18 @@ impl Turns {
             .wait_while(n_free, |n_free| *n_free == 0)
             .unwrap_or_else(PoisonError::into_inner);
         *n_free -= 1;
-        Turn(self)
+        Permit(self)
     }
 }
 
 /// A file under a temporary name, removed on drop unless it was published.
 struct Temporary {
     path: PathBuf,
+    /// The name under which it is published.
+    target: PathBuf,
     buffered: File,
     direct: Option<File>,
+    is_durable: bool,
     is_published: bool,
 }
 
@@ -413,8 +449,10 @@ impl Temporary {
             opened.map_err(|errno| Error::io("cannot create", &temporary, &errno.into()))?;
         let mut this = Self {
             path: temporary,
+            target: path.to_owned(),
             buffered: File::from(buffered),
             direct: None,
+            is_durable: options.durable,
             is_published: false,
         };
         match rustix::fs::fallocate(&this.buffered, FallocateFlags::empty(), 0, n_bytes.max(1)) {
@@ -440,8 +478,10 @@ impl Temporary {
         }
         Ok(this)
     }
+}
 
-    fn write_piece(&self, at: u64, bytes: &[u8]) -> Result<()> {
+impl Sink for Temporary {
+    fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()> {
         let failed = |error: std::io::Error| {
             let error = Error::io("cannot write", &self.path, &error);
             error.hint("the destination is unchanged; free space or choose another one if the disk is full")
@@ -473,19 +513,20 @@ impl Temporary {
         Ok(())
     }
 
-    fn publish(mut self, path: &Path, durable: bool) -> Result<()> {
-        if durable {
+    fn publish(mut self) -> Result<()> {
+        if self.is_durable {
             // After a failed sync the file's pages can no longer be trusted: it is dropped, never synced again.
             self.buffered
                 .sync_all()
                 .map_err(|error| Error::io("cannot sync", &self.path, &error))?;
         }
-        std::fs::rename(&self.path, path)
-            .map_err(|error| Error::io("cannot rename to", path, &error))?;
+        std::fs::rename(&self.path, &self.target)
+            .map_err(|error| Error::io("cannot rename to", &self.target, &error))?;
         self.is_published = true;
-        if durable {
+        if self.is_durable {
             sync_folder(
-                path.parent()
+                self.target
+                    .parent()
                     .filter(|p| !p.as_os_str().is_empty())
                     .unwrap_or(Path::new(".")),
             )?;

@@ -7,7 +7,7 @@ use crate::run::run;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use reshard_core::checksum::Sums;
-use reshard_core::copy::Control;
+use reshard_core::control::Control;
 use reshard_core::dtype::Dtype;
 use reshard_core::metadata::{CellTable, Metadata, decode};
 use reshard_core::region::Region;

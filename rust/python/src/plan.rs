@@ -6,7 +6,8 @@ use crate::run::run;
 use crate::write::{Buffers, Written, write_plan};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use reshard_core::copy::{Control, fill};
+use reshard_core::control::Control;
+use reshard_core::copy::fill;
 use reshard_core::memory::{Memory, Stores};
 use reshard_core::plan::{Plan as CorePlan, PlanSource};
 use reshard_core::verify::verify;
@@ -50,7 +51,7 @@ impl Plan {
 
     #[getter]
     fn n_pieces(&self) -> usize {
-        self.0.n_pieces()
+        self.0.n_copy_ops()
     }
 
     #[getter]
@@ -154,8 +155,8 @@ impl Plan {
         for array in self.0.arrays() {
             let view = array
                 .contiguous()
-                .and_then(|piece| match self.0.source(piece) {
-                    PlanSource::File(id, file) => Some((*id, file, piece.src_start_bytes)),
+                .and_then(|copy_op| match self.0.source(copy_op) {
+                    PlanSource::File(id, file) => Some((*id, file, copy_op.src_start_bytes)),
                     PlanSource::Memory(_) => None,
                 });
             let Some((id, file, start)) = view else {
@@ -165,7 +166,10 @@ impl Plan {
             let buffer = if let Some(buffer) = maps.get(&id) {
                 buffer.clone()
             } else {
-                let map = raise(py, file.source().private_map())?;
+                let Some(map) = raise(py, file.source().private_map())? else {
+                    views.push(None);
+                    continue;
+                };
                 let buffer = Bound::new(py, Buffer::of_map(map))?;
                 maps.insert(id, buffer.clone());
                 buffer

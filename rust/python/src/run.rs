@@ -2,7 +2,7 @@
 
 use crate::errors::raise;
 use pyo3::prelude::*;
-use reshard_core::copy::Control;
+use reshard_core::control::Control;
 use reshard_core::{Error, Kind};
 use std::collections::HashMap;
 use std::sync::mpsc::{RecvTimeoutError, channel};

@@ -5,7 +5,8 @@ use crate::errors::raise;
 use crate::run::run;
 use pyo3::prelude::*;
 use reshard_core::checksum::Sums;
-use reshard_core::copy::Control;
+use reshard_core::control::Control;
+use reshard_core::source::{Method, Source};
 use reshard_core::verify;
 use reshard_core::{Error, Kind};
 use std::path::PathBuf;
@@ -36,6 +37,7 @@ pub(crate) fn scrub(
     let sums = raise(py, Sums::from_bytes(n_bytes, 0, 0, sums))?;
     let control = Control::default();
     run(py, threads, n_bytes, progress, &control, || {
-        verify::scrub(&path, &sums, direct, &control)
+        let source = Source::open(&path, false, Method::Read)?;
+        verify::scrub(&source, &sums, direct, &control)
     })
 }

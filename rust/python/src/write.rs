@@ -6,7 +6,7 @@ use crate::run::run;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use reshard_core::checksum::Sums;
-use reshard_core::copy::Control;
+use reshard_core::control::Control;
 use reshard_core::dtype::Dtype;
 use reshard_core::plan::{MemoryTensor, Plan as CorePlan};
 use reshard_core::{Error, Kind};

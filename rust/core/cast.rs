@@ -1,0 +1,101 @@
+//! Casts between floating-point dtypes, rounding to nearest even.
+
+use crate::dtype::Dtype;
+use half::{bf16, f16};
+
+/// Whether tensors of a dtype can be cast to another.
+pub fn can_cast(from: Dtype, to: Dtype) -> bool {
+    const FLOATS: [Dtype; 4] = [Dtype::F64, Dtype::F32, Dtype::F16, Dtype::Bf16];
+    from == to || FLOATS.contains(&from) && FLOATS.contains(&to)
+}
+
+/// Casts elements, rounding to nearest even; every dtype pair is one that [`can_cast`] allows.
+pub(crate) fn cast(from: Dtype, stored: &[u8], to: Dtype, out: &mut [u8]) {
+    match (from, to) {
+        (Dtype::F64, Dtype::F32) => convert(stored, out, |x: [u8; 8]| {
+            (f64::from_le_bytes(x) as f32).to_le_bytes()
+        }),
+        (Dtype::F64, Dtype::F16) => convert(stored, out, |x: [u8; 8]| {
+            f16::from_f32(round_to_odd(f64::from_le_bytes(x))).to_le_bytes()
+        }),
+        (Dtype::F64, Dtype::Bf16) => convert(stored, out, |x: [u8; 8]| {
+            bf16::from_f32(round_to_odd(f64::from_le_bytes(x))).to_le_bytes()
+        }),
+        (Dtype::F32, Dtype::F64) => convert(stored, out, |x: [u8; 4]| {
+            f64::from(f32::from_le_bytes(x)).to_le_bytes()
+        }),
+        (Dtype::F32, Dtype::F16) => convert(stored, out, |x: [u8; 4]| {
+            f16::from_f32(f32::from_le_bytes(x)).to_le_bytes()
+        }),
+        (Dtype::F32, Dtype::Bf16) => convert(stored, out, |x: [u8; 4]| {
+            bf16::from_f32(f32::from_le_bytes(x)).to_le_bytes()
+        }),
+        (Dtype::F16, Dtype::F64) => convert(stored, out, |x: [u8; 2]| {
+            f16::from_le_bytes(x).to_f64().to_le_bytes()
+        }),
+        (Dtype::F16, Dtype::F32) => convert(stored, out, |x: [u8; 2]| {
+            f16::from_le_bytes(x).to_f32().to_le_bytes()
+        }),
+        (Dtype::F16, Dtype::Bf16) => {
+            convert(stored, out, |x: [u8; 2]| {
+                bf16::from_f32(f16::from_le_bytes(x).to_f32()).to_le_bytes()
+            });
+        }
+        (Dtype::Bf16, Dtype::F64) => convert(stored, out, |x: [u8; 2]| {
+            bf16::from_le_bytes(x).to_f64().to_le_bytes()
+        }),
+        (Dtype::Bf16, Dtype::F32) => convert(stored, out, |x: [u8; 2]| {
+            bf16::from_le_bytes(x).to_f32().to_le_bytes()
+        }),
+        (Dtype::Bf16, Dtype::F16) => {
+            convert(stored, out, |x: [u8; 2]| {
+                f16::from_f32(bf16::from_le_bytes(x).to_f32()).to_le_bytes()
+            });
+        }
+        _ => unreachable!("plans refuse other casts"),
+    }
+}
+
+/// The f32 next to a value towards zero with its last bit set, where the value is no f32.
+///
+/// Rounded from there to fewer bits, the result is as if rounded once: the odd bit keeps the value off the ties (Boldo and
+/// Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+fn round_to_odd(value: f64) -> f32 {
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the rounding is corrected below"
+    )]
+    let nearest = value as f32;
+    if value.is_nan() || f64::from(nearest).to_bits() == value.to_bits() {
+        return nearest;
+    }
+    let away = f64::from(nearest).abs() > value.abs();
+    f32::from_bits((nearest.to_bits() - u32::from(away)) | 1)
+}
+
+fn convert<const N: usize, const M: usize>(
+    stored: &[u8],
+    out: &mut [u8],
+    one: impl Fn([u8; N]) -> [u8; M],
+) {
+    let (from, _) = stored.as_chunks::<N>();
+    let (to, _) = out.as_chunks_mut::<M>();
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = one(*from);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn half_precision_rounds_to_even() {
+        // Exactly between two bfloat16: the one with the even last bit is taken.
+        for (wide, narrow) in [(0x3F80_8000_u32, 0x3F80_u16), (0x3F81_8000, 0x3F82)] {
+            let mut out = [0; 2];
+            cast(Dtype::F32, &wide.to_le_bytes(), Dtype::Bf16, &mut out);
+            assert_eq!(u16::from_le_bytes(out), narrow);
+        }
+    }
+}

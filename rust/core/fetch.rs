@@ -1,0 +1,284 @@
+//! Where the bytes of a copy are fetched from, and how: borrowed from a map, read to where they belong, or read into
+//! scratch memory; compared with their sums before they are copied, where sums are known.
+
+use crate::checksum::{CHUNK_BYTES, Sums};
+use crate::control::Control;
+use crate::error::Result;
+use crate::memory::{Stores, copy_run};
+use crate::plan::{CopyOp, Plan, PlanSource};
+use crate::shard_file::ShardFile;
+use crate::strided::{Dim, copy_box, is_one_run, source_run, src_span, widest, without};
+use crate::verify::{Checks, ResidentRange, prove, read_chunks};
+use std::cell::RefCell;
+
+/// Gaps between runs of at least this size are not fetched.
+const LONG_RUN_BYTES: u64 = 4096;
+/// Runs with gaps between them are read, not mapped, up to this size.
+const SCATTERED_RUN_BYTES: u64 = 256 << 10;
+/// The most that a positioned read fetches into scratch memory at once.
+const SCRATCH_BYTES: u64 = 1 << 20;
+
+thread_local! {
+    /// Where chunks are read that cannot be read to where they belong.
+    static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What holds for all bands of one execution of a plan.
+#[derive(Clone, Copy)]
+pub(crate) struct Run<'a> {
+    pub(crate) plan: &'a Plan<'a>,
+    pub(crate) checks: &'a Checks,
+    pub(crate) stores: Stores,
+    pub(crate) control: &'a Control,
+}
+
+/// Carries out one copy of a plan, box by box, into a part of an array.
+pub(crate) struct BoxCopy<'a> {
+    run: Run<'a>,
+    source: &'a PlanSource<'a>,
+    copy_op: &'a CopyOp,
+    unit_bytes: u64,
+    /// What of a mapped source that is proven is in memory already.
+    resident: Option<ResidentRange<'a>>,
+    to: &'a mut [u8],
+}
+
+impl<'a> BoxCopy<'a> {
+    /// A copy in units of `unit_bytes` to a slice.
+    pub(crate) fn new(
+        run: Run<'a>,
+        copy_op: &'a CopyOp,
+        unit_bytes: u64,
+        to: &'a mut [u8],
+    ) -> Self {
+        Self {
+            run,
+            source: run.plan.source(copy_op),
+            copy_op,
+            unit_bytes,
+            resident: None,
+            to,
+        }
+    }
+
+    /// Copies a box at unit `src` of the copy to unit `dst` of the slice.
+    pub(crate) fn copy(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
+        if let PlanSource::File(_, file) = self.source
+            && let Some(sums) = self.run.checks.sums(self.copy_op.source, file)
+        {
+            // Where the rows lie so far apart that whole chunks are left out, each part brings in its own.
+            let is_dense = dims
+                .iter()
+                .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
+            if is_dense && file.source().is_mapped() {
+                self.resident = Checks::prefault(file, sums, self.source_range(dims, src))?;
+            }
+            return self.proven_parts(file, sums, dims, src, dst);
+        }
+        self.dense_parts(dims, src, dst, false)
+    }
+
+    /// First byte in the source and bytes from there to the last, of a box that begins at unit `src` of the copy.
+    fn source_range(&self, dims: &[Dim], src: u64) -> (u64, u64) {
+        (
+            self.copy_op.src_start_bytes + src * self.unit_bytes,
+            src_span(dims) * self.unit_bytes,
+        )
+    }
+
+    /// Copies a box out of chunks that are proven first, in parts no larger than a chunk, which then lies in the cache.
+    fn proven_parts(
+        &mut self,
+        file: &'a ShardFile,
+        sums: &Sums,
+        dims: &[Dim],
+        src: u64,
+        dst: u64,
+    ) -> Result<()> {
+        let unit = self.unit_bytes;
+        let (start, span) = self.source_range(dims, src);
+        let widest = widest(dims);
+        // Each positioned read is a call: there more than a chunk is taken at once, unless the gaps would be read too.
+        let part = match widest {
+            Some((_, dim)) if !file.source().is_mapped() && dim.src * unit < CHUNK_BYTES as u64 => {
+                SCRATCH_BYTES
+            }
+            _ => CHUNK_BYTES as u64,
+        };
+        // Into fresh pages a long run is copied at once, after all its chunks are proven: the system's memcpy goes past the
+        // cache for lengths like that, which gains more than is lost by fetching the source again, from the last cache.
+        let is_long_run =
+            self.run.stores == Stores::Fresh && is_one_run(dims) && file.source().is_mapped();
+        let is_one_part = is_long_run || start / part == (start + span - 1) / part;
+        if let (false, Some((widest, dim))) = (is_one_part, widest) {
+            if !file.source().is_mapped() && is_one_run(dims) {
+                return self.proven_run(file, sums, start, (dst * unit) as usize, span);
+            }
+            let inner = without(dims, widest);
+            let (stride, row_span) = (dim.src * unit, src_span(&inner) * unit);
+            let mut k = 0;
+            while k < dim.len {
+                let row = start + k * stride;
+                // As many rows as end where this part does; one at least, which is then cut itself.
+                let room = (row / part + 1) * part - row;
+                let n = if row_span > room {
+                    1
+                } else {
+                    ((room - row_span) / stride + 1).min(dim.len - k)
+                };
+                let (at, to) = (src + k * dim.src, dst + k * dim.dst);
+                if n == 1 {
+                    self.proven_parts(file, sums, &inner, at, to)?;
+                } else {
+                    let mut rows = dims.to_vec();
+                    rows[widest].len = n;
+                    self.proven_part(file, sums, &rows, at, to)?;
+                }
+                k += n;
+            }
+            return Ok(());
+        }
+        self.proven_part(file, sums, dims, src, dst)
+    }
+
+    /// A box that lies in one part.
+    fn proven_part(
+        &mut self,
+        file: &'a ShardFile,
+        sums: &Sums,
+        dims: &[Dim],
+        src: u64,
+        dst: u64,
+    ) -> Result<()> {
+        let range = self.source_range(dims, src);
+        let (start, span) = range;
+        let mapped = (file, self.resident);
+        let Run {
+            checks,
+            stores,
+            control,
+            ..
+        } = self.run;
+        if is_one_run(dims) {
+            let at = (dst * self.unit_bytes) as usize;
+            let to = (&mut self.to[at..at + span as usize], stores);
+            if checks.copy_run(self.copy_op.source, mapped, sums, start, to, control)? {
+                return Ok(());
+            }
+        }
+        if let Some(from) = checks.mapped(self.copy_op.source, mapped, sums, range, control)? {
+            self.copy_from(from, dims, dst);
+            return Ok(());
+        }
+        SCRATCH.with_borrow_mut(|scratch| {
+            let at = read_chunks(file, sums, range, scratch, control)?;
+            self.copy_from(&scratch[at..], dims, dst);
+            Ok(())
+        })
+    }
+
+    /// One long run, read: whole chunks to where they belong, and the two ends by way of scratch memory.
+    fn proven_run(
+        &mut self,
+        file: &'a ShardFile,
+        sums: &Sums,
+        start: u64,
+        at: usize,
+        n_bytes: u64,
+    ) -> Result<()> {
+        let chunk = CHUNK_BYTES as u64;
+        let end = start + n_bytes;
+        let first = start.next_multiple_of(chunk).min(end);
+        // The last chunk of the file is shorter, and whole all the same.
+        let last = if end == sums.n_bytes() {
+            end
+        } else {
+            (end / chunk * chunk).max(first)
+        };
+        let Run {
+            stores, control, ..
+        } = self.run;
+        let to = &mut self.to[at..at + n_bytes as usize];
+        let (head, rest) = to.split_at_mut((first - start) as usize);
+        let (middle, tail) = rest.split_at_mut((last - first) as usize);
+        if !middle.is_empty() {
+            file.source().read_at(first, middle)?;
+            control.fetched(middle.len() as u64);
+            prove(file, sums, (first / chunk) as usize, middle)?;
+        }
+        for (from, to) in [(start, head), (last, tail)] {
+            if !to.is_empty() {
+                SCRATCH.with_borrow_mut(|scratch| {
+                    let range = (from, to.len() as u64);
+                    let at = read_chunks(file, sums, range, scratch, control)?;
+                    copy_run(to, &scratch[at..at + to.len()], stores);
+                    Ok(())
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a box at unit `src` of the copy to unit `dst` of the slice, fetching dense parts of the source as one.
+    fn dense_parts(&mut self, dims: &[Dim], src: u64, dst: u64, is_part: bool) -> Result<()> {
+        let (start, span) = self.source_range(dims, src);
+        let file = match self.source {
+            PlanSource::Memory(bytes) => {
+                self.copy_from(&bytes[start as usize..(start + span) as usize], dims, dst);
+                return Ok(());
+            }
+            PlanSource::File(_, file) => file,
+        };
+        let source = file.source();
+        let n: u64 = dims.iter().map(|dim| dim.len).product();
+        let useful = n * self.unit_bytes;
+        let run = source_run(dims) * self.unit_bytes;
+        let gapped = span > useful + useful / 20;
+        let is_split = if source.is_mapped() {
+            // Where nothing has to be read for it, one range is cheaper than many.
+            gapped && run >= LONG_RUN_BYTES && (is_part || !source.is_resident(start, span))
+        } else {
+            gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
+                || span > SCRATCH_BYTES && !is_one_run(dims)
+        };
+        if let (true, Some((widest, dim))) = (is_split && run < span, widest(dims)) {
+            let inner = without(dims, widest);
+            for k in 0..dim.len {
+                self.dense_parts(&inner, src + k * dim.src, dst + k * dim.dst, true)?;
+            }
+            return Ok(());
+        }
+        // Gaps that were in memory already were mapped, not fetched.
+        let fetched = if gapped && run >= LONG_RUN_BYTES {
+            useful
+        } else {
+            span
+        };
+        self.run.control.fetched(fetched);
+        // One call a run, as bringing it in would be, and the copy with it.
+        let is_scattered =
+            is_part && span < SCATTERED_RUN_BYTES && source.has_fd() && is_one_run(dims);
+        let mapped = if is_scattered {
+            None
+        } else {
+            source.bytes(start, span)?
+        };
+        if let Some(from) = mapped {
+            self.copy_from(from, dims, dst);
+        } else if is_scattered || is_one_run(dims) {
+            let at = (dst * self.unit_bytes) as usize;
+            source.read_at(start, &mut self.to[at..at + useful as usize])?;
+        } else {
+            let mut scratch = vec![0; span as usize];
+            source.read_at(start, &mut scratch)?;
+            self.copy_from(&scratch, dims, dst);
+        }
+        Ok(())
+    }
+
+    /// Copies a box, whose first element `from` begins with, to unit `dst` of the slice.
+    fn copy_from(&mut self, from: &[u8], dims: &[Dim], dst: u64) {
+        let to = &mut self.to[(dst * self.unit_bytes) as usize..];
+        copy_box(from, to, dims, self.unit_bytes, self.run.stores);
+    }
+}

@@ -1,0 +1,51 @@
+//! The tensors of one file as its users see them: each under its name, joined from the parts in which it is stored.
+
+use crate::dtype::Dtype;
+use crate::header::Entry;
+use crate::region::{Region, row_major_strides};
+use crate::tile::Tile;
+
+/// A tensor of a file: joined, where it is stored in several parts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LocalArray {
+    /// Its name.
+    pub name: String,
+    /// Its element type.
+    pub dtype: Dtype,
+    /// Its shape in elements.
+    pub shape: Vec<u64>,
+    /// Where it lies in the file.
+    pub parts: Vec<Part>,
+}
+
+/// A stored part of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// The name under which it is stored.
+    pub name: String,
+    /// The shape that is stored.
+    pub shape: Vec<u64>,
+    /// Which boxes of the tensor lie where in it.
+    pub tiles: Vec<Tile>,
+}
+
+impl LocalArray {
+    /// One that is stored as it is.
+    pub(crate) fn whole(entry: &Entry<'_>) -> Self {
+        let tile = Tile {
+            global: Region::whole(&entry.shape),
+            local_offset: 0,
+            local_strides: row_major_strides(&entry.shape),
+        };
+        Self {
+            name: entry.name.to_owned(),
+            dtype: entry.dtype,
+            shape: entry.shape.clone(),
+            parts: vec![Part {
+                name: entry.name.to_owned(),
+                shape: entry.shape.clone(),
+                tiles: vec![tile],
+            }],
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! Strided boxes: their geometry, and copies of them between two slices.
+
+use crate::error::Result;
+use crate::memory::{Stores, copy_run, prefetch};
+
+/// How far ahead of a copy of short runs its source is prefetched, in bytes of runs.
+const PREFETCH_BYTES: usize = 8192;
+
+/// One dim of a copy: how many elements, and how far apart they are on the two sides, in elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dim {
+    /// Number of elements.
+    pub len: u64,
+    /// Stride in the stored tensor.
+    pub src: u64,
+    /// Stride in the array.
+    pub dst: u64,
+}
+
+/// Elements from the first to the last of a box in the array.
+pub(crate) fn dst_span(dims: &[Dim]) -> u64 {
+    dims.iter().map(|dim| (dim.len - 1) * dim.dst).sum::<u64>() + 1
+}
+
+/// Elements from the first to the last of a box in its source.
+pub(crate) fn src_span(dims: &[Dim]) -> u64 {
+    dims.iter().map(|dim| (dim.len - 1) * dim.src).sum::<u64>() + 1
+}
+
+/// Number and extent of the dim whose elements lie farthest apart in the source; `None` of a single element.
+pub(crate) fn widest(dims: &[Dim]) -> Option<(usize, Dim)> {
+    let dims = dims.iter().copied().enumerate();
+    dims.filter(|(_, dim)| dim.len > 1)
+        .max_by_key(|(_, dim)| dim.src)
+}
+
+/// All dims but one: a row of a box.
+pub(crate) fn without(dims: &[Dim], at: usize) -> Vec<Dim> {
+    let mut row = dims.to_vec();
+    row.remove(at);
+    row
+}
+
+/// Drops dims of one element, sorts by falling stride in the array, and merges dims that continue each other.
+pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
+    dims.retain(|dim| dim.len != 1);
+    dims.sort_by_key(|dim| std::cmp::Reverse(dim.dst));
+    let mut merged: Vec<Dim> = Vec::with_capacity(dims.len());
+    for dim in dims {
+        match merged.last_mut() {
+            Some(outer) if outer.src == dim.src * dim.len && outer.dst == dim.dst * dim.len => {
+                *outer = Dim {
+                    len: outer.len * dim.len,
+                    ..dim
+                };
+            }
+            _ => merged.push(dim),
+        }
+    }
+    merged
+}
+
+/// Emits the boxes of a strided box that lie in `start..end` of the destination, as (dims, source offset, destination).
+pub(crate) fn restrict(
+    dims: &[Dim],
+    src: u64,
+    dst: u64,
+    range: (u64, u64),
+    emit: &mut impl FnMut(&[Dim], u64, u64) -> Result<()>,
+) -> Result<()> {
+    let (start, end) = range;
+    if dst >= start && dst + dst_span(dims) <= end {
+        return emit(dims, src, dst);
+    }
+    if dst >= end || dst + dst_span(dims) <= start {
+        return Ok(());
+    }
+    let (outer, inner) = dims
+        .split_first()
+        .expect("a single element lies inside or outside");
+    let inner_span = dst_span(inner);
+    // Row k covers dst + k * outer.dst .. + inner_span; rows do not overlap, so at most one row is cut at each end.
+    let first = (start + 1)
+        .saturating_sub(dst + inner_span)
+        .div_ceil(outer.dst);
+    let whole_first = start.saturating_sub(dst).div_ceil(outer.dst);
+    let last = (end - dst).div_ceil(outer.dst).min(outer.len);
+    let whole_last = match (end - dst).checked_sub(inner_span) {
+        Some(room) => (room / outer.dst + 1).min(outer.len),
+        None => 0,
+    };
+    let at = |row: u64| (src + row * outer.src, dst + row * outer.dst);
+    if whole_first < whole_last {
+        for row in first..whole_first {
+            restrict(inner, at(row).0, at(row).1, range, emit)?;
+        }
+        let mut rows = dims.to_vec();
+        rows[0].len = whole_last - whole_first;
+        emit(&rows, at(whole_first).0, at(whole_first).1)?;
+        for row in whole_last..last {
+            restrict(inner, at(row).0, at(row).1, range, emit)?;
+        }
+    } else {
+        for row in first..last {
+            restrict(inner, at(row).0, at(row).1, range, emit)?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether a box is one run on both sides, so that it can be read where it belongs.
+pub(crate) fn is_one_run(dims: &[Dim]) -> bool {
+    match dims {
+        [] => true,
+        [dim] => dim.dst == 1 && source_run(dims) == dim.len,
+        _ => false,
+    }
+}
+
+/// Units of the longest run of a box in its source.
+pub(crate) fn source_run(dims: &[Dim]) -> u64 {
+    let mut by_stride: Vec<&Dim> = dims.iter().collect();
+    by_stride.sort_by_key(|dim| dim.src);
+    by_stride.iter().fold(
+        1,
+        |run, dim| if dim.src == run { run * dim.len } else { run },
+    )
+}
+
+/// Copies a strided box; both slices begin at its first element.
+pub(crate) fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64, stores: Stores) {
+    let (outer, run) = match dims.split_last() {
+        Some((inner, outer)) if inner.src == 1 && inner.dst == 1 => (outer, inner.len),
+        _ => (dims, 1),
+    };
+    let run_bytes = (run * unit_bytes) as usize;
+    if run > 1 || outer.is_empty() {
+        // Runs that lie apart are brought near in time; shorter ones share pages, of longer ones the beginning is little.
+        let step = outer
+            .last()
+            .map_or(0, |dim| (dim.src * unit_bytes) as usize);
+        let apart = step > run_bytes && (256..=PREFETCH_BYTES).contains(&run_bytes);
+        let ahead = if apart {
+            PREFETCH_BYTES / run_bytes * step
+        } else {
+            0
+        };
+        for_each_row(outer, unit_bytes, &mut |src, dst| {
+            let later = src + ahead;
+            if ahead > 0
+                && let Some(later) = from.get(later..later + run_bytes)
+            {
+                prefetch(later);
+            }
+            copy_run(
+                &mut to[dst..dst + run_bytes],
+                &from[src..src + run_bytes],
+                stores,
+            );
+        });
+        return;
+    }
+    match unit_bytes {
+        1 => copy_elements::<1>(from, to, outer),
+        2 => copy_elements::<2>(from, to, outer),
+        3 => copy_elements::<3>(from, to, outer),
+        4 => copy_elements::<4>(from, to, outer),
+        8 => copy_elements::<8>(from, to, outer),
+        16 => copy_elements::<16>(from, to, outer),
+        _ => for_each_row(outer, unit_bytes, &mut |src, dst| {
+            to[dst..dst + run_bytes].copy_from_slice(&from[src..src + run_bytes]);
+        }),
+    }
+}
+
+/// Calls `row` with the byte offsets of every element of a box.
+fn for_each_row(dims: &[Dim], unit_bytes: u64, row: &mut impl FnMut(usize, usize)) {
+    for_each_row_from(dims, unit_bytes, (0, 0), row);
+}
+
+fn for_each_row_from(
+    dims: &[Dim],
+    unit_bytes: u64,
+    (src, dst): (u64, u64),
+    row: &mut impl FnMut(usize, usize),
+) {
+    let Some((dim, inner)) = dims.split_first() else {
+        return row(src as usize, dst as usize);
+    };
+    let (src_step, dst_step) = (dim.src * unit_bytes, dim.dst * unit_bytes);
+    if inner.is_empty() {
+        for k in 0..dim.len {
+            row((src + k * src_step) as usize, (dst + k * dst_step) as usize);
+        }
+    } else {
+        for k in 0..dim.len {
+            for_each_row_from(
+                inner,
+                unit_bytes,
+                (src + k * src_step, dst + k * dst_step),
+                row,
+            );
+        }
+    }
+}
+
+/// Element by element, for permuted boxes: in squares over the dim that is dense in the source and the one that is dense
+/// in the destination, so that both sides are touched a cache line at a time.
+fn copy_elements<const N: usize>(from: &[u8], to: &mut [u8], dims: &[Dim]) {
+    const SQUARE: u64 = 32;
+    let mut outer = dims.to_vec();
+    let row = outer.pop().expect("at least one dim");
+    let column = outer
+        .iter()
+        .enumerate()
+        .min_by_key(|(_, dim)| dim.src)
+        .map(|(i, _)| i);
+    let column = column.map_or(
+        Dim {
+            len: 1,
+            src: 0,
+            dst: 0,
+        },
+        |i| outer.remove(i),
+    );
+    let n = N as u64;
+    for_each_row(&outer, n, &mut |src, dst| {
+        for i0 in (0..column.len).step_by(SQUARE as usize) {
+            for j0 in (0..row.len).step_by(SQUARE as usize) {
+                for i in i0..(i0 + SQUARE).min(column.len) {
+                    for j in j0..(j0 + SQUARE).min(row.len) {
+                        let s = src + ((i * column.src + j * row.src) * n) as usize;
+                        let d = dst + ((i * column.dst + j * row.dst) * n) as usize;
+                        let element: [u8; N] = from[s..s + N].try_into().expect("N bytes");
+                        to[d..d + N].copy_from_slice(&element);
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn restricted_boxes_cover_each_range_once() {
+        let dims = [
+            Dim {
+                len: 3,
+                src: 50,
+                dst: 20,
+            },
+            Dim {
+                len: 2,
+                src: 7,
+                dst: 6,
+            },
+            Dim {
+                len: 4,
+                src: 1,
+                dst: 1,
+            },
+        ];
+        let elements = |dims: &[Dim], src: u64, dst: u64| {
+            let mut all = Vec::new();
+            for_each_row(dims, 1, &mut |s, d| {
+                all.push((dst + d as u64, src + s as u64));
+            });
+            all
+        };
+        let whole = elements(&dims, 3, 5);
+        for start in 0..60 {
+            for end in start + 1..62 {
+                let mut found = Vec::new();
+                restrict(&dims, 3, 5, (start, end), &mut |dims, src, dst| {
+                    found.extend(elements(dims, src, dst));
+                    Ok(())
+                })
+                .unwrap();
+                let expected: Vec<_> = whole
+                    .iter()
+                    .copied()
+                    .filter(|(d, _)| (start..end).contains(d))
+                    .collect();
+                assert_eq!(found, expected, "{start}..{end}");
+            }
+        }
+    }
+}

@@ -1,0 +1,327 @@
+//! A second kind of source, bytes in memory that are served by ranges, and a second kind of sink: header, plan, copy,
+//! verification and writing work over them as over local files.
+
+use reshard_core::checksum::Sums;
+use reshard_core::control::Control;
+use reshard_core::copy::fill;
+use reshard_core::dtype::Dtype;
+use reshard_core::error::{Error, Kind, Result};
+use reshard_core::header::Header;
+use reshard_core::index::Index;
+use reshard_core::memory::Stores;
+use reshard_core::plan::{MemoryTensor, Plan};
+use reshard_core::region::Region;
+use reshard_core::request::Request;
+use reshard_core::shard_file::{Format, ShardFile};
+use reshard_core::source::{Method, Ranges, Source};
+use reshard_core::verify::{scrub, verify};
+use reshard_core::writer::{self, Buffers, Options, Sink};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+
+/// An object in memory. It counts the bytes that were read, and fails from byte `unreadable_from` on.
+#[derive(Debug, Clone)]
+struct Object {
+    bytes: Arc<Vec<u8>>,
+    is_lending: bool,
+    unreadable_from: u64,
+    n_read: Arc<AtomicU64>,
+}
+
+impl Object {
+    fn new(bytes: Vec<u8>, is_lending: bool) -> Self {
+        Self {
+            bytes: Arc::new(bytes),
+            is_lending,
+            unreadable_from: u64::MAX,
+            n_read: Arc::default(),
+        }
+    }
+
+    fn source(&self) -> Source {
+        let n_bytes = self.bytes.len() as u64;
+        Source::of_ranges(name(), n_bytes, Box::new(self.clone()))
+    }
+
+    fn range(&self, start: u64, len: u64) -> Result<&[u8]> {
+        if start + len > self.unreadable_from {
+            return Err(Error::new(Kind::Io, "the store does not answer").path(&name()));
+        }
+        self.n_read.fetch_add(len, Relaxed);
+        Ok(&self.bytes[start as usize..(start + len) as usize])
+    }
+}
+
+impl Ranges for Object {
+    fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()> {
+        to.copy_from_slice(self.range(start, to.len() as u64)?);
+        Ok(())
+    }
+
+    fn bytes(&self, start: u64, len: u64) -> Result<Option<&[u8]>> {
+        self.is_lending.then(|| self.range(start, len)).transpose()
+    }
+
+    fn is_lending(&self) -> bool {
+        self.is_lending
+    }
+}
+
+fn name() -> PathBuf {
+    PathBuf::from("store://bucket/model.safetensors")
+}
+
+const SHAPE: [u64; 2] = [600, 1000];
+
+/// A shard file with a matrix and a vector, and its sums.
+fn shard_file() -> (Vec<u8>, Sums) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let options = Options {
+        metadata: metadata(),
+        durable: false,
+        direct: false,
+        mode: 0o600,
+    };
+    let mut buffers = Buffers::new(16 << 20).unwrap();
+    let sums = with_plan(|plan| {
+        writer::write(&path, plan, &options, &mut buffers, &Control::default()).unwrap()
+    });
+    (std::fs::read(path).unwrap(), sums)
+}
+
+fn metadata() -> Vec<(String, String)> {
+    vec![("format".into(), "pt".into())]
+}
+
+/// Calls `action` with a plan of the tensors of the shard file.
+fn with_plan<T>(action: impl FnOnce(&Plan<'_>) -> T) -> T {
+    let data: Vec<u8> = (0..SHAPE[0] * SHAPE[1] * 4)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
+        .collect();
+    let tensor = |name: &str, shape: &[u64], strides_bytes: &[u64]| MemoryTensor {
+        name: name.into(),
+        dtype: Dtype::F32,
+        shape: shape.to_vec(),
+        bytes: &data,
+        strides_bytes: strides_bytes.to_vec(),
+    };
+    let tensors = vec![
+        tensor("matrix", &SHAPE, &[SHAPE[1] * 4, 4]),
+        tensor("vector", &[70], &[4]),
+    ];
+    action(&Plan::of_memory(tensors).unwrap())
+}
+
+/// Boxes of the matrix that are dense, strided and single columns, and the vector.
+fn request() -> Request {
+    let mut request = Request::default();
+    for (i, (offset, shape)) in [
+        ([0, 0], SHAPE),
+        ([100, 0], [300, 1000]),
+        ([7, 3], [500, 40]),
+        ([0, 999], [600, 1]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let region = Region::new(offset.to_vec(), shape.to_vec()).unwrap();
+        request.add_region(&format!("box {i}"), "matrix", region);
+    }
+    let region = Region::new(vec![1], vec![69]).unwrap();
+    request.add_region("vector", "vector", region);
+    request
+}
+
+fn index_over(
+    open: impl Fn() -> Result<Source> + Send + Sync + 'static,
+    sums: Option<Sums>,
+) -> Index {
+    let mut index = Index::new();
+    let file = index.add_source(name(), Format::Safetensors, open);
+    if let Some(sums) = sums {
+        index.set_sums(file, sums).unwrap();
+    }
+    for key in ["matrix", "vector"] {
+        index.add_whole(key, file).unwrap();
+    }
+    index
+}
+
+fn filled(plan: &Plan<'_>) -> Result<Vec<Vec<u8>>> {
+    let mut out: Vec<Vec<u8>> = plan
+        .arrays()
+        .iter()
+        .map(|array| vec![0xAA; array.n_bytes() as usize])
+        .collect();
+    let to = out.iter_mut().map(Vec::as_mut_slice).collect();
+    fill(plan, to, Stores::Fresh, &Control::default())?;
+    Ok(out)
+}
+
+#[test]
+fn a_plan_over_ranges_copies_what_a_plan_over_a_local_file_copies() {
+    let (bytes, sums) = shard_file();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    std::fs::write(&path, &bytes).unwrap();
+    let local = index_over(move || Source::open(&path, false, Method::Map), None);
+    let expected = filled(&local.plan(&request(), None, false).unwrap()).unwrap();
+    for is_lending in [false, true] {
+        for sums in [None, Some(sums.clone())] {
+            let object = Object::new(bytes.clone(), is_lending);
+            let opened = object.clone();
+            let index = index_over(move || Ok(opened.source()), sums);
+            index.prove().unwrap();
+            assert_eq!(index.check().unwrap(), []);
+            let plan = index.plan(&request(), None, true).unwrap();
+            assert!(filled(&plan).unwrap() == expected, "lending: {is_lending}");
+        }
+    }
+}
+
+#[test]
+fn opening_a_file_reads_its_header_alone() {
+    let (bytes, sums) = shard_file();
+    let object = Object::new(bytes, false);
+    let header = Header::read(&object.source()).unwrap();
+    assert_eq!(header.len(), 2);
+    assert_eq!(object.n_read.load(Relaxed), header.data_start());
+    assert_eq!(header.sum(), sums.header_sum());
+}
+
+#[test]
+fn damage_in_a_range_is_found_by_copies_by_verification_and_by_a_scrub() {
+    let (bytes, sums) = shard_file();
+    let at = bytes.len() - 300_000;
+    let mut damaged = bytes.clone();
+    damaged[at] ^= 4;
+    let control = Control::default();
+    for is_lending in [false, true] {
+        let whole = Object::new(bytes.clone(), is_lending).source();
+        let object = Object::new(damaged.clone(), is_lending);
+        for direct in [false, true] {
+            assert_eq!(scrub(&whole, &sums, direct, &control).unwrap(), []);
+            let ranges = scrub(&object.source(), &sums, direct, &control).unwrap();
+            assert!(
+                matches!(ranges[..], [(start, end)] if (start..end).contains(&(at as u64))),
+                "{ranges:?}"
+            );
+        }
+        let index = index_over(move || Ok(object.source()), Some(sums.clone()));
+        let plan = index.plan(&request(), None, true).unwrap();
+        for error in [
+            filled(&plan).unwrap_err(),
+            verify(&plan, &[0], &control).unwrap_err(),
+        ] {
+            assert_eq!(error.kind(), Kind::Damaged, "{error}");
+            assert!(error.message().contains("store://bucket/"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn the_error_of_a_store_is_the_error_of_the_copy() {
+    let (bytes, _) = shard_file();
+    for is_lending in [false, true] {
+        let mut object = Object::new(bytes.clone(), is_lending);
+        object.unreadable_from = 2_000_000;
+        let index = index_over(move || Ok(object.source()), None);
+        let error = filled(&index.plan(&request(), None, true).unwrap()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Io, "{error}");
+        assert_eq!(error.message(), "the store does not answer");
+    }
+}
+
+#[test]
+fn ranges_outside_the_object_are_refused_before_the_store_is_asked() {
+    let object = Object::new(vec![7; 100], true);
+    let source = object.source();
+    assert_eq!(source.bytes(90, 11).unwrap_err().kind(), Kind::Damaged);
+    let error = source.read_at(u64::MAX, &mut [0; 2]).unwrap_err();
+    assert_eq!(error.kind(), Kind::Damaged);
+    assert!(!source.is_resident(90, 11));
+    assert_eq!(object.n_read.load(Relaxed), 0);
+    assert!(
+        source.private_map().unwrap().is_none(),
+        "only a local file can be mapped"
+    );
+}
+
+#[test]
+fn a_ckpt_file_over_ranges_has_the_table_and_the_crc_of_the_local_file() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/mindspore/ckpt");
+    let (mut n_files, mut n_with_crc) = (0, 0);
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|suffix| suffix != "ckpt") {
+            continue;
+        }
+        let local = Source::open(&path, false, Method::Auto).unwrap();
+        let expected = ShardFile::open(local, Format::Ckpt, None).unwrap();
+        for is_lending in [false, true] {
+            let object = Object::new(std::fs::read(&path).unwrap(), is_lending);
+            let file = ShardFile::open(object.source(), Format::Ckpt, None).unwrap();
+            assert_eq!(file.table().arrays(), expected.table().arrays());
+            assert_eq!(file.has_crc(), expected.has_crc());
+            file.prove(&Control::default()).unwrap();
+        }
+        n_files += 1;
+        n_with_crc += usize::from(expected.has_crc());
+    }
+    assert!(
+        n_files >= 5 && n_with_crc > 0,
+        "{n_files} files, {n_with_crc} with a CRC"
+    );
+}
+
+/// An upload to a store in memory: its name appears there when it is published.
+struct Upload<'a> {
+    store: &'a Mutex<Option<Vec<u8>>>,
+    parts: Mutex<Vec<u8>>,
+    fails_from: u64,
+}
+
+impl Sink for Upload<'_> {
+    fn write_at(&self, start: u64, bytes: &[u8]) -> Result<()> {
+        if start >= self.fails_from {
+            return Err(Error::new(Kind::Io, "the store does not answer"));
+        }
+        let mut parts = self.parts.lock().unwrap();
+        parts[start as usize..start as usize + bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn publish(self) -> Result<()> {
+        *self.store.lock().unwrap() = Some(self.parts.into_inner().unwrap());
+        Ok(())
+    }
+}
+
+#[test]
+fn a_sink_gets_the_bytes_of_the_local_file_and_nothing_is_published_after_an_error() {
+    let (bytes, sums) = shard_file();
+    for fails_from in [u64::MAX, 0] {
+        let store = Mutex::new(None);
+        let create = |n_bytes| {
+            Ok(Upload {
+                store: &store,
+                parts: Mutex::new(vec![0; n_bytes as usize]),
+                fails_from,
+            })
+        };
+        let mut buffers = Buffers::new(16 << 20).unwrap();
+        let control = Control::default();
+        let written =
+            with_plan(|plan| writer::write_to(create, plan, &metadata(), &mut buffers, &control));
+        let published = store.into_inner().unwrap();
+        if fails_from == 0 {
+            assert_eq!(written.unwrap_err().message(), "the store does not answer");
+            assert!(published.is_none());
+        } else {
+            assert_eq!(written.unwrap(), sums);
+            assert!(published.unwrap() == bytes);
+        }
+    }
+}
