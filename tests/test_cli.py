@@ -609,6 +609,9 @@ def test_the_examples_of_the_help_run(example: str, tmp_path: Path) -> None:
         merge_strategies(tmp_path / "written", folder / "merged_strategy.ckpt")
     if "split full/" in example:
         shutil.copytree(SAMPLES / "full_ms", folder / "full")
+    if "rollback" in example:
+        shutil.rmtree(folder / "output" / "checkpoint")
+        reshard.convert(tmp_path / "demo" / "hf", folder / "output" / "checkpoint", to="checkpoint2", iteration=400)
     if "--names" in example:
         hf = shutil.copytree(tmp_path / "demo" / "hf", folder / "hf", dirs_exist_ok=True)
         width = reshard.open(hf)["model.norm.weight"].shape[0]
@@ -635,6 +638,7 @@ def test_every_command_has_help_with_examples() -> None:
         "merge",
         "pin",
         "prune",
+        "rollback",
         "split",
         "strategy",
         "unpin",

@@ -17,6 +17,7 @@ from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
 from reshard.cli.merge import merge
 from reshard.cli.prune import pin, prune, unpin
+from reshard.cli.rollback import rollback
 from reshard.cli.split import split
 from reshard.cli.strategy import strategy
 from reshard.cli.verify import verify
@@ -39,6 +40,7 @@ def main() -> None:
       reshard diff output/checkpoint hf/ --part model
       reshard explain output/checkpoint --global-batch-size 512
       reshard verify output/checkpoint
+      reshard rollback output/checkpoint 400
       reshard demo
 
     Exit codes: 0 done, 1 refused or damaged, 2 usage, 130 interrupted.
@@ -56,5 +58,6 @@ main.add_command(explain)
 main.add_command(prune)
 main.add_command(pin)
 main.add_command(unpin)
+main.add_command(rollback)
 main.add_command(strategy)
 main.add_command(demo)
