@@ -16,6 +16,7 @@ from reshard.cli.diff import diff
 from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
 from reshard.cli.merge import merge
+from reshard.cli.output import quiet_option
 from reshard.cli.prune import pin, prune, unpin
 from reshard.cli.rollback import rollback
 from reshard.cli.split import split
@@ -27,6 +28,7 @@ __all__ = ["main"]
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="reshard %(version)s")
+@quiet_option
 def main() -> None:
     """Read, write and re-cut the sharded checkpoints of large-model training.
 
@@ -42,6 +44,10 @@ def main() -> None:
       reshard verify output/checkpoint
       reshard rollback output/checkpoint 400
       reshard demo
+
+    Sizes are written as 4GiB or 4G (2**30 bytes), 500MB (10**6 bytes), or a number of bytes.
+
+    Shell completion, for bash (or zsh, fish): eval "$(_RESHARD_COMPLETE=bash_source reshard)"
 
     Exit codes: 0 done, 1 refused or damaged, 2 usage, 130 interrupted.
     """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.output import (
+    PATH,
     collected_warnings,
     command,
     echo,
@@ -35,8 +36,10 @@ _COUNT = click.IntRange(1, 2**62)
 
 
 @click.command(short_help="Which checkpoint a restart would use, and why the others are not taken.")
-@click.argument("root", required=False)
-@click.option("--config", "config_file", metavar="FILE", help="The trainer's YAML. Default: resume from ROOT.")
+@click.argument("root", type=PATH, required=False)
+@click.option(
+    "--config", "config_file", type=PATH, metavar="FILE", help="The trainer's YAML. Default: resume from ROOT."
+)
 @click.option("--world-size", type=_COUNT, metavar="N", help="Ranks of the new run.")
 @click.option("--global-batch-size", type=_COUNT, metavar="B", help="Samples a step of the new run, over all ranks.")
 @click.option("--dataset-steps", type=_COUNT, metavar="S", help="Steps in an epoch of the new run's dataset.")

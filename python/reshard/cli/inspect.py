@@ -16,12 +16,14 @@ import click
 import reshard
 from reshard.cli.facts import gather
 from reshard.cli.output import (
+    PATH,
     STRATEGY_HELP,
     collected_warnings,
     command,
     console,
     echo,
     echo_facts,
+    echo_file,
     echo_json,
     echo_table,
     join_dims,
@@ -51,9 +53,9 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 
 
 @click.command(short_help="What is there: iterations, tensors, cuts, files, replicas.")
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.argument("pattern", required=False)
-@click.option("--strategy", metavar="PATH", help=STRATEGY_HELP)
+@click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
 @click.option("--layout", "as_layout", is_flag=True, help="Print the layout, as a file that convert takes.")
 @click.option("--all", "everything", is_flag=True, help="List every tensor and check every iteration.")
 @command
@@ -82,7 +84,7 @@ def inspect(
             if as_json:
                 echo_json(layout.to_mapping())
             else:
-                echo(str(layout), end="")
+                echo_file(str(layout))
             return
         facts = gather(path, checkpoint, everything=everything)
         rows = _matching(facts.rows, pattern)

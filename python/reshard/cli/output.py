@@ -10,13 +10,17 @@ import contextlib
 import functools
 import json
 import logging
+import math
+import os
 import re
 import shutil
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any, ParamSpec
+import time
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from reshard.errors import ArgumentError, ReshardError
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
+    "PATH",
     "STRATEGY_HELP",
     "collected_warnings",
     "command",
@@ -38,6 +43,7 @@ __all__ = [
     "join_dims",
     "plain_table",
     "progress_bar",
+    "quiet_option",
     "rate",
     "shown",
     "size",
@@ -45,12 +51,28 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 STRATEGY_HELP = (
     "Of rank folders, how they make up tensors: the strategy file, or the folder of the run's strategy files."
 )
 
 _INTERRUPTED = 130
+_QUIET = "reshard.quiet"  # in the `meta` of a click context, which nested contexts share
+_LINE_SECONDS = 5.0  # between two lines of progress, where there is no terminal
+
+
+class _PathType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
+    """A path: as it was typed, and completed by the shell as the name of a file or folder."""
+
+    name = "path"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        del ctx, param
+        return [CompletionItem(incomplete, type="file")]
+
+
+PATH = _PathType()
 
 
 # -- text and numbers
@@ -115,8 +137,24 @@ def join_dims(shape: Sequence[int]) -> str:
 
 
 def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
-    """Print a line of our own making; foreign parts of it went through `shown`."""
-    click.echo(text + end, err=err, nl=False)
+    """Print a line of our own making; foreign parts of it went through `shown`. With `--quiet` only stderr gets it."""
+    if err or not _is_set(_QUIET):
+        click.echo(text + end, err=err, nl=False)
+
+
+def echo_file(text: str) -> None:
+    """Print the content of a file that was asked for, such as a layout, `--quiet` or not."""
+    click.echo(text, nl=False)
+
+
+def _is_set(name: str) -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(name))
+
+
+def _is_plain() -> bool:
+    """Whether neither colours nor bold text are wanted, see https://no-color.org."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def echo_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -141,7 +179,8 @@ def warn(message: str) -> None:
 
 def _echo_message(kind: str, message: str) -> None:
     first, *rest = message.split("\n")
-    click.echo(click.style(f"{kind}:", bold=True) + f" {shown(first)}", err=True)
+    title = f"{kind}:" if _is_plain() else click.style(f"{kind}:", bold=True)
+    click.echo(f"{title} {shown(first)}", err=True)
     for line in rest:
         click.echo(shown(line), err=True)
 
@@ -155,7 +194,9 @@ def console(*, err: bool = False) -> Console:
 
     stream = sys.stderr if err else sys.stdout
     width = None if stream.isatty() else 10_000
-    return Console(file=stream, markup=False, highlight=False, emoji=False, width=width)
+    # Rich's own handling of NO_COLOR keeps bold and dim text.
+    colors: Literal["auto"] | None = None if _is_plain() else "auto"
+    return Console(file=stream, markup=False, highlight=False, emoji=False, width=width, color_system=colors)
 
 
 def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] = (), header: bool = True) -> Table:
@@ -226,13 +267,57 @@ class ProgressBar:
         self._bar.stop()
 
 
+class ProgressLines:
+    """The same for a log: a line on stderr every few seconds."""
+
+    def __init__(self) -> None:
+        self._begin: float | None = None
+        self._last = 0.0
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        now = time.monotonic()
+        if self._begin is None:
+            self._begin = self._last = now
+        if now - self._last < _LINE_SECONDS or done_bytes >= total_bytes:
+            return
+        self._last = now
+        seconds = now - self._begin
+        left = seconds * (total_bytes - done_bytes) / done_bytes if done_bytes else None
+        line = f"{100 * done_bytes // total_bytes}%, {size(done_bytes)} of {size(total_bytes)}"
+        if left is not None:
+            line += f", {rate(done_bytes, seconds)}, {_duration(left)} left"
+        with contextlib.suppress(OSError):  # nobody reads stderr any more: the work goes on
+            echo(line, err=True)
+
+    def pause(self) -> None:
+        """Begin anew with the next call: it is about another job."""
+        self._begin = None
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as hours, minutes and seconds.
+
+    Example:
+        >>> _duration(7.2), _duration(125), _duration(7260)
+        ('8 s', '2 min 5 s', '2 h 1 min')
+    """
+    whole = math.ceil(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 @contextlib.contextmanager
-def progress_bar() -> Iterator[ProgressBar | None]:
-    """A progress bar that is gone when the block ends; None where stderr is no terminal."""
-    if not sys.stderr.isatty():
+def progress_bar() -> Iterator[ProgressBar | ProgressLines | None]:
+    """Progress on stderr: a bar that is gone when the block ends, or lines where it is no terminal.
+
+    None with `--quiet`, and of lines with `--json`.
+    """
+    is_terminal = sys.stderr.isatty()
+    if _is_set(_QUIET) or (not is_terminal and click.get_current_context().params.get("as_json")):
         yield None
         return
-    bar = ProgressBar()
+    bar = ProgressBar() if is_terminal else ProgressLines()
     try:
         yield bar
     finally:
@@ -264,10 +349,28 @@ def collected_warnings(*, print_on_error: bool = True) -> Iterator[list[str]]:
 # -- commands
 
 
+def quiet_option(function: Callable[P, R]) -> Callable[P, R]:
+    """Give a command or a group `--quiet`, which has its effect in `echo` and `progress_bar`."""
+
+    def remember(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001  click's
+        if value:
+            context.meta[_QUIET] = True
+
+    return click.option(
+        "-q",
+        "--quiet",
+        is_flag=True,
+        expose_value=False,
+        callback=remember,
+        help="Print warnings and errors only, and what was asked for as a file or JSON.",
+    )(function)
+
+
 def command(function: Callable[P, None]) -> Callable[P, None]:
     """Wrap a command: what it refuses becomes a message, or with `--json` an object, and exit code 1."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, errors too.")
+    @quiet_option
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:

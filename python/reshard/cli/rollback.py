@@ -7,13 +7,13 @@ import dataclasses
 import click
 
 import reshard
-from reshard.cli.output import collected_warnings, command, echo, echo_json, progress_bar, shown, warn
+from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, shown, warn
 
 __all__ = ["rollback"]
 
 
 @click.command(short_help="Make the next restart resume from a given iteration.")
-@click.argument("root")
+@click.argument("root", type=PATH)
 @click.argument("iteration", type=click.IntRange(0, 10**18 - 1))
 @click.option(
     "--verify/--no-verify",
