@@ -9,8 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -19,6 +18,9 @@ from tests.test_cli import PROGRAM, all_commands, on_terminal, outcome, run
 
 import reshard
 from reshard.cli import output
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture
