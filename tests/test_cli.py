@@ -194,7 +194,7 @@ def test_what_is_no_grid_is_listed(tmp_path: Path, model: Path) -> None:
     assert re.search(r"^\[0:1, 0:6\] +0$", out, re.MULTILINE)
     assert re.search(r"^\[1:2, 0:4\] +0$", out, re.MULTILINE)
     page = run("inspect", tmp_path / "flat").stdout
-    assert "unseen    31 of 31 tensors, marked *," in page
+    assert "tiles.json  describes 31 of 31 tensors, marked *," in page
     assert "flat over dp: 5 *" in page
 
 

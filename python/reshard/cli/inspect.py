@@ -233,9 +233,12 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     times = f"{size(stored)} stored for {size(unique)} of tensors, {stored / max(unique, 1):.2f} times"
     lines.append(("replicas", "none" if stored == unique else times))
     if unseen := facts.unseen:
-        count = f"{len(unseen)} of {len(facts.rows)} tensors, marked *, are described in tiles.json only: "
         lines.append(
-            ("unseen", count + "MindSpore Transformers does not see them, and keeps its initial values for them")
+            (
+                "tiles.json",
+                f"describes {len(unseen)} of {len(facts.rows)} tensors, marked *, whose layouts metadata.json cannot "
+                "express; MindSpore Transformers, if it loads this checkpoint, keeps its initial values for them",
+            )
         )
     return lines
 
@@ -251,7 +254,7 @@ def _strategy(checkpoint: Checkpoint) -> str:
 
 def _mesh(facts: Facts) -> str:
     if facts.layout is None:
-        return f"not one: {shown(facts.layout_reason)}"
+        return f"{'unknown' if facts.checkpoint.unplaced() else 'no single one'}: {shown(facts.layout_reason)}"
     mesh = facts.layout.mesh
     n_ranks = math.prod(mesh.values())
     if n_ranks == 1:
