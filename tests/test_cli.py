@@ -272,7 +272,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "strict_format": True,
         "modes": "original",
         "share": (1, 3),
-        "progress": None,
+        "progress": seen["progress"],
     }
     seen.clear()
     run("convert", "a", "b")

@@ -16,6 +16,7 @@ from reshard.cli.output import (
     echo_facts,
     echo_json,
     echo_table,
+    hint_near,
     plain_table,
     shown,
 )
@@ -99,6 +100,8 @@ def explain(
     else:
         _print(config, facts, decision, counts_sinks=config_file is not None and config.sink_mode)
     if decision.fresh:
+        if facts.path and not as_json:
+            hint_near(facts.path)
         raise click.exceptions.Exit(_FRESH)
 
 

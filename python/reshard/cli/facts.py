@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import reshard
 from reshard import dtypes
+from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
 from reshard.errors import LayoutError, ReshardError
 from reshard.formats import scalars
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reshard.checkpoint import Checkpoint, TensorInfo
+    from reshard.cli.leftovers import Leftover
     from reshard.formats.save_log import SaveRecord
     from reshard.layout import BoundLayout, ModelLayout
     from reshard.resume.resolve import Order
@@ -88,6 +90,7 @@ class Facts:
     files: list[tuple[str, int]]  # name and bytes
     saves: list[SaveRecord]  # the log of the root, the oldest first
     parts: dict[str, dict[str, Any]]  # totals of "model" and "optimizer"
+    leftovers: list[Leftover]
 
     @property
     def unseen(self) -> list[str]:
@@ -135,6 +138,7 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
         files=[(file.name, file.n_bytes) for file in checkpoint.files()],
         saves=[] if order is None else save_log.read(path),
         parts=_parts(rows),
+        leftovers=[*([] if order is None else leftovers_in_root(Path(path))), *leftovers_in_iteration(checkpoint)],
     )
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.cli.facts import Facts, Iteration, RankSaveState, Row
+    from reshard.cli.leftovers import Leftover
     from reshard.formats.manifest import Manifest
     from reshard.formats.save_log import SaveRecord
 
@@ -48,6 +49,7 @@ _MAX_PLAIN = 24  # tensors that are listed one by one
 _MAX_ROWS = 60  # lines of the summary
 _MAX_ITERATIONS = 20  # that are listed
 _MAX_SAVES = 10
+_MAX_LEFTOVERS = 10
 _MIN_KEY = 36  # columns for the keys of a table; with less they get lines of their own
 _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 
@@ -141,6 +143,7 @@ def _json(facts: Facts, rows: list[Row]) -> dict[str, Any]:
         "n_bytes": sum(row.n_bytes for row in facts.rows),
         "stored_bytes": sum(row.stored_bytes for row in facts.rows),
         "unseen_by_mindspore": facts.unseen,
+        "leftovers": [dataclasses.asdict(one) for one in facts.leftovers],
         "tensors": {row.key: _json_row(row, facts.checkpoint, with_shards=len(rows) == 1) for row in rows},
     }
 
@@ -177,6 +180,9 @@ def _print_title(facts: Facts) -> None:
 def _print_page(facts: Facts, *, everything: bool) -> None:
     if facts.iterations is not None:
         _print_iterations(facts, facts.iterations, everything=everything)
+        echo()
+    if facts.leftovers:
+        _print_leftovers(facts.leftovers, everything=everything)
         echo()
     if facts.rank_saves:
         _print_rank_saves(facts, facts.rank_saves, everything=everything)
@@ -233,13 +239,9 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     times = f"{size(stored)} stored for {size(unique)} of tensors, {stored / max(unique, 1):.2f} times"
     lines.append(("replicas", "none" if stored == unique else times))
     if unseen := facts.unseen:
-        lines.append(
-            (
-                "tiles.json",
-                f"describes {len(unseen)} of {len(facts.rows)} tensors, marked *, whose layouts metadata.json cannot "
-                "express; MindSpore Transformers, if it loads this checkpoint, keeps its initial values for them",
-            )
-        )
+        count = f"describes {len(unseen)} of {len(facts.rows)} tensors, marked *, whose layouts metadata.json cannot "
+        original = "MindSpore Transformers, if it loads this checkpoint, keeps its initial values for them"
+        lines.append(("tiles.json", f"{count}express; {original}"))
     return lines
 
 
@@ -287,6 +289,15 @@ def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everythi
         lines.append(("...", f"and {len(iterations) - len(listed)} older; --all lists and checks them"))
     if facts.tracker_reason is not None:
         lines.append(("no tracker", shown(facts.tracker_reason)))
+    echo_facts(lines)
+
+
+def _print_leftovers(leftovers: Sequence[Leftover], *, everything: bool) -> None:
+    echo("also there, and not read:")
+    listed = leftovers if everything else leftovers[:_MAX_LEFTOVERS]
+    lines = [(shown(one.name), f"{shown(one.what)} ({size(one.n_bytes)})") for one in listed]
+    if len(listed) < len(leftovers):
+        lines.append(("...", f"and {len(leftovers) - len(listed)} more; --all lists them"))
     echo_facts(lines)
 
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from reshard.errors import ArgumentError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +39,10 @@ __all__ = [
     "console",
     "echo",
     "echo_facts",
+    "echo_file",
     "echo_json",
     "echo_table",
+    "hint_near",
     "join_dims",
     "plain_table",
     "progress_bar",
@@ -387,8 +390,31 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
+def hint_near(path: str) -> None:
+    """Print which checkpoints are near a path at which there is none."""
+    hint = _meant(path)
+    if hint is not None:
+        _echo_message("hint", hint)
+
+
+def _meant(path: str) -> str | None:
+    from reshard.opening.near import near
+
+    found = near(path)
+    return f"did you mean {' or '.join(show(one) for one in found)}?" if found else None
+
+
+def _is_given(path: str | None) -> bool:
+    """Whether a path is one that was given to the command, however an error spells it."""
+    context = click.get_current_context()
+    values = [context.params.get(param.name or "") for param in context.command.params if param.type is PATH]
+    return path is not None and os.path.abspath(path) in [os.path.abspath(one) for one in values if one]  # noqa: PTH100
+
+
 def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
     facts = _facts(error)
+    if isinstance(error, CheckpointNotFoundError) and _is_given(error.path):
+        facts["hint"] = _meant(str(error.path)) or facts["hint"]
     if as_json:
         echo_json(facts)
         return

@@ -36,7 +36,7 @@ from reshard.write import steps
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LOCK_FILE", "WRITERS_FOLDER", "Claim", "check", "held", "hold", "locked", "release"]
+__all__ = ["LOCK_FILE", "WRITERS_FOLDER", "Claim", "check", "held", "hold", "is_alive", "locked", "release"]
 
 LOCK_FILE = ".lock"
 WRITERS_FOLDER = ".writers"
@@ -161,6 +161,23 @@ def held(root: Path) -> Claim | None:
     with steps.failing("looking at", root):
         found = root.stat()
     return _held.get((found.st_dev, found.st_ino))
+
+
+def is_alive(root: Path, epoch: int) -> bool | None:
+    """Whether the process with a claim of this number still writes; None: it runs where it cannot be seen from here.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    writers = root / WRITERS_FOLDER
+    epochs = _epochs(writers)
+    if not epochs or epochs[-1] != epoch:
+        return False  # released, or overtaken by a later claim
+    owner = _owner(writers / f"epoch_{epoch}")
+    if owner is not None and owner.get("pid") == os.getpid() and held(root) is not None:
+        return True
+    is_dead = _is_dead(owner, is_real_lock=False)
+    return None if is_dead is None else not is_dead
 
 
 def check(claim: Claim) -> None:

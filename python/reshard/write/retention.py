@@ -217,7 +217,7 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    with claims.locked(_existing(root)):
+    with claims.locked(_folder(root, iteration).parent):
         folder = _folder(root, iteration)
         with contextlib.suppress(FileExistsError):
             steps.make_file(folder / PINNED_FILE, durable=True)
@@ -230,15 +230,10 @@ def unpin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    with claims.locked(_existing(root)):
+    with claims.locked(_folder(root, iteration).parent):
         folder = _folder(root, iteration)
         steps.remove_file(folder / PINNED_FILE)
         steps.sync(folder)
-
-
-def _existing(root: str | os.PathLike[str]) -> Path:
-    checkpoint2.list_iterations(root)
-    return Path(root)
 
 
 def _folder(root: str | os.PathLike[str], iteration: int) -> Path:
