@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
+import itertools
 import json
 import os
+import re
 import shutil
-from typing import TYPE_CHECKING
+import signal
+import time
+from pathlib import Path
 
+import click
 import numpy as np
 import pytest
-from tests.test_cli import outcome, run
+from tests import small_saves
+from tests.test_cli import all_commands, outcome, run
 
 import reshard
+from reshard import layout
+from reshard.cli import output
+from reshard.errors import ClaimedError, adapt_hint, hints_without
+from reshard.layout import BoundLayout
 from reshard.opening.near import near
-from reshard.write import protocol
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from reshard.verbs.demo import demo
+from reshard.write import claims, protocol
 
 
 @pytest.fixture
@@ -128,3 +139,174 @@ def test_many_leftovers_are_counted(root: Path) -> None:
     page = run("inspect", root).stdout
     assert "and 20 more; --all lists them" in page
     assert "note29" in run("inspect", root, "--all").stdout
+
+
+# -- options instead of arguments
+
+
+PACKAGE = Path(reshard.__file__).parent
+ARGUMENT = re.compile(r"`([a-z_]+)=([^`]*)`")
+
+
+def texts(node: ast.expr) -> list[str]:
+    """What an expression may be, as far as it is text; what is put in stands as `{}`."""
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+        return ["".join(map(str, parts))]
+    if isinstance(node, ast.IfExp):
+        return texts(node.body) + texts(node.orelse)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return ["".join(both) for both in itertools.product(texts(node.left) or ["{}"], texts(node.right) or ["{}"])]
+    return []
+
+
+def hints() -> list[tuple[str, str]]:
+    """Every hint in the package, with its place: keywords, and variables, of the name."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            value = None
+            if (isinstance(node, ast.keyword) and node.arg == "hint") or (
+                isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "hint" for t in node.targets)
+            ):
+                value = node.value
+            if value is not None:
+                found += [(f"{path.relative_to(PACKAGE)}:{value.lineno}", text) for text in texts(value)]
+    return found
+
+
+def arguments() -> set[str]:
+    """The arguments of all public functions, and of the public methods of public classes."""
+    public = [getattr(reshard, name) for name in reshard.__all__]
+    public += [layout.write_strategy, layout.merge_strategies, demo, BoundLayout]
+    names: set[str] = set()
+    for one in public:
+        members = [one]
+        if inspect.isclass(one):
+            members = [member for name, member in inspect.getmembers(one, callable) if not name.startswith("_")]
+        for member in members:
+            with contextlib.suppress(ValueError, TypeError):
+                names |= inspect.signature(member).parameters.keys()
+    return names
+
+
+def test_hints_name_arguments_that_there_are() -> None:
+    known = arguments()
+    found = hints()
+    assert len(found) > 100
+    named = [(place, match[1]) for place, text in found for match in ARGUMENT.finditer(text)]
+    assert len(named) > 20
+    for place, name in named:
+        # Trainers have arguments of their own.
+        assert name in known or place.startswith(("torch/", "torch_group.py")), (place, name)
+
+
+def test_hints_leave_options_to_the_command_line() -> None:
+    for place, text in hints():
+        assert "--" not in text or place.startswith("cli/"), (place, text)
+
+
+def test_hints_write_arguments_as_such() -> None:
+    """In backticks alone stand keys of layout files and configurations; these names are none of them."""
+    only_arguments = {
+        "takeover", "rollback", "overwrite", "strict_format", "drop", "prefix", "name_map", "strategy", "keys", "group",
+        "extra", "shapes", "dtype", "share", "timeout", "threads", "memory", "durable", "dedup",
+    }  # fmt: skip
+    for place, text in hints():
+        if not place.startswith("torch/"):
+            assert not only_arguments & set(re.findall("`([a-z_]+)`", text)), (place, text)
+
+
+def test_hints_on_the_command_line_name_options_that_the_command_has() -> None:
+    for name, command in all_commands():
+        if isinstance(command, click.Group):
+            continue
+        options = {one for param in command.params for one in (*param.opts, *param.secondary_opts)}
+        with click.Context(command):
+            for place, text in hints():
+                told = adapt_hint(text, output._option) or ""
+                assert not ARGUMENT.search(told), (name, place, told)
+                assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", told)) <= options, (name, place, told)
+
+
+def raised(command: str, error: reshard.ReshardError, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `reshard COMMAND a b` prints of an error."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(reshard, "diff" if command == "diff" else "convert", fail)
+    more = ["--layout", "c"] if command == "split" else []
+    result = run(command, "a", "b", *more)
+    facts = json.loads(run(command, "a", "b", *more, "--json").stdout)
+    assert facts["hint"] is None or f"hint: {facts['hint']}\n" in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "hint", "expected"),
+    [
+        ("convert", "give `overwrite=True` to replace it", "give --overwrite to replace it"),
+        ("convert", 'leave out `layout=`, or `to="checkpoint2"`', "leave out --layout, or --to checkpoint2"),
+        ("convert", "write it again: `share=(1, 4)`", "write it again: --share 1/4"),
+        ("convert", '`drop=["a b"]` leaves it out', "--drop 'a b' leaves it out"),
+        ("convert", "`dedup=False` makes files complete", "--no-dedup makes files complete"),
+        ("convert", "end that job; `takeover=True` overtakes it", "end that job"),
+        ("convert", "choose fewer; `keys=` selects some; `part=` a part", "choose fewer; --part a part"),
+        ("convert", "write `sizes`, or `to`", "write `sizes`, or `to`"),
+        ("convert", "`rollback=True`", None),
+        ("split", "give `strategy=`, the strategy files", "give --source-strategy, the strategy files"),
+        ("diff", "give `strategy=`, the strategy files", "give --strategy-a or --strategy-b, the strategy files"),
+    ],
+)  # fmt: skip
+def test_hints_are_in_the_words_of_the_command(
+    command: str, hint: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = raised(command, reshard.errors.LayoutError("no", hint=hint), monkeypatch)
+    assert printed == "error: no\n" + ("" if expected is None else f"hint: {expected}\n")
+
+
+def test_a_key_of_a_layout_file_is_no_option(tmp_path: Path) -> None:
+    reshard.save_file({f"layers.{i}.w": np.ones(4) for i in range(3)}, tmp_path / "m.safetensors")
+    (tmp_path / "layout.yaml").write_text(
+        'mesh: {pp: 2}\nrules: [{match: "*"}]\nplace: [{match: "layers.{i}.*", axis: pp}]\n'
+    )
+    result = run("convert", tmp_path / "m.safetensors", tmp_path / "out", "--layout", tmp_path / "layout.yaml")
+    assert "hint: write `sizes`, how many indices each coordinate holds, or `to`\n" in result.stderr
+
+
+def test_a_claimed_destination_names_no_argument_that_convert_lacks(root: Path, tmp_path: Path) -> None:
+    reshard.convert(root, tmp_path / "m.safetensors")
+
+    def hold() -> None:
+        claims.hold(root)
+        time.sleep(60)
+
+    child = small_saves.fork(hold)
+    try:
+        while not list((root / ".writers").iterdir()) or not claims.is_alive(
+            root, claims._epochs(root / ".writers")[-1]
+        ):
+            time.sleep(0.05)
+        with pytest.raises(ClaimedError) as caught:
+            reshard.convert(tmp_path / "m.safetensors", root, to="checkpoint2", iteration=300, overwrite=True)
+        assert caught.value.hint == "end that job or give this one another root"
+        with pytest.raises(ClaimedError, match="`takeover=True` overtakes it"):
+            reshard.save(root, 300, {"w": np.ones(2)}, durable=False)
+        for command in (
+            ["convert", tmp_path / "m.safetensors", root, "--to", "checkpoint2", "--overwrite"],
+            ["rollback", root, 100],
+        ):
+            assert "takeover" not in run(*command).output
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.result()
+
+
+def test_an_error_without_hints_passes_unchanged() -> None:
+    with pytest.raises(ClaimedError) as caught, hints_without("takeover"):
+        raise ClaimedError("no", hint="`takeover=True`")
+    assert caught.value.hint is None
+    assert adapt_hint(None, lambda name, value: name + value) is None

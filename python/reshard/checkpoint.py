@@ -273,7 +273,7 @@ class Checkpoint:
                     "they make up the tensor",
                     path=str(self.path),
                     key=key,
-                    hint="give `strategy=` (on the command line `--strategy`), the strategy files of the run; if every "
+                    hint="give `strategy=`, the strategy files of the run; if every "
                     "rank holds the whole model, open the folder of one rank",
                 )
 
@@ -639,7 +639,7 @@ class Checkpoint:
             raise MismatchError(
                 f"{show(made.key)} would be made of {show(first)}, {dtype}, and of {show(other)}, {found[other]}",
                 key=other,
-                hint="convert to one dtype first (`dtype`)",
+                hint="convert to one dtype first; `dtype=` of `convert` does so",
             )
         if dtypes.is_packed(dtype) and any(source.placement is not None for source in made.sources):
             raise UnsupportedError(

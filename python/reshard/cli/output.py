@@ -6,6 +6,7 @@ JSON is written in ASCII, with every other character escaped.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import json
@@ -13,6 +14,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, adapt_hint
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ STRATEGY_HELP = (
 
 _INTERRUPTED = 130
 _QUIET = "reshard.quiet"  # in the `meta` of a click context, which nested contexts share
+# Arguments whose options have other names: by command and argument. Everywhere else the names are the same.
+_OPTIONS = {("diff", "strategy"): "--strategy-a or --strategy-b", ("split", "strategy"): "--source-strategy"}
 _LINE_SECONDS = 5.0  # between two lines of progress, where there is no terminal
 
 
@@ -418,24 +422,46 @@ def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
     if as_json:
         echo_json(facts)
         return
-    is_about_options = isinstance(error, ArgumentError)
-    _echo_message("error", _with_options(facts["message"]) if is_about_options else facts["message"])
+    _echo_message("error", facts["message"])
     if facts["hint"]:
-        _echo_message("hint", _with_options(facts["hint"]))
+        _echo_message("hint", facts["hint"])
 
 
 def _with_options(text: str) -> str:
-    """The API names its arguments in backticks: here they are options."""
-    names = {
-        param.name: param.opts[0] for param in click.get_current_context().command.params if param.opts[0][0] == "-"
-    }
-    return re.sub("`([a-z_]+)`", lambda match: names.get(match[1], match[0]), text)
+    """An error about arguments names them in backticks: here they are options."""
+    text = re.sub(r"`([a-z_]+)=([^`]*)`", lambda match: _option(match[1], match[2]) or match[0], text)
+    return re.sub("`([a-z_]+)`", lambda match: _option(match[1], "") or match[0], text)
+
+
+def _option(name: str, value: str) -> str | None:
+    """The option for an argument of a function, with its value; None if the command has none."""
+    command = click.get_current_context().command
+    special = _OPTIONS.get((command.name or "", name))
+    if special is not None:
+        return special
+    param = next((one for one in command.params if one.name == name and isinstance(one, click.Option)), None)
+    if param is None:
+        return None
+    try:
+        given = ast.literal_eval(value) if value else True
+    except (ValueError, SyntaxError):
+        given = True
+    if given is False:
+        return param.secondary_opts[0] if param.secondary_opts else None
+    if given is True:
+        return param.opts[0]
+    if isinstance(given, tuple):  # a share
+        return f"{param.opts[0]} {'/'.join(map(str, given))}"
+    values = given if isinstance(given, list) else [given]
+    return " ".join(f"{param.opts[0]} {shlex.quote(str(one))}" for one in values)
 
 
 def _facts(error: ReshardError | OSError) -> dict[str, Any]:
     name = type(error).__name__
     if isinstance(error, ReshardError):
-        return {"error": name, "message": error.message, "path": error.path, "key": error.key, "hint": error.hint}
+        message = _with_options(error.message) if isinstance(error, ArgumentError) else error.message
+        hint = adapt_hint(error.hint, _option)
+        return {"error": name, "message": message, "path": error.path, "key": error.key, "hint": hint}
     path = None if error.filename is None else str(error.filename)
     message = str(error) if error.strerror is None else error.strerror if path is None else f"{path}: {error.strerror}"
     return {"error": name, "message": message, "path": path, "key": None, "hint": None}

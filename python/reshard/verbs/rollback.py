@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import opening
-from reshard.errors import CheckpointNotFoundError, DamagedFileError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, hints_without
 from reshard.formats import checkpoint1, checkpoint2
 from reshard.formats import manifest as manifests
 from reshard.opening.folder import open_folder
@@ -47,6 +47,7 @@ class Rollback:
     verified: bool
 
 
+@hints_without("takeover")
 def rollback(
     root: str | os.PathLike[str],
     iteration: int,

@@ -177,11 +177,11 @@ def begin(
         if tracker is not None and iteration < tracker and not rollback:
             raise ArgumentError(
                 f"iteration {iteration} is below {tracker}, which the tracker of {show(str(root))} names",
-                hint="if the run went back on purpose give `rollback`; another run needs another root",
+                hint="if the run went back on purpose give `rollback=True`; another run needs another root",
             )
         if os.path.lexists(folder) and not overwrite:
             raise DestinationExistsError(
-                f"{show(str(folder))} is there already", path=str(folder), hint="give `overwrite` to replace it"
+                f"{show(str(folder))} is there already", path=str(folder), hint="give `overwrite=True` to replace it"
             )
         check_space(root, planned_bytes, durable=durable)
         number = secrets.token_hex(16)
@@ -533,5 +533,5 @@ def _appeared(folder: Path) -> DestinationExistsError:
     return DestinationExistsError(
         f"{show(str(folder))} appeared while it was being saved",
         path=str(folder),
-        hint="give `overwrite` to replace it",
+        hint="give `overwrite=True` to replace it",
     )
