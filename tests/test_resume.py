@@ -340,11 +340,15 @@ def test_what_to_look_at_is_told(config: Config, run: RunFacts, told: str) -> No
     assert any(told in warning for warning in resume(SAVED, config, run).warnings)
 
 
-def test_an_unknown_batch_size_scales_nothing_and_says_so() -> None:
-    assert resume(replace(SAVED, global_batch_size=None), run=RunFacts(64)).initial_step == 400
+def test_an_unknown_batch_size_scales_nothing_and_reads_as_no_fault() -> None:
+    without = replace(SAVED, global_batch_size=None)
+    decision = resume(without, run=RunFacts(64))
+    assert decision.initial_step == 400
+    assert decision.reasons == ("the checkpoint records no global batch size: steps are not scaled",)
     decision = resume(SAVED)
     assert (decision.initial_step, decision.global_batch_size) == (400, 64)
-    assert decision.reasons == ("global_batch_size 64 -> unknown: steps are not scaled",)
+    assert decision.reasons == ("the steps are those of the checkpoint, 64 samples each: no other size was given",)
+    assert resume(without).reasons == ()
 
 
 def test_a_growing_batch_goes_on_by_samples() -> None:

@@ -6,9 +6,13 @@ by one, what goes wrong in the original and in other systems of this kind.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import os
 import shutil
+import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +21,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests import small_saves
 
 import reshard
 from reshard.cli import main
-from reshard.errors import DamagedFileError, ReshardError
+from reshard.errors import CheckpointNotFoundError, ClaimedError, DamagedFileError, ReshardError
 from reshard.formats import manifest as manifests
-from reshard.write import taken
+from reshard.write import claims, protocol, taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -290,3 +295,156 @@ def test_prune_of_the_originals_checkpoints_opens_them(tmp_path: Path) -> None:
     assert removed.iterations == ()
     assert "not complete" in removed.kept[7]
     assert reshard.prune(root, keep=1).iterations == (5,)
+
+
+# -- rolled back by hand
+
+
+def continued(root: Path) -> int:
+    """The iteration that a restart takes."""
+    got = reshard.load(root, {"mesh": {"tp": 1}, "rules": [{"match": "*"}]})
+    assert got.iteration is not None
+    assert_is(got, got.iteration)
+    return got.iteration
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_rollback_is_what_a_restart_takes_and_newer_iterations_stay(root: Path) -> None:
+    before = contents(folder_of(root, 300))
+    assert reshard.rollback(root, 200) == reshard.Rollback(200, 300, (300,), verified=True)
+    assert (root / TRACKER).read_text() == "200"
+    assert contents(folder_of(root, 300)) == before
+    assert continued(root) == 200
+    save(root, 250)
+    assert continued(root) == 250
+    assert manifests.read(folder_of(root, 250)).passed_over == (300,)
+    save(root, 300)  # of the new line: another checkpoint, and the newest
+    assert continued(root) == 300
+
+
+def test_a_rollback_for_which_nothing_is_to_be_changed(root: Path) -> None:
+    before = contents(root)
+    assert reshard.rollback(root, 100, dry_run=True) == reshard.Rollback(100, 300, (200, 300), verified=True)
+    assert contents(root) == before
+    assert reshard.rollback(root, 300) == reshard.Rollback(300, 300, (), verified=True)
+    assert continued(root) == 300
+
+
+def test_a_rollback_to_what_is_missing_or_damaged_is_refused(root: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"no iteration 250 .*\nhint: it holds 300, 200, 100"):
+        reshard.rollback(root, 250)
+    with pytest.raises(CheckpointNotFoundError, match="there is no folder"):
+        reshard.rollback(root / "typo", 200)
+    with pytest.raises(CheckpointNotFoundError, match="hint: give the folder that holds"):
+        reshard.rollback(folder_of(root, 200), 200)
+    assert sorted(path.name for path in folder_of(root, 200).iterdir() if path.is_dir()) == []
+    flip(shard_of(root, 200))
+    for dry_run in (False, True):
+        with pytest.raises(DamagedFileError, match=r"iteration_00000200` is damaged: .*model-0000000"):
+            reshard.rollback(root, 200, dry_run=dry_run)
+    assert reshard.rollback(root, 200, verify=False, dry_run=True).verified is False
+    cut(shard_of(root, 200), 100)
+    with pytest.raises(DamagedFileError):
+        reshard.rollback(root, 200, verify=False)
+    assert (root / TRACKER).read_text() == "300"
+    assert continued(root) == 300
+
+
+def test_a_rollback_beside_a_running_writer_is_refused(root: Path) -> None:
+    protocol.release(root)
+    reading, writing = os.pipe()
+
+    def hold() -> None:
+        claims.hold(root)
+        os.write(writing, b".")
+        time.sleep(60)
+
+    child = small_saves.fork(hold)
+    try:
+        os.read(reading, 1)
+        with pytest.raises(ClaimedError, match="is claimed by process"):
+            reshard.rollback(root, 200)
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.result()
+    assert (root / TRACKER).read_text() == "300"
+    assert reshard.rollback(root, 200).iteration == 200
+    assert claims.held(root) is None
+
+
+def test_a_rollback_skips_a_newer_iteration_that_the_tracker_never_named(root: Path) -> None:
+    protocol.release(root)
+    (root / TRACKER).write_text("200")  # the save of 300 was interrupted before its last step
+    (folder_of(root, 300) / ".tracked").unlink()
+    assert continued(root) == 300
+    assert reshard.rollback(root, 200).previous == 300
+    assert continued(root) == 200
+
+
+def test_a_rollback_keeps_a_save_that_was_complete_and_not_published(root: Path) -> None:
+    protocol.release(root)
+    manifest = manifests.read(folder_of(root, 300))
+    (root / ".staging").mkdir(exist_ok=True)
+    (folder_of(root, 300) / ".tracked").unlink()
+    folder_of(root, 300).rename(root / ".staging" / f"300.{manifest.epoch}.{manifest.attempt}")
+    (root / TRACKER).write_text("200")
+    assert reshard.rollback(root, 100).newer == (200, 300)
+    assert continued(root) == 100
+    assert reshard.verify(root).ok
+
+
+def test_what_a_rollback_brings_back_is_a_candidate_again(root: Path) -> None:
+    reshard.rollback(root, 200)
+    assert continued(root) == 200
+    save(root, 250)  # records that 300 was passed over
+    reshard.rollback(root, 300)
+    assert continued(root) == 300
+    protocol.release(root)
+    save(root, 400)
+    assert reshard.prune(root, 3, dry_run=True).iterations == (100, 200)
+    cut(shard_of(root, 400), 10)
+    assert continued(root) == 300
+
+
+@pytest.mark.parametrize("target", [100, 300])
+def test_a_rollback_that_is_killed_leaves_the_one_or_the_other(target: int, root: Path, tmp_path: Path) -> None:
+    protocol.release(root)
+    if target == 300:
+        reshard.rollback(root, 200)
+    before = reshard.open(root).iteration
+    number, was_killed = 0, True
+    while was_killed:
+        copy = tmp_path / str(number)
+        shutil.copytree(root, copy)
+        was_killed = small_saves.killed_at(number, functools.partial(reshard.rollback, copy, target))
+        assert continued(copy) in ({before, target} if was_killed else {target})
+        taken.forget(copy)
+        assert {iteration for iteration in (100, 200, 300) if folder_of(copy, iteration).is_dir()} == {100, 200, 300}
+        reshard.rollback(copy, target)
+        assert continued(copy) == target
+        number += 1
+    assert number > 5
+
+
+def test_rollback_on_the_command_line(root: Path) -> None:
+    got = CliRunner().invoke(main, ["rollback", str(root), "200", "--dry-run", "--json"])
+    assert got.exit_code == 0
+    assert json.loads(got.stdout) == {
+        "root": str(root),
+        "dry_run": True,
+        "iteration": 200,
+        "previous": 300,
+        "newer": [300],
+        "verified": True,
+        "warnings": [],
+    }
+    assert (root / TRACKER).read_text() == "300"
+    got = CliRunner().invoke(main, ["rollback", str(root), "200"])
+    assert "the next restart resumes from iteration 200 (the tracker named 300; every byte verified)" in got.stdout
+    assert "not taken: 300" in got.stdout
+    assert "iteration_00000200  taken" in CliRunner().invoke(main, ["explain", str(root)]).stdout
+    got = CliRunner().invoke(main, ["rollback", str(root), "201"])
+    assert (got.exit_code, "hint: it holds 300, 200, 100" in got.stderr) == (1, True)

@@ -112,6 +112,9 @@ def test_only_regular_files_are_read(make: Any, error: type[ReshardError], tmp_p
         ("0.1GB", 10**8),
         ("2TiB", 2**41),
         ("3 KB", 3000),
+        ("5G", 5 * 2**30),
+        ("512M", 512 * 2**20),
+        ("1.5k", 1536),
         ("9223372036854775807", 2**63 - 1),
     ],
 )
@@ -123,6 +126,7 @@ def test_sizes(size: str | int, n_bytes: int) -> None:
     ("size", "message"),
     [
         ("", "is not a size"),
+        ("4X", "is not a size"),
         ("GiB", "is not a size"),
         ("4 gigabytes", "`4 gigabytes` is not a size"),
         ("4Gb", "is not a size"),

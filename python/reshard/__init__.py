@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from reshard.verbs.load import Loaded, load, load_async
     from reshard.verbs.pending_load import PendingLoad
     from reshard.verbs.prune import Removed, pin, prune, unpin
+    from reshard.verbs.rollback import Rollback, rollback
     from reshard.verbs.verify import VerifyReport, verify
     from reshard.write.save import PendingSave, SaveReport, Shard, save
 
@@ -47,6 +48,7 @@ __all__ = [
     "PendingSave",
     "Removed",
     "ReshardError",
+    "Rollback",
     "SaveReport",
     "Shard",
     "StoredShard",
@@ -64,6 +66,7 @@ __all__ = [
     "per_rank",
     "pin",
     "prune",
+    "rollback",
     "safe_open",
     "save",
     "save_file",
@@ -83,6 +86,7 @@ _HOMES = {
     "PendingLoad": "reshard.verbs.pending_load",
     "PendingSave": "reshard.write.save",
     "Removed": "reshard.verbs.prune",
+    "Rollback": "reshard.verbs.rollback",
     "SaveReport": "reshard.write.save",
     "Shard": "reshard.write.save",
     "StoredShard": "reshard.checkpoint",
@@ -99,6 +103,7 @@ _HOMES = {
     "per_rank": "reshard.formats.state",
     "pin": "reshard.verbs.prune",
     "prune": "reshard.verbs.prune",
+    "rollback": "reshard.verbs.rollback",
     "safe_open": "reshard.interop",
     "save": "reshard.write.save",
     "save_file": "reshard.interop",

@@ -250,9 +250,8 @@ class Checkpoint:
                     "they make up the tensor",
                     path=str(self.path),
                     key=key,
-                    hint="put the strategy files of the run into a folder `strategy` beside it, or give `strategy=` "
-                    "(on the command line `--strategy`); if every rank holds the whole model, open the folder of one "
-                    "rank",
+                    hint="put the strategy files of the run into a folder `strategy` beside it, or give `strategy=`; if "
+                    "every rank holds the whole model, open the folder of one rank",
                 )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -582,7 +581,7 @@ class Checkpoint:
             raise MismatchError(
                 f"{show(made.key)} would be made of {show(first)}, {dtype}, and of {show(other)}, {found[other]}",
                 key=other,
-                hint="convert to one dtype first (`dtype`)",
+                hint="convert to one dtype first; `dtype=` of `convert` does so",
             )
         if dtypes.is_packed(dtype) and any(source.placement is not None for source in made.sources):
             raise UnsupportedError(

@@ -6,7 +6,12 @@ says what was being done, to which file and key, what was expected and what was 
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "ArgumentError",
@@ -25,7 +30,11 @@ __all__ = [
     "ReshardError",
     "StorageError",
     "UnsupportedError",
+    "adapt_hint",
+    "hints_without",
 ]
+
+_ARGUMENT = re.compile(r"`([a-z_]+)=([^`]*)`")
 
 
 class ReshardError(Exception):
@@ -34,7 +43,9 @@ class ReshardError(Exception):
     Attributes:
         path: the file or folder concerned, or None.
         key: the tensor concerned, or None.
-        hint: what to do next, or None.
+        hint: what to do next, or None. Its clauses are separated by "; ". An argument of a function is written as
+            `name=` or `name=value` in backticks, so that a caller with other words can say it in its own, see
+            `adapt_hint`; a key of a layout file or a configuration is not.
 
     Example:
         >>> from reshard.errors import LayoutError
@@ -68,6 +79,50 @@ def _rebuild(cls: type[ReshardError], message: str, attributes: dict[str, Any]) 
     Exception.__init__(error, message)
     error.__dict__.update(attributes)
     return error
+
+
+def adapt_hint(hint: str | None, word: Callable[[str, str], str | None]) -> str | None:
+    """A hint for a caller that has other arguments than the function that failed.
+
+    Args:
+        hint: as `ReshardError.hint`.
+        word: called as `word(name, value)` for each argument in it, where `value` may be empty; gives its name for the
+            caller, or None if the caller has no such argument: then the clause is left out.
+
+    Returns:
+        The hint; None if nothing is left of it.
+
+    Example:
+        >>> options = {"overwrite": "--overwrite"}
+        >>> adapt_hint("give `overwrite=True`; `takeover=True` ends the other", lambda name, value: options.get(name))
+        'give --overwrite'
+    """
+    clauses = []
+    for clause in (hint or "").split("; "):
+        words = [word(match[1], match[2]) for match in _ARGUMENT.finditer(clause)]
+        if None not in words:
+            known = iter(words)
+            clauses.append(_ARGUMENT.sub(lambda _: str(next(known)), clause))  # noqa: B023  used at once
+    return "; ".join(clauses) or None
+
+
+@contextlib.contextmanager
+def hints_without(*names: str) -> Iterator[None]:
+    """Leave out of the hints of errors the clauses that name these arguments, which the caller does not have.
+
+    Example:
+        >>> from reshard.errors import ClaimedError
+        >>> with hints_without("takeover"):
+        ...     raise ClaimedError("`run` is claimed", hint="end that job; `takeover=True` overtakes it")
+        Traceback (most recent call last):
+        reshard.errors.ClaimedError: `run` is claimed
+        hint: end that job
+    """
+    try:
+        yield
+    except ReshardError as error:
+        error.hint = adapt_hint(error.hint, lambda name, value: None if name in names else f"`{name}={value}`")
+        raise
 
 
 class ArgumentError(ReshardError, ValueError):

@@ -118,7 +118,7 @@ def resolve(group: object = None, rank: int | None = None) -> Group:
     if rank is not None and rank != found.rank:
         raise ArgumentError(
             f"`rank` is {rank}, but this process is rank {found.rank} of {found.world_size}",
-            hint="leave `rank` out: the group knows it",
+            hint="leave `rank=` out: the group knows it",
         )
     return found
 
@@ -246,7 +246,7 @@ def _refuse_lonely_rank() -> None:
         if text.isascii() and text.isdigit() and int(text[:18]) > 1:
             raise ArgumentError(
                 f"the environment says that this is one of {text} processes ({name}), but nothing connects them",
-                hint="call torch.distributed.init_process_group first, or pass `group`; "
+                hint="call torch.distributed.init_process_group first, or pass `group=`; "
                 "`group=reshard.group.SingleProcess()` if this process works alone",
             )
 

@@ -84,7 +84,7 @@ def check_outs(
         what = f"lacks {missing[:3]}" if missing else f"has {extra[:3]}, which are not loaded"
         raise ArgumentError(
             f"`out` {what}; it must hold exactly the {len(names)} arrays that are loaded",
-            hint="choose tensors with `keys=` and `part=`",
+            hint="choose fewer tensors; `keys=` selects some; `part=` selects the model or the optimizer",
         )
     for name, dtype, shape, _ in arrays:
         check_out(name, out[name], dtype, shape)

@@ -39,7 +39,9 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT", 1)
 }
-_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([KMGT]?i?B|)")
+# A letter alone is a power of 1024, as for `dd`, `sort` and Slurm.
+_UNITS |= {case(prefix): _UNITS[f"{prefix}iB"] for prefix in "KMGT" for case in (str.upper, str.lower)}
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]{0,3})")
 
 
 def component_fault(name: str) -> str | None:
@@ -65,7 +67,7 @@ def component_fault(name: str) -> str | None:
 
 
 def parse_size(size: str | int) -> int:
-    """A number of bytes from text such as "4GiB" (2**30), "500MB" (10**6), "1.5 GiB" or "4096", or from an integer.
+    """A number of bytes from text such as "4GiB" or "4G" (2**30), "500MB" (10**6) or "4096", or from an integer.
 
     Args:
         size: the text or the number; a fraction of a byte is dropped.
@@ -77,10 +79,10 @@ def parse_size(size: str | int) -> int:
         ArgumentError: it is no such text, or less than one byte, or more than 2**63 - 1.
 
     Example:
-        >>> parse_size("4GiB"), parse_size("500MB"), parse_size(4096)
-        (4294967296, 500000000, 4096)
+        >>> parse_size("4GiB"), parse_size("4G"), parse_size("500MB"), parse_size(4096)
+        (4294967296, 4294967296, 500000000, 4096)
     """
-    hint = 'write it as "4GiB" (2**30 bytes), "500MB" (10**6 bytes) or a number of bytes'
+    hint = 'write it as "4GiB" or "4G" (2**30 bytes), "500MB" (10**6 bytes) or a number of bytes'
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if match is None or match[2] not in _UNITS:

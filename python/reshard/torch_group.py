@@ -73,7 +73,7 @@ class TorchGroup:
         if store is None:
             raise UnsupportedError(
                 f"the process group has no store (backend `{distributed.get_backend(process_group)}`)",
-                hint="pass as `group` an object with rank, world_size, barrier, gather and broadcast",
+                hint="pass as `group=` an object with rank, world_size, barrier, gather and broadcast",
             )
         # Older torch cannot open a second connection. No request here waits, so sharing one is only slower.
         own = store.clone() if hasattr(store, "clone") else store

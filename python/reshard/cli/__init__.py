@@ -16,7 +16,9 @@ from reshard.cli.diff import diff
 from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
 from reshard.cli.merge import merge
+from reshard.cli.output import quiet_option
 from reshard.cli.prune import pin, prune, unpin
+from reshard.cli.rollback import rollback
 from reshard.cli.split import split
 from reshard.cli.strategy import strategy
 from reshard.cli.verify import verify
@@ -26,6 +28,7 @@ __all__ = ["main"]
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="reshard %(version)s")
+@quiet_option
 def main() -> None:
     """Read, write and re-cut the sharded checkpoints of large-model training.
 
@@ -39,7 +42,12 @@ def main() -> None:
       reshard diff output/checkpoint hf/ --part model
       reshard explain output/checkpoint --global-batch-size 512
       reshard verify output/checkpoint
+      reshard rollback output/checkpoint 400
       reshard demo
+
+    Sizes are written as 4GiB or 4G (2**30 bytes), 500MB (10**6 bytes), or a number of bytes.
+
+    Shell completion, for bash (or zsh, fish): eval "$(_RESHARD_COMPLETE=bash_source reshard)"
 
     Exit codes: 0 done, 1 refused or damaged, 2 usage, 130 interrupted.
     """
@@ -56,5 +64,6 @@ main.add_command(explain)
 main.add_command(prune)
 main.add_command(pin)
 main.add_command(unpin)
+main.add_command(rollback)
 main.add_command(strategy)
 main.add_command(demo)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 import reshard
-from reshard.cli.output import collected_warnings, echo, echo_json, progress_bar, rate, shown, size, warn
+from reshard.cli.output import PATH, collected_warnings, echo, echo_json, progress_bar, rate, shown, size, warn
 from reshard.words import listed
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "strategy": click.option(
         "--strategy",
+        type=PATH,
         metavar="PATH",
         help="How the rank folders of SRC are cut: a strategy file, or the folder with those of all stages. "
         "Default: the folder `strategy` beside SRC.",
@@ -51,15 +52,20 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "names": click.option(
         "--names",
+        type=PATH,
         metavar="FILE|PRESET",
         help="Name map, after --drop and --rename: tensors are renamed, fused, split. A file or a preset such as "
         "qwen3-mindspore; with :reverse behind it the other way.",
     ),
     "config": click.option(
-        "--config", metavar="FILE", help="config.json for the sizes that --names needs. Default: the one in SRC."
+        "--config",
+        type=PATH,
+        metavar="FILE",
+        help="config.json for the sizes that --names needs. Default: the one in SRC.",
     ),
     "layout": click.option(
         "--layout",
+        type=PATH,
         metavar="FILE",
         help="How DST is cut: a layout file, a strategy file, or a folder of these. Default: whole tensors.",
     ),

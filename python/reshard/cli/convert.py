@@ -7,14 +7,14 @@ from typing import Any
 import click
 
 from reshard.cli.conversion import OPTIONS, carry_out, options
-from reshard.cli.output import command
+from reshard.cli.output import PATH, command
 
 __all__ = ["convert"]
 
 
 @click.command(short_help="Merge, split, re-cut, cast: any format and layout to any other.")
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=PATH)
+@click.argument("dst", type=PATH)
 @click.option(
     "--to",
     type=click.Choice(["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors"]),

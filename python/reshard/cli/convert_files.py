@@ -8,15 +8,15 @@ from typing import Any
 import click
 
 import reshard
-from reshard.cli.output import collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size, warn
+from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size, warn
 
 __all__ = ["convert_files"]
 
 
 @click.command("convert-files", short_help="Write each .ckpt file again as a safetensors file.")
-@click.argument("src")
-@click.argument("dst", required=False)
-@click.option("--name-map", metavar="FILE", help="New names of tensors by old ones, a YAML or JSON file.")
+@click.argument("src", type=PATH)
+@click.argument("dst", type=PATH, required=False)
+@click.option("--name-map", type=PATH, metavar="FILE", help="New names of tensors by old ones, a YAML or JSON file.")
 @click.option("--name-regex", metavar="REGEX", help="Only files of the folder in whose names this is found.")
 @click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory that the copy may use.")
 @click.option(

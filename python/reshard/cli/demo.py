@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from reshard.cli.output import collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size
+from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size
+from reshard.small_files import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,11 +22,11 @@ __all__ = ["demo"]
 
 
 @click.command(short_help="Cut, re-cut and merge a small model in a temporary folder, and prove it.")
-@click.option("--size", "megabytes", type=click.IntRange(min=1), default=200, show_default=True, metavar="MB",
-              help="About the size of the model; four times that is written.")  # fmt: skip
-@click.option("--keep", metavar="DIR", help="Work in this folder, which is empty or new, and keep it.")
+@click.option("--size", "model_size", default="200MB", show_default=True, metavar="SIZE",
+              help="About the size of the model; a number alone counts MB. Four times that is written.")  # fmt: skip
+@click.option("--keep", type=PATH, metavar="DIR", help="Work in this folder, which is empty or new, and keep it.")
 @command
-def demo(megabytes: int, keep: str | None, *, as_json: bool) -> None:
+def demo(model_size: str, keep: str | None, *, as_json: bool) -> None:
     """Make a llama-like bf16 model, cut it TP2 x PP2, re-cut it to TP4, merge it, and compare every byte each time.
 
     \b
@@ -36,6 +37,7 @@ def demo(megabytes: int, keep: str | None, *, as_json: bool) -> None:
     from reshard.verbs.demo import demo as run
     from reshard.verbs.demo import layout_of
 
+    n_bytes = parse_size(f"{model_size}MB" if model_size.isdecimal() else model_size)
     with _folder(keep) as folder, collected_warnings(), progress_bar() as progress:
 
         def on_step(step: DemoStep) -> None:
@@ -49,7 +51,7 @@ def demo(megabytes: int, keep: str | None, *, as_json: bool) -> None:
                 echo("\n".join(f"  {line}" for line in str(layout_of({"pp": 2, "tp": 2})).splitlines()) + "\n")
             echo(_line(step))
 
-        report = run(folder, megabytes * 1_000_000, on_step=on_step, progress=progress)
+        report = run(folder, n_bytes, on_step=on_step, progress=progress)
     if as_json:
         echo_json({**dataclasses.asdict(report), "folder": keep})
     elif report.equal:

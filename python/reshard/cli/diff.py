@@ -10,6 +10,7 @@ import click
 
 import reshard
 from reshard.cli.output import (
+    PATH,
     collected_warnings,
     command,
     echo,
@@ -32,13 +33,15 @@ _MAX_ROWS = 60
 
 
 @click.command(short_help="Compare two checkpoints of any formats and layouts, tensor by tensor.")
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @click.option(
     "--part", type=click.Choice(["model", "optimizer", "all"]), default="all", show_default=True, help="Which tensors."
 )
-@click.option("--strategy-a", metavar="PATH", help="Of rank folders A, how they make up tensors: strategy files.")
-@click.option("--strategy-b", metavar="PATH", help="The same of B.")
+@click.option(
+    "--strategy-a", type=PATH, metavar="PATH", help="Of rank folders A, how they make up tensors: strategy files."
+)
+@click.option("--strategy-b", type=PATH, metavar="PATH", help="The same of B.")
 @click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory of the buffers.")
 @click.option(
     "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors."

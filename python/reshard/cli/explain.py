@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.output import (
+    PATH,
     collected_warnings,
     command,
     echo,
     echo_facts,
     echo_json,
     echo_table,
+    hint_near,
     plain_table,
     shown,
 )
@@ -35,8 +37,10 @@ _COUNT = click.IntRange(1, 2**62)
 
 
 @click.command(short_help="Which checkpoint a restart would use, and why the others are not taken.")
-@click.argument("root", required=False)
-@click.option("--config", "config_file", metavar="FILE", help="The trainer's YAML. Default: resume from ROOT.")
+@click.argument("root", type=PATH, required=False)
+@click.option(
+    "--config", "config_file", type=PATH, metavar="FILE", help="The trainer's YAML. Default: resume from ROOT."
+)
 @click.option("--world-size", type=_COUNT, metavar="N", help="Ranks of the new run.")
 @click.option("--global-batch-size", type=_COUNT, metavar="B", help="Samples a step of the new run, over all ranks.")
 @click.option("--dataset-steps", type=_COUNT, metavar="S", help="Steps in an epoch of the new run's dataset.")
@@ -94,8 +98,10 @@ def explain(
         ranks = {"ranks": [dataclasses.asdict(view) for view in facts.ranks]} if facts.ranks else {}
         echo_json({"outcome": _outcome(decision), **_json(decision), **ranks})
     else:
-        _print(config, facts, decision)
+        _print(config, facts, decision, counts_sinks=config_file is not None and config.sink_mode)
     if decision.fresh:
+        if facts.path and not as_json:
+            hint_near(facts.path)
         raise click.exceptions.Exit(_FRESH)
 
 
@@ -143,7 +149,7 @@ def _refuse(error: ReshardError, config: Config, facts: Facts, verdicts: Sequenc
 # -- the page
 
 
-def _print(config: Config, facts: Facts, decision: ResumeDecision) -> None:
+def _print(config: Config, facts: Facts, decision: ResumeDecision, *, counts_sinks: bool) -> None:
     if decision.verdicts:
         _print_verdicts(config, facts, decision.verdicts)
         echo()
@@ -154,7 +160,10 @@ def _print(config: Config, facts: Facts, decision: ResumeDecision) -> None:
     else:
         echo(f"the training would take the weights of {shown(decision.path)}")
     # Warnings are part of the answer here, and belong on the page.
-    echo_facts([*_lines(decision), *(("warning", shown(warning)) for warning in decision.warnings)])
+    is_known = counts_sinks or facts.run.steps_per_epoch is not None
+    echo_facts(
+        [*_lines(decision, knows_epochs=is_known), *(("warning", shown(warning)) for warning in decision.warnings)]
+    )
 
 
 def _print_verdicts(config: Config, facts: Facts, verdicts: Sequence[Verdict]) -> None:
@@ -203,7 +212,7 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def _lines(decision: ResumeDecision) -> list[tuple[str, str]]:
+def _lines(decision: ResumeDecision, *, knows_epochs: bool) -> list[tuple[str, str]]:
     lines = [("because", shown(reason)) for reason in decision.reasons]
     if not decision.fresh:
         lines.append(("restored", ", ".join(decision.restored)))
@@ -217,7 +226,11 @@ def _lines(decision: ResumeDecision) -> list[tuple[str, str]]:
     views += [f"the next sink ends with {_view(decision.next_sink)}"] if decision.next_sink else []
     if views:
         lines.append(("of the data", "; ".join(views)))
-    lines.append(("epochs done", f"{decision.initial_epoch}, as the training loop counts"))
+    if knows_epochs:
+        lines.append(("epochs done", f"{decision.initial_epoch}, as the training loop counts"))
+    elif decision.initial_epoch:
+        # Without the length of an epoch it is not known whether that one is at its end.
+        lines.append(("epoch", f"{decision.initial_epoch} when it was saved"))
     skip = (
         f"the first {decision.data_skip_steps} steps are skipped" if decision.data_skip_steps else "from its beginning"
     )

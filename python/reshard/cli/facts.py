@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import reshard
 from reshard import dtypes
 from reshard.checkpoint import Checkpoint
+from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
 from reshard.errors import LayoutError, ReshardError
 from reshard.formats import scalars
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reshard.checkpoint import TensorInfo
+    from reshard.cli.leftovers import Leftover
     from reshard.formats.save_log import SaveRecord
     from reshard.layout import BoundLayout, ModelLayout
     from reshard.resume.resolve import Order
@@ -89,6 +91,7 @@ class Facts:
     files: list[tuple[str, int]]  # name and bytes
     saves: list[SaveRecord]  # the log of the root, the oldest first
     parts: dict[str, dict[str, Any]]  # totals of "model" and "optimizer"
+    leftovers: list[Leftover]
 
     @property
     def unseen(self) -> list[str]:
@@ -136,6 +139,7 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
         files=[(file.name, file.n_bytes) for file in checkpoint.files()],
         saves=[] if order is None else save_log.read(path),
         parts=_parts(rows),
+        leftovers=[*([] if order is None else leftovers_in_root(Path(path))), *leftovers_in_iteration(checkpoint)],
     )
 
 

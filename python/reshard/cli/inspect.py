@@ -16,12 +16,14 @@ import click
 import reshard
 from reshard.cli.facts import gather
 from reshard.cli.output import (
+    PATH,
     STRATEGY_HELP,
     collected_warnings,
     command,
     console,
     echo,
     echo_facts,
+    echo_file,
     echo_json,
     echo_table,
     join_dims,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.cli.facts import Facts, Iteration, RankSaveState, Row
+    from reshard.cli.leftovers import Leftover
     from reshard.formats.manifest import Manifest
     from reshard.formats.save_log import SaveRecord
 
@@ -46,14 +49,15 @@ _MAX_PLAIN = 24  # tensors that are listed one by one
 _MAX_ROWS = 60  # lines of the summary
 _MAX_ITERATIONS = 20  # that are listed
 _MAX_SAVES = 10
+_MAX_LEFTOVERS = 10
 _MIN_KEY = 36  # columns for the keys of a table; with less they get lines of their own
 _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 
 
 @click.command(short_help="What is there: iterations, tensors, cuts, files, replicas.")
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.argument("pattern", required=False)
-@click.option("--strategy", metavar="PATH", help=STRATEGY_HELP)
+@click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
 @click.option("--layout", "as_layout", is_flag=True, help="Print the layout, as a file that convert takes.")
 @click.option("--all", "everything", is_flag=True, help="List every tensor and check every iteration.")
 @command
@@ -82,7 +86,7 @@ def inspect(
             if as_json:
                 echo_json(layout.to_mapping())
             else:
-                echo(str(layout), end="")
+                echo_file(str(layout))
             return
         facts = gather(path, checkpoint, everything=everything)
         rows = _matching(facts.rows, pattern)
@@ -139,6 +143,7 @@ def _json(facts: Facts, rows: list[Row]) -> dict[str, Any]:
         "n_bytes": sum(row.n_bytes for row in facts.rows),
         "stored_bytes": sum(row.stored_bytes for row in facts.rows),
         "unseen_by_mindspore": facts.unseen,
+        "leftovers": [dataclasses.asdict(one) for one in facts.leftovers],
         "tensors": {row.key: _json_row(row, facts.checkpoint, with_shards=len(rows) == 1) for row in rows},
     }
 
@@ -175,6 +180,9 @@ def _print_title(facts: Facts) -> None:
 def _print_page(facts: Facts, *, everything: bool) -> None:
     if facts.iterations is not None:
         _print_iterations(facts, facts.iterations, everything=everything)
+        echo()
+    if facts.leftovers:
+        _print_leftovers(facts.leftovers, everything=everything)
         echo()
     if facts.rank_saves:
         _print_rank_saves(facts, facts.rank_saves, everything=everything)
@@ -231,10 +239,9 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     times = f"{size(stored)} stored for {size(unique)} of tensors, {stored / max(unique, 1):.2f} times"
     lines.append(("replicas", "none" if stored == unique else times))
     if unseen := facts.unseen:
-        count = f"{len(unseen)} of {len(facts.rows)} tensors, marked *, are described in tiles.json only: "
-        lines.append(
-            ("unseen", count + "MindSpore Transformers does not see them, and keeps its initial values for them")
-        )
+        count = f"describes {len(unseen)} of {len(facts.rows)} tensors, marked *, whose layouts metadata.json cannot "
+        original = "MindSpore Transformers, if it loads this checkpoint, keeps its initial values for them"
+        lines.append(("tiles.json", f"{count}express; {original}"))
     return lines
 
 
@@ -249,7 +256,7 @@ def _strategy(checkpoint: Checkpoint) -> str:
 
 def _mesh(facts: Facts) -> str:
     if facts.layout is None:
-        return f"not one: {shown(facts.layout_reason)}"
+        return f"{'unknown' if facts.checkpoint.unplaced() else 'no single one'}: {shown(facts.layout_reason)}"
     mesh = facts.layout.mesh
     n_ranks = math.prod(mesh.values())
     if n_ranks == 1:
@@ -282,6 +289,15 @@ def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everythi
         lines.append(("...", f"and {len(iterations) - len(listed)} older; --all lists and checks them"))
     if facts.tracker_reason is not None:
         lines.append(("no tracker", shown(facts.tracker_reason)))
+    echo_facts(lines)
+
+
+def _print_leftovers(leftovers: Sequence[Leftover], *, everything: bool) -> None:
+    echo("also there, and not read:")
+    listed = leftovers if everything else leftovers[:_MAX_LEFTOVERS]
+    lines = [(shown(one.name), f"{shown(one.what)} ({size(one.n_bytes)})") for one in listed]
+    if len(listed) < len(leftovers):
+        lines.append(("...", f"and {len(leftovers) - len(listed)} more; --all lists them"))
     echo_facts(lines)
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import click
 
 from reshard.cli.conversion import carry_out, options
-from reshard.cli.output import command
+from reshard.cli.output import PATH, command
 
 __all__ = ["merge"]
 
 
 @click.command(short_help="Merge the parts of all ranks into whole weights.")
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=PATH)
+@click.argument("dst", type=PATH)
 @click.option(
     "--to",
     type=click.Choice(["mindspore", "huggingface", "safetensors"]),

@@ -6,19 +6,26 @@ JSON is written in ASCII, with every other character escaped.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import json
 import logging
+import math
+import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any, ParamSpec
+import time
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from reshard.errors import ArgumentError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, adapt_hint
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,17 +34,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
+    "PATH",
     "STRATEGY_HELP",
     "collected_warnings",
     "command",
     "console",
     "echo",
     "echo_facts",
+    "echo_file",
     "echo_json",
     "echo_table",
+    "hint_near",
     "join_dims",
     "plain_table",
     "progress_bar",
+    "quiet_option",
     "rate",
     "shown",
     "size",
@@ -45,12 +56,30 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 STRATEGY_HELP = (
     "Of rank folders, how they make up tensors: the strategy file, or the folder of the run's strategy files."
 )
 
 _INTERRUPTED = 130
+_QUIET = "reshard.quiet"  # in the `meta` of a click context, which nested contexts share
+# Arguments whose options have other names: by command and argument. Everywhere else the names are the same.
+_OPTIONS = {("diff", "strategy"): "--strategy-a or --strategy-b", ("split", "strategy"): "--source-strategy"}
+_LINE_SECONDS = 5.0  # between two lines of progress, where there is no terminal
+
+
+class _PathType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
+    """A path: as it was typed, and completed by the shell as the name of a file or folder."""
+
+    name = "path"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        del ctx, param
+        return [CompletionItem(incomplete, type="file")]
+
+
+PATH = _PathType()
 
 
 # -- text and numbers
@@ -115,8 +144,24 @@ def join_dims(shape: Sequence[int]) -> str:
 
 
 def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
-    """Print a line of our own making; foreign parts of it went through `shown`."""
-    click.echo(text + end, err=err, nl=False)
+    """Print a line of our own making; foreign parts of it went through `shown`. With `--quiet` only stderr gets it."""
+    if err or not _is_set(_QUIET):
+        click.echo(text + end, err=err, nl=False)
+
+
+def echo_file(text: str) -> None:
+    """Print the content of a file that was asked for, such as a layout, `--quiet` or not."""
+    click.echo(text, nl=False)
+
+
+def _is_set(name: str) -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(name))
+
+
+def _is_plain() -> bool:
+    """Whether neither colours nor bold text are wanted, see https://no-color.org."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def echo_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -141,7 +186,8 @@ def warn(message: str) -> None:
 
 def _echo_message(kind: str, message: str) -> None:
     first, *rest = message.split("\n")
-    click.echo(click.style(f"{kind}:", bold=True) + f" {shown(first)}", err=True)
+    title = f"{kind}:" if _is_plain() else click.style(f"{kind}:", bold=True)
+    click.echo(f"{title} {shown(first)}", err=True)
     for line in rest:
         click.echo(shown(line), err=True)
 
@@ -155,7 +201,9 @@ def console(*, err: bool = False) -> Console:
 
     stream = sys.stderr if err else sys.stdout
     width = None if stream.isatty() else 10_000
-    return Console(file=stream, markup=False, highlight=False, emoji=False, width=width)
+    # Rich's own handling of NO_COLOR keeps bold and dim text.
+    colors: Literal["auto"] | None = None if _is_plain() else "auto"
+    return Console(file=stream, markup=False, highlight=False, emoji=False, width=width, color_system=colors)
 
 
 def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] = (), header: bool = True) -> Table:
@@ -226,13 +274,57 @@ class ProgressBar:
         self._bar.stop()
 
 
+class ProgressLines:
+    """The same for a log: a line on stderr every few seconds."""
+
+    def __init__(self) -> None:
+        self._begin: float | None = None
+        self._last = 0.0
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        now = time.monotonic()
+        if self._begin is None:
+            self._begin = self._last = now
+        if now - self._last < _LINE_SECONDS or done_bytes >= total_bytes:
+            return
+        self._last = now
+        seconds = now - self._begin
+        left = seconds * (total_bytes - done_bytes) / done_bytes if done_bytes else None
+        line = f"{100 * done_bytes // total_bytes}%, {size(done_bytes)} of {size(total_bytes)}"
+        if left is not None:
+            line += f", {rate(done_bytes, seconds)}, {_duration(left)} left"
+        with contextlib.suppress(OSError):  # nobody reads stderr any more: the work goes on
+            echo(line, err=True)
+
+    def pause(self) -> None:
+        """Begin anew with the next call: it is about another job."""
+        self._begin = None
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as hours, minutes and seconds.
+
+    Example:
+        >>> _duration(7.2), _duration(125), _duration(7260)
+        ('8 s', '2 min 5 s', '2 h 1 min')
+    """
+    whole = math.ceil(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 @contextlib.contextmanager
-def progress_bar() -> Iterator[ProgressBar | None]:
-    """A progress bar that is gone when the block ends; None where stderr is no terminal."""
-    if not sys.stderr.isatty():
+def progress_bar() -> Iterator[ProgressBar | ProgressLines | None]:
+    """Progress on stderr: a bar that is gone when the block ends, or lines where it is no terminal.
+
+    None with `--quiet`, and of lines with `--json`.
+    """
+    is_terminal = sys.stderr.isatty()
+    if _is_set(_QUIET) or (not is_terminal and click.get_current_context().params.get("as_json")):
         yield None
         return
-    bar = ProgressBar()
+    bar = ProgressBar() if is_terminal else ProgressLines()
     try:
         yield bar
     finally:
@@ -264,10 +356,28 @@ def collected_warnings(*, print_on_error: bool = True) -> Iterator[list[str]]:
 # -- commands
 
 
+def quiet_option(function: Callable[P, R]) -> Callable[P, R]:
+    """Give a command or a group `--quiet`, which has its effect in `echo` and `progress_bar`."""
+
+    def remember(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001  click's
+        if value:
+            context.meta[_QUIET] = True
+
+    return click.option(
+        "-q",
+        "--quiet",
+        is_flag=True,
+        expose_value=False,
+        callback=remember,
+        help="Print warnings and errors only, and what was asked for as a file or JSON.",
+    )(function)
+
+
 def command(function: Callable[P, None]) -> Callable[P, None]:
     """Wrap a command: what it refuses becomes a message, or with `--json` an object, and exit code 1."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, errors too.")
+    @quiet_option
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -284,29 +394,74 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
+def hint_near(path: str) -> None:
+    """Print which checkpoints are near a path at which there is none."""
+    hint = _meant(path)
+    if hint is not None:
+        _echo_message("hint", hint)
+
+
+def _meant(path: str) -> str | None:
+    from reshard.opening.near import near
+
+    found = near(path)
+    return f"did you mean {' or '.join(show(one) for one in found)}?" if found else None
+
+
+def _is_given(path: str | None) -> bool:
+    """Whether a path is one that was given to the command, however an error spells it."""
+    context = click.get_current_context()
+    values = [context.params.get(param.name or "") for param in context.command.params if param.type is PATH]
+    return path is not None and os.path.abspath(path) in [os.path.abspath(one) for one in values if one]  # noqa: PTH100
+
+
 def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
     facts = _facts(error)
+    if isinstance(error, CheckpointNotFoundError) and _is_given(error.path):
+        facts["hint"] = _meant(str(error.path)) or facts["hint"]
     if as_json:
         echo_json(facts)
         return
-    is_about_options = isinstance(error, ArgumentError)
-    _echo_message("error", _with_options(facts["message"]) if is_about_options else facts["message"])
+    _echo_message("error", facts["message"])
     if facts["hint"]:
-        _echo_message("hint", _with_options(facts["hint"]))
+        _echo_message("hint", facts["hint"])
 
 
 def _with_options(text: str) -> str:
-    """The API names its arguments in backticks: here they are options."""
-    names = {
-        param.name: param.opts[0] for param in click.get_current_context().command.params if param.opts[0][0] == "-"
-    }
-    return re.sub("`([a-z_]+)`", lambda match: names.get(match[1], match[0]), text)
+    """An error about arguments names them in backticks: here they are options."""
+    text = re.sub(r"`([a-z_]+)=([^`]*)`", lambda match: _option(match[1], match[2]) or match[0], text)
+    return re.sub("`([a-z_]+)`", lambda match: _option(match[1], "") or match[0], text)
+
+
+def _option(name: str, value: str) -> str | None:
+    """The option for an argument of a function, with its value; None if the command has none."""
+    command = click.get_current_context().command
+    special = _OPTIONS.get((command.name or "", name))
+    if special is not None:
+        return special
+    param = next((one for one in command.params if one.name == name and isinstance(one, click.Option)), None)
+    if param is None:
+        return None
+    try:
+        given = ast.literal_eval(value) if value else True
+    except (ValueError, SyntaxError):
+        given = True
+    if given is False:
+        return param.secondary_opts[0] if param.secondary_opts else None
+    if given is True:
+        return param.opts[0]
+    if isinstance(given, tuple):  # a share
+        return f"{param.opts[0]} {'/'.join(map(str, given))}"
+    values = given if isinstance(given, list) else [given]
+    return " ".join(f"{param.opts[0]} {shlex.quote(str(one))}" for one in values)
 
 
 def _facts(error: ReshardError | OSError) -> dict[str, Any]:
     name = type(error).__name__
     if isinstance(error, ReshardError):
-        return {"error": name, "message": error.message, "path": error.path, "key": error.key, "hint": error.hint}
+        message = _with_options(error.message) if isinstance(error, ArgumentError) else error.message
+        hint = adapt_hint(error.hint, _option)
+        return {"error": name, "message": message, "path": error.path, "key": error.key, "hint": hint}
     path = None if error.filename is None else str(error.filename)
     message = str(error) if error.strerror is None else error.strerror if path is None else f"{path}: {error.strerror}"
     return {"error": name, "message": message, "path": path, "key": None, "hint": None}

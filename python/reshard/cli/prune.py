@@ -7,7 +7,7 @@ import dataclasses
 import click
 
 import reshard
-from reshard.cli.output import command, echo, echo_facts, echo_json, shown, size, warn
+from reshard.cli.output import PATH, command, echo, echo_facts, echo_json, shown, size, warn
 
 __all__ = ["pin", "prune", "unpin"]
 
@@ -16,7 +16,7 @@ _ITERATION = click.IntRange(min=0)
 
 
 @click.command(short_help="Remove old iterations of a root.")
-@click.argument("root")
+@click.argument("root", type=PATH)
 @click.option("--keep", type=_COUNT, required=True, metavar="N", help="Keep the newest N complete iterations.")
 @click.option("--keep-every", type=_COUNT, metavar="N", help="Keep every iteration that N divides, too.")
 @click.option(
@@ -64,7 +64,7 @@ def prune(
 
 
 @click.command(short_help="Keep an iteration whatever retention is asked for.")
-@click.argument("root")
+@click.argument("root", type=PATH)
 @click.argument("iteration", type=_ITERATION)
 @command
 def pin(root: str, iteration: int, *, as_json: bool) -> None:
@@ -79,7 +79,7 @@ def pin(root: str, iteration: int, *, as_json: bool) -> None:
 
 
 @click.command(short_help="Let a pinned iteration go the way of all others again.")
-@click.argument("root")
+@click.argument("root", type=PATH)
 @click.argument("iteration", type=_ITERATION)
 @command
 def unpin(root: str, iteration: int, *, as_json: bool) -> None:

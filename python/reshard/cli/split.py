@@ -7,14 +7,14 @@ from typing import Any
 import click
 
 from reshard.cli.conversion import carry_out, options
-from reshard.cli.output import command
+from reshard.cli.output import PATH, command
 
 __all__ = ["split"]
 
 
 @click.command(short_help="Split whole weights into the part of each rank.")
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=PATH)
+@click.argument("dst", type=PATH)
 @click.option(
     "--to",
     type=click.Choice(["checkpoint1", "checkpoint2", "safetensors"]),
@@ -24,12 +24,14 @@ __all__ = ["split"]
 )
 @click.option(
     "--strategy",
+    type=PATH,
     metavar="PATH",
     help="How DST is cut: a strategy file, or the folder with those of all stages. The same as --layout.",
 )
-@click.option("--layout", metavar="FILE", help="How DST is cut: a layout file, or a strategy.")
+@click.option("--layout", type=PATH, metavar="FILE", help="How DST is cut: a layout file, or a strategy.")
 @click.option(
     "--source-strategy",
+    type=PATH,
     metavar="PATH",
     help="How SRC is cut, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
 )

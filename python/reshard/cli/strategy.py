@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.output import command, echo, echo_facts, echo_json, echo_table, plain_table, shown, warn
+from reshard.cli.output import (
+    PATH,
+    command,
+    echo,
+    echo_facts,
+    echo_file,
+    echo_json,
+    echo_table,
+    plain_table,
+    shown,
+    warn,
+)
 from reshard.words import listed
 
 if TYPE_CHECKING:
@@ -32,8 +43,8 @@ def strategy() -> None:
 
 
 @strategy.command(short_help="One file of the files of all stages.")
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=PATH)
+@click.argument("dst", type=PATH)
 @click.option("--overwrite", is_flag=True, help="Replace DST, if it is a strategy file.")
 @command
 def merge(src: str, dst: str, *, overwrite: bool, as_json: bool) -> None:
@@ -61,7 +72,7 @@ def merge(src: str, dst: str, *, overwrite: bool, as_json: bool) -> None:
 
 
 @strategy.command(short_help="What a strategy says of each tensor.")
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option("--layout", "as_layout", is_flag=True, help="Print it as a layout file.")
 @command
 def show(path: str, *, as_layout: bool, as_json: bool) -> None:
@@ -80,7 +91,7 @@ def show(path: str, *, as_layout: bool, as_json: bool) -> None:
         if as_json:
             echo_json(layout.to_mapping())
         else:
-            echo(str(layout), end="")
+            echo_file(str(layout))
         if layout.uncertain:
             warn(
                 f"the strategy does not say how many dims these have: {listed(f'`{key}`' for key in layout.uncertain)}."

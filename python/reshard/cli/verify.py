@@ -9,6 +9,7 @@ import click
 
 import reshard
 from reshard.cli.output import (
+    PATH,
     STRATEGY_HELP,
     collected_warnings,
     command,
@@ -28,8 +29,8 @@ __all__ = ["verify"]
 
 
 @click.command(short_help="Prove every byte against the manifest.")
-@click.argument("path")
-@click.option("--strategy", metavar="PATH", help=STRATEGY_HELP)
+@click.argument("path", type=PATH)
+@click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
 @click.option("--cached", is_flag=True, help="Read through the page cache: faster, and proves less of the disk.")
 @click.option(
     "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads that read. Default: all processors."

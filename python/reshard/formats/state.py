@@ -279,7 +279,7 @@ def _refuse(value: object, path: str) -> NoReturn:
     kind = type(value)
     hint = "keep its `state_dict()`, or what it consists of: numbers, text, bytes, lists, tuples, sets, dicts, arrays"
     if isinstance(value, PerRank):
-        hint = "`per_rank` stands around a whole value of `extra`, not inside of one"
+        hint = "`per_rank` stands around a whole value of `extra=`, not inside of one"
     elif any(isinstance(value, plain) for plain in (dict, list, tuple, set, frozenset, str, int, float, np.ndarray)):
         base = next(plain.__name__ for plain in kind.__mro__[1:] if plain.__module__ in ("builtins", "numpy"))
         hint = f"what {kind.__name__} adds to a plain {base} would be lost: pass the {base}"

@@ -239,7 +239,7 @@ class _Inverter:
             raise LayoutError(
                 f"{len(parts)} of the {n_parts} parts of dim {dim} of {show(key)} were given, and they are uneven",
                 key=key,
-                hint="every rank gives what it holds, or tell the shape in `shapes`",
+                hint="every rank gives what it holds, or tell the shape in `shapes=`",
             )
         return sum(extent for extent, _ in parts.values())
 
@@ -263,7 +263,7 @@ class _Inverter:
                     f"{show(key)} is neither {instead} the same on all ranks: {shape} on rank {first} and {other} on "
                     f"rank {rank}",
                     key=key,
-                    hint="tell its shape in `shapes`",
+                    hint="tell its shape in `shapes=`",
                 )
         return shape
 

@@ -113,7 +113,7 @@ class _Stored:
         ranks = [rank for stage in stages for rank in stage]
         if len({len(stage) for stage in stages}) > 1 or len(set(ranks)) != len(ranks):
             raise LayoutError(
-                "the rank lists of the tensors overlap or differ in length: no one mesh has them as stages",
+                "tensors lie on different groups of ranks, which are not the stages of one mesh",
                 hint="write a layout file",
             )
         number = {stage: n for n, stage in enumerate(stages)}

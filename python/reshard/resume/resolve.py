@@ -176,9 +176,11 @@ def left_behind(folders: tuple[Folder, ...], tracker: int | None) -> dict[int, i
     """Iterations that a later run passed over, each with the iteration that says so.
 
     What was saved under such a number by that run itself or after it is another checkpoint, told by its epoch. And if
-    the tracker moved on to the passed-over iteration after the record's own, somebody wanted it back.
+    the tracker moved on to the passed-over iteration after the record's own, somebody wanted it back: the tracker names
+    it now, or it did when a later run saved.
     """
     epochs = {folder.iteration: folder.epoch for folder in folders}
+    named = {(folder.previous_tracker, folder.epoch) for folder in folders}
     found: dict[int, int] = {}
     for folder in sorted(folders, key=lambda one: one.epoch or 0):
         if folder.epoch is None:
@@ -186,7 +188,8 @@ def left_behind(folders: tuple[Folder, ...], tracker: int | None) -> dict[int, i
         for iteration in folder.passed_over:
             epoch = epochs.get(iteration)
             is_older = epoch is None or epoch < folder.epoch
-            is_wanted_back = iteration == tracker and folder.is_tracked
+            was_named = any(one == iteration and later is not None and later > folder.epoch for one, later in named)
+            is_wanted_back = folder.is_tracked and (iteration == tracker or was_named)
             if iteration != folder.iteration and is_older and not is_wanted_back:
                 found[iteration] = folder.iteration
     return found

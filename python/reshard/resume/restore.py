@@ -183,9 +183,10 @@ class _Batches:
         """What was scaled and what was rounded, or why nothing was."""
         if self.schedule is not None:
             reasons.append("the batch grows with the samples seen: steps are not scaled")
-        elif self.saved is None or self.new is None:
-            sizes = f"{self.saved or 'unknown'} -> {self.new or 'unknown'}"
-            reasons.append(f"global_batch_size {sizes}: steps are not scaled")
+        elif self.new is None and self.saved is not None:
+            reasons.append(f"the steps are those of the checkpoint, {self.saved} samples each: no other size was given")
+        elif self.saved is None and self.new is not None:
+            reasons.append("the checkpoint records no global batch size: steps are not scaled")
         if scaling is None:
             return
         sizes = f"{self.saved} -> {self.new}"

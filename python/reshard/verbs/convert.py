@@ -312,8 +312,8 @@ def _apart(to: Target, source: Checkpoint) -> Collection[str]:
 def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_format: Mapping[str, object]) -> None:
     if to in ("huggingface", "mindspore") and layout is not None:
         raise ArgumentError(
-            f'to="{to}" holds whole tensors: `layout` has no meaning there',
-            hint='leave `layout` out, or choose to="checkpoint2", to="checkpoint1" or to="safetensors"',
+            f'`to="{to}"` holds whole tensors: `layout` has no meaning there',
+            hint='leave `layout=` out, or choose `to="checkpoint2"`, `to="checkpoint1"` or `to="safetensors"`',
         )
     if to == "safetensors" and layout is not None and target.suffix == ".safetensors":
         raise ArgumentError(
@@ -324,7 +324,7 @@ def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_forma
     for name, value in of_format.items():
         has_it = to in ("checkpoint2", "checkpoint1") or (name == "modes" and to == "mindspore")
         if value is not None and not has_it:
-            raise ArgumentError(f'`{name}` belongs to to="checkpoint2"; the destination is "{to}"')
+            raise ArgumentError(f'`{name}` belongs to `to="checkpoint2"`; the destination is "{to}"')
     if of_format["modes"] not in (None, "original"):
         raise ArgumentError(f'`modes` is {of_format["modes"]!r}; "original" is accepted')
     iteration = of_format["iteration"]

@@ -224,7 +224,7 @@ def _check_free(planned: Sequence[_Planned]) -> None:
         raise DestinationExistsError(
             f"{listed((show(str(path)) for path in there), 1)} exists",
             path=str(there[0]),
-            hint="choose another destination, or give `overwrite` to replace what is there",
+            hint="choose another destination, or give `overwrite=True` to replace what is there",
         )
 
 
@@ -267,7 +267,7 @@ def _check_unique(source: Path, names: Sequence[tuple[str, str]]) -> None:
                 f"{show(other)} and {show(old)} of {show(str(source))} would both be {show(new)}",
                 path=str(source),
                 key=old,
-                hint="give one of them another name in `name_map`",
+                hint="give one of them another name in `name_map=`",
             )
 
 

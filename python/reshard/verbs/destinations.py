@@ -358,7 +358,7 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _
         raise DestinationExistsError(
             f"{target} holds {len(entries)} entries, such as {entries[0].name}",
             path=str(target),
-            hint="choose another destination, or give `overwrite` to replace the files of an earlier conversion",
+            hint="choose another destination, or give `overwrite=True` to replace the files of an earlier conversion",
         )
     names = (huggingface.INDEX_FILE, full_weights.MAP_FILE, tiles.TILES_FILE)
     for entry in entries:
@@ -375,7 +375,7 @@ def _check_file_free(job: Job) -> None:
     if not (target.exists() or target.is_symlink()):
         return
     if not job.overwrite:
-        raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite` to replace it")
+        raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite=True` to replace it")
     if not is_our_file(target):
         raise DestinationExistsError(
             f"{target} was not written by an earlier conversion", path=str(target), hint="choose another destination"

@@ -328,7 +328,7 @@ def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout
     if rank is None and n_ranks != world_size:
         raise ConfigError(
             f"parallel_config divides the model over {n_ranks} ranks, and this is one of {world_size}",
-            hint="start as many, or give `layout` and `rank`",
+            hint="start as many, or give `layout=` and `rank=`",
         )
     return ModelLayout.preset(config.model_path, **config.mesh)
 
@@ -438,7 +438,7 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
             f"{show(root)} was saved by {n_ranks} ranks, and this is rank {own} of {world_size}: its own file is not "
             "what it needs",
             path=root,
-            hint="give `layout`, what this run holds, and `strategy`, how the saved one was cut",
+            hint="give `layout=`, what this run holds, and `strategy=`, how the saved one was cut",
         )
     checkpoint = open_own(path_of(root, save, own), terms.method)
     if is_deduplicated(checkpoint, default=terms.config.dedup):
@@ -446,7 +446,7 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
         raise MismatchError(
             f"{show(root)} was saved without replicas: the own file of rank {own} lacks what other ranks wrote for it",
             path=root,
-            hint="give `strategy`, how it was cut, and as `layout` the same or what this run holds",
+            hint="give `strategy=`, how it was cut, and as `layout=` the same or what this run holds",
         )
     return checkpoint
 

@@ -6,17 +6,19 @@ manifest, counts as complete only if it can be opened.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
-from reshard.errors import ReshardError
+from reshard.errors import CheckpointNotFoundError, ReshardError
+from reshard.formats import checkpoint2
 from reshard.opening import reason_of
 from reshard.opening.folder import open_folder
+from reshard.small_files import show
 from reshard.write import retention
 from reshard.write.retention import Removed, pin, unpin
 
 if TYPE_CHECKING:
-    import os
     from pathlib import Path
 
 __all__ = ["Removed", "pin", "prune", "unpin"]
@@ -58,6 +60,8 @@ def prune(
         >>> reshard.prune("pruned", keep=1).iterations
         (2,)
     """
+    if not checkpoint2.list_iterations(root):
+        raise CheckpointNotFoundError(f"{show(os.fspath(root))} holds no iteration folder", path=os.fspath(root))
     return retention.apply(
         root, keep=keep, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run, original_fault=_fault
     )

@@ -60,7 +60,7 @@ class Share:
             raise ArgumentError(
                 f"`share` is ({self.index!r}, {self.count!r}); the index is from 0 to the count less 1, "
                 f"and there are at most {_MAX_SHARES}",
-                hint="the first of four shares is (0, 4)",
+                hint="the first of four shares is `share=(0, 4)`",
             )
 
     @property
@@ -207,7 +207,7 @@ def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> di
             raise DamagedFileError(
                 f"share {index} of {n_shares} does not hold the files that it told of",
                 path=str(folder / _name(index)),
-                hint=f"write it again: share=({index}, {n_shares})",
+                hint=f"write it again: `share=({index}, {n_shares})`",
             )
         all_told |= share
     if set(all_told) != set(names):

@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.errors import DestinationExistsError, ReshardError
+from reshard.errors import DestinationExistsError, ReshardError, hints_without
 from reshard.formats import checkpoint2, manifest
 from reshard.formats.checkpoint2_common import CommonInfo
 from reshard.verbs.destinations import (
@@ -96,6 +96,7 @@ def _publish(
     options = job.options
     is_new, was_there = not job.target.exists(), os.path.lexists(job.target / folder_name)
     with (
+        hints_without("takeover"),
         made_folder(job.target, mode=options.folder_mode, durable=options.durable),
         _claimed(job.target, is_new=is_new),
     ):
@@ -187,5 +188,5 @@ def _check_root_free(job: Job, folder_name: str) -> None:
         raise DestinationExistsError(
             f"{target} holds {len(entries)} entries, such as {entries[0]}",
             path=str(target),
-            hint=f"choose another root, or give `overwrite` to replace {folder_name} in this one and nothing else",
+            hint=f"choose another root, or give `overwrite=True` to replace {folder_name} in this one and nothing else",
         )

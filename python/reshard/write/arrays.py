@@ -162,7 +162,7 @@ def as_array(value: object) -> tuple[np.ndarray, str]:
     if array is None:
         raise ArgumentError(
             f"expected an array, a tensor, or what has DLPack or the buffer protocol, found {type(value).__name__}",
-            hint="numbers are saved as arrays (`np.int64(7)`); other state belongs into `extra`",
+            hint="numbers are saved as arrays (`np.int64(7)`); other state belongs into `extra=`",
         )
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))

@@ -180,7 +180,7 @@ def finish_previous(timeout: float) -> None:
         raise ReshardError(
             f"the save of iteration {previous.iteration} is still under way after {timeout:g} s, and one at a time "
             "can be",
-            hint="save more seldom, or give it a longer `timeout`",
+            hint="save more seldom, or give it a longer `timeout=`",
         )
     with _lock:
         if _pending is previous:

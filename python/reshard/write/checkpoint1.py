@@ -469,12 +469,12 @@ def _check_whole(plan: IterationPlan, how: How, *, has_layout: bool) -> None:
     if how.only_strategy:
         raise ArgumentError(
             "`only_save_strategy` writes how tensors are cut over ranks",
-            hint="there is one rank: it holds them whole" if has_layout else "give `layout`",
+            hint="there is one rank: it holds them whole" if has_layout else "give `layout=`",
         )
     if plan.not_expressible:
         key, reason = next(iter(plan.not_expressible.items()))
         raise UnsupportedError(
             f"Checkpoint 1.0 cannot say how {show(key)} is cut: {reason}",
             key=key,
-            hint='save with `format="checkpoint2"`' if has_layout else "give `layout`",
+            hint='save with `format="checkpoint2"`' if has_layout else "give `layout=`",
         )

@@ -35,7 +35,18 @@ from reshard.write import process_end, steps
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LOCK_FILE", "WRITERS_FOLDER", "Claim", "check", "held", "hold", "living_claim", "locked", "release"]
+__all__ = [
+    "LOCK_FILE",
+    "WRITERS_FOLDER",
+    "Claim",
+    "check",
+    "held",
+    "hold",
+    "is_alive",
+    "living_claim",
+    "locked",
+    "release",
+]
 
 LOCK_FILE = ".lock"
 WRITERS_FOLDER = ".writers"
@@ -162,6 +173,23 @@ def held(root: Path) -> Claim | None:
     return _held.get((found.st_dev, found.st_ino))
 
 
+def is_alive(root: Path, epoch: int) -> bool | None:
+    """Whether the process with a claim of this number still writes; None: it runs where it cannot be seen from here.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    writers = root / WRITERS_FOLDER
+    epochs = _epochs(writers)
+    if not epochs or epochs[-1] != epoch:
+        return False  # released, or overtaken by a later claim
+    owner = _owner(writers / f"epoch_{epoch}")
+    if owner is not None and owner.get("pid") == os.getpid() and held(root) is not None:
+        return True
+    is_dead = _is_dead(owner, is_real_lock=False)
+    return None if is_dead is None else not is_dead
+
+
 def check(claim: Claim) -> None:
     """Check that a claim is still the highest: that nobody has overtaken this process.
 
@@ -188,7 +216,7 @@ def check(claim: Claim) -> None:
         raise ClaimedError(
             f"the claim {show(str(path))} of this process was removed",
             path=str(claim.root),
-            hint="give `takeover` to claim the root again",
+            hint="start the program again; `takeover=True` claims the root again",
         )
 
 
@@ -426,5 +454,5 @@ def _claimed(root: Path, owner: dict[str, object] | None) -> ClaimedError:
     return ClaimedError(
         f"{show(str(root))} is claimed by {_describe(owner)}, which is alive",
         path=str(root),
-        hint="end that job or give this one another root; `takeover` overtakes it, and its saves fail from then on",
+        hint="end that job or give this one another root; `takeover=True` overtakes it: its saves fail from then on",
     )

@@ -132,7 +132,7 @@ def facts_of(
                 raise ArgumentError(
                     f"{show(array.name)} is a shard without an offset, and there is no layout to say where it lies",
                     key=array.name,
-                    hint="write `reshard.Shard(array, global_shape, offset)`, or give `layout`",
+                    hint="write `reshard.Shard(array, global_shape, offset)`, or give `layout=`",
                 )
             if told.setdefault(array.name, array.global_shape) != array.global_shape:
                 raise MismatchError(
@@ -205,7 +205,7 @@ def _by_boxes(
                 raise ArgumentError(
                     f"rank {rank} of {n_ranks} gave {show(name)} as a plain array: whole, or a part of a tensor?",
                     key=name,
-                    hint="give `layout`, or `reshard.Shard(array, global_shape, offset)`",
+                    hint="give `layout=`, or `reshard.Shard(array, global_shape, offset)`",
                 )
             offset = (0,) * len(fact.shape) if fact.offset is None else fact.offset
             boxes[name][rank] = (offset, fact.shape)
@@ -296,7 +296,7 @@ def _with_members(
             raise ArgumentError(
                 f"{show(name)} is several tensors joined into one array, and it does not tell which",
                 key=name,
-                hint="tell the global shape of each of them in `shapes`",
+                hint="tell the global shape of each of them in `shapes=`",
             )
     return shapes, members
 

@@ -180,7 +180,7 @@ def begin(
             check_above_tracker(root, iteration, tracker)
         if os.path.lexists(folder) and not overwrite:
             raise DestinationExistsError(
-                f"{show(str(folder))} is there already", path=str(folder), hint="give `overwrite` to replace it"
+                f"{show(str(folder))} is there already", path=str(folder), hint="give `overwrite=True` to replace it"
             )
         check_space(root, planned_bytes, durable=durable)
         number = secrets.token_hex(16)
@@ -408,7 +408,7 @@ def check_above_tracker(root: Path, iteration: int, tracker: int | None) -> None
     if tracker is not None and iteration < tracker:
         raise ArgumentError(
             f"iteration {iteration} is below {tracker}, which the tracker of {show(str(root))} names",
-            hint="if the run went back on purpose give `rollback`; another run needs another root",
+            hint="if the run went back on purpose give `rollback=True`; another run needs another root",
         )
 
 
@@ -598,5 +598,5 @@ def _appeared(attempt: Attempt) -> DestinationExistsError:
         path=str(attempt.folder),
         hint="something else writes into this root: stop it, and save again"
         if attempt.replaces
-        else "give `overwrite` to replace it",
+        else "give `overwrite=True` to replace it",
     )

@@ -23,7 +23,8 @@ from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import checkpoint2, save_log
 from reshard.formats import manifest as manifests
-from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE
+from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE, TRACKED_FILE
+from reshard.resume import resolve
 from reshard.small_files import show
 from reshard.write import claims, staging, steps, trash
 from reshard.write.steps import UNFINISHED_FILE
@@ -216,7 +217,7 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    with claims.locked(_existing(root)):
+    with claims.locked(_folder(root, iteration).parent):
         folder = _folder(root, iteration)
         with contextlib.suppress(FileExistsError):
             steps.make_file(folder / PINNED_FILE, durable=True)
@@ -229,15 +230,10 @@ def unpin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    with claims.locked(_existing(root)):
+    with claims.locked(_folder(root, iteration).parent):
         folder = _folder(root, iteration)
         steps.remove_file(folder / PINNED_FILE)
         steps.sync(folder)
-
-
-def _existing(root: str | os.PathLike[str]) -> Path:
-    checkpoint2.list_iterations(root)
-    return Path(root)
 
 
 def _folder(root: str | os.PathLike[str], iteration: int) -> Path:
@@ -255,12 +251,10 @@ def _folder(root: str | os.PathLike[str], iteration: int) -> Path:
 def _look(root: Path, judge: Callable[[Path], str | None]) -> tuple[list[Facts], int | None]:
     candidates = checkpoint2.resolve_candidates(root)
     found = {iteration: (name, *_judge(root / name, judge)) for iteration, name in candidates.folders}
-    # Refused by a save of a later claim: what has been saved again since is not meant.
-    epochs: dict[int, int] = {}
-    for _, manifest, _ in found.values():
-        for one in manifest.passed_over if manifest else ():
-            assert manifest is not None
-            epochs[one] = max(epochs.get(one, 0), manifest.epoch)
+    behind = resolve.left_behind(
+        tuple(_folder_facts(root, iteration, name, manifest) for iteration, (name, manifest, _) in found.items()),
+        candidates.tracker,
+    )
     facts = [
         Facts(
             iteration=iteration,
@@ -269,11 +263,20 @@ def _look(root: Path, judge: Callable[[Path], str | None]) -> tuple[list[Facts],
             is_verified=manifest is not None and fault is None,
             is_pinned=os.path.lexists(root / name / PINNED_FILE),
             is_debris=fault is not None and staging.unfinished(root / name) == REMOVED,
-            is_passed_over=epochs.get(iteration, -1) > (manifest.epoch if manifest else -1),
+            is_passed_over=iteration in behind,
         )
         for iteration, (name, manifest, fault) in sorted(found.items())
     ]
     return facts, candidates.tracker
+
+
+def _folder_facts(root: Path, iteration: int, name: str, manifest: Manifest | None) -> resolve.Folder:
+    is_tracked = os.path.lexists(root / name / TRACKED_FILE)
+    if manifest is None:
+        return resolve.Folder(iteration, name, is_tracked)
+    return resolve.Folder(
+        iteration, name, is_tracked, manifest.epoch, manifest.previous_tracker, tuple(manifest.passed_over)
+    )
 
 
 def _judge(folder: Path, judge: Callable[[Path], str | None]) -> tuple[Manifest | None, str | None]:

@@ -1,0 +1,132 @@
+"""What lies in a checkpoint root, or in the iteration that is read, and is no part of a checkpoint.
+
+Folders of saves that did not end, iterations that are being removed, copies under other names, files of others. None of
+it is read or changed by a restart.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.errors import ReshardError
+from reshard.formats import checkpoint2, save_log
+from reshard.formats import manifest as manifests
+from reshard.write import claims, staging, steps, trash
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.checkpoint import Checkpoint
+
+__all__ = ["Leftover", "leftovers_in_iteration", "leftovers_in_root"]
+
+_MAX_FILES = 100_000  # whose sizes are added
+_OURS = frozenset(
+    (
+        checkpoint2.TRACKER_FILE,
+        save_log.SAVE_LOG_FILE,
+        claims.LOCK_FILE,
+        claims.WRITERS_FOLDER,
+        staging.STAGING_FOLDER,
+        trash.TRASH_FOLDER,
+        "strategy",  # of runs that MindSpore Transformers or a save in Checkpoint 1.0 made
+    )
+)
+_OURS_IN_ITERATION = frozenset(
+    (manifests.MANIFEST_FILE, manifests.TRACKED_FILE, manifests.PINNED_FILE, steps.UNFINISHED_FILE)
+)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file or folder that is no part of a checkpoint.
+
+    Attributes:
+        name: relative to the root.
+        what: what it is.
+        n_bytes: its size; of a folder that of the files directly in it.
+    """
+
+    name: str
+    what: str
+    n_bytes: int
+
+
+def leftovers_in_root(root: Path) -> list[Leftover]:
+    """What lies in a root and is neither an iteration nor kept by saves. Raises StorageError if it cannot be listed."""
+    found = [_staged(root, name) for name in steps.names(root / staging.STAGING_FOLDER)]
+    for name in steps.names(root / trash.TRASH_FOLDER):
+        path = root / trash.TRASH_FOLDER / name
+        what = "removed, and still to be deleted: the next save does so"
+        found.append(Leftover(f"{trash.TRASH_FOLDER}/{name}", what, _n_bytes(path)))
+    repeated = dict(checkpoint2.resolve_candidates(root).ignored)
+    iterations = {name for _, name in checkpoint2.list_iterations(root)}
+    for name in steps.names(root):
+        if name in iterations or name in _OURS or (name.startswith(".") and name not in repeated):
+            continue
+        what = repeated.get(name) or f"{_kind(root / name)}, no part of the checkpoint"
+        found.append(Leftover(name, what, _n_bytes(root / name)))
+    return found
+
+
+def leftovers_in_iteration(checkpoint: Checkpoint) -> list[Leftover]:
+    """Files in the folder of a checkpoint that its manifest does not list; none without a manifest."""
+    manifest = checkpoint.manifest
+    if manifest is None or not checkpoint.path.is_dir():
+        return []
+    listed = {*manifest.shards, *manifest.files, *_OURS_IN_ITERATION}
+    return [
+        Leftover(
+            f"{checkpoint.path.name}/{name}",
+            f"{_kind(checkpoint.path / name)}, not in the manifest",
+            _n_bytes(checkpoint.path / name),
+        )
+        for name in steps.names(checkpoint.path)
+        if name not in listed
+    ]
+
+
+def _staged(root: Path, name: str) -> Leftover:
+    path = root / staging.STAGING_FOLDER / name
+    parsed = staging.StagedName.parse(name)
+    what = f"{_kind(path)}, no part of the checkpoint"
+    if name.startswith("share-"):
+        what = "shares of a conversion that is not finished"
+    if parsed is not None:
+        is_alive = claims.is_alive(root, parsed.epoch)
+        state = {
+            True: "in progress",
+            False: "that was interrupted: the next save publishes it if it is complete, and removes it otherwise",
+            None: "in progress or interrupted: another host writes into the root",
+        }[is_alive]
+        what = f"a save of iteration {parsed.iteration} {state}"
+    return Leftover(f"{staging.STAGING_FOLDER}/{name}", what, _n_bytes(path))
+
+
+def _kind(path: Path) -> str:
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return "file"
+    if stat.S_ISLNK(mode):
+        return "symbolic link"
+    return "folder" if stat.S_ISDIR(mode) else "file"
+
+
+def _n_bytes(path: Path) -> int:
+    try:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode):
+            return found.st_size
+        total = 0
+        with os.scandir(path) as entries:
+            for n_files, entry in enumerate(entries):
+                if n_files == _MAX_FILES:
+                    break
+                total += entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else 0
+    except (OSError, ReshardError):
+        return 0
+    return total

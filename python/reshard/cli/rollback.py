@@ -1,0 +1,55 @@
+"""`reshard rollback`: make the next restart resume from a given iteration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+import reshard
+from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, shown, warn
+
+__all__ = ["rollback"]
+
+
+@click.command(short_help="Make the next restart resume from a given iteration.")
+@click.argument("root", type=PATH)
+@click.argument("iteration", type=click.IntRange(0, 10**18 - 1))
+@click.option(
+    "--verify/--no-verify",
+    default=True,
+    show_default=True,
+    help="Compare every byte of the iteration with its manifest first, or only sizes and headers.",
+)
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads that read. Default: all processors."
+)
+@click.option("--dry-run", is_flag=True, help="Change nothing, and print what would change.")
+@command
+def rollback(root: str, iteration: int, *, verify: bool, threads: int | None, dry_run: bool, as_json: bool) -> None:
+    """Make the next restart of a run resume from ITERATION of the checkpoint root ROOT.
+
+    The tracker, latest_checkpointed_iteration.txt, is moved to ITERATION. Newer iterations stay on disk and a restart
+    does not take them; the first save of the resumed run records that. An iteration that is missing or damaged is
+    refused, and so is a root into which a running job writes: end the job first.
+
+    \b
+    Examples:
+      reshard rollback output/checkpoint 400 --dry-run
+      reshard rollback output/checkpoint 400
+    """
+    with collected_warnings() as logged, progress_bar() as progress:
+        changes = reshard.rollback(root, iteration, verify=verify, dry_run=dry_run, threads=threads, progress=progress)
+    if as_json:
+        echo_json({"root": root, "dry_run": dry_run, **dataclasses.asdict(changes), "warnings": logged})
+        return
+    before = "there was no valid tracker" if changes.previous is None else f"the tracker named {changes.previous}"
+    state = "every byte verified" if changes.verified else "only the structure was checked"
+    echo(
+        f"{shown(root)}: the next restart {'would resume' if dry_run else 'resumes'} from iteration {iteration} "
+        f"({before}; {state})"
+    )
+    if changes.newer:
+        echo(f"newer iterations, which stay on disk and are not taken: {', '.join(map(str, changes.newer))}")
+    for warning in logged:
+        warn(warning)

@@ -1,0 +1,117 @@
+"""Checkpoints that somebody may have meant who gave a path at which there is none: for hints of the command line.
+
+A folder that holds no checkpoint is searched below; a path that does not exist is compared with the names that do.
+Bounded: few levels, few entries, and no file is opened that detection does not open.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from pathlib import Path
+
+from reshard.errors import ReshardError
+from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface
+from reshard.words import nearest
+
+__all__ = ["near"]
+
+_MAX_DEPTH = 3  # levels below a folder that are searched
+_MAX_ENTRIES = 2000
+_MAX_FOUND = 3
+
+
+def near(path: str | os.PathLike[str]) -> list[str]:
+    """Paths of checkpoints near a path that is none: below it, or spelt like it.
+
+    Args:
+        path: what was given.
+
+    Returns:
+        At most three paths; none if the path is a checkpoint, or nothing is near it.
+
+    Example:
+        >>> near("output/chekpoint")  # doctest: +SKIP
+        ['output/checkpoint']
+    """
+    target = Path(path)
+    try:
+        if target.is_dir():
+            return [] if _is_checkpoint(target) else [str(found) for found in _below(target)]
+        if os.path.lexists(target):
+            return []
+        return [str(found) for found in _spelt_like(target)]
+    except OSError:
+        return []
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    try:
+        if checkpoint2.is_root(folder) or huggingface.detect(folder) or full_weights.detect(folder):
+            return True
+        return checkpoint1.is_root(folder)
+    except (ReshardError, OSError):
+        return False
+
+
+def _below(folder: Path) -> list[Path]:
+    """Folders below one that are checkpoints, the nearest first."""
+    found: list[Path] = []
+    queue = deque([(folder, 0)])
+    n_entries = 0
+    while queue and len(found) < _MAX_FOUND:
+        parent, depth = queue.popleft()
+        for name in _folders(parent):
+            n_entries += 1
+            if n_entries > _MAX_ENTRIES:
+                return found
+            if _is_checkpoint(parent / name):
+                found.append(parent / name)
+            elif depth + 1 < _MAX_DEPTH:
+                queue.append((parent / name, depth + 1))
+    return found[:_MAX_FOUND]
+
+
+def _folders(parent: Path) -> list[str]:
+    """Folders in a folder that are not hidden, by name."""
+    names: list[str] = []
+    try:
+        with os.scandir(parent) as entries:
+            for entry in entries:
+                if len(names) == _MAX_ENTRIES:
+                    break
+                if not entry.name.startswith(".") and entry.is_dir():
+                    names.append(entry.name)
+    except OSError:
+        return []
+    return sorted(names)
+
+
+def _spelt_like(target: Path) -> list[Path]:
+    """Existing paths that differ from one that does not exist in the spelling of some of its components."""
+    missing: list[str] = []
+    base = target
+    while base != base.parent and not base.is_dir():
+        missing.insert(0, base.name)
+        base = base.parent
+    found = [base]
+    for name in missing:
+        found = [
+            folder / other
+            for folder in found
+            for other in ([name] if (folder / name).exists() else _like(folder, name))
+        ][:_MAX_FOUND]
+    return found
+
+
+def _like(folder: Path, name: str) -> list[str]:
+    names: list[str] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if len(names) == _MAX_ENTRIES:
+                    break
+                names.append(entry.name)
+    except OSError:
+        return []
+    return nearest(name, sorted(names), _MAX_FOUND)

@@ -1,0 +1,173 @@
+"""Roll a checkpoint root back: the next restart resumes from a given iteration.
+
+The tracker is moved to that iteration. Newer iterations are marked as tracked, so that the reading rules of
+`resume.resolve` skip them; none is deleted. The first save after the restart records them as passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard import opening
+from reshard.checkpoint import Checkpoint
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, hints_without
+from reshard.formats import checkpoint1, checkpoint2
+from reshard.formats import manifest as manifests
+from reshard.opening.folder import open_folder
+from reshard.small_files import show
+from reshard.verbs.verify import verify as verify_checkpoint
+from reshard.words import listed
+from reshard.write import claims, protocol, recovery, staging
+
+if TYPE_CHECKING:
+    from reshard import _core
+
+__all__ = ["Rollback", "rollback"]
+
+_log = logging.getLogger("reshard")
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """What a rollback changed, or would change.
+
+    Attributes:
+        iteration: the iteration that the next restart resumes from.
+        previous: the iteration that the tracker named before; None: there was no valid tracker.
+        newer: iterations above it, ascending. They stay on disk and a restart does not take them.
+        verified: whether every byte of the iteration was compared with its manifest.
+    """
+
+    iteration: int
+    previous: int | None
+    newer: tuple[int, ...]
+    verified: bool
+
+
+@hints_without("takeover")
+def rollback(
+    root: str | os.PathLike[str],
+    iteration: int,
+    *,
+    verify: bool = True,
+    dry_run: bool = False,
+    threads: int | None = None,
+    progress: _core.Progress | None = None,
+) -> Rollback:
+    """Make the next restart resume from an iteration of a root, which may be older or newer than the tracker's.
+
+    The tracker is moved to `iteration`. Newer iterations stay on disk, and a restart skips them. The first save of the
+    run that resumes here may have a lower number than they have; it replaces the one of its own number.
+
+    Args:
+        root: the root of a Checkpoint 2.0 tree. No other process may write into it.
+        iteration: the iteration to resume from. It must be complete.
+        verify: compare every byte of the iteration with its manifest first. False: only sizes, headers and the small
+            files are compared. Of an iteration without a manifest only the structure can be checked.
+        dry_run: change nothing, and report what would change.
+        threads: threads that read.
+        progress: called as `progress(done_bytes, total_bytes)`.
+
+    Returns:
+        What was changed.
+
+    Raises:
+        ArgumentError: the iteration is not an integer from 0 to 10**18 - 1.
+        CheckpointNotFoundError: there is no such root, or no such iteration in it.
+        ClaimedError: another process writes into the root.
+        DamagedFileError: the iteration is not complete, or bytes of it differ from its manifest.
+        StorageError: the system failed. The tracker names the old iteration or the new one.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> for iteration in (100, 200, 300):
+        ...     _ = reshard.save("rolled_back", iteration, {"w": np.full(4, iteration)})
+        >>> reshard.rollback("rolled_back", 200)
+        Rollback(iteration=200, previous=300, newer=(300,), verified=True)
+        >>> reshard.open("rolled_back").iteration
+        200
+    """
+    path = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
+    checkpoint2.iteration_folder_name(iteration)  # refuses what is no iteration
+    if dry_run:
+        is_verified = _check(_folder(path, iteration), verify=verify, threads=threads, progress=progress)
+        return _changes(path, iteration, verified=is_verified)
+    checkpoint2.list_iterations(path)  # refuses what is no folder, before anything is made in it
+    if not checkpoint2.is_root(path):
+        raise _not_found(path, iteration)
+    is_ours = claims.held(path) is not None
+    try:
+        # A save that was sealed and not published is published first: it is newer, and is not to be lost.
+        for line in recovery.recover(path):
+            _log.warning("%s: %s", path, line)
+        claim = claims.hold(path)
+        is_verified = _check(_folder(path, iteration), verify=verify, threads=threads, progress=progress)
+        with claims.locked(path):
+            claims.check(claim)
+            _check(_folder(path, iteration), verify=False)  # another process may have removed it meanwhile
+            changes = _changes(path, iteration, verified=is_verified)
+            _move(path, changes)
+    finally:
+        if not is_ours:
+            protocol.release(path)
+    return changes
+
+
+def _folder(root: Path, iteration: int) -> Path:
+    name = dict(checkpoint2.list_iterations(root)).get(iteration)
+    if name is None:
+        raise _not_found(root, iteration)
+    return root / name
+
+
+def _not_found(root: Path, iteration: int) -> CheckpointNotFoundError:
+    found = [str(number) for number, _ in checkpoint2.list_iterations(root)]
+    hint = "give the folder that holds the iteration folders"
+    if found:
+        hint = f"it holds {listed(reversed(found))}"
+    elif checkpoint1.is_root(root):
+        hint = "rank folders have no tracker: `load_checkpoint` of the configuration names the file to resume from"
+    return CheckpointNotFoundError(f"there is no iteration {iteration} in {show(str(root))}", path=str(root), hint=hint)
+
+
+def _check(folder: Path, *, verify: bool, threads: int | None = None, progress: _core.Progress | None = None) -> bool:
+    """Refuse an iteration that is not complete; whether all its bytes were compared."""
+    if not verify:
+        Checkpoint(open_folder(folder, "auto")).close()
+        return False
+    report = verify_checkpoint(folder, threads=threads, progress=progress)
+    for one in report.checkpoints:
+        for fault in one.faults:
+            name = "" if fault.file is None or fault.file in fault.message else f"{show(fault.file)}: "
+            raise DamagedFileError(
+                f"{show(str(folder))} is damaged: {name}{fault.message}",
+                path=str(folder),
+                hint="choose another iteration: `reshard verify` shows which are undamaged",
+            )
+    return all(one.verified for one in report.checkpoints)
+
+
+def _changes(root: Path, iteration: int, *, verified: bool) -> Rollback:
+    newer = tuple(number for number, _ in checkpoint2.list_iterations(root) if number > iteration)
+    return Rollback(iteration, checkpoint2.resolve_candidates(root).tracker, newer, verified)
+
+
+def _move(root: Path, changes: Rollback) -> None:
+    """Move the tracker, under the lock."""
+    for number, name in checkpoint2.list_iterations(root):
+        # Before the tracker moves: an iteration above it without the mark counts as one whose save was interrupted.
+        if number > changes.iteration and os.path.lexists(root / name / manifests.MANIFEST_FILE):
+            staging.mark_tracked(root / name, durable=True)
+    staging.move_tracker(root, changes.iteration, durable=True)
+    staging.mark_tracked(_folder(root, changes.iteration), durable=True)
+    first = next(iter(opening.order_of(root).candidates), None)
+    if first is None or first.iteration != changes.iteration:
+        found = "none" if first is None else f"iteration {first.iteration}, {first.reason}"
+        raise DamagedFileError(
+            f"{show(str(root))}: the tracker names iteration {changes.iteration} now, and a restart would take {found}",
+            path=str(root),
+        )

@@ -1,0 +1,312 @@
+"""Hints of the command line: what was meant, what lies around, and options instead of arguments of functions."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from tests import small_saves
+from tests.test_cli import all_commands, outcome, run
+
+import reshard
+from reshard import layout
+from reshard.cli import output
+from reshard.errors import ClaimedError, adapt_hint, hints_without
+from reshard.layout import BoundLayout
+from reshard.opening.near import near
+from reshard.verbs.demo import demo
+from reshard.write import claims, protocol
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Iterations 100 and 200, in a folder of a folder."""
+    root = tmp_path / "runs" / "checkpoint"
+    for iteration in (100, 200):
+        reshard.save(root, iteration, {"w": np.full((4, 6), iteration, np.float32)}, durable=False)
+    protocol.release(root)
+    return root
+
+
+# -- what was meant
+
+
+COMMANDS = [["inspect"], ["verify"], ["explain"], ["prune", "--keep", "3"], ["pin", "100"], ["rollback", "100"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_parent_or_a_typo_of_a_root_gets_a_hint(command: list[str], root: Path, tmp_path: Path) -> None:
+    for given in (root.parent, root.parent.parent, root.with_name("chekpoint"), tmp_path / "rnus" / "checkpoint"):
+        name, *more = command
+        result = run(name, given, *more)
+        assert result.exit_code != 0, given
+        assert f"hint: did you mean `{root}`?" in result.stderr, given
+    assert not (root.parent / ".lock").exists()
+
+
+def test_a_hint_names_the_iterations_that_are_there(root: Path) -> None:
+    result = run("inspect", root / "iteration_00000101")
+    assert f"`{root / 'iteration_00000100'}`" in result.stderr
+    assert json.loads(run("inspect", root.parent, "--json").stdout)["hint"] == f"did you mean `{root}`?"
+
+
+def test_either_side_of_a_comparison_gets_a_hint(root: Path, tmp_path: Path) -> None:
+    reshard.convert(root, tmp_path / "hf")
+    assert f"did you mean `{tmp_path / 'hf'}`?" in run("diff", root, tmp_path / "hff").stderr
+    assert f"did you mean `{root}`?" in run("diff", root.parent, tmp_path / "hf").stderr
+
+
+def test_what_is_near_is_bounded_and_never_an_error(root: Path, tmp_path: Path) -> None:
+    assert near(root) == []
+    assert near(tmp_path / "nothing" / "like" / "it") == []
+    assert near(tmp_path / ("x" * 300)) == []
+    (tmp_path / "file").write_text("")
+    assert near(tmp_path / "file") == []
+    assert near(tmp_path / "file" / "below") == []
+    deep = tmp_path / "deep"
+    shutil.copytree(root, deep / "1" / "2" / "3" / "4")
+    assert near(deep) == []  # three levels are searched
+    assert near(deep / "1") == [str(deep / "1" / "2" / "3" / "4")]
+    loop = tmp_path / "loop"
+    loop.mkdir()
+    (loop / "again").symlink_to(loop)
+    assert near(loop) == []
+
+
+# -- what lies around
+
+
+def test_inspect_mentions_what_is_no_part_of_the_checkpoint(root: Path) -> None:
+    assert "also there" not in run("inspect", root).stdout
+    shutil.copytree(root / "iteration_00000100", root / "iteration_00000100.bak")
+    shutil.copytree(root / "iteration_00000100", root / "iteration_100")
+    (root / "iteration_00000300").symlink_to("iteration_00000100")
+    (root / "notes\x1b.txt").write_text("abc")
+    (root / "iteration_00000200" / "model.tmp").write_text("abcd")
+    staged = root / ".staging" / f"300.1.{'a' * 32}"
+    staged.mkdir(parents=True)
+    (staged / "part").write_bytes(bytes(2048))
+    (root / ".trash" / f"50.{'b' * 32}").mkdir(parents=True)
+    found = {
+        one["name"]: (one["what"], one["n_bytes"])
+        for one in json.loads(run("inspect", root, "--json").stdout)["leftovers"]
+    }
+    assert {name: what for name, (what, _) in found.items()} == {
+        f".staging/300.1.{'a' * 32}": "a save of iteration 300 that was interrupted: "
+        "the next save publishes it if it is complete, and removes it otherwise",
+        f".trash/50.{'b' * 32}": "removed, and still to be deleted: the next save does so",
+        "iteration_00000100.bak": "folder, no part of the checkpoint",
+        "iteration_100": "iteration 100 is read from iteration_00000100",
+        "iteration_00000300": "symbolic link, no part of the checkpoint",
+        "notes\x1b.txt": "file, no part of the checkpoint",
+        "iteration_00000200/model.tmp": "file, not in the manifest",
+    }
+    assert found[f".staging/300.1.{'a' * 32}"][1] == 2048
+    page = run("inspect", root).stdout
+    assert "also there, and not read:" in page
+    assert "  iteration_00000100.bak " in page
+    assert "notes\\x1b.txt" in page
+    assert "iteration_00000200  complete (taken, tracker)" in page
+
+
+def test_inspect_tells_a_save_in_progress_from_one_that_was_interrupted(root: Path) -> None:
+    attempt = protocol.begin(root, 300)
+    try:
+        for result in (run("inspect", root).stdout, outcome("inspect", root)[1]):
+            assert "a save of iteration 300 in progress (0 B)" in result
+    finally:
+        protocol.abandon(attempt)
+        os.makedirs(attempt.staging)  # noqa: PTH103  as if it had been killed
+        protocol.release(root)
+    assert "a save of iteration 300 that was interrupted" in run("inspect", root).stdout
+
+
+def test_many_leftovers_are_counted(root: Path) -> None:
+    for number in range(30):
+        (root / f"note{number:02d}").write_text("")
+    page = run("inspect", root).stdout
+    assert "and 20 more; --all lists them" in page
+    assert "note29" in run("inspect", root, "--all").stdout
+
+
+# -- options instead of arguments
+
+
+PACKAGE = Path(reshard.__file__).parent
+ARGUMENT = re.compile(r"`([a-z_]+)=([^`]*)`")
+
+
+def texts(node: ast.expr) -> list[str]:
+    """What an expression may be, as far as it is text; what is put in stands as `{}`."""
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+        return ["".join(map(str, parts))]
+    if isinstance(node, ast.IfExp):
+        return texts(node.body) + texts(node.orelse)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return ["".join(both) for both in itertools.product(texts(node.left) or ["{}"], texts(node.right) or ["{}"])]
+    return []
+
+
+def hints() -> list[tuple[str, str]]:
+    """Every hint in the package, with its place: keywords, and variables, of the name."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            value = None
+            if (isinstance(node, ast.keyword) and node.arg == "hint") or (
+                isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "hint" for t in node.targets)
+            ):
+                value = node.value
+            if value is not None:
+                found += [(f"{path.relative_to(PACKAGE)}:{value.lineno}", text) for text in texts(value)]
+    return found
+
+
+def arguments() -> set[str]:
+    """The arguments of all public functions, and of the public methods of public classes."""
+    public = [getattr(reshard, name) for name in reshard.__all__]
+    public += [layout.write_strategy, layout.merge_strategies, demo, BoundLayout]
+    names: set[str] = set()
+    for one in public:
+        members = [one]
+        if inspect.isclass(one):
+            members = [member for name, member in inspect.getmembers(one, callable) if not name.startswith("_")]
+        for member in members:
+            with contextlib.suppress(ValueError, TypeError):
+                names |= inspect.signature(member).parameters.keys()
+    return names
+
+
+def test_hints_name_arguments_that_there_are() -> None:
+    known = arguments()
+    found = hints()
+    assert len(found) > 100
+    named = [(place, match[1]) for place, text in found for match in ARGUMENT.finditer(text)]
+    assert len(named) > 20
+    for place, name in named:
+        # Trainers have arguments of their own.
+        assert name in known or place.startswith(("torch/", "torch_group.py")), (place, name)
+
+
+def test_hints_leave_options_to_the_command_line() -> None:
+    for place, text in hints():
+        assert "--" not in text or place.startswith("cli/"), (place, text)
+
+
+def test_hints_write_arguments_as_such() -> None:
+    """In backticks alone stand keys of layout files and configurations; these names are none of them."""
+    only_arguments = {
+        "takeover", "rollback", "overwrite", "strict_format", "drop", "prefix", "name_map", "strategy", "keys", "group",
+        "extra", "shapes", "dtype", "share", "timeout", "threads", "memory", "durable", "dedup",
+    }  # fmt: skip
+    for place, text in hints():
+        if not place.startswith("torch/"):
+            assert not only_arguments & set(re.findall("`([a-z_]+)`", text)), (place, text)
+
+
+def test_hints_on_the_command_line_name_options_that_the_command_has() -> None:
+    for name, command in all_commands():
+        if isinstance(command, click.Group):
+            continue
+        options = {one for param in command.params for one in (*param.opts, *param.secondary_opts)}
+        with click.Context(command):
+            for place, text in hints():
+                told = adapt_hint(text, output._option) or ""
+                assert not ARGUMENT.search(told), (name, place, told)
+                assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", told)) <= options, (name, place, told)
+
+
+def raised(command: str, error: reshard.ReshardError, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `reshard COMMAND a b` prints of an error."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(reshard, "diff" if command == "diff" else "convert", fail)
+    more = ["--layout", "c"] if command == "split" else []
+    result = run(command, "a", "b", *more)
+    facts = json.loads(run(command, "a", "b", *more, "--json").stdout)
+    assert facts["hint"] is None or f"hint: {facts['hint']}\n" in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "hint", "expected"),
+    [
+        ("convert", "give `overwrite=True` to replace it", "give --overwrite to replace it"),
+        ("convert", 'leave out `layout=`, or `to="checkpoint2"`', "leave out --layout, or --to checkpoint2"),
+        ("convert", "write it again: `share=(1, 4)`", "write it again: --share 1/4"),
+        ("convert", '`drop=["a b"]` leaves it out', "--drop 'a b' leaves it out"),
+        ("convert", "`dedup=False` makes files complete", "--no-dedup makes files complete"),
+        ("convert", "end that job; `takeover=True` overtakes it", "end that job"),
+        ("convert", "choose fewer; `keys=` selects some; `part=` a part", "choose fewer; --part a part"),
+        ("convert", "write `sizes`, or `to`", "write `sizes`, or `to`"),
+        ("convert", "`rollback=True`", None),
+        ("split", "give `strategy=`, the strategy files", "give --source-strategy, the strategy files"),
+        ("diff", "give `strategy=`, the strategy files", "give --strategy-a or --strategy-b, the strategy files"),
+    ],
+)  # fmt: skip
+def test_hints_are_in_the_words_of_the_command(
+    command: str, hint: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = raised(command, reshard.errors.LayoutError("no", hint=hint), monkeypatch)
+    assert printed == "error: no\n" + ("" if expected is None else f"hint: {expected}\n")
+
+
+def test_a_key_of_a_layout_file_is_no_option(tmp_path: Path) -> None:
+    reshard.save_file({f"layers.{i}.w": np.ones(4) for i in range(3)}, tmp_path / "m.safetensors")
+    (tmp_path / "layout.yaml").write_text(
+        'mesh: {pp: 2}\nrules: [{match: "*"}]\nplace: [{match: "layers.{i}.*", axis: pp}]\n'
+    )
+    result = run("convert", tmp_path / "m.safetensors", tmp_path / "out", "--layout", tmp_path / "layout.yaml")
+    assert "hint: write `sizes`, how many indices each coordinate holds, or `to`\n" in result.stderr
+
+
+def test_a_claimed_destination_names_no_argument_that_convert_lacks(root: Path, tmp_path: Path) -> None:
+    reshard.convert(root, tmp_path / "m.safetensors")
+
+    def hold() -> None:
+        claims.hold(root)
+        time.sleep(60)
+
+    child = small_saves.fork(hold)
+    try:
+        while not list((root / ".writers").iterdir()) or not claims.is_alive(
+            root, claims._epochs(root / ".writers")[-1]
+        ):
+            time.sleep(0.05)
+        with pytest.raises(ClaimedError) as caught:
+            reshard.convert(tmp_path / "m.safetensors", root, to="checkpoint2", iteration=300, overwrite=True)
+        assert caught.value.hint == "end that job or give this one another root"
+        with pytest.raises(ClaimedError, match="`takeover=True` overtakes it"):
+            reshard.save(root, 300, {"w": np.ones(2)}, durable=False)
+        for command in (
+            ["convert", tmp_path / "m.safetensors", root, "--to", "checkpoint2", "--overwrite"],
+            ["rollback", root, 100],
+        ):
+            assert "takeover" not in run(*command).output
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.result()
+
+
+def test_an_error_without_hints_passes_unchanged() -> None:
+    with pytest.raises(ClaimedError) as caught, hints_without("takeover"):
+        raise ClaimedError("no", hint="`takeover=True`")
+    assert caught.value.hint is None
+    assert adapt_hint(None, lambda name, value: name + value) is None

@@ -1,0 +1,186 @@
+"""What all commands have in common: quiet, progress, colours, sizes, completion."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+import pytest
+from tests.test_cli import PROGRAM, all_commands, on_terminal, outcome, run
+
+import reshard
+from reshard.cli import output
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Iterations 100 and 200."""
+    root = tmp_path / "runs" / "checkpoint"
+    for iteration in (100, 200):
+        reshard.save(root, iteration, {"w": np.full((4, 6), iteration, np.float32)}, durable=False)
+    return root
+
+
+def commands(root: Path, tmp_path: Path) -> dict[str, list[object]]:
+    """A call of each command that prints a result."""
+    full = tmp_path / "full.safetensors"
+    reshard.convert(root, full)
+    return {
+        "inspect": [root],
+        "verify": [root],
+        "convert": [root, tmp_path / "hf"],
+        "merge": [root, tmp_path / "merged"],
+        "diff": [root, full],
+        "explain": [root],
+        "rollback": [root, 200],
+        "prune": [root, "--keep", 5],
+        "pin": [root, 100],
+        "unpin": [root, 100],
+    }
+
+
+def test_quiet_prints_no_result_and_no_progress(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_LINE_SECONDS", 0.0)
+    for name, arguments in commands(root, tmp_path).items():
+        for written in ([name, *arguments, "--quiet"], [name, "-q", *arguments], ["--quiet", name, *arguments]):
+            shutil.rmtree(tmp_path / "hf", ignore_errors=True)
+            shutil.rmtree(tmp_path / "merged", ignore_errors=True)
+            result = run(*written)
+            assert (result.exit_code, result.output) == (0, ""), written
+        shutil.rmtree(tmp_path / "hf", ignore_errors=True)
+        shutil.rmtree(tmp_path / "merged", ignore_errors=True)
+        assert run(name, *arguments).stdout
+
+
+def test_quiet_is_an_option_of_every_command() -> None:
+    for name, command in all_commands():
+        if not isinstance(command, click.Group):
+            assert "--quiet" in [one for param in command.params for one in param.opts], name
+
+
+def test_quiet_prints_errors_warnings_json_and_files(root: Path, tmp_path: Path) -> None:
+    code, out, err = outcome("--quiet", "inspect", tmp_path / "absent")
+    assert (code, out, err.startswith("error: there is nothing at")) == (1, "", True)
+    assert json.loads(run("inspect", root, "--json", "-q").stdout)["iteration"] == 200
+    assert run("inspect", root, "--layout", "-q").stdout.startswith("mesh:")
+    (root / "latest_checkpointed_iteration.txt").write_text("x")
+    result = run("convert", root, tmp_path / "hf", "-q")
+    assert (result.stdout, "warning: " in result.stderr) == ("", True)
+    assert run("inspect", root).stdout  # a call without it is not quiet
+
+
+def test_progress_in_a_pipe_is_lines(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    reshard.save_file({f"w{i}": rng.random(1 << 20) for i in range(16)}, tmp_path / "m.safetensors")
+    monkeypatch.setattr(output, "_LINE_SECONDS", 0.0)
+    how = ("--memory", "16M", "--threads", 1)
+    result = run("convert", tmp_path / "m.safetensors", tmp_path / "a", *how)
+    lines = result.stderr.splitlines()
+    assert lines
+    for line in lines:
+        assert re.fullmatch(
+            r"[0-9]+%, [0-9.]+ [MKG]i?B of 128 MiB(, [0-9.]+ [MG]B/s, [0-9]+ s left)?|0%, 0 B of .*", line
+        )
+    assert result.stdout.startswith("wrote ")
+    assert run("convert", tmp_path / "m.safetensors", tmp_path / "b", *how, "--json").stderr == ""
+    assert run("convert", tmp_path / "m.safetensors", tmp_path / "c", *how, "--quiet").output == ""
+    monkeypatch.undo()
+    assert run("convert", tmp_path / "m.safetensors", tmp_path / "d", *how).stderr == ""  # it takes no 5 seconds
+
+
+def test_progress_that_nobody_reads_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_LINE_SECONDS", 0.0)
+
+    def fail(*_: object, **__: Any) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(output, "echo", fail)
+    lines = output.ProgressLines()
+    lines(0, 10)
+    lines(5, 10)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.1, "1 s"), (59.5, "1 min 0 s"), (125, "2 min 5 s"), (7260, "2 h 1 min")]
+)
+def test_durations(seconds: float, expected: str) -> None:
+    assert output._duration(seconds) == expected
+
+
+def test_no_color_is_without_bold(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    escape = re.compile("\x1b\\[[0-9;]*m")
+    assert escape.search(on_terminal("inspect", tmp_path / "absent")[2])
+    assert escape.search(on_terminal("inspect", root, both=True)[2])
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "error: there is nothing" in on_terminal("inspect", tmp_path / "absent")[2]
+    for arguments in (["inspect", tmp_path / "absent"], ["inspect", root], ["explain", root], ["demo", "--size", "8M"]):
+        assert not escape.search(on_terminal(*arguments, both=True)[2]), arguments
+
+
+def test_sizes_with_one_letter(root: Path, tmp_path: Path) -> None:
+    for text in ("5G", "512M", "1.5GiB", "64m", "500MB"):
+        result = run("convert", root, tmp_path / text, "--memory", text, "--max-shard-size", text)
+        assert result.exit_code == 0, result.output
+    assert run("diff", root, tmp_path / "5G", "--memory", "64M").exit_code == 0
+    result = run("convert", root, tmp_path / "x", "--memory", "5X")
+    assert (result.exit_code, 'hint: write it as "4GiB" or "4G"' in result.stderr) == (1, True)
+    assert run("demo", "--size", "2M").exit_code == 0
+
+
+def complete(words: str, word: str) -> list[str]:
+    """What click offers a shell for the last word, as `type,value` lines."""
+    n_words = len(words.split()) + 1
+    environment = {
+        **os.environ,
+        "_RESHARD_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"reshard {words} {word}",
+        "COMP_CWORD": str(n_words),
+    }
+    program = [sys.executable, "-c", PROGRAM[2].replace("main()", "main(prog_name='reshard')")]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_completion_of_commands_options_and_file_names() -> None:
+    assert complete("", "ver") == ["plain,verify"]
+    assert "plain,--keep" in complete("prune", "--ke")
+    assert complete("inspect", "/tm") == ["file,/tm"]
+    assert complete("convert src", "d") == ["file,d"]
+    assert complete("convert --layout", "l") == ["file,l"]
+    assert complete("explain --config", "t") == ["file,t"]
+    assert "plain,merge" in complete("strategy", "")
+
+
+def test_every_path_is_completed_as_one() -> None:
+    metavars = ("PATH", "FILE", "DIR", "FILE|PRESET")
+    for name, command in all_commands():
+        for param in command.params:
+            is_argument = isinstance(param, click.Argument) and param.name not in ("pattern", "iteration")
+            is_option = isinstance(param, click.Option) and param.metavar in metavars
+            assert (param.type is output.PATH) == (is_argument or is_option), (name, param.name)
+
+
+def test_completion_in_bash(tmp_path: Path) -> None:
+    """The line of the README, in a real shell."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash")
+    program = tmp_path / "bin" / "reshard"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\n" + PROGRAM[2].replace("; ", "\n"))
+    program.chmod(0o755)
+    script = 'eval "$(_RESHARD_COMPLETE=bash_source reshard)"; complete -p reshard'
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    done = subprocess.run([bash, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "_reshard_completion reshard" in done.stdout
