@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint import Checkpoint
+from reshard.collective import ALONE, capture
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import checkpoint1, checkpoint1_health, checkpoint2, full_weights, scalars
@@ -26,15 +27,14 @@ from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
 from reshard.resume.checkpoint1 import RankFolder, Save, SaveOrder, name_of_rank, order_saves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from reshard import _core
+    from reshard.collective import Collective
     from reshard.config import Config
 
 __all__ = [
-    "ALONE",
     "SavesRoot",
-    "Together",
     "counters_of",
     "gather_saves",
     "holds_optimizer",
@@ -43,55 +43,6 @@ __all__ = [
     "path_of",
     "saves_root",
 ]
-
-
-@dataclass(frozen=True)
-class Together:
-    """How the processes that look tell each other what they saw.
-
-    Attributes:
-        rank: this process.
-        world_size: how many look.
-        gather: from every process's value to all of them at process 0, None elsewhere.
-        agree: from every process's value, or the exception that it ended in, to all values on all of them; raises
-            on all what any of them ended in.
-    """
-
-    rank: int
-    world_size: int
-    gather: Callable[[Any], list[Any] | None]
-    agree: Callable[[object], list[Any]]
-
-    def each(self, work: Callable[[], Any]) -> list[Any]:
-        """What the work gives on every process."""
-        return self.agree(_attempt(work))
-
-    def first(self, own: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
-        """What process 0 makes of what the work gives on every process: only that is told to all."""
-        value = _attempt(own)
-        is_error = isinstance(value, BaseException)
-        gathered = self.gather(None if is_error else value)
-        if not is_error:
-            value = None
-            if gathered is not None and None not in gathered:
-                value = _attempt(lambda: combine(gathered))
-        return self.agree(value)[0]
-
-
-def _raise_or_list(outcome: object) -> list[Any]:
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return [outcome]
-
-
-ALONE = Together(0, 1, lambda value: [value], _raise_or_list)
-
-
-def _attempt(work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except BaseException as error:  # noqa: BLE001  raised on all processes
-        return error
 
 
 # -- what is asked for
@@ -159,7 +110,7 @@ def gather_saves(
     run: RunFacts,
     tree: SavesRoot,
     *,
-    together: Together = ALONE,
+    ranks: Collective = ALONE,
     method: _core.ReadMethod = "auto",
     faults: Mapping[str, str] | None = None,
 ) -> Facts:
@@ -169,7 +120,7 @@ def gather_saves(
         config: what is asked of it.
         run: the run that is about to start.
         tree: where it is, and what of it is wanted.
-        together: the processes that look; all call this.
+        ranks: the processes that look; all call this.
         method: how files are read, as in `reshard.open`.
         faults: what has proven damaged already, while it was loaded: why, by the path of rank 0's file.
 
@@ -184,15 +135,15 @@ def gather_saves(
 
     def combine(seen: list[dict[str, Any]]) -> dict[str, Any]:
         folders = {int(rank): folder for one in seen for rank, folder in one.items()}
-        ranks = {rank: _folder_from(value) for rank, value in sorted(folders.items())}
-        order = order_saves(ranks, by_time=config.by_timestamp, extension=config.load_format, named=tree.named)
+        found = {rank: _folder_from(value) for rank, value in sorted(folders.items())}
+        order = order_saves(found, by_time=config.by_timestamp, extension=config.load_format, named=tree.named)
         statuses, warning = _health(root) if config.healthy_only else ({}, None)
-        views.extend(_view(rank, folder) for rank, folder in ranks.items())
+        views.extend(_view(rank, folder) for rank, folder in found.items())
         told = {**asdict(order), "statuses": {one.name: statuses.get(one.name) for one in order.candidates}}
         return {**told, "warnings": [*order.warnings, *([warning] if warning else [])]}
 
-    own = (together.rank, together.world_size)
-    told = together.first(lambda: _look(root, own), combine)
+    own = (ranks.rank, ranks.world_size)
+    told = ranks.combine(capture(lambda: _look(root, own)), combine)
     order = SaveOrder(
         tuple(Save(**one) for one in told["candidates"]),
         tuple(Save(**one) for one in told["refused"]),
@@ -208,7 +159,7 @@ def gather_saves(
         known = (faults or {}).get(str(path_of(root, save.name, 0)))
         one = _candidate(root, save, order.n_ranks, known)
         if one.fault is None:
-            reports = together.each(lambda: _check(root, save.name, own, method))  # noqa: B023  done at once
+            reports = ranks.each(lambda: _check(root, save.name, own, method))  # noqa: B023  done at once
             one = _checked(one, reports, told["statuses"].get(save.name))
             if exact is not None and one.fault is None and one.iteration != exact:
                 one = replace(one, refusal=f"iteration {exact} was asked for")

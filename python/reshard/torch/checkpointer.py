@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import torch
 
 from reshard.checkpoint import Verify as VerifyOption
+from reshard.collective import Collective
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
-from reshard.group import agree, resolve, session
+from reshard.group import resolve, session
 from reshard.resume import RunFacts
 from reshard.torch import environment as environments
 from reshard.torch.checks import MAX_SEED, count, seconds
@@ -545,12 +546,7 @@ class Checkpointer:
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Do something on all ranks: what one raises, all raise."""
-        outcome: Any
-        try:
-            outcome = work()
-        except Exception as error:  # noqa: BLE001  the others are waiting to be told
-            outcome = error
-        return agree(session(self._group, "resume"), outcome, self._timeout)
+        return Collective(session(self._group, "resume"), self._timeout).each(work)
 
     def _begin(self, saver: Saver, decision: ResumeDecision, *, is_back: bool) -> None:
         """Everything is in place: agree on what the run is known by, and claim the root."""

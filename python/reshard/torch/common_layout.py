@@ -18,8 +18,9 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from reshard.collective import Collective
 from reshard.errors import LayoutError, MismatchError
-from reshard.group import agree, session
+from reshard.group import session
 from reshard.layout.file import LayoutFile
 from reshard.layout.patterns import Pattern, glob_of
 from reshard.layout.resolve import resolve
@@ -63,8 +64,8 @@ def distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float)
             raise parts
         return [[(part, [0])] for part in parts]
     channel = session(group, "what ranks hold")
-    digests: list[list[str]] = agree(
-        channel, parts if isinstance(parts, BaseException) else [_digest(part) for part in parts], timeout
+    digests: list[list[str]] = Collective(channel, timeout).share(
+        parts if isinstance(parts, BaseException) else [_digest(part) for part in parts]
     )
     assert not isinstance(parts, BaseException)
     ranks_of: list[dict[str, list[int]]] = [{} for _ in parts]

@@ -26,8 +26,9 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reshard.collective import Collective
 from reshard.errors import ArgumentError
-from reshard.group import TorchGroup, agree, session
+from reshard.group import TorchGroup, session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -244,7 +245,7 @@ class Rendezvous:
         left_s = notice.seconds - (time.monotonic() - seen)
         try:
             # However late it is: the others may come at once.
-            steps = agree(session(self._group, "notice"), step, min(timeout, max(left_s, LAST_WORDS_S)))
+            steps = Collective(session(self._group, "notice"), min(timeout, max(left_s, LAST_WORDS_S))).share(step)
         except BaseException:
             self._target = None
             self._number += 1

@@ -11,8 +11,9 @@ import signal
 import time
 from typing import TYPE_CHECKING, NoReturn
 
+from reshard.collective import Collective
 from reshard.errors import ReshardError
-from reshard.group import agree, session
+from reshard.group import session
 from reshard.torch.emergency import EXIT_CODE, LAST_WORDS_S
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def save_after(saver: Saver, error: BaseException, seconds: float) -> None:
         return
     own = [run.last, run.n_updates == 0 and not run.is_updating]
     what = f"{type(error).__name__} in the step after {run.last}"
-    states = agree(session(saver.group, "exception"), own, seconds)
+    states = Collective(session(saver.group, "exception"), seconds).share(own)
     if any(state != [run.last, True] for state in states):
         _log.error("%s: nothing is saved, the ranks are not at the end of one step: %s", what, states)
         return

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from reshard import _core, dtypes
+from reshard.collective import Collective
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import scalars
-from reshard.group import SingleProcess, agree, resolve, session
+from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
 from reshard.names import as_names, config_beside
 from reshard.small_files import parse_size
@@ -285,7 +286,7 @@ def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None
         yield members.rank, members.world_size
     except Exception as error:  # noqa: BLE001  every rank learns of it, and raises it
         outcome = error
-    agree(session(members, "convert"), outcome, timeout)
+    Collective(session(members, "convert"), timeout).share(outcome)
 
 
 def _target(to: Target | None, target: Path, layout: LayoutLike | None) -> Target:

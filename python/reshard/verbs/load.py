@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from reshard import opening
 from reshard.checkpoint import Checkpoint
+from reshard.collective import Collective, capture
 from reshard.config import Config, as_config, split_iteration
 from reshard.errors import (
     ArgumentError,
@@ -32,11 +33,11 @@ from reshard.errors import (
 )
 from reshard.formats import checkpoint2
 from reshard.formats.checkpoint2 import CommonInfo
-from reshard.group import agree, resolve, session
+from reshard.group import resolve, session
 from reshard.layout import ModelLayout
 from reshard.opening import registry
 from reshard.opening.facts import gather
-from reshard.opening.rank_facts import SavesRoot, Together, gather_saves, is_deduplicated, open_own, path_of, saves_root
+from reshard.opening.rank_facts import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.opening.rank_folders import open_rank_files, strategy_for
 from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, decide
 from reshard.small_files import show
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import LayoutLike, Part, Verify
     from reshard.config import ConfigLike
     from reshard.formats.base import StrategyLike
-    from reshard.group import Group
 
 __all__ = ["Loaded", "load", "load_async", "load_with"]
 
@@ -261,7 +261,7 @@ def load_with(
         (100, ['w'])
     """
     members = resolve(group)
-    channel = session(members, "load")
+    ranks = Collective(session(members, "load"), timeout)
 
     def prepare() -> _Terms:
         check()
@@ -279,14 +279,14 @@ def load_with(
                 checkpoint.scrub((members.rank, members.world_size), threads=threads)
             return read(checkpoint, decision)
 
-    terms, faults = _attempt(prepare), dict[str, str]()
+    terms, faults = capture(prepare), dict[str, str]()
     while True:
-        decision, open_it = _choose(channel, terms, faults, timeout)
+        decision, open_it = _choose(ranks, terms, faults)
         if decision.path is None:
             return decision, None
-        loaded = _attempt(lambda: read_from(open_it(), decision))  # noqa: B023  done before the next round
+        loaded = capture(lambda: read_from(open_it(), decision))  # noqa: B023  done before the next round
         damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
-        told = _agree(channel, damage or (loaded if isinstance(loaded, BaseException) else None), timeout)
+        told = ranks.share(damage or (loaded if isinstance(loaded, BaseException) else None))
         found = [(number, reason) for number, reason in enumerate(told) if reason is not None]
         if not found:
             assert not isinstance(loaded, BaseException)
@@ -336,24 +336,6 @@ def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout
 # -- together
 
 
-def _attempt(work: Callable[[], T]) -> T | BaseException:
-    """What the work gives, or the exception in which it ended: the other ranks are waiting to be told."""
-    try:
-        return work()
-    except BaseException as error:  # noqa: BLE001  raised on all ranks
-        return error
-
-
-def _agree(channel: Group, outcome: object, timeout: float) -> list[Any]:
-    """`group.agree`, in which an interrupt of this process stays one."""
-    try:
-        return agree(channel, outcome, timeout)
-    except Exception:
-        if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
-            raise outcome from None
-        raise
-
-
 @dataclass(frozen=True)
 class _Terms:
     """What is chosen by."""
@@ -368,20 +350,19 @@ class _Terms:
 
 
 def _choose(
-    channel: Group, terms: _Terms | BaseException, faults: Mapping[str, str], timeout: float
+    ranks: Collective, terms: _Terms | BaseException, faults: Mapping[str, str]
 ) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
     """The same decision on all ranks, and how this one opens what it names.
 
     Args:
-        channel: all its ranks call this.
+        ranks: all of them call this.
         terms: what is asked for, or why this rank cannot say.
         faults: folders that have proven damaged while they were loaded, with the reason.
-        timeout: seconds that a rank waits for the others.
     """
     opened: dict[str, Checkpoint] = {}
 
     def look(terms: _Terms) -> list[Any]:
-        tree = saves_root(terms.config, channel.world_size)
+        tree = saves_root(terms.config, ranks.world_size)
         if tree is not None:
             return [None, asdict(tree)]
         facts = gather(terms.config, terms.run, method=terms.method, faults=faults, opened=opened)
@@ -390,16 +371,16 @@ def _choose(
         return [asdict(facts), None if chosen is None else chosen.to_value()]
 
     outcome: object = terms if isinstance(terms, BaseException) else None
-    if channel.rank == 0 and not isinstance(terms, BaseException):
-        outcome = _attempt(lambda: look(terms))
-    value, chosen = _agree(channel, outcome, timeout)[0]
+    if ranks.rank == 0 and not isinstance(terms, BaseException):
+        outcome = capture(lambda: look(terms))
+    value, chosen = ranks.share(outcome)[0]
     assert isinstance(terms, _Terms)
     if value is None:
         # A host may have its ranks' folders under a path of its own.
-        tree = _attempt(lambda: saves_root(terms.config, channel.world_size) or SavesRoot(**chosen))
-        _agree(channel, tree if isinstance(tree, BaseException) else None, timeout)
+        tree = capture(lambda: saves_root(terms.config, ranks.world_size) or SavesRoot(**chosen))
+        ranks.share(tree if isinstance(tree, BaseException) else None)
         assert isinstance(tree, SavesRoot)
-        return _choose_save(channel, terms, tree, faults, timeout)
+        return _choose_save(ranks, terms, tree, faults)
     decision = _decide(terms, _facts(value))
     path = str(decision.path)
     if path in opened:
@@ -407,24 +388,18 @@ def _choose(
     if chosen is None:
         return decision, lambda: opening.open(path, method=terms.method)
     return decision, lambda: _open_same(
-        opening.Chosen.from_value(chosen), terms.method, min(_SIGHT_SECONDS, timeout / 2)
+        opening.Chosen.from_value(chosen), terms.method, min(_SIGHT_SECONDS, ranks.timeout / 2)
     )
 
 
 def _choose_save(
-    channel: Group, terms: _Terms, tree: SavesRoot, faults: Mapping[str, str], timeout: float
+    ranks: Collective, terms: _Terms, tree: SavesRoot, faults: Mapping[str, str]
 ) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
     """As `_choose`, of the saves of rank folders: all ranks look, and each may see its own folder alone."""
-    together = Together(
-        channel.rank,
-        channel.world_size,
-        lambda value: channel.gather(value, timeout=timeout),
-        lambda outcome: _agree(channel, outcome, timeout),
-    )
-    facts = gather_saves(terms.config, terms.run, tree, together=together, method=terms.method, faults=faults)
+    facts = gather_saves(terms.config, terms.run, tree, ranks=ranks, method=terms.method, faults=faults)
     decision = _decide(terms, facts)
     n_ranks = next((one.world_size or 0 for one in facts.candidates if one.path == decision.path), 0)
-    return decision, lambda: _open_save(terms, tree.path, Path(str(decision.path)).name, n_ranks, channel.world_size)
+    return decision, lambda: _open_save(terms, tree.path, Path(str(decision.path)).name, n_ranks, ranks.world_size)
 
 
 def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: int) -> Checkpoint:

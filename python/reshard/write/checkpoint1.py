@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from reshard.collective import Collective, capture
 from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, ReshardError, UnsupportedError
 from reshard.formats import checkpoint1, checkpoint1_health, mounts, scalars
 from reshard.small_files import show
@@ -31,7 +32,7 @@ from reshard.write.facts import LastMade, RankFacts, check_options, plan_iterati
 from reshard.write.rank_plan import Dealt, Naming, RankView
 from reshard.write.rank_side import FILE_MODE, FOLDER_MODE, RankSide, arrays_by_kind, folder_of, look, n_bytes_of
 from reshard.write.shard_files import maker
-from reshard.write.together import Own, SaveReport, Terms, append_to_log, meet, outcome_of, report_of
+from reshard.write.together import Own, SaveReport, Terms, append_to_log, report_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -173,8 +174,9 @@ def save_ranks(
     """
     rank = channel.rank
     coordinator = _Coordinator(terms, how, own) if rank == 0 and isinstance(own, Own) else None
-    told = outcome_of(lambda: _told(terms, how, channel, own))
-    agreed = _Agreed.from_json(meet(channel, told, None if coordinator is None else coordinator.plan, terms.timeout))
+    told = capture(lambda: _told(terms, how, channel, own))
+    ranks = Collective(channel, terms.timeout)
+    agreed = _Agreed.from_json(ranks.combine(told, None if coordinator is None else coordinator.plan))
     assert isinstance(own, Own)
 
     def files() -> dict[Any, Any]:
@@ -190,8 +192,8 @@ def save_ranks(
     strategy = None if coordinator is None else coordinator.strategy
     if coordinator is None and rank in agreed.strategy_by and own.layout is not None and agreed.shapes is not None:
         strategy = strategies.make(own.layout, agreed.shapes, terms.root)  # on a host of its own
-    side = RankSide(terms, rank, agreed.naming, outcome_of(files), own.extra, strategy)
-    job = _Job(terms, how, channel, side, coordinator, agreed.outdated, own.record, after)
+    side = RankSide(terms, rank, agreed.naming, capture(files), own.extra, strategy)
+    job = _Job(terms, how, ranks, side, coordinator, agreed.outdated, own.record, after)
     if blocking:
         return job.carry_out(started=started, progress=progress)
     stall_seconds = time.monotonic() - started
@@ -216,7 +218,7 @@ def check_ranks(terms: Terms, how: How, channel: Group, own: Own | BaseException
         assert isinstance(own, Own)
         _Coordinator(terms, how, own).check(told)
 
-    meet(channel, outcome_of(lambda: _told(terms, how, channel, own)), check, terms.timeout)
+    Collective(channel, terms.timeout).combine(capture(lambda: _told(terms, how, channel, own)), check)
 
 
 def _told(terms: Terms, how: How, channel: Group, own: Own | BaseException) -> dict[str, Any]:
@@ -234,7 +236,7 @@ class _Job:
 
     terms: Terms
     how: How
-    channel: Group
+    ranks: Collective
     side: RankSide
     coordinator: _Coordinator | None
     outdated: tuple[tuple[int, int], ...]
@@ -246,9 +248,9 @@ class _Job:
     ) -> SaveReport:
         """Steps 2 to 4; none raises once the save is complete, but see `GroupError` at `save`."""
         terms, side, coordinator = self.terms, self.side, self.coordinator
-        written = outcome_of(lambda: side.write(progress))
+        written = capture(lambda: side.write(progress))
         try:
-            summary = meet(self.channel, written, None if coordinator is None else coordinator.sum_up, terms.timeout)
+            summary = self.ranks.combine(written, None if coordinator is None else coordinator.sum_up)
         except BaseException as error:
             # Where ranks merely did not hear of each other, the others may have gone on: then what is written stays.
             is_told = isinstance(error, ReshardError) and not isinstance(error, GroupError)
@@ -278,9 +280,9 @@ class _Job:
                 coordinator.before_it_counts(self.side.file)
             self.side.make_count()
 
-        done = outcome_of(make_count)
+        done = capture(make_count)
         try:
-            meet(self.channel, done, None if coordinator is None else coordinator.complete, self.terms.timeout)
+            self.ranks.combine(done, None if coordinator is None else coordinator.complete)
         except GroupError as error:
             if coordinator is None or not coordinator.is_complete:
                 raise

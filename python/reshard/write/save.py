@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from reshard import _core
+from reshard.collective import Collective, capture
 from reshard.errors import ArgumentError
 from reshard.formats import checkpoint1_state, checkpoint2, mounts, state
 from reshard.formats.checkpoint2_common import CommonInfo
@@ -34,7 +35,7 @@ from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
 from reshard.write.facts import LastMade, RankFacts, check_options, facts_of, plan_iteration, planned_bytes
 from reshard.write.shard_files import maker
-from reshard.write.together import Own, Planned, SaveReport, Share, Terms, carry_out, meet, outcome_of
+from reshard.write.together import Own, Planned, SaveReport, Share, Terms, carry_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -333,7 +334,7 @@ def save(  # noqa: PLR0917
         return Own(arrays, facts, own_layout, counters, record, state_files)
 
     # What fails on this rank alone must reach the others as a value: they are waiting.
-    own = outcome_of(prepare)
+    own = capture(prepare)
     if format == "checkpoint1":
         if dry_run:
             checkpoint1.check_ranks(terms, how, channel, own)
@@ -352,13 +353,13 @@ def save(  # noqa: PLR0917
         planned = _plan(facts, told, own.layout, prefix=prefix, dedup=dedup, strict=strict_format)
         return [(file.rank, file.name, file.arrays) for file in planned.plan.files]
 
-    planned_files = meet(channel, own.facts.to_json() if isinstance(own, Own) else own, decide, timeout)
+    planned_files = Collective(channel, timeout).combine(own.facts.to_json() if isinstance(own, Own) else own, decide)
     assert isinstance(own, Own)
     if dry_run:
         return None
     arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in planned_files if of == members.rank}
     make = maker(_METADATA, threads, blocking=blocking, ready=ready)
-    files = outcome_of(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
+    files = capture(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
     share = Share(files, own.extra, own.common, own.record)
     if blocking:
         return carry_out(terms, channel, share, planned, started=started, progress=progress, after=after)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import _core
+from reshard.collective import Collective, capture
 from reshard.errors import DamagedFileError, GroupError, ReshardError, StorageError
 from reshard.formats import checkpoint2, mounts, save_log, state
-from reshard.group import agree
 from reshard.small_files import show, write_file_atomically
 from reshard.write import protocol, retention, taken
 from reshard.write.arrays import local_arrays
@@ -49,8 +49,6 @@ __all__ = [
     "append_to_log",
     "carry_out",
     "log_once",
-    "meet",
-    "outcome_of",
     "read_back",
     "report_of",
 ]
@@ -168,52 +166,6 @@ class _WrittenFile:
     sums: bytes = field(repr=False)
 
 
-def outcome_of(work: Callable[[], T]) -> T | BaseException:
-    """What the work gives, or the exception in which it ended.
-
-    Example:
-        >>> outcome_of(lambda: 1 // 0)
-        ZeroDivisionError('integer division or modulo by zero')
-    """
-    try:
-        return work()
-    except BaseException as error:  # noqa: BLE001  an interrupt, too, must not leave the other ranks waiting
-        return error
-
-
-def meet(channel: Group, own: object, decide: Callable[[list[Any]], R] | None, timeout: float) -> R:
-    """What rank 0 makes of what all ranks bring; every rank gets it, or the error of whoever failed.
-
-    Args:
-        channel: all its ranks call this.
-        own: this rank's value, JSON-able, or the exception in which it ended.
-        decide: what rank 0 does with the values of all ranks; it returns what is JSON-able. None on the others.
-        timeout: seconds that a rank waits for the others.
-
-    Raises:
-        GroupError: a rank did not answer in time.
-        ReshardError: a rank failed, or rank 0 decided so.
-
-    Example:
-        >>> from reshard.group import SingleProcess
-        >>> meet(SingleProcess(), 7, lambda brought: sum(brought), timeout=10)
-        7
-    """
-    failed = isinstance(own, BaseException)
-    try:
-        brought = channel.gather({"failed": True} if failed else {"value": own}, timeout=timeout)
-        outcome: Any = own if failed else None
-        if brought is not None and decide is not None and not any("failed" in one for one in brought):
-            values = [one["value"] for one in brought]
-            outcome = outcome_of(lambda: decide(values))
-        result: R = agree(channel, outcome, timeout)[0]
-    except Exception:
-        if isinstance(own, BaseException) and not isinstance(own, Exception):
-            raise own from None  # an interrupt stays one
-        raise
-    return result
-
-
 def report_of(terms: Terms, summary: dict[str, Any], started: float, stall_seconds: float | None) -> SaveReport:
     """The report of a save that rank 0 has summed up.
 
@@ -260,12 +212,13 @@ def carry_out(
         ReshardError: whatever a rank met.
     """
     coordinator = None if planned is None else _Coordinator(terms, share.common, planned, channel.world_size)
+    ranks = Collective(channel, terms.timeout)
     is_heard = True
     try:
-        begun = None if coordinator is None else outcome_of(coordinator.begin)
-        staging = Path(agree(channel, begun, terms.timeout)[0])
-        written = outcome_of(lambda: _write_own(staging, channel.rank, terms, share, progress))
-        summary = meet(channel, written, None if coordinator is None else coordinator.publish, terms.timeout)
+        begun = None if coordinator is None else capture(coordinator.begin)
+        staging = Path(ranks.share(begun)[0])
+        written = capture(lambda: _write_own(staging, channel.rank, terms, share, progress))
+        summary = ranks.combine(written, None if coordinator is None else coordinator.publish)
     except GroupError as error:
         if coordinator is None or coordinator.summary is None:
             raise
