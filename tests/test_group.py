@@ -383,7 +383,7 @@ def test_a_rank_that_contradicts_the_group() -> None:
         return timed(lambda: resolve(rank=0))["text"] if group.rank else None
 
     with Job(2, work) as job:
-        text = "`rank` is 0, but this process is rank 1 of 2\nhint: leave `rank` out: the group knows it"
+        text = "`rank` is 0, but this process is rank 1 of 2\nhint: leave `rank=` out: the group knows it"
         assert job.values() == [None, text]
     with pytest.raises(ArgumentError, match="`rank` is 3, but this process is rank 0 of 1"):
         resolve(rank=3)
