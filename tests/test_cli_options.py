@@ -184,3 +184,25 @@ def test_completion_in_bash(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
     done = subprocess.run([bash, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert "_reshard_completion reshard" in done.stdout
+
+
+def test_the_pages_of_a_healthy_torch_run_name_no_problem(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from reshard.torch import Checkpointer, ElasticSampler
+
+    root = tmp_path / "run"
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sampler = ElasticSampler(1000, seed=0, shuffle=True, global_batch_size=12, rank=0, world_size=1)
+    with Checkpointer(root, save_every=2, signals=()) as checkpointer:
+        checkpointer.resume(model=model, optimizer=optimizer, sampler=sampler)
+        for step in (1, 2):
+            loss = model(torch.rand(8, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step(step, loss=loss)
+    for command in ("inspect", "explain"):
+        page = run(command, root).output
+        assert not re.search("unknown|not one|warning|error|epochs done|never|damaged|unverified", page), page
+    assert "the steps are those of the checkpoint, 12 samples each" in run("explain", root).stdout
