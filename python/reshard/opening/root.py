@@ -6,14 +6,14 @@ be opened is taken. What changes meanwhile is looked at again, since a save that
 
 from __future__ import annotations
 
-import errno
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
+from reshard.errors import DamagedFileError, ReshardError
 from reshard.formats import checkpoint2, huggingface
 from reshard.formats import manifest as manifests
+from reshard.formats.scrub import is_damage
 from reshard.opening.folder import marks, open_folder
 from reshard.resume import resolve
 from reshard.small_files import show
@@ -29,10 +29,6 @@ __all__ = ["MAX_LOOKS", "best_of", "is_damage", "iterations", "newer_than", "ord
 _log = logging.getLogger("reshard")
 
 MAX_LOOKS = 5  # at a root that changes while it is looked at
-# Not the checkpoint's fault: another one would fare no better, and what is newest must not be lost to them.
-_NOT_DAMAGE = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EINTR, errno.ETIMEDOUT}
-)
 
 
 def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> resolve.Order:
@@ -148,16 +144,6 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
     told = "".join(f"\n  {line}" for line in lines)
     raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{told}", path=str(root))
-
-
-def is_damage(error: ReshardError) -> bool:
-    """Whether an error says that a checkpoint is no good, and not that this process could not look at it.
-
-    A valid manifest of a later version is good: a run must not fall back behind it because an older release reads it.
-    """
-    if isinstance(error, UnsupportedError) and Path(str(error.path)).name == manifests.MANIFEST_FILE:
-        return False
-    return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
 
 
 def reason_of(error: ReshardError) -> str:
