@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import ReshardError, StorageError
 from reshard.formats import manifest as manifests
 from reshard.formats.manifest import MANIFEST_FILE
-from reshard.small_files import read_small_file, show, write_file_atomically
+from reshard.small_files import read_small_file, show
 from reshard.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
         fault: what is wrong; None: nothing.
 
     Raises:
-        StorageError: the folder changed since, or the system failed. An earlier record stays.
+        StorageError: the folder changed since, or the system failed.
     """
     if state_of(folder, manifest) != state:
         raise StorageError(f"{show(str(folder))} changed while it was verified", path=str(folder))
@@ -118,7 +118,16 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
     told = None if fault is None else fault[:_MAX_FAULT] or "damaged"
     content = json.dumps({"version": 1, "state": state, "fault": told, "verified_at": now})
     path = file_of(folder)
-    write_file_atomically(path, content, _MODE, durable=False)
+    try:
+        # Not by a rename: a torn record counts for nothing, and a crash leaves no temporary file.
+        path.unlink(missing_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
+        try:
+            os.write(handle, content.encode())
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise StorageError(f"writing {show(str(path))}: {error.strerror}", path=str(path), errno=error.errno) from None
     sweep(path.parent)
 
 

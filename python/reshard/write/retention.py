@@ -22,6 +22,7 @@ being read is passed over. `apply` never fails a save: what the system refuses i
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -495,10 +496,11 @@ def _contents(
 
 def _judge(folder: Path, judge: Callable[[Path], str | None]) -> tuple[Manifest | None, str | None, bool]:
     """The manifest of a complete iteration, or why it is not complete, and whether that is merely not known."""
-    if staging.unfinished(folder) not in (None, REMOVED):
-        return None, "it is being written", False
     try:
-        if not os.path.lexists(folder / MANIFEST_FILE):
+        has_manifest = _is_there(folder / MANIFEST_FILE)
+        if staging.unfinished(folder) not in (None, REMOVED):
+            return None, "it is being written", False
+        if not has_manifest:
             is_ours = os.path.lexists(folder / UNFINISHED_FILE)
             return None, "it was being removed" if is_ours else judge(folder), False
         manifest = manifests.read(folder)
@@ -506,6 +508,18 @@ def _judge(folder: Path, judge: Callable[[Path], str | None]) -> tuple[Manifest 
     except ReshardError as error:
         return None, error.message, not is_damage(error)
     return manifest, None, False
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file; unlike `lexists`, a folder that may not be searched is an error. Raises StorageError."""
+    try:
+        with steps.failing("looking at", path):
+            path.lstat()
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return False
+        raise
+    return True
 
 
 def _original_fault(folder: Path) -> str | None:

@@ -200,8 +200,7 @@ def save(  # noqa: PLR0917
             of one number of ranks and one strategy, and `keep` counts the saves of this process.
         keep_every: keep every iteration that is a multiple of this.
         keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric.
-        metrics: numbers by name, such as the loss: kept in the manifest of the iteration and in `saves.jsonl`. They have
-            at most 1 MiB.
+        metrics: numbers by name, such as the loss: kept in the manifest of the iteration and in `saves.jsonl`.
         check_replicas: compare the sums of all copies of a shard first.
         verify_after_save: read back what was written, past the page cache, before it is published.
         strict_format: refuse tensors whose layout metadata.json cannot express, instead of describing them in
