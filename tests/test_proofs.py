@@ -133,6 +133,23 @@ def test_an_old_pinned_one_that_was_verified_does_not_stand_for_the_newest(root:
     assert there(root) == [10, 20, 25]
 
 
+def test_what_a_run_passed_over_goes_only_once_what_was_saved_since_is_verified(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20)
+    damage(tmp_path, 20)
+    assert reshard.load(tmp_path).iteration == 10
+    for iteration in (15, 25):
+        save(tmp_path, iteration, keep=5)
+    assert there(tmp_path) == [10, 15, 25]
+    assert recorded(tmp_path)[25]
+
+
+def test_where_nothing_is_to_be_removed_nothing_is_needed(reachable: Path) -> None:
+    save(reachable / "root", 10, 15)
+    readable(reachable / "root")
+    with nobody():
+        assert run("prune", reachable / "root", "--keep", 2)[0] == 0
+
+
 # -- what counts
 
 

@@ -120,7 +120,8 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
     path = file_of(folder)
     try:
         # Not by a rename: a torn record counts for nothing, and a crash leaves no temporary file.
-        path.unlink(missing_ok=True)
+        if os.path.lexists(path):
+            path.unlink()
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
         try:
             os.write(handle, content.encode())

@@ -185,9 +185,9 @@ def to_verify(
         tracker: the iteration that the tracker names, or None.
 
     Returns:
-        Iterations that stay and are newer than what goes, or would go if another one were verified. None where one of
-        them is verified, or where nothing goes that a restart could take. If none can be verified and nothing that
-        stays is, all that can be.
+        Iterations that a restart could take, that stay, and that are newer than those of them that go, or would go if
+        another one were verified. None where one is verified, or where nothing goes but debris. If none of them can be
+        verified and nothing that stays is, all that can be.
 
     Example:
         >>> facts = [Facts(n, f"iteration_{n:08d}", has_manifest=True) for n in (100, 200, 300)]
@@ -197,9 +197,9 @@ def to_verify(
     """
     counted = _counted(facts, tracker)
     going = {one.iteration for one in gone} | {one for one, reason in kept.items() if reason == _LAST_VERIFIED}
-    last = max((one.iteration for one in counted if one.iteration in going), default=None)
-    if last is None:
+    if not going - {one.iteration for one in gone if one.is_debris}:
         return []
+    last = max((one.iteration for one in counted if one.iteration in going), default=-1)
     newer = [one for one in reversed(counted) if one.iteration in kept and one.iteration > last]
     if any(one.is_verified for one in newer):
         return []
@@ -218,7 +218,8 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
         keep: as in `apply`.
 
     Returns:
-        True if there would be more than `keep` iterations and none of the newest `keep - 1` that are there is verified.
+        True if there would be more than `keep` iterations, or some that were passed over, and none of the newest
+        `keep - 1` that are there is verified.
 
     Raises:
         CheckpointNotFoundError, StorageError: the root cannot be listed.
@@ -232,7 +233,7 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
     """
     candidates = checkpoint2.resolve_candidates(root)
     there = [one for one in sorted(candidates.folders, reverse=True) if one[0] != iteration]
-    if len(there) < keep:
+    if len(there) < keep and not _has_passed_over(Path(root), there):
         return False
     n_left = keep - 1
     for number, name in there:
@@ -245,6 +246,16 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
             return False
         n_left -= proof is None
     return True
+
+
+def _has_passed_over(root: Path, there: Sequence[tuple[int, str]]) -> bool:
+    """Whether one of these iterations says that another one was refused when a run resumed below it."""
+    numbers = {number for number, _ in there}
+    for _, name in there:
+        with contextlib.suppress(ReshardError):
+            if numbers & set(manifests.read(root / name).passed_over):
+                return True
+    return False
 
 
 def _proof(folder: Path) -> proofs.Proof | None:
@@ -375,6 +386,8 @@ def remove(
         gone = decision.gone
         n_bytes = sum(_n_bytes(path / one.name) for one in gone)
         return Removed(tuple(one.iteration for one in gone), n_bytes, decision.kept, tuple(done.warnings))
+    if not decision.gone and not decision.first:
+        return Removed((), 0, decision.kept)
     for _ in range(_MAX_ROUNDS):
         while verify and decision.first:
             # Before the lock: comparing takes long, and saves wait for the lock.
