@@ -225,8 +225,8 @@ def test_hostile_names_are_refused(name: str, folder: Path) -> None:
 
 def test_a_later_version_is_told_from_damage(folder: Path) -> None:
     manifests.write(folder, make(folder))
-    rewritten(folder, sub(b'"version":1', b'"version":2,"new":[]'))
-    with pytest.raises(UnsupportedError, match="is of version 2; this release reads version 1"):
+    rewritten(folder, sub(b'"version":1', b'"version":3,"new":[]'))
+    with pytest.raises(UnsupportedError, match="is of version 3; this release reads versions 1 and 2"):
         manifests.read(folder)
 
 

@@ -18,17 +18,20 @@ from reshard.cli.output import (
     echo_table,
     hint_near,
     plain_table,
+    progress_bar,
     shown,
+    size,
 )
-from reshard.errors import ReshardError
 from reshard.formats.checkpoint1 import parse_file_name
-from reshard.resume.choose import NOT_NEEDED
+from reshard.resume.choose import NOT_NEEDED, NOT_REACHED, UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.config import Config
+    from reshard.errors import ReshardError
     from reshard.resume import Facts, RankView, ResumeDecision, Verdict, View
+    from reshard.verbs.explain import Answer
 
 __all__ = ["explain"]
 
@@ -46,6 +49,7 @@ _COUNT = click.IntRange(1, 2**62)
 @click.option("--dataset-steps", type=_COUNT, metavar="S", help="Steps in an epoch of the new run's dataset.")
 @click.option("--new-data", is_flag=True, help="The new run's data is other data.")
 @click.option("--compatible", is_flag=True, help="Compute counters as MindSpore Transformers does, rounding and all.")
+@click.option("--verify", is_flag=True, help="Read what the run would read, and pass over what proves damaged.")
 @command
 def explain(
     root: str | None,
@@ -56,6 +60,7 @@ def explain(
     dataset_steps: int | None,
     new_data: bool,
     compatible: bool,
+    verify: bool,
     as_json: bool,
 ) -> None:
     """Tell which checkpoint a run would resume from, why newer ones are passed over, and where it would go on.
@@ -63,17 +68,22 @@ def explain(
     ROOT is a checkpoint root or an iteration folder; without it, what the configuration loads. Of a Checkpoint 1.0 tree
     the page also shows what each rank's folder offers. Nothing is changed.
 
+    Contents are not read: sizes, headers and descriptions are checked, as the run does before it loads. While it loads,
+    the run compares what it reads with its sums, and takes the next checkpoint if they differ. --verify reads and
+    compares that now, and gives the answer that the run would come to.
+
     \b
     Examples:
       reshard explain output/checkpoint
       reshard explain output/checkpoint --global-batch-size 512 --dataset-steps 10000
       reshard explain --config train.yaml --json
+      reshard explain output/checkpoint --verify
 
     Exit codes: 0 there is a checkpoint to load, 3 the run would start fresh, 1 refused, 2 usage.
     """
     from reshard.config import Config
-    from reshard.opening.facts import gather
-    from reshard.resume import RunFacts, decide, weigh
+    from reshard.resume import RunFacts
+    from reshard.verbs.explain import explain as look
 
     if root is None and config_file is None:
         raise click.UsageError("give ROOT, --config, or both")
@@ -86,19 +96,24 @@ def explain(
         steps_per_epoch=dataset_steps,
         dataset_changed=new_data or None,
     )
-    with collected_warnings():  # what opening logs is told by the verdicts
-        facts = gather(config, run)
-    verdicts = weigh(config, facts)
-    try:
-        decision = decide(config, facts, compatible=compatible)
-    except ReshardError as error:
-        _refuse(error, config, facts, verdicts, as_json=as_json)
-        raise AssertionError from error  # not reached
+    with collected_warnings(), progress_bar() as progress:  # what opening logs is told by the verdicts
+        answer = look(config, run, compatible=compatible, verify=verify, progress=progress)
+    facts, decision = answer.facts, answer.decision
+    if decision is None:
+        assert answer.error is not None
+        _refuse(answer.error, config, facts, answer.verdicts, as_json=as_json)
+        raise AssertionError  # not reached
     if as_json:
         ranks = {"ranks": [dataclasses.asdict(view) for view in facts.ranks]} if facts.ranks else {}
-        echo_json({"outcome": _outcome(decision), **_json(decision), **ranks})
+        proof = {
+            "is_verified": answer.contents == "compared",
+            "has_sums": decision.is_verified,
+            "contents": answer.contents,
+            "contents_read": answer.contents != "not read",
+        }
+        echo_json({"outcome": _outcome(decision), **_json(decision), **proof, **ranks})
     else:
-        _print(config, facts, decision, counts_sinks=config_file is not None and config.sink_mode)
+        _print(config, facts, decision, answer, counts_sinks=config_file is not None and config.sink_mode)
     if decision.fresh:
         if facts.path and not as_json:
             hint_near(facts.path)
@@ -149,7 +164,7 @@ def _refuse(error: ReshardError, config: Config, facts: Facts, verdicts: Sequenc
 # -- the page
 
 
-def _print(config: Config, facts: Facts, decision: ResumeDecision, *, counts_sinks: bool) -> None:
+def _print(config: Config, facts: Facts, decision: ResumeDecision, answer: Answer, *, counts_sinks: bool) -> None:
     if decision.verdicts:
         _print_verdicts(config, facts, decision.verdicts)
         echo()
@@ -161,9 +176,23 @@ def _print(config: Config, facts: Facts, decision: ResumeDecision, *, counts_sin
         echo(f"the training would take the weights of {shown(decision.path)}")
     # Warnings are part of the answer here, and belong on the page.
     is_known = counts_sinks or facts.run.steps_per_epoch is not None
-    echo_facts(
-        [*_lines(decision, knows_epochs=is_known), *(("warning", shown(warning)) for warning in decision.warnings)]
-    )
+    warnings = (("warning", shown(warning)) for warning in decision.warnings)
+    echo_facts([*_contents(answer), *_lines(decision, knows_epochs=is_known), *warnings])
+
+
+def _contents(answer: Answer) -> list[tuple[str, str]]:
+    """What is known of the bytes of the checkpoint that is taken."""
+    if answer.decision is None or answer.decision.path is None:
+        return []
+    said = {
+        "compared": f"{size(answer.n_bytes)} read and compared with their sums: no difference",
+        "no sums": "there are no sums to compare them with",
+        "not read": "not read; the run compares them while it loads, and takes the next checkpoint if they differ: "
+        "--verify does that now"
+        if answer.decision.is_verified
+        else "not read, and there are no sums to compare them with",
+    }
+    return [("contents", said[answer.contents])]
 
 
 def _print_verdicts(config: Config, facts: Facts, verdicts: Sequence[Verdict]) -> None:
@@ -253,4 +282,6 @@ def _view(view: View) -> str:
 def _word(verdict: Verdict) -> str:
     if verdict.taken:
         return "taken"
-    return "in reserve" if verdict.reason == NOT_NEEDED else "refused"
+    if verdict.reason in (NOT_NEEDED, NOT_REACHED):
+        return "in reserve"
+    return "unreadable" if verdict.reason.startswith(UNREADABLE) else "refused"

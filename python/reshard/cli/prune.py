@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import click
 
 import reshard
-from reshard.cli.output import PATH, command, echo, echo_facts, echo_json, shown, size, warn
+from reshard.cli.output import (
+    PATH,
+    collected_warnings,
+    command,
+    echo,
+    echo_facts,
+    echo_json,
+    progress_bar,
+    shown,
+    size,
+    warn,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.verbs.prune import Removed
 
 __all__ = ["pin", "prune", "unpin"]
 
@@ -23,7 +40,7 @@ _ITERATION = click.IntRange(min=0)
     "--keep-best",
     type=(str, _COUNT),
     metavar="METRIC N",
-    help="Keep the N with the lowest values of a metric in the log of saves, too; -METRIC: the highest.",
+    help="Keep the N with the lowest values of a metric of the saves, too; -METRIC: the highest.",
 )
 @click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
 @command
@@ -38,28 +55,43 @@ def prune(
 ) -> None:
     """Remove the iterations of ROOT that are not to be kept, and tell of each why it stays.
 
-    What the tracker names, what is pinned or above the tracker, what is not complete, the newest verified one, and what
-    somebody reads is never removed.
+    What the tracker names, what is pinned or above the tracker, what is not complete or was found damaged, the newest
+    verified one, and what somebody reads is never removed. Nothing is removed unless a newer one that stays has been
+    verified since it was written. If none has, the newest one that stays is verified first, and the next one if it is
+    damaged.
 
     \b
     Examples:
       reshard prune output/checkpoint --keep 5 --dry-run
       reshard prune output/checkpoint --keep 5 --keep-every 1000
+
+    Exit codes: 0 done, 1 refused, or an iteration could not be removed, 2 usage.
     """
-    removed = reshard.prune(root, keep, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run)
+    with collected_warnings() as logged, progress_bar() as progress:
+        removed = reshard.prune(
+            root, keep, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run, progress=progress
+        )
+    warnings = list(dict.fromkeys((*logged, *removed.warnings)))
     if as_json:
-        echo_json({"dry_run": dry_run, **dataclasses.asdict(removed)})
-        return
+        echo_json({"dry_run": dry_run, **dataclasses.asdict(removed), "warnings": warnings})
+    else:
+        _print(removed, warnings, dry_run=dry_run)
+    if removed.failed:
+        raise click.exceptions.Exit(1)
+
+
+def _print(removed: Removed, warnings: Sequence[str], *, dry_run: bool) -> None:
     gone = dict.fromkeys(removed.iterations, "would be removed" if dry_run else "removed")
     told = {**gone, **{iteration: f"stays: {reason}" for iteration, reason in removed.kept.items()}}
     if told:
         echo_facts([(str(iteration), shown(told[iteration])) for iteration in sorted(told, reverse=True)])
     count = len(removed.iterations)
-    echo(
-        f"{count} iteration{'' if count == 1 else 's'}, {size(removed.n_bytes)}, "
-        f"{'would be removed' if dry_run else 'removed'}"
-    )
-    for warning in removed.warnings:
+    verb = "would be removed" if dry_run else "removed"
+    if count:
+        echo(f"{count} iteration{'' if count == 1 else 's'}, {size(removed.n_bytes)}, {verb}")
+    else:
+        echo(f"nothing {'would be' if dry_run else 'was'} removed")
+    for warning in warnings:
         warn(warning)
 
 

@@ -42,14 +42,17 @@ def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None
     PATH is a checkpoint root (all iterations are verified, newest first), an iteration folder, or whatever else
     inspect takes; of rank folders all saves are looked at. Without a manifest, as MindSpore Transformers saves, only
     the structure is checked: "unverified".
-    A .ckpt file that was written with a CRC is compared with that.
+    A .ckpt file that was written with a CRC is compared with that. A file that may not be read is not called damaged.
+
+    The result for an iteration folder is recorded beside it, in a hidden file, for retention: prune, and saves with
+    `keep`, do not count a damaged iteration and do not remove the last one that was found whole.
 
     \b
     Examples:
       reshard verify output/checkpoint
       reshard verify output/checkpoint --json
 
-    Exit codes: 0 nothing is wrong, 1 something is, 2 usage.
+    Exit codes: 0 nothing is wrong, 1 something is or could not be read, 2 usage.
     """
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.verify(path, strategy=strategy, direct=not cached, threads=threads, progress=progress)
@@ -63,14 +66,18 @@ def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None
             echo(f"{size(report.n_bytes)} compared in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}")
         for warning in logged:
             warn(warning)
+        for reason in dict.fromkeys(one.not_recorded for one in report.checkpoints if one.not_recorded):
+            warn(f"the result is not recorded for `reshard prune`: {reason}")
     if not report.ok:
         raise click.exceptions.Exit(1)
 
 
 def _print_checkpoint(one: VerifiedCheckpoint) -> None:
-    if one.faults:
+    if one.state == "damaged":
         state = f"damaged, {len(one.faults)} fault{'s' if len(one.faults) > 1 else ''}"
-    elif one.verified:
+    elif one.state == "unreadable":
+        state = "could not be read: neither whole nor damaged, as far as is known"
+    elif one.state == "whole":
         state = f"whole, {one.n_files} file{'s' if one.n_files != 1 else ''}, {size(one.n_bytes)}"
     else:
         state = "unverified: no manifest, its structure is right"

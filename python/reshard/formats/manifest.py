@@ -26,12 +26,13 @@ import json
 import os
 import re
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, UnsupportedError
+from reshard.formats import metrics
 from reshard.formats.checkpoint2 import parse_iteration_folder
 from reshard.formats.opened_folder import OpenedFolder
 from reshard.small_files import component_fault, read_small_file, show, write_file_atomically
@@ -68,6 +69,7 @@ PINNED_FILE = ".pinned"
 CHUNK_BYTES = 256 << 10
 
 _VERSION = 1
+_VERSION_WITH_METRICS = 2  # a release that reads version 1 alone refuses it as a later one, and not as damaged
 _MAX_BYTES = 256 << 20
 _MAX_FILES = 1_000_000
 _MAX_SUMS_BYTES = 4 << 30  # sums of 256 TiB; a file with a hole in it can claim any size
@@ -154,6 +156,8 @@ class Manifest:
         ckpt_status: 0: the health monitor found nothing, 1: it did; None: there is none.
         shards: by file name, in the order of `checksums.bin`.
         files: every other file by name, `checksums.bin` among them; not the manifest itself.
+        metrics: numbers by name that the caller gave with the save. A file without them is of version 1, with them of
+            version 2.
         digest: of the whole record without this field, 32 hex digits; made if it is left out.
 
     Raises:
@@ -181,12 +185,14 @@ class Manifest:
     ckpt_status: int | None
     shards: Mapping[str, ShardEntry]
     files: Mapping[str, PlainEntry]
+    metrics: Mapping[str, int | float] = field(default_factory=dict)
     digest: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "passed_over", tuple(self.passed_over))
         object.__setattr__(self, "shards", dict(self.shards))
         object.__setattr__(self, "files", dict(self.files))
+        object.__setattr__(self, "metrics", metrics.checked(self.metrics))
         for name in ("iteration", "epoch", "world_size"):
             _check_count(name, getattr(self, name))
         for name in ("previous_tracker", "ckpt_status"):
@@ -283,9 +289,13 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, mode: int = 0o640,
 
 def _body(manifest: Manifest) -> bytes:
     """The canonical text, up to the digest."""
-    lines = [f'"version":{_VERSION}']
+    lines = [f'"version":{_VERSION_WITH_METRICS if manifest.metrics else _VERSION}']
     for one in fields(Manifest):
         value = getattr(manifest, one.name)
+        if one.name == "metrics":
+            if value:
+                lines.append(f'"metrics":{_dump(metrics.to_json(value))}')
+            continue
         if one.name in ("shards", "files"):
             inner = ",\n".join(f"{_dump(name)}:{_dump(vars(entry))}" for name, entry in value.items())
             lines.append(f'"{one.name}":{{\n{inner}}}')
@@ -302,10 +312,17 @@ def _parse(content: object) -> Manifest:
     version = content.get("version") if isinstance(content, dict) else None
     if type(version) is not int:  # true is an integer to Python
         raise ArgumentError("`version` is missing or not an integer")
-    if version != _VERSION:
-        raise UnsupportedError(f"is of version {version}; this release reads version {_VERSION}")
-    values = _fields(content, "the file", ("version", *(one.name for one in fields(Manifest))))
+    if version not in (_VERSION, _VERSION_WITH_METRICS):
+        raise UnsupportedError(
+            f"is of version {version}; this release reads versions {_VERSION} and {_VERSION_WITH_METRICS}"
+        )
+    names = [one.name for one in fields(Manifest) if version == _VERSION_WITH_METRICS or one.name != "metrics"]
+    values = _fields(content, "the file", ("version", *names))
     del values["version"]
+    if "metrics" in values:
+        if not isinstance(values["metrics"], dict):
+            raise ArgumentError("`metrics` is not an object")
+        values["metrics"] = metrics.from_json(values["metrics"])
     if not isinstance(values["passed_over"], list):
         raise ArgumentError("`passed_over` is not a list")
     for name, kind in (("shards", ShardEntry), ("files", PlainEntry)):

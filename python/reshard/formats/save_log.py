@@ -3,9 +3,8 @@
     {"iteration": 500, "saved_at": "2025-03-01T12:00:00+00:00", "wall_s": 3.2, "stall_s": 0.4, "n_bytes": 123,
      "metrics": {"loss": 2.17, "grad_norm": "nan"}, "epoch": 7, "attempt": "<32 hex digits>", "ckpt_status": 0}
 
-It is a diary and decides nothing about what is complete: that is the manifest's to say. So a line may be torn (a crash)
-or nonsense (a stranger) without harm: it is passed over and counted. JSON has no nan and no infinity; such a metric is
-written as the text "nan", "inf" or "-inf" and read as the number again.
+The log is a view: the manifest of an iteration says whether it is complete and holds its metrics. A line may be torn
+(a crash) or invalid without harm: it is skipped and counted. Metrics are written as `formats.metrics` has them.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError, StorageError
+from reshard.formats import metrics
 from reshard.small_files import fsync_folder, show
 from reshard.strict_json import parse_json
 
@@ -38,7 +38,6 @@ SAVE_LOG_FILE = "saves.jsonl"
 _MAX_LINE_BYTES = 64 << 10
 _MAX_READ_BYTES = 16 << 20  # the newest 50,000 saves or more
 _MAX_BAD_LINES = 10_000  # a file with more of them is not a log, and not worth the time
-_TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _ATTEMPT = re.compile("[0-9a-f]{32}")
 
 _log = logging.getLogger("reshard")
@@ -84,12 +83,10 @@ class SaveRecord:
             isinstance(self.attempt, str) and bool(_ATTEMPT.fullmatch(self.attempt)), "`attempt` is not 32 hex digits"
         )
         _check(self.ckpt_status is None or _is_count(self.ckpt_status), "`ckpt_status` is no status")
-        # Scalars of numpy and torch are as good as numbers.
-        metrics = {name: _plain(value) for name, value in self.metrics.items()}
-        for name, value in metrics.items():
-            _check(isinstance(name, str) and name.isprintable(), "a metric's name is not printable text")
-            _check(_is_number(value), f"the metric {show(name)} is not a number of 64 bits")
-        object.__setattr__(self, "metrics", metrics)
+        try:
+            object.__setattr__(self, "metrics", metrics.checked(self.metrics))
+        except ArgumentError as error:
+            _check(False, error.message)
 
 
 def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = True, mode: int = 0o640) -> None:
@@ -116,7 +113,7 @@ def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = 
         ...     [(record.iteration, record.metrics) for record in read(root)]
         [(500, {'loss': 2.25})]
     """
-    fields = dataclasses.asdict(record) | {"metrics": {name: _written(v) for name, v in record.metrics.items()}}
+    fields = dataclasses.asdict(record) | {"metrics": metrics.to_json(record.metrics)}
     line = json.dumps(fields, allow_nan=False).encode() + b"\n"
     if len(line) > _MAX_LINE_BYTES:
         raise ArgumentError(
@@ -202,8 +199,7 @@ def _parse(line: bytes, name: str) -> SaveRecord | None:
         if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
             return None
         known: dict[str, Any] = {f.name: content[f.name] for f in dataclasses.fields(SaveRecord)}
-        metrics = {key: _TEXTS.get(v, v) if isinstance(v, str) else v for key, v in content["metrics"].items()}
-        return SaveRecord(**known | {"metrics": metrics})
+        return SaveRecord(**known | {"metrics": metrics.from_json(content["metrics"])})
     except (DamagedFileError, ArgumentError, KeyError):
         return None
 
@@ -233,17 +229,9 @@ def _failed(doing: str, path: Path, error: OSError) -> StorageError:
     return StorageError(f"{doing} {show(str(path))}: {error.strerror}", path=str(path), errno=error.errno)
 
 
-def _written(value: float) -> int | float | str:
-    return value if math.isfinite(value) else str(value)
-
-
 def _check(holds: bool, message: str) -> None:  # noqa: FBT001
     if not holds:
         raise ArgumentError(f"a record of a save: {message}")
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _is_count(value: object) -> bool:

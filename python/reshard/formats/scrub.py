@@ -1,25 +1,77 @@
-"""Every byte of a shard file against the sums that its manifest tells, and which tensors lie where it differs."""
+"""Every byte of a folder against its manifest: what differs and which tensors lie there; which errors are damage."""
 
 from __future__ import annotations
 
+import errno
 import heapq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.errors import DamagedFileError, ReshardError
+from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.formats import manifest as manifests
 from reshard.small_files import show
 from reshard.words import listed
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Collection
 
     from reshard.formats.manifest import Manifest
 
-__all__ = ["Damage", "scrub_file", "scrub_share"]
+__all__ = ["Damage", "Fault", "fault_of", "is_damage", "scrub_file", "scrub_folder", "scrub_plain", "scrub_share"]
 
 _MAX_NAMED = 3  # tensors that a message lists before it only counts
+# Not the checkpoint's fault: another one would fare no better, and what is newest must not be lost to them.
+_NOT_DAMAGE = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EINTR, errno.ETIMEDOUT}
+)
+
+
+def is_damage(error: ReshardError) -> bool:
+    """Whether an error says that a checkpoint is no good, and not that this process could not look at it.
+
+    A valid manifest of a later version is good: a run must not fall back behind it because an older release reads it.
+
+    Example:
+        >>> is_damage(DamagedFileError("torn")), is_damage(StorageError("permission denied", errno=errno.EACCES))
+        (True, False)
+    """
+    if isinstance(error, UnsupportedError) and Path(str(error.path)).name == manifests.MANIFEST_FILE:
+        return False
+    return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is not as it should be.
+
+    Attributes:
+        file: name of the file, or None where it is about the folder.
+        message: what is wrong.
+        begin: of bytes that differ in a shard file, the first, counted from the start of the file; else None.
+        end: the byte after the last.
+        tensors: names of the stored tensors that have bytes in there.
+        is_damage: False where the file could not be read, for want of permission for example: nothing is known of it.
+    """
+
+    file: str | None
+    message: str
+    begin: int | None = None
+    end: int | None = None
+    tensors: tuple[str, ...] = ()
+    is_damage: bool = True
+
+
+def fault_of(error: ReshardError, file: str | None) -> Fault:
+    """A fault that is known by an error.
+
+    Example:
+        >>> fault_of(DamagedFileError("torn"), "common.json").is_damage
+        True
+    """
+    tensors = () if error.key is None else (error.key,)
+    return Fault(file, error.message, tensors=tensors, is_damage=is_damage(error))
 
 
 @dataclass(frozen=True)
@@ -101,6 +153,67 @@ def scrub_file(
         )
         for begin, end in ranges
     ]
+
+
+def scrub_folder(
+    folder: Path,
+    manifest: Manifest,
+    names: Collection[str] | None = None,
+    *,
+    direct: bool = True,
+    threads: int | None = None,
+    advance: Callable[[int], object] | None = None,
+) -> list[Fault]:
+    """Compare files of a folder with its manifest.
+
+    Args:
+        folder: where they lie.
+        manifest: of the folder.
+        names: shard files; None: all of them, and all other files that the manifest lists.
+        direct: as in `scrub_file`.
+        threads: threads that read.
+        advance: called as `advance(n_bytes)` with the bytes of shard files that were read since the last call.
+
+    Returns:
+        What differs and what cannot be read; nothing if all is whole.
+
+    Example:
+        >>> scrub_folder(folder, manifests.read(folder))  # doctest: +SKIP
+        []
+    """
+    faults = scrub_plain(folder, manifest) if names is None else []
+    for name, entry in manifest.shards.items():
+        if names is not None and name not in names:
+            continue
+        told = 0
+
+        def tell(done_bytes: int, _: int) -> None:
+            nonlocal told
+            if advance is not None:
+                advance(done_bytes - told)
+            told = done_bytes
+
+        try:
+            sums = manifests.read_sums(folder, manifest, [name])[name]
+            damaged = scrub_file(folder, manifest, name, sums, direct=direct, threads=threads, progress=tell)
+            faults += [Fault(name, str(one), one.begin, one.end, one.tensors) for one in damaged]
+        except ReshardError as error:
+            about = manifests.CHECKSUMS_FILE if str(error.path).endswith(manifests.CHECKSUMS_FILE) else name
+            if about == name or not any(fault.file == about for fault in faults):
+                faults.append(fault_of(error, about))
+        tell(entry.n_bytes, entry.n_bytes)
+    return faults
+
+
+def scrub_plain(folder: Path, manifest: Manifest) -> list[Fault]:
+    """Compare the files that are no shard files with the manifest; what differs, and what cannot be read."""
+    faults = []
+    for name, entry in manifest.files.items():
+        try:
+            manifests.read_plain(folder, manifest, name, entry.n_bytes)
+        except ReshardError as error:
+            faults.append(fault_of(error, name))
+    return faults
 
 
 def scrub_share(

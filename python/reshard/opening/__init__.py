@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
+from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, StorageError
 from reshard.formats import checkpoint2
 from reshard.formats.base import OpenOptions, StrategyLike
 from reshard.opening import rank_folders, registry
@@ -96,9 +96,17 @@ def open(  # noqa: A001
             return as_stored.renamed(names)
     target = Path(path)
     try:
-        exists = target.exists()
+        return _open(target, strategy, method)
     except OSError as error:  # a name that is too long, a folder that may not be searched
-        raise StorageError(f"looking for {target}: {error.strerror}", path=str(target), errno=error.errno) from None
+        if isinstance(error, ReshardError):
+            raise
+        raise StorageError(
+            f"looking at {show(str(error.filename or target))}: {error.strerror}", path=str(target), errno=error.errno
+        ) from None
+
+
+def _open(target: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
+    exists = target.exists()
     could_be_root = (
         target.suffix not in (".safetensors", ".ckpt") and checkpoint2.parse_iteration_folder(target.name) is None
     )

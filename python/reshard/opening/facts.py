@@ -21,6 +21,7 @@ from reshard.opening.folder import open_folder
 from reshard.opening.rank_facts import counters_of, gather_saves, holds_optimizer, saves_root
 from reshard.opening.root import MAX_LOOKS, is_damage, order_of, reason_of
 from reshard.resume import CandidateFacts, Facts, RunFacts, weigh
+from reshard.resume.choose import is_settled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +41,7 @@ def gather(
     method: _core.ReadMethod = "auto",
     faults: Mapping[str, str] | None = None,
     opened: dict[str, Checkpoint] | None = None,
+    keep_going: bool = False,
 ) -> Facts:
     """Look at what a configuration wants to load.
 
@@ -53,6 +55,8 @@ def gather(
         faults: what has proven damaged already, while it was loaded: why, by its path.
         opened: filled with the checkpoint that would be taken, opened, by its path; None: it is closed again. The
             saves of a Checkpoint 1.0 tree are not opened as one: `rank_facts` tells their files.
+        keep_going: a candidate that cannot be looked at becomes an unreadable one instead of an error, and the others
+            are looked at all the same: to be shown, not to be loaded.
 
     Raises:
         StorageError: something cannot be looked at; that is nobody's fault, and no reason to pass a checkpoint over.
@@ -65,12 +69,12 @@ def gather(
     """
     path = Path(config.load_path)
     facts = Facts(config.load_path, "absent", run=run or RunFacts())
-    look = _Look(config, facts, method, faults or {}, opened)
+    look = _Look(config, facts, method, faults or {}, opened, keep_going)
     if not config.load_path:
         return facts
     tree = saves_root(config, facts.run.world_size or 1)
     if tree is not None:
-        return gather_saves(config, facts.run, tree, method=method, faults=faults)
+        return gather_saves(config, facts.run, tree, method=method, faults=faults, keep_going=keep_going)
     root, iteration = split_iteration(config.load_path)
     if not path.exists() and iteration is not None and Path(root).is_dir() and checkpoint2.is_root(root):
         return look.at_root(Path(root), iteration)
@@ -101,6 +105,7 @@ class _Look:
     method: _core.ReadMethod
     faults: Mapping[str, str]
     opened: dict[str, Checkpoint] | None
+    keep_going: bool
 
     def at_one(self, path: Path, kind: Kind) -> Facts:
         """The facts of what is one checkpoint, if any."""
@@ -121,7 +126,7 @@ class _Look:
             for n, one in enumerate(order.candidates):
                 found.append(self._candidate(root / one.name, one.iteration, one.reason, "root"))
                 facts = replace(facts, candidates=tuple(found), warnings=order.warnings)
-                if any(verdict.taken for verdict in weigh(self.config, facts)):
+                if is_settled(weigh(self.config, facts)):
                     older = tuple(_unopened(root, one) for one in order.candidates[n + 1 :])
                     return replace(facts, candidates=(*found, *older, *refused))
             facts = replace(facts, candidates=(*found, *refused), warnings=order.warnings)
@@ -140,9 +145,11 @@ class _Look:
                 else Checkpoint(open_folder(path, self.method, iteration))
             )
         except ReshardError as error:
+            number = split_iteration(str(path))[1] if iteration is None else iteration
+            if not is_damage(error) and self.keep_going:
+                return CandidateFacts(str(path), number, why, unreadable=reason_of(error))
             if not is_damage(error) or (kind != "root" and isinstance(error, CheckpointNotFoundError)):
                 raise
-            number = split_iteration(str(path))[1] if iteration is None else iteration
             return CandidateFacts(str(path), number, why, fault=reason_of(error))
         facts = CandidateFacts(
             str(path),

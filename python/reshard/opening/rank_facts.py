@@ -25,6 +25,7 @@ from reshard.opening.rank_folders import look_at, open_rank_files, rank_files
 from reshard.opening.root import is_damage, reason_of
 from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
 from reshard.resume.checkpoint1 import RankFolder, Save, SaveOrder, name_of_rank, order_saves
+from reshard.resume.choose import is_settled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,6 +114,7 @@ def gather_saves(
     ranks: Collective = ALONE,
     method: _core.ReadMethod = "auto",
     faults: Mapping[str, str] | None = None,
+    keep_going: bool = False,
 ) -> Facts:
     """Look at a Checkpoint 1.0 tree: its saves, checked from the best on until one is whole.
 
@@ -123,6 +125,7 @@ def gather_saves(
         ranks: the processes that look; all call this.
         method: how files are read, as in `reshard.open`.
         faults: what has proven damaged already, while it was loaded: why, by the path of rank 0's file.
+        keep_going: as in `opening.facts.gather`; only where one process looks.
 
     Returns:
         The facts, the same on all processes but for `ranks`, which only process 0 knows.
@@ -159,13 +162,18 @@ def gather_saves(
         known = (faults or {}).get(str(path_of(root, save.name, 0)))
         one = _candidate(root, save, order.n_ranks, known)
         if one.fault is None:
-            reports = ranks.each(lambda: _check(root, save.name, own, method))  # noqa: B023  done at once
-            one = _checked(one, reports, told["statuses"].get(save.name))
-            if exact is not None and one.fault is None and one.iteration != exact:
+            try:
+                reports = ranks.each(lambda: _check(root, save.name, own, method))  # noqa: B023  done at once
+                one = _checked(one, reports, told["statuses"].get(save.name))
+            except ReshardError as error:
+                if not keep_going or is_damage(error):
+                    raise
+                one = replace(one, unreadable=reason_of(error))
+            if exact is not None and one.fault is None and one.unreadable is None and one.iteration != exact:
                 one = replace(one, refusal=f"iteration {exact} was asked for")
         found.append(one)
         facts = replace(facts, candidates=tuple(found))
-        if any(verdict.taken for verdict in weigh(config, facts)):
+        if is_settled(weigh(config, facts)):
             found += [_candidate(root, other, order.n_ranks, None) for other in order.candidates[n + 1 :]]
             break
     return replace(facts, candidates=(*found, *refused), ranks=_with_faults(views, found))

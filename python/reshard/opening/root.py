@@ -6,17 +6,17 @@ be opened is taken. What changes meanwhile is looked at again, since a save that
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
+from reshard.errors import DamagedFileError, ReshardError
 from reshard.formats import checkpoint2, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.base import Format, Match
+from reshard.formats.scrub import is_damage
 from reshard.opening import folder
 from reshard.opening.folder import marks, open_folder
 from reshard.resume import resolve
@@ -31,10 +31,6 @@ __all__ = ["CHECKPOINT2", "MAX_LOOKS", "TILED", "best_of", "is_damage", "newer_t
 _log = logging.getLogger("reshard")
 
 MAX_LOOKS = 5  # at a root that changes while it is looked at
-# Not the checkpoint's fault: another one would fare no better, and what is newest must not be lost to them.
-_NOT_DAMAGE = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EINTR, errno.ETIMEDOUT}
-)
 
 
 def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> resolve.Order:
@@ -127,16 +123,6 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> CheckpointData:
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
     told = "".join(f"\n  {line}" for line in lines)
     raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{told}", path=str(root))
-
-
-def is_damage(error: ReshardError) -> bool:
-    """Whether an error says that a checkpoint is no good, and not that this process could not look at it.
-
-    A valid manifest of a later version is good: a run must not fall back behind it because an older release reads it.
-    """
-    if isinstance(error, UnsupportedError) and Path(str(error.path)).name == manifests.MANIFEST_FILE:
-        return False
-    return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
 
 
 def reason_of(error: ReshardError) -> str:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.resume.counters import saved_steps
 from reshard.resume.facts import CandidateFacts, Facts, Verdict
 
 if TYPE_CHECKING:
     from reshard.config import Config
 
-__all__ = ["NOT_NEEDED", "name_of", "none_to_take", "weigh"]
+__all__ = ["NOT_NEEDED", "NOT_REACHED", "UNREADABLE", "is_settled", "name_of", "none_to_take", "weigh"]
 
+# Of a candidate that a restart would stop at, and of those that come after it.
+UNREADABLE = "could not be read"
+NOT_REACHED = "not reached: an earlier one could not be read"
 # Of candidates after the one that is taken; nobody need have looked into them.
 NOT_NEEDED = "not needed: a better one is taken"
 
 
 def weigh(config: Config, facts: Facts) -> tuple[Verdict, ...]:
-    """A verdict on every candidate: the first that is whole and fits is taken.
+    """A verdict on every candidate: the first that is whole and fits is taken, unless one before it is unreadable.
 
     Example:
         >>> from reshard.config import Config
@@ -28,13 +31,30 @@ def weigh(config: Config, facts: Facts) -> tuple[Verdict, ...]:
         (Verdict(path='ckpt/iteration_00000005', iteration=5, taken=False, reason='torn'),)
     """
     verdicts: list[Verdict] = []
+    rest: str | None = None  # what is said of all that follow the first that is whole and fits
+    is_stopped = False
     for candidate in facts.candidates:
         against = candidate.refusal or candidate.fault
-        if against is None and any(verdict.taken for verdict in verdicts):
-            against = NOT_NEEDED
-        against = against or _misfit(config, facts, candidate)
-        verdicts.append(Verdict(candidate.path, candidate.iteration, against is None, against or candidate.why))
+        if against is None and rest is None and candidate.unreadable is not None:
+            against, is_stopped = f"{UNREADABLE}: {candidate.unreadable}", True
+        if against is None:
+            against = rest or _misfit(config, facts, candidate)
+        is_taken = against is None and not is_stopped
+        if against is None:
+            rest = NOT_NEEDED if is_taken else NOT_REACHED
+            against = None if is_taken else NOT_REACHED
+        verdicts.append(Verdict(candidate.path, candidate.iteration, is_taken, against or candidate.why))
     return tuple(verdicts)
+
+
+def is_settled(verdicts: tuple[Verdict, ...]) -> bool:
+    """Whether nothing that follows can change the choice.
+
+    Example:
+        >>> is_settled((Verdict("ckpt/iteration_00000005", 5, taken=False, reason="torn"),))
+        False
+    """
+    return any(verdict.taken or verdict.reason == NOT_REACHED for verdict in verdicts)
 
 
 def _misfit(config: Config, facts: Facts, candidate: CandidateFacts) -> str | None:
@@ -69,7 +89,10 @@ def none_to_take(config: Config, facts: Facts, verdicts: tuple[Verdict, ...]) ->
         )
     hint = "nothing starts from step 0 by itself: repair one, name another folder, or begin in an empty one"
     error_class: type[ReshardError] = DamagedFileError
-    if all(candidate.refusal for candidate in facts.candidates):
+    if any(verdict.reason.startswith(UNREADABLE) for verdict in verdicts):
+        error_class = StorageError
+        hint = "run this as the user who trains, or let this user read the files: what may not be read is not damaged"
+    elif all(candidate.refusal for candidate in facts.candidates):
         error_class = CheckpointNotFoundError
     elif not any(candidate.fault for candidate in facts.candidates):
         error_class = UnsupportedError

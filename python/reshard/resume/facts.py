@@ -28,6 +28,8 @@ class CandidateFacts:
         why: half a sentence on why it stands where it does in the order: "named by the tracker".
         fault: why it is not whole; None: it is.
         refusal: why it is no candidate at all, whole or not; None: it is one.
+        unreadable: why it could not be looked at, for want of permission for example; None: it could. A restart that
+            comes to it stops with this as its error.
         is_verified: whether its sums were or will be checked; False: its structure is all there is to go by.
         common: its counters; None: it has none.
         has_optimizer: whether it holds optimizer state; None: not known.
@@ -41,6 +43,7 @@ class CandidateFacts:
     why: str = "given"
     fault: str | None = None
     refusal: str | None = None
+    unreadable: str | None = None
     is_verified: bool = False
     common: CommonInfo | None = None
     has_optimizer: bool | None = None

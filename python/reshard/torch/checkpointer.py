@@ -107,7 +107,7 @@ class Checkpointer:
         prefix: first part of the names of shard files.
         save_every: steps from one save to the next; or a time, "30min", "1h30min", "90s", by rank 0's clock; None: save
             only when asked.
-        keep: the newest iterations that are kept; None: all.
+        keep: the newest iterations that are kept; None: all. About one save in `keep` is read back, see `reshard.save`.
         keep_every: keep every iteration that is a multiple of this.
         keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric, such as "loss".
         async_save: write in the background; the step waits only until its tensors are copied. A group without a method

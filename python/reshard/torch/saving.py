@@ -116,6 +116,10 @@ class Saver:
         saving = described.saving()
         staged = self._staged(described, saving, blocking=blocking)
         save_any: Any = save_iteration  # which of two things it returns is said by a variable
+        options = self.options
+        if timeout is not None:
+            # There is little time: nothing is removed now, and so nothing has to be read back for it.
+            options = {**options, "keep": None, "keep_every": None, "keep_best": None}
         saved = save_any(
             self.root,
             step,
@@ -130,7 +134,7 @@ class Saver:
             ready=None if staged is None else staged.ready,
             after=self._after,
             **self.of_format(described, saving),
-            **self.options,
+            **options,
         )
         run.saved, run.saved_at = step, time.monotonic()
         run.above = 0

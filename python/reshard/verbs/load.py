@@ -9,6 +9,7 @@ that does not fit or memory that runs out, is raised on all ranks. The damaged c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -31,8 +32,10 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
-from reshard.formats import checkpoint2
+from reshard.formats import checkpoint2, proofs
+from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import CommonInfo
+from reshard.formats.scrub import scrub_plain
 from reshard.group import resolve, session
 from reshard.layout import ModelLayout
 from reshard.opening import registry
@@ -273,9 +276,14 @@ def load_with(
             cut, own = strategy or asked.strategy or None, None
         return _Terms(asked, known, compatible, allow_fresh, method, cut, own)
 
+    states: dict[str, str] = {}  # of folders, before their contents were read
+
     def read_from(checkpoint: Checkpoint, decision: ResumeDecision) -> T:
         with checkpoint:
             if scrub:
+                if checkpoint.manifest is not None and members.rank == 0:
+                    with contextlib.suppress(StorageError):  # then it is not recorded
+                        states[str(decision.path)] = proofs.state_of(checkpoint.path, checkpoint.manifest)
                 checkpoint.scrub((members.rank, members.world_size), threads=threads)
             return read(checkpoint, decision)
 
@@ -290,6 +298,8 @@ def load_with(
         found = [(number, reason) for number, reason in enumerate(told) if reason is not None]
         if not found:
             assert not isinstance(loaded, BaseException)
+            if decision.path in states:
+                _record(Path(decision.path), states[decision.path])
             _note(Path(decision.path))
             return decision, loaded
         del loaded  # its memory is needed for the next
@@ -463,6 +473,18 @@ def _damage_of(error: ReshardError) -> str | None:
     """Why a checkpoint is no good, if that is what an error says."""
     is_about_files = isinstance(error, DamagedFileError | CoverageError | CheckpointNotFoundError | StorageError)
     return opening.reason_of(error) if is_about_files and opening.is_damage(error) else None
+
+
+def _record(path: Path, state: str) -> None:
+    """Record for retention that all shard files of an iteration were read and are right, if the other files are."""
+    if checkpoint2.parse_iteration_folder(path.name) is None:
+        return
+    try:
+        manifest = manifests.read(path)
+        if not scrub_plain(path, manifest):
+            proofs.write(path, manifest, state, None)
+    except ReshardError as error:
+        _log.info("that %s was verified is not recorded: %s", path, error.message)
 
 
 def _note(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import checkpoint2
-from reshard.opening import reason_of
+from reshard.opening import is_damage, reason_of
 from reshard.opening.folder import open_folder
 from reshard.small_files import show
 from reshard.write import retention
@@ -20,6 +20,8 @@ from reshard.write.retention import Removed, pin, unpin
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from reshard import _core
 
 __all__ = ["Removed", "pin", "prune", "unpin"]
 
@@ -31,19 +33,23 @@ def prune(
     keep_every: int | None = None,
     keep_best: tuple[str, int] | None = None,
     dry_run: bool = False,
+    progress: _core.Progress | None = None,
 ) -> Removed:
     """Remove the iterations of a root that are not to be kept.
 
-    Never removed are the tracker's iteration, what is pinned, what is above the tracker, what is not complete, the
-    newest verified one, and what somebody reads.
+    Never removed are the tracker's iteration, what is pinned, what is above the tracker, what is not complete or was
+    found damaged, the newest verified one, and what somebody reads. Nothing is removed unless one that stays and is
+    newer has been verified since it was written, by `verify`, by `verify_after_save` or by `load(verify="full")`. If
+    none has, the newest one that stays is verified first, and the next one if it is damaged.
 
     Args:
         root: the checkpoint root.
         keep: how many complete iterations to keep, the newest; at least 1.
         keep_every: keep every iteration that this number divides, too.
-        keep_best: a metric of the log of saves, and how many iterations with its lowest values to keep; with a `-`
-            before the name, those with its highest.
-        dry_run: remove nothing, and tell what would go.
+        keep_best: a metric of the saves, and how many iterations with its lowest values to keep; with a `-` before the
+            name, those with its highest.
+        dry_run: remove nothing and verify nothing, and tell what would go.
+        progress: called as `progress(done_bytes, total_bytes)` while an iteration is verified.
 
     Returns:
         What went, and of the others why they stay.
@@ -51,6 +57,8 @@ def prune(
     Raises:
         ArgumentError: a number is below 1.
         CheckpointNotFoundError: there is no such root.
+        DamagedFileError: no iteration has the metric.
+        StorageError: the root cannot be listed or locked, for want of permission for example. Nothing is removed.
 
     Example:
         >>> import numpy as np, reshard
@@ -62,8 +70,14 @@ def prune(
     """
     if not checkpoint2.list_iterations(root):
         raise CheckpointNotFoundError(f"{show(os.fspath(root))} holds no iteration folder", path=os.fspath(root))
-    return retention.apply(
-        root, keep=keep, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run, original_fault=_fault
+    return retention.remove(
+        root,
+        keep=keep,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        dry_run=dry_run,
+        original_fault=_fault,
+        progress=progress,
     )
 
 
@@ -72,5 +86,7 @@ def _fault(folder: Path) -> str | None:
     try:
         Checkpoint(open_folder(folder, "auto")).close()
     except ReshardError as error:
+        if not is_damage(error):
+            raise
         return reason_of(error)
     return None

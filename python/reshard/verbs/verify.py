@@ -1,7 +1,9 @@
 """Proof of everything: every byte of every file of a checkpoint against its manifest, past the page cache.
 
 Unlike opening, which stops at the first fault, this goes on and names them all. Where there is no manifest, the
-structure is all that can be checked, and the report says so. Nothing is repaired or removed.
+structure is all that can be checked, and the report says so. Nothing is repaired or removed. The result for an
+iteration folder is recorded beside it (`formats.proofs`): retention keeps an iteration that was found whole, and does
+not count a damaged one.
 """
 
 from __future__ import annotations
@@ -9,14 +11,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard import _core, opening
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import manifest as manifests
+from reshard.formats import proofs
+from reshard.formats.checkpoint2 import parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
-from reshard.formats.scrub import scrub_file
+from reshard.formats.scrub import Fault, fault_of, scrub_folder
 from reshard.small_files import show
 
 if TYPE_CHECKING:
@@ -28,24 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fault", "VerifiedCheckpoint", "VerifyReport", "verify"]
 
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that is not as it should be.
-
-    Attributes:
-        file: name of the file, or None where it is about the folder.
-        message: what is wrong.
-        begin: of bytes that differ in a shard file, the first, counted from the start of the file; else None.
-        end: the byte after the last.
-        tensors: names of the stored tensors that have bytes in there.
-    """
-
-    file: str | None
-    message: str
-    begin: int | None = None
-    end: int | None = None
-    tensors: tuple[str, ...] = ()
+State: TypeAlias = Literal["whole", "damaged", "unreadable", "structure"]
 
 
 @dataclass(frozen=True)
@@ -55,10 +42,14 @@ class VerifiedCheckpoint:
     Attributes:
         path: its folder or file; in rank folders the first rank's file.
         iteration: its number, or None.
-        verified: whether every byte was compared: there is a manifest, or each file is a `.ckpt` with a CRC.
+        verified: whether every byte was compared and found right; the same as `state == "whole"`.
         n_files: files that were compared.
         n_bytes: their bytes.
-        faults: what is wrong; nothing if it is whole.
+        faults: what is wrong, and what could not be read.
+        state: "whole"; "damaged"; "unreadable": something could not be read, and what could be read is right; or
+            "structure": there is neither a manifest nor a CRC in each file, and the structure is right.
+        not_recorded: why the result is not recorded for retention; None: it is, or this is no iteration folder with a
+            manifest.
     """
 
     path: str
@@ -67,6 +58,8 @@ class VerifiedCheckpoint:
     n_files: int
     n_bytes: int
     faults: tuple[Fault, ...]
+    state: State
+    not_recorded: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong anywhere. What has no manifest counts as right if its structure is."""
+        """Whether nothing is wrong and everything could be read. Without a manifest a right structure is enough."""
         return not any(one.faults for one in self.checkpoints)
 
     @property
@@ -113,8 +106,8 @@ def verify(
         progress: called as `progress(done_bytes, total_bytes)`.
 
     Returns:
-        All faults. What has no manifest is checked in its structure and marked as not verified; but `.ckpt` files with
-        a CRC are compared with that.
+        All faults, and the files that could not be read, for want of permission for example. What has no manifest is
+        checked in its structure and marked as not verified; but `.ckpt` files with a CRC are compared with that.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -180,19 +173,25 @@ class _Job:
         return sum(self.manifest.shards[name].n_bytes for name in self.names)
 
     def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint:
-        n_files = 0
-        n_bytes = self.n_bytes
+        n_files = n_bytes = 0
+        before: str | None = None
+        not_recorded: str | None = None
         if self.manifest is not None:
             folder = self.path if self.path.is_dir() else self.path.parent
-            if self.path.is_dir():
-                self._plain_files(folder, self.manifest)
-                n_files = len(self.manifest.files)
-                n_bytes += sum(entry.n_bytes for entry in self.manifest.files.values())
-            for shard in self.names:
-                self._shard_file(folder, self.manifest, shard, advance, direct=direct, threads=threads)
-            n_files += len(self.names)
+            if parse_iteration_folder(self.path.name) is not None:
+                try:
+                    before = proofs.state_of(folder, self.manifest)
+                except ReshardError as error:
+                    not_recorded = error.message
+            names = None if self.path.is_dir() else self.names
+            self.faults += scrub_folder(folder, self.manifest, names, direct=direct, threads=threads, advance=advance)
+            unread = {fault.file for fault in self.faults if not fault.is_damage}
+            sizes = [
+                size for name, size in self.manifest.sizes if name not in unread and (names is None or name in names)
+            ]
+            n_files, n_bytes = len(sizes), sum(sizes)
         iteration = None if self.manifest is None else self.manifest.iteration
-        is_verified = self.manifest is not None
+        is_compared = self.manifest is not None
         if not self.faults:
             # The files are what they were; whether together they are a checkpoint is told by opening them.
             try:
@@ -201,13 +200,35 @@ class _Job:
                     if self.manifest is None:
                         proven = self._own_sums(opened._index)  # noqa: SLF001  what `scrub` does, told file by file
                         n_files, n_bytes = len(proven), sum(proven)
-                        is_verified = n_files == len(opened.files())
+                        is_compared = n_files == len(opened.files())
             except ReshardError as error:
                 if isinstance(error, CheckpointNotFoundError) and self.is_given:
                     raise
                 name = None if error.path in (None, str(self.path)) else Path(str(error.path)).name
-                self.faults.append(Fault(name, error.message, tensors=() if error.key is None else (error.key,)))
-        return VerifiedCheckpoint(str(self.path), iteration, is_verified, n_files, n_bytes, tuple(self.faults))
+                self.faults.append(fault_of(error, name))
+        state = _state(self.faults, is_compared=is_compared)
+        if self.manifest is not None and before is not None and state in ("whole", "damaged"):
+            not_recorded = self._record(self.manifest, before)
+        return VerifiedCheckpoint(
+            str(self.path),
+            iteration,
+            state == "whole",
+            n_files,
+            n_bytes,
+            tuple(self.faults),
+            state,
+            not_recorded,
+        )
+
+    def _record(self, manifest: Manifest, before: str) -> str | None:
+        """Record the result; why it is not recorded, or None."""
+        first = next((fault for fault in self.faults if fault.is_damage), None)
+        name = "" if first is None or first.file is None or first.file in first.message else f"{first.file}: "
+        try:
+            proofs.write(self.path, manifest, before, None if first is None else f"{name}{first.message}")
+        except ReshardError as error:
+            return error.message
+        return None
 
     def _own_sums(self, index: _core.Index) -> list[int]:
         """Compare files that have a sum of their own, `.ckpt` with a CRC; the sizes of those."""
@@ -216,43 +237,9 @@ class _Job:
             try:
                 if index.prove_file(file):
                     proven.append(index.file_bytes(file))
-            except DamagedFileError as error:
-                self.faults.append(Fault(Path(index.file_path(file)).name, error.message))
-        return proven
-
-    def _plain_files(self, folder: Path, manifest: Manifest) -> None:
-        for name, entry in manifest.files.items():
-            try:
-                manifests.read_plain(folder, manifest, name, entry.n_bytes)
             except ReshardError as error:
-                self.faults.append(Fault(name, error.message))
-
-    def _shard_file(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        name: str,
-        advance: Callable[[int], None],
-        *,
-        direct: bool,
-        threads: int | None,
-    ) -> None:
-        told = 0
-
-        def tell(done_bytes: int, _: int) -> None:
-            nonlocal told
-            advance(done_bytes - told)
-            told = done_bytes
-
-        try:
-            sums = manifests.read_sums(folder, manifest, [name])[name]
-            for damage in scrub_file(folder, manifest, name, sums, direct=direct, threads=threads, progress=tell):
-                self.faults.append(Fault(name, str(damage), damage.begin, damage.end, damage.tensors))
-        except ReshardError as error:
-            about = manifests.CHECKSUMS_FILE if str(error.path).endswith(manifests.CHECKSUMS_FILE) else name
-            if about == name or not any(fault.file == about for fault in self.faults):
-                self.faults.append(Fault(about, error.message))
-        advance(manifest.shards[name].n_bytes - told)
+                self.faults.append(fault_of(error, Path(index.file_path(file)).name))
+        return proven
 
 
 class _SaveJob:
@@ -274,7 +261,7 @@ class _SaveJob:
                 if index.prove_file(file):
                     proven.append(index.file_bytes(file))
             except ReshardError as error:
-                faults.append(Fault(str(path.relative_to(self.root)), error.message))
+                faults.append(fault_of(error, str(path.relative_to(self.root))))
             index.close()
         iteration = None
         if not faults:
@@ -282,7 +269,15 @@ class _SaveJob:
                 with Checkpoint(opening.open_rank_files(self.root, self.save.files, self.strategy)) as opened:
                     iteration = opened.iteration
             except ReshardError as error:
-                faults.append(Fault(None, error.message, tensors=() if error.key is None else (error.key,)))
+                faults.append(fault_of(error, None))
         files = list(self.save.files.values())
-        is_verified = len(proven) == len(files)
-        return VerifiedCheckpoint(str(files[0]), iteration, is_verified, len(proven), sum(proven), tuple(faults))
+        state = _state(faults, is_compared=len(proven) == len(files))
+        return VerifiedCheckpoint(
+            str(files[0]), iteration, state == "whole", len(proven), sum(proven), tuple(faults), state
+        )
+
+
+def _state(faults: Sequence[Fault], *, is_compared: bool) -> State:
+    if faults:
+        return "damaged" if any(fault.is_damage for fault in faults) else "unreadable"
+    return "whole" if is_compared else "structure"

@@ -8,8 +8,11 @@
 
 A restart takes the newest save of which every rank has a file, no newer than the oldest `meta.json`. So whatever ends a
 save in the midst leaves the one before as it was: until all have told in 3 nothing of it is removed, and no name is
-ever used twice (`rank_plan`). The weights alone (`<root>_network`, `<root>_trainable`) follow the names and go with
-them.
+ever used twice (`rank_plan`). Nothing is removed before one that stays has been read back by every rank, as with
+`verify_after_save`: if none has, it is the one that is being saved. That is known of the saves of this process, and no
+other is ever removed; there is no manifest that a record could be bound to.
+
+The weights alone (`<root>_network`, `<root>_trainable`) follow the names and go with them.
 """
 
 from __future__ import annotations
@@ -114,6 +117,7 @@ class _Agreed:
         outdated: epochs and steps that go once the save is complete.
         strategy_by: the ranks that write the strategy: one on each host that has a root of its own.
         shapes: what they write it for; None where rank 0 alone does, which knows it.
+        read_back: whether all ranks read back what they write.
     """
 
     naming: Naming
@@ -121,6 +125,7 @@ class _Agreed:
     outdated: tuple[tuple[int, int], ...] = ()
     strategy_by: tuple[int, ...] = ()
     shapes: Shapes | None = None
+    read_back: bool = False
 
     def to_json(self) -> dict[str, Any]:
         naming = self.naming
@@ -129,6 +134,7 @@ class _Agreed:
             "dealt": self.dealt.to_json(),
             "outdated": [list(one) for one in self.outdated],
             "strategy_by": list(self.strategy_by),
+            "read_back": self.read_back,
             "shapes": None if self.shapes is None else {key: [list(s), o] for key, (s, o) in self.shapes.items()},
         }
 
@@ -141,6 +147,7 @@ class _Agreed:
             tuple((epoch, step) for epoch, step in value["outdated"]),
             tuple(value["strategy_by"]),
             None if shapes is None else {key: (tuple(shape), is_state) for key, (shape, is_state) in shapes.items()},
+            value["read_back"],
         )
 
 
@@ -192,7 +199,7 @@ def save_ranks(
     strategy = None if coordinator is None else coordinator.strategy
     if coordinator is None and rank in agreed.strategy_by and own.layout is not None and agreed.shapes is not None:
         strategy = strategies.make(own.layout, agreed.shapes, terms.root)  # on a host of its own
-    side = RankSide(terms, rank, agreed.naming, capture(files), own.extra, strategy)
+    side = RankSide(replace(terms, verify=agreed.read_back), rank, agreed.naming, capture(files), own.extra, strategy)
     job = _Job(terms, how, ranks, side, coordinator, agreed.outdated, own.record, after)
     if blocking:
         return job.carry_out(started=started, progress=progress)
@@ -300,7 +307,11 @@ _plans = LastMade[_Planned]()
 _runs: dict[tuple[Path, str], int] = {}
 """The run that this process is, by root and prefix: a process is one run, and a restarted one the next."""
 
+_read_back: dict[tuple[Path, str, int | None], set[tuple[int, int]]] = {}
+"""Epochs and steps of the saves that this process read back, by root, prefix and number of the run."""
+
 os.register_at_fork(after_in_child=_runs.clear)
+os.register_at_fork(after_in_child=_read_back.clear)
 
 
 @dataclass(eq=False)
@@ -313,6 +324,7 @@ class _Coordinator:
     strategy: Strategies | None = None
     claim: claims.Claim | None = None
     is_complete: bool = False
+    read_back: tuple[tuple[Path, str, int | None], tuple[int, int]] | None = None  # what is noted at the end
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -352,13 +364,25 @@ class _Coordinator:
         files: list[FileName] = []
         with contextlib.suppress(CheckpointNotFoundError):
             files = checkpoint1.list_files(folder_of(terms.root, 0))
+        outdated = () if how.only_strategy else tuple(rank_plan.outdated(files, naming, terms.keep))
         return _Agreed(
             naming,
             dealt,
-            () if how.only_strategy else tuple(rank_plan.outdated(files, naming, terms.keep)),
+            outdated,
             tuple(firsts) if self.strategy is not None else (),
             shapes if len(firsts) > 1 else None,
+            self._is_read_back(naming, files, outdated),
         ).to_json()
+
+    def _is_read_back(self, naming: Naming, files: list[FileName], outdated: tuple[tuple[int, int], ...]) -> bool:
+        """Whether this save is: if it is asked for, or something goes and nothing that stays was."""
+        key = (self.terms.root.resolve(), naming.prefix, naming.run)
+        there = {(file.epoch, file.step) for file in files if (file.prefix, file.run) == (naming.prefix, naming.run)}
+        known = _read_back[key] = _read_back.get(key, set()) & there
+        is_read_back = self.terms.verify or (bool(outdated) and not known - set(outdated))
+        if is_read_back:
+            self.read_back = (key, (naming.epoch, naming.step))
+        return is_read_back
 
     def _plan(self, facts: list[RankFacts]) -> _Planned:
         layout = self.own.layout
@@ -447,6 +471,8 @@ class _Coordinator:
     def complete(self, _: list[Any]) -> None:
         """All ranks have told that their `meta.json` is there."""
         self.is_complete = True
+        if self.read_back is not None:
+            _read_back[self.read_back[0]].add(self.read_back[1])
         taken.forget(self.terms.root)
 
 

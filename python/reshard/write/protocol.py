@@ -205,6 +205,7 @@ def seal(
     world_size: int,
     passed_over: Sequence[int] = (),
     ckpt_status: int | None = None,
+    metrics: Mapping[str, int | float] | None = None,
     file_mode: int = 0o640,
 ) -> Manifest:
     """Check the staging folder and write the commit record into it, after everything else.
@@ -215,6 +216,7 @@ def seal(
         world_size: number of ranks that the checkpoint is written for.
         passed_over: iterations that the run refused when it resumed below them.
         ckpt_status: what the health monitor says, or None.
+        metrics: numbers by name that are kept with the iteration.
         file_mode: permission bits of the files that are made here, less the umask.
 
     Returns:
@@ -247,6 +249,7 @@ def seal(
             ckpt_status=ckpt_status,
             shards=_shard_entries(shards),
             files=files,
+            metrics=metrics or {},
         )
         steps.announce(f"write {MANIFEST_FILE}")
         manifests.write(attempt.staging, manifest, file_mode, durable=attempt.durable)

@@ -5,25 +5,37 @@ every Nth and the best if asked for. Not removed either, whatever is asked for: 
 (evidence, and nobody's to judge), what lies above the tracker (left by a roll-back, or newer than this program knows),
 and the newest verified one. Whatever is in memory of earlier saves plays no part: the facts come from the directory.
 
-`apply` takes an iteration away by a rename into the trash, one after the other, the oldest first, and removes it there.
-One that is being read is passed over. It never fails a save: what the system refuses is a warning.
+An iteration is verified if all its bytes have been compared with its manifest since it was written: before a save was
+published (`verify_after_save`), by `verify`, by a load with `verify="full"`, or here. The result is recorded beside it
+(`formats.proofs`); one that was found damaged does not count. Nothing is removed unless a verified one stays.
+
+- `remove` (`prune`) compares the newest iteration that stays, if nothing newer than what goes is verified, and the next
+  one if that is damaged. `apply`, which follows a save, reads nothing: it removes nothing until one is verified.
+- So that this is the case, a save whose `keep` would remove something while none of the newest is verified is read back
+  by every rank before it is published (`must_read_back`): one save in `keep`. With `keep=1` it is every save.
+- Where no iteration has a manifest, as MindSpore Transformers saves, the structure is all that can be checked.
+
+An iteration goes by a rename into the trash, one after the other, the oldest first, and is removed there. One that is
+being read is passed over. `apply` never fails a save: what the system refuses is a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.formats import checkpoint2, save_log
+from reshard.formats import checkpoint2, proofs, save_log
 from reshard.formats import manifest as manifests
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE, TRACKED_FILE
+from reshard.formats.scrub import is_damage, scrub_folder
 from reshard.resume import resolve
 from reshard.small_files import show
 from reshard.write import claims, staging, steps, trash
@@ -35,7 +47,10 @@ if TYPE_CHECKING:
 
     from reshard.formats.manifest import Manifest
 
-__all__ = ["Facts", "Removed", "apply", "pin", "plan", "unpin"]
+__all__ = ["Facts", "Removed", "apply", "must_read_back", "pin", "plan", "remove", "to_verify", "unpin"]
+
+_LAST_VERIFIED = "the last verified one"
+_MAX_ROUNDS = 5  # in a root that changes while it is looked at
 
 _log = logging.getLogger("reshard")
 
@@ -48,10 +63,13 @@ class Facts:
         iteration: its number.
         name: its folder.
         fault: why it is not complete; None: it is.
-        is_verified: whether a manifest proves that.
+        is_verified: whether its bytes have been compared with its manifest since it was written, and found right.
         is_pinned: whether somebody pinned it.
         is_passed_over: whether a later save recorded that it was refused at a roll-back.
         is_debris: whether it is what is left of one that was being removed, in place.
+        is_unknown: whether `fault` says that it could not be looked at, which is no damage.
+        has_manifest: whether there is a valid manifest: it can be verified.
+        metrics: those in its manifest.
     """
 
     iteration: int
@@ -61,6 +79,9 @@ class Facts:
     is_pinned: bool = False
     is_passed_over: bool = False
     is_debris: bool = False
+    is_unknown: bool = False
+    has_manifest: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,12 +93,14 @@ class Removed:
         n_bytes: bytes of their files.
         kept: by iteration, why it stays.
         warnings: what should have gone and did not, and why.
+        failed: those of which the system refused the removal, ascending.
     """
 
     iterations: tuple[int, ...]
     n_bytes: int
     kept: Mapping[int, str]
     warnings: tuple[str, ...] = ()
+    failed: tuple[int, ...] = ()
 
 
 def plan(
@@ -113,11 +136,7 @@ def plan(
         if value is not None and (type(value) is not int or value < 1):
             raise ArgumentError(f"`{name}` is a number of iterations from 1 on, not {value!r}")
     ordered = sorted(facts, key=lambda one: one.iteration)
-    counted = [
-        one
-        for one in ordered
-        if one.fault is None and not one.is_passed_over and (tracker is None or one.iteration <= tracker)
-    ]
+    counted = _counted(ordered, tracker)
     newest = {one.iteration for one in counted[-keep:]}
     kept: dict[int, str] = {}
     for one in ordered:
@@ -125,7 +144,7 @@ def plan(
         if one.is_debris:
             continue
         if one.fault is not None:
-            reason = f"not complete: {one.fault}"
+            reason = f"could not be looked at: {one.fault}" if one.is_unknown else f"not complete: {one.fault}"
         elif one.iteration == tracker:
             reason = "the tracker names it"
         elif one.is_pinned:
@@ -142,8 +161,109 @@ def plan(
             kept[one.iteration] = reason
     verified = [one.iteration for one in counted if one.is_verified]
     if verified and not kept.keys() & verified:
-        kept[verified[-1]] = "the last verified one"
+        kept[verified[-1]] = _LAST_VERIFIED
     return [one for one in ordered if one.iteration not in kept], dict(sorted(kept.items()))
+
+
+def _counted(facts: Sequence[Facts], tracker: int | None) -> list[Facts]:
+    """Complete iterations that a restart may take, ascending."""
+    return [
+        one
+        for one in sorted(facts, key=lambda one: one.iteration)
+        if one.fault is None and not one.is_passed_over and (tracker is None or one.iteration <= tracker)
+    ]
+
+
+def to_verify(
+    facts: Sequence[Facts], gone: Sequence[Facts], kept: Mapping[int, str], *, tracker: int | None
+) -> list[Facts]:
+    """What has to be verified before a plan is carried out: one of these, the newest first.
+
+    Args:
+        facts: those of the plan.
+        gone: what it removes.
+        kept: why the others stay.
+        tracker: the iteration that the tracker names, or None.
+
+    Returns:
+        Iterations that a restart could take, that stay, and that are newer than those of them that go, or would go if
+        another one were verified. None where one is verified, or where nothing goes but debris. If none of them can be
+        verified and nothing that stays is, all that can be.
+
+    Example:
+        >>> facts = [Facts(n, f"iteration_{n:08d}", has_manifest=True) for n in (100, 200, 300)]
+        >>> gone, kept = plan(facts, tracker=300, keep=2)
+        >>> [one.iteration for one in to_verify(facts, gone, kept, tracker=300)]
+        [300, 200]
+    """
+    counted = _counted(facts, tracker)
+    going = {one.iteration for one in gone} | {one for one, reason in kept.items() if reason == _LAST_VERIFIED}
+    if not going - {one.iteration for one in gone if one.is_debris}:
+        return []
+    last = max((one.iteration for one in counted if one.iteration in going), default=-1)
+    newer = [one for one in reversed(counted) if one.iteration in kept and one.iteration > last]
+    if any(one.is_verified for one in newer):
+        return []
+    candidates = [one for one in newer if one.has_manifest]
+    if not candidates and not any(one.is_verified and one.iteration in kept for one in counted):
+        candidates = [one for one in reversed(counted) if one.has_manifest]
+    return candidates
+
+
+def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> bool:
+    """Whether a save has to be read back for retention to remove anything after it.
+
+    Args:
+        root: the checkpoint root.
+        iteration: what is being saved.
+        keep: as in `apply`.
+
+    Returns:
+        True if there would be more than `keep` iterations, or some that were passed over, and none of the newest
+        `keep - 1` that are there is verified.
+
+    Raises:
+        CheckpointNotFoundError, StorageError: the root cannot be listed.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> for number in (1, 2):
+        ...     _ = reshard.save("read-back", number, {"w": np.zeros(4)})
+        >>> must_read_back("read-back", 3, keep=2), must_read_back("read-back", 3, keep=3)
+        (True, False)
+    """
+    candidates = checkpoint2.resolve_candidates(root)
+    there = [one for one in sorted(candidates.folders, reverse=True) if one[0] != iteration]
+    if len(there) < keep and not _has_passed_over(Path(root), there):
+        return False
+    n_left = keep - 1
+    for number, name in there:
+        if n_left == 0:
+            break
+        if candidates.tracker is not None and number > candidates.tracker:
+            continue
+        proof = _proof(Path(root) / name)
+        if proof is not None and proof.fault is None:
+            return False
+        n_left -= proof is None
+    return True
+
+
+def _has_passed_over(root: Path, there: Sequence[tuple[int, str]]) -> bool:
+    """Whether one of these iterations says that another one was refused when a run resumed below it."""
+    numbers = {number for number, _ in there}
+    for _, name in there:
+        with contextlib.suppress(ReshardError):
+            if numbers & set(manifests.read(root / name).passed_over):
+                return True
+    return False
+
+
+def _proof(folder: Path) -> proofs.Proof | None:
+    try:
+        return proofs.read(folder, manifests.read(folder))
+    except ReshardError:
+        return None
 
 
 def apply(
@@ -155,19 +275,21 @@ def apply(
     dry_run: bool = False,
     durable: bool = True,
     original_fault: Callable[[Path], str | None] | None = None,
+    verify: bool = True,
+    verified: Collection[str] = (),
 ) -> Removed:
-    """Remove the iterations of a root that are not to be kept.
+    """As `remove`, for the end of a save: what the system refuses is a warning, and logged.
 
     Args:
         root: the checkpoint root.
-        keep: how many complete ones to keep, the newest; at least 1.
-        keep_every: keep every iteration that this number divides, too.
-        keep_best: a metric of the log of saves, and how many iterations with its lowest values to keep; with a `-`
-            before the name, those with its highest.
-        dry_run: remove nothing.
-        durable: sync every change.
-        original_fault: says of an iteration folder without manifest why it is not complete, or None. By default it is
-            complete if every shard file that it names is there.
+        keep: see `remove`, and so are the other arguments.
+        keep_every: see `remove`.
+        keep_best: see `remove`.
+        dry_run: see `remove`.
+        durable: see `remove`.
+        original_fault: see `remove`.
+        verify: see `remove`.
+        verified: see `remove`.
 
     Raises:
         ArgumentError: a number is below 1.
@@ -179,35 +301,113 @@ def apply(
         ...     apply(root, keep=2).iterations
         ()
     """
-    path = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
-    done, warnings, kept = _Done([], 0), list[str](), dict[int, str]()
-
-    def decide() -> list[Facts]:
-        facts, tracker = _look(path, original_fault or _original_fault)
-        best = _best(path, facts, *keep_best) if keep_best else []
-        gone, reasons = plan(facts, tracker=tracker, keep=keep, keep_every=keep_every, best=best)
-        kept.update(reasons)
-        return gone
-
     try:
-        if dry_run:
-            gone = decide()
-            return Removed(tuple(one.iteration for one in gone), sum(_n_bytes(path / one.name) for one in gone), kept)
-        checkpoint2.list_iterations(path)  # before a lock is made in what is no root
-        with claims.locked(path):
-            gone = decide()
-            if gone:
-                steps.make_folder(path / TRASH_FOLDER, 0o750, durable=durable)
-            for one in gone:
-                _remove(path, one, done, kept, warnings, durable=durable)
+        removed = remove(
+            root,
+            keep=keep,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            dry_run=dry_run,
+            durable=durable,
+            original_fault=original_fault,
+            verify=verify,
+            verified=verified,
+        )
     except (StorageError, DamagedFileError) as error:
-        warnings.append(f"retention stopped: {error.message}")
+        removed = Removed((), 0, {}, (f"retention stopped: {error.message}",))
+    for line in removed.warnings:
+        _log.warning("%s", line)
+    return removed
+
+
+def remove(
+    root: str | os.PathLike[str],
+    *,
+    keep: int,
+    keep_every: int | None = None,
+    keep_best: tuple[str, int] | None = None,
+    dry_run: bool = False,
+    durable: bool = True,
+    original_fault: Callable[[Path], str | None] | None = None,
+    verify: bool = True,
+    verified: Collection[str] = (),
+    progress: _core.Progress | None = None,
+) -> Removed:
+    """Remove the iterations of a root that are not to be kept.
+
+    Args:
+        root: the checkpoint root.
+        keep: how many complete ones to keep, the newest; at least 1.
+        keep_every: keep every iteration that this number divides, too.
+        keep_best: a metric of the saves, and how many iterations with its lowest values to keep; with a `-` before the
+            name, those with its highest.
+        dry_run: remove nothing, and read no contents.
+        durable: sync every change.
+        original_fault: says of an iteration folder without manifest why it is not complete, or None. By default it is
+            complete if every shard file that it names is there.
+        verify: compare the newest that stays with its manifest, if nothing is removed otherwise.
+        verified: digests of manifests whose files this process has just compared.
+        progress: called as `progress(done_bytes, total_bytes)` while an iteration is compared.
+
+    Raises:
+        ArgumentError: a number is below 1.
+        CheckpointNotFoundError: there is no such root.
+        DamagedFileError: no iteration has the metric.
+        StorageError: the root cannot be listed or locked. Nothing is removed.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     remove(root, keep=2).iterations
+        ()
+    """
+    path = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
+    judge, known = original_fault or _original_fault, set(verified)
+    faults: dict[str, str] = {}  # found here, by the digest of the manifest
+    done = _Done()
+
+    def decide() -> _Decision:
+        facts, tracker = _look(path, judge, known, faults)
+        best = _best(path, facts, *keep_best) if keep_best else []
+        gone, kept = plan(facts, tracker=tracker, keep=keep, keep_every=keep_every, best=best)
+        first = to_verify(facts, gone, kept, tracker=tracker)
+        counted = {one.iteration for one in _counted(facts, tracker) if one.is_verified}
+        return _Decision(gone, kept, first, has_verified=bool(counted & kept.keys()))
+
+    checkpoint2.list_iterations(path)  # before a lock is made in what is no root
+    decision = decide()
+    if dry_run:
+        while verify and decision.first:
+            one = decision.first[0]
+            done.warnings.append(
+                f"iteration {one.iteration} would be verified first; if it is damaged, less is removed"
+            )
+            known.add(manifests.read(path / one.name).digest)
+            decision = decide()
+        gone = decision.gone
+        n_bytes = sum(_n_bytes(path / one.name) for one in gone)
+        return Removed(tuple(one.iteration for one in gone), n_bytes, decision.kept, tuple(done.warnings))
+    if not decision.gone and not decision.first:
+        return Removed((), 0, decision.kept)
+    for _ in range(_MAX_ROUNDS):
+        while verify and decision.first:
+            # Before the lock: comparing takes long, and saves wait for the lock.
+            _verify(path / decision.first[0].name, known, faults, done.warnings, progress)
+            decision = decide()
+        with claims.locked(path):
+            decision = decide()
+            if decision.first and verify:
+                continue  # it changed meanwhile
+            _carry_out(path, decision, done, durable=durable)
+            break
+    else:
+        done.warnings.append("no iteration is removed: the root changed each time it was looked at; try again")
     if done.iterations:
         # Outside the lock: deleting takes long, and what is in the trash is nobody's.
-        warnings += trash.empty(path, durable=durable)
-    for line in warnings:
-        _log.warning("%s", line)
-    return Removed(tuple(done.iterations), done.n_bytes, dict(sorted(kept.items())), tuple(warnings))
+        done.warnings += trash.empty(path, durable=durable)
+        proofs.sweep(path)
+    kept = dict(sorted({**decision.kept, **done.kept}.items()))
+    return Removed(tuple(done.iterations), done.n_bytes, kept, tuple(done.warnings), tuple(done.failed))
 
 
 def pin(root: str | os.PathLike[str], iteration: int) -> None:
@@ -248,25 +448,42 @@ def _folder(root: str | os.PathLike[str], iteration: int) -> Path:
 # -- the facts
 
 
-def _look(root: Path, judge: Callable[[Path], str | None]) -> tuple[list[Facts], int | None]:
+def _look(
+    root: Path, judge: Callable[[Path], str | None], verified: Collection[str], faults: Mapping[str, str]
+) -> tuple[list[Facts], int | None]:
+    """The facts of all iterations, and the tracker.
+
+    Args:
+        root: the checkpoint root.
+        judge: of an iteration without manifest, why it is not complete.
+        verified: digests of manifests whose files were found right by this process.
+        faults: and of those that were not, with the reason.
+    """
     candidates = checkpoint2.resolve_candidates(root)
     found = {iteration: (name, *_judge(root / name, judge)) for iteration, name in candidates.folders}
     behind = resolve.left_behind(
-        tuple(_folder_facts(root, iteration, name, manifest) for iteration, (name, manifest, _) in found.items()),
+        tuple(_folder_facts(root, iteration, name, manifest) for iteration, (name, manifest, *_) in found.items()),
         candidates.tracker,
     )
-    facts = [
-        Facts(
-            iteration=iteration,
-            name=name,
-            fault=fault,
-            is_verified=manifest is not None and fault is None,
-            is_pinned=os.path.lexists(root / name / PINNED_FILE),
-            is_debris=fault is not None and staging.unfinished(root / name) == REMOVED,
-            is_passed_over=iteration in behind,
+    facts = []
+    for iteration, (name, manifest, fault, is_unknown) in sorted(found.items()):
+        is_verified, damage = False, fault
+        if manifest is not None:
+            is_verified, damage = _contents(root / name, manifest, verified, faults)
+        facts.append(
+            Facts(
+                iteration=iteration,
+                name=name,
+                fault=damage,
+                is_verified=is_verified,
+                is_pinned=os.path.lexists(root / name / PINNED_FILE),
+                is_debris=damage is not None and staging.unfinished(root / name) == REMOVED,
+                is_passed_over=iteration in behind,
+                is_unknown=is_unknown,
+                has_manifest=manifest is not None,
+                metrics={} if manifest is None else manifest.metrics,
+            )
         )
-        for iteration, (name, manifest, fault) in sorted(found.items())
-    ]
     return facts, candidates.tracker
 
 
@@ -279,19 +496,46 @@ def _folder_facts(root: Path, iteration: int, name: str, manifest: Manifest | No
     )
 
 
-def _judge(folder: Path, judge: Callable[[Path], str | None]) -> tuple[Manifest | None, str | None]:
-    """The manifest, and why the iteration is not complete."""
-    if staging.unfinished(folder) not in (None, REMOVED):
-        return None, "it is being written"
+def _contents(
+    folder: Path, manifest: Manifest, verified: Collection[str], faults: Mapping[str, str]
+) -> tuple[bool, str | None]:
+    """Whether the contents were verified, and the fault that was found in them."""
+    if manifest.digest in verified:
+        return True, None
+    if manifest.digest in faults:
+        return False, faults[manifest.digest]
+    proof = proofs.read(folder, manifest)
+    if proof is not None and proof.fault is not None:
+        return False, f"found damaged when it was verified: {proof.fault}"
+    return proof is not None, None
+
+
+def _judge(folder: Path, judge: Callable[[Path], str | None]) -> tuple[Manifest | None, str | None, bool]:
+    """The manifest of a complete iteration, or why it is not complete, and whether that is merely not known."""
     try:
-        if not os.path.lexists(folder / MANIFEST_FILE):
+        has_manifest = _is_there(folder / MANIFEST_FILE)
+        if staging.unfinished(folder) not in (None, REMOVED):
+            return None, "it is being written", False
+        if not has_manifest:
             is_ours = os.path.lexists(folder / UNFINISHED_FILE)
-            return None, "it was being removed" if is_ours else judge(folder)
+            return None, "it was being removed" if is_ours else judge(folder), False
         manifest = manifests.read(folder)
         manifests.check_sizes(folder, manifest)
     except ReshardError as error:
-        return None, error.message
-    return manifest, None
+        return None, error.message, not is_damage(error)
+    return manifest, None, False
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file; unlike `lexists`, a folder that may not be searched is an error. Raises StorageError."""
+    try:
+        with steps.failing("looking at", path):
+            path.lstat()
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return False
+        raise
+    return True
 
 
 def _original_fault(folder: Path) -> str | None:
@@ -318,15 +562,19 @@ def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
         raise ArgumentError(f"`keep_best` names a metric and a number from 1 on, not {n!r}")
     complete = {one.iteration for one in facts if one.fault is None}
     name = metric.removeprefix("-")
+    # A manifest without metrics may be of a release that wrote them to the log alone.
+    metrics = {record.iteration: record.metrics for record in save_log.read(root)} if complete else {}
+    metrics |= {one.iteration: one.metrics for one in facts if one.metrics}
     values: dict[int, float] = {}
-    for record in save_log.read(root):
-        value = record.metrics.get(name, math.nan)
+    for iteration, of_one in metrics.items():
+        value = of_one.get(name, math.nan)
         if math.isfinite(value):
-            values[record.iteration] = -value if metric != name else value
+            values[iteration] = -value if metric != name else value
     if complete and not values.keys() & complete:
-        # Without the log the best cannot be told from the rest: then all are kept.
+        # Then the best cannot be told from the rest: all are kept.
         raise DamagedFileError(
-            f"the log of saves in {show(str(root))} tells of no metric {show(name)} of any iteration that is there",
+            f"the log of saves in {show(str(root))} tells of no metric {show(name)} of any iteration that is there, "
+            "and no manifest holds it",
             path=str(root),
         )
     ranked = sorted((value, -iteration) for iteration, value in values.items() if iteration in complete)
@@ -336,25 +584,85 @@ def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
 # -- removing
 
 
+@dataclass(frozen=True)
+class _Decision:
+    """What goes, why the rest stays, what has to be verified before, and whether a verified one stays."""
+
+    gone: list[Facts]
+    kept: dict[int, str]
+    first: list[Facts]
+    has_verified: bool
+
+
 @dataclass
 class _Done:
-    iterations: list[int]
-    n_bytes: int
+    iterations: list[int] = field(default_factory=list)
+    n_bytes: int = 0
+    kept: dict[int, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
 
 
-def _remove(root: Path, one: Facts, done: _Done, kept: dict[int, str], warnings: list[str], *, durable: bool) -> None:
+def _verify(
+    folder: Path, known: set[str], faults: dict[str, str], warnings: list[str], progress: _core.Progress | None
+) -> None:
+    """Compare an iteration with its manifest, and record the result: in `known` or `faults`, and beside it."""
+    handle = manifests.read_lock(folder)  # nobody else removes it meanwhile
+    try:
+        manifest = manifests.read(folder)
+        state = proofs.state_of(folder, manifest)
+        done, total = 0, sum(entry.n_bytes for entry in manifest.shards.values())
+
+        def advance(n_bytes: int) -> None:
+            nonlocal done
+            done += n_bytes
+            if progress is not None:
+                progress(done, total)
+
+        found = scrub_folder(folder, manifest, advance=advance)
+    finally:
+        os.close(handle)
+    if found:
+        fault = next((one for one in found if one.is_damage), found[0])
+        verdict = "found damaged when it was verified" if fault.is_damage else "could not be verified"
+        faults[manifest.digest] = f"{verdict}: {fault.file}: {fault.message}"
+        warnings.append(f"{folder.name}: {faults[manifest.digest]}")
+        if not fault.is_damage:
+            return
+    else:
+        known.add(manifest.digest)
+    try:
+        proofs.write(folder, manifest, state, f"{fault.file}: {fault.message}" if found else None)
+    except StorageError as error:
+        warnings.append(f"{folder.name} was verified, and the result is not recorded: {error.message}")
+
+
+def _carry_out(root: Path, decision: _Decision, done: _Done, *, durable: bool) -> None:
+    if decision.first and not decision.has_verified:
+        reason = "nothing that would stay has been verified"
+        done.kept = dict.fromkeys((one.iteration for one in decision.gone), reason)
+        done.warnings.append(f"no iteration is removed: {reason}; verify iteration {decision.first[0].iteration}")
+        return
+    if decision.gone:
+        steps.make_folder(root / TRASH_FOLDER, 0o750, durable=durable)
+    for one in decision.gone:
+        _remove(root, one, done, durable=durable)
+
+
+def _remove(root: Path, one: Facts, done: _Done, *, durable: bool) -> None:
     folder = root / one.name
     n_bytes = _n_bytes(folder)
     with trash.reader_held_off(folder) as is_free:
         if not is_free:
-            kept[one.iteration] = "it is being read"
-            warnings.append(f"iteration {one.iteration} is being read: it is removed another time")
+            done.kept[one.iteration] = "it is being read"
+            done.warnings.append(f"iteration {one.iteration} is being read: it is removed another time")
             return
         try:
             trash.remove(root, folder, one.iteration, durable=durable)
         except StorageError as error:
-            kept[one.iteration] = "it could not be removed"
-            warnings.append(f"iteration {one.iteration} could not be removed: {error.message}")
+            done.kept[one.iteration] = "it could not be removed"
+            done.warnings.append(f"iteration {one.iteration} could not be removed: {error.message}")
+            done.failed.append(one.iteration)
             return
     done.iterations.append(one.iteration)
     done.n_bytes += n_bytes

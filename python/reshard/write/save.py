@@ -220,7 +220,9 @@ def save(  # noqa: PLR0917
         shapes: with a layout, global shapes by key: of flattened tensors, and of those that are joined into one array.
             Joined state is that of all parameters of the join, in their shapes; where only some have state, name those.
         prefix: first part of the names of the shard files.
-        keep: keep the newest `keep` complete iterations and remove older ones; None: remove nothing.
+        keep: keep the newest `keep` complete iterations and remove older ones; None: remove nothing. Nothing is removed
+            before one that stays has been verified: if none is, this save is read back as with `verify_after_save`,
+            about one save in `keep`.
         dedup: write each shard once, balanced over its holders, instead of once for every rank that holds it.
         group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
             None: torch's default group if there is one, else this process alone.
@@ -234,7 +236,7 @@ def save(  # noqa: PLR0917
             of one number of ranks and one strategy, and `keep` counts the saves of this process.
         keep_every: keep every iteration that is a multiple of this.
         keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric.
-        metrics: numbers by name, such as the loss: kept in `saves.jsonl` beside the checkpoints.
+        metrics: numbers by name, such as the loss: kept in the manifest of the iteration and in `saves.jsonl`.
         check_replicas: compare the sums of all copies of a shard first.
         verify_after_save: read back what was written, past the page cache, before it is published.
         strict_format: refuse tensors whose layout metadata.json cannot express, instead of describing them in

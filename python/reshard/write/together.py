@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from reshard import _core
 from reshard.collective import Collective, capture
 from reshard.errors import DamagedFileError, GroupError, ReshardError, StorageError
-from reshard.formats import checkpoint2, mounts, save_log, state
+from reshard.formats import checkpoint2, mounts, proofs, save_log, state
 from reshard.small_files import show, write_file_atomically
 from reshard.write import protocol, retention, taken
 from reshard.write.arrays import local_arrays
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.formats.checkpoint2_common import CommonInfo
+    from reshard.formats.manifest import Manifest
     from reshard.formats.save_log import SaveRecord
     from reshard.group import Group
     from reshard.layout import ModelLayout
@@ -211,13 +212,14 @@ def carry_out(
         GroupError: a rank did not answer in time. Nothing is published, unless only rank 0's last word was lost.
         ReshardError: whatever a rank met.
     """
-    coordinator = None if planned is None else _Coordinator(terms, share.common, planned, channel.world_size)
+    coordinator = None if planned is None else _Coordinator(terms, share, planned, channel.world_size)
     ranks = Collective(channel, terms.timeout)
     is_heard = True
     try:
         begun = None if coordinator is None else capture(coordinator.begin)
-        staging = Path(ranks.share(begun)[0])
-        written = capture(lambda: _write_own(staging, channel.rank, terms, share, progress))
+        staging, is_read_back = ranks.share(begun)[0]
+        own_terms = replace(terms, verify=is_read_back)
+        written = capture(lambda: _write_own(Path(staging), channel.rank, own_terms, share, progress))
         summary = ranks.combine(written, None if coordinator is None else coordinator.publish)
     except GroupError as error:
         if coordinator is None or coordinator.summary is None:
@@ -231,7 +233,7 @@ def carry_out(
             coordinator.clean_up()
     report = report_of(terms, summary, started, stall_seconds)
     if coordinator is not None and coordinator.attempt is not None:
-        report = _aftermath(terms, coordinator.attempt, share.record, report)
+        report = _aftermath(terms, coordinator.attempt, coordinator.proven, share.record, report)
     if after is None or not is_heard:
         return report
     return replace(report, warnings=(*report.warnings, *after(report)))
@@ -315,17 +317,20 @@ def _wait_for(staging: Path, timeout: float) -> None:
 class _Coordinator:
     """Rank 0's side of one attempt."""
 
-    def __init__(self, terms: Terms, common: CommonInfo, planned: Planned, world_size: int) -> None:
+    def __init__(self, terms: Terms, share: Share, planned: Planned, world_size: int) -> None:
         self.terms = terms
-        self.common = common
+        self.common = share.common
+        self.metrics = share.record.metrics
         self.planned = planned
         self.world_size = world_size
         self.resumed = taken.recall(terms.root)
         self.attempt: protocol.Attempt | None = None
+        self.is_read_back = terms.verify
+        self.proven: Manifest | None = None  # once it is published, if it was read back
         self.summary: dict[str, Any] | None = None  # once it is published
 
-    def begin(self) -> str:
-        """Claim the root and make the staging folder; its path."""
+    def begin(self) -> tuple[str, bool]:
+        """Claim the root and make the staging folder; its path, and whether what is written is to be read back."""
         terms = self.terms
         self.attempt = protocol.begin(
             terms.root,
@@ -336,7 +341,9 @@ class _Coordinator:
             takeover=terms.takeover,
             folder_mode=_FOLDER_MODE,
         )
-        return str(self.attempt.staging)
+        if terms.keep is not None and not terms.verify:
+            self.is_read_back = retention.must_read_back(terms.root, terms.iteration, terms.keep)
+        return str(self.attempt.staging), self.is_read_back
 
     def publish(self, reports: list[Any]) -> dict[str, Any]:
         """Describe, seal and publish what the ranks have written."""
@@ -359,6 +366,7 @@ class _Coordinator:
             world_size=self.world_size,
             passed_over=() if self.resumed is None else self.resumed.passed_over,
             ckpt_status=self.common.ckpt_status,
+            metrics=self.metrics,
             file_mode=_FILE_MODE,
         )
         warnings = list(plan.warnings)
@@ -368,6 +376,7 @@ class _Coordinator:
         warnings += protocol.publish(self.attempt, manifest)
         if self.resumed is not None:
             taken.forget(terms.root)
+        self.proven = manifest if self.is_read_back else None
         self.summary = {
             "path": str(terms.root / checkpoint2.iteration_folder_name(terms.iteration)),
             "n_bytes": manifest.n_bytes,
@@ -384,9 +393,24 @@ class _Coordinator:
             protocol.abandon(self.attempt)
 
 
-def _aftermath(terms: Terms, attempt: protocol.Attempt, record: SaveRecord, report: SaveReport) -> SaveReport:
-    """The log and retention. The save has succeeded: what fails here is a warning."""
+def _aftermath(
+    terms: Terms, attempt: protocol.Attempt, proven: Manifest | None, record: SaveRecord, report: SaveReport
+) -> SaveReport:
+    """The log and retention. The save has succeeded: what fails here is a warning.
+
+    Args:
+        terms: how it was saved.
+        attempt: the one that was published.
+        proven: its manifest, if its files were read back.
+        record: the line of the log, but for what is known at the end.
+        report: what is told of the save.
+    """
     warnings = append_to_log(terms, record, report, attempt.epoch, attempt.id)
+    if proven is not None:
+        try:
+            proofs.write(attempt.folder, proven, proofs.state_of(attempt.folder, proven), None)
+        except ReshardError as error:
+            warnings.append(f"that the save was read back is not recorded: {error.message}")
     if terms.keep is not None:
         try:
             removed = retention.apply(
@@ -395,6 +419,8 @@ def _aftermath(terms: Terms, attempt: protocol.Attempt, record: SaveRecord, repo
                 keep_every=terms.keep_every,
                 keep_best=terms.keep_best,
                 durable=terms.durable,
+                verify=False,
+                verified=() if proven is None else (proven.digest,),
             )
             warnings += removed.warnings
         except (ReshardError, OSError) as error:

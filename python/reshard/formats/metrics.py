@@ -1,0 +1,73 @@
+"""Metrics of a save: numbers by name. JSON has no nan and no infinity; these are written as "nan", "inf" and "-inf"."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ArgumentError
+from reshard.small_files import show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["checked", "from_json", "to_json"]
+
+_MAX_CHARACTERS = 1 << 20  # of all names, and 32 more for each number
+_TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def checked(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    """Metrics as Python numbers; scalars of numpy and torch are accepted.
+
+    Args:
+        metrics: numbers of 64 bits by name; nan and infinities are allowed.
+
+    Raises:
+        ArgumentError: a name is not printable text, a value is not a number of 64 bits, or they take more than 1 MiB.
+
+    Example:
+        >>> checked({"loss": 2.5})
+        {'loss': 2.5}
+    """
+    found = {name: _plain(value) for name, value in metrics.items()}
+    for name, value in found.items():
+        if not isinstance(name, str) or not name.isprintable():
+            raise ArgumentError("a metric's name is not printable text")
+        if not _is_number(value):
+            raise ArgumentError(f"the metric {show(name)} is not a number of 64 bits")
+    if sum(len(name) + 32 for name in found) > _MAX_CHARACTERS:
+        raise ArgumentError(
+            f"{len(found)} metrics are too many: their names and numbers have more than {_MAX_CHARACTERS} characters"
+        )
+    return found
+
+
+def to_json(metrics: Mapping[str, int | float]) -> dict[str, int | float | str]:
+    """Metrics as JSON has them.
+
+    Example:
+        >>> to_json({"loss": math.nan, "steps": 7})
+        {'loss': 'nan', 'steps': 7}
+    """
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+
+
+def from_json(value: Mapping[str, object]) -> dict[str, Any]:
+    """The opposite of `to_json`; what is not a number stays as it is, for `checked` to refuse.
+
+    Example:
+        >>> from_json({"loss": "inf"})
+        {'loss': inf}
+    """
+    return {name: _TEXTS.get(one, one) if isinstance(one, str) else one for name, one in value.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)

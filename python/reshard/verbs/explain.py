@@ -1,0 +1,160 @@
+"""Which checkpoint a run would resume from, and why the others are not taken; nothing is loaded or changed.
+
+The facts are those that `load` gathers, but what cannot be read does not end the search. With `verify` the contents of
+the checkpoint that would be taken are read, as the run would read them, until one has no damage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from reshard import _core, opening
+from reshard.errors import ReshardError, StorageError
+from reshard.formats.rank_file import add_rank_file
+from reshard.formats.scrub import Fault, fault_of, scrub_folder, scrub_plain
+from reshard.opening.facts import gather
+from reshard.opening.rank_facts import path_of
+from reshard.resume import decide, weigh
+
+if TYPE_CHECKING:
+    from reshard.checkpoint import Checkpoint, Part
+    from reshard.config import Config
+    from reshard.formats.manifest import Manifest
+    from reshard.resume import Facts, ResumeDecision, RunFacts, Verdict
+
+__all__ = ["Answer", "Contents", "explain"]
+
+_PARTS: tuple[Part, ...] = ("model", "optimizer")
+Contents: TypeAlias = Literal["not read", "compared", "no sums"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run would do.
+
+    Attributes:
+        facts: what was found.
+        verdicts: every candidate, best first, and what becomes of it.
+        decision: what the run goes on from; None: it would be refused.
+        error: why it would be refused; None: it would not.
+        contents: whether the contents of what is taken were compared with their sums: "not read", or "no sums" where
+            there are none to compare them with.
+        n_bytes: bytes of the files that were compared.
+    """
+
+    facts: Facts
+    verdicts: tuple[Verdict, ...]
+    decision: ResumeDecision | None
+    error: ReshardError | None = None
+    contents: Contents = "not read"
+    n_bytes: int = 0
+
+
+def explain(
+    config: Config,
+    run: RunFacts,
+    *,
+    compatible: bool = False,
+    verify: bool = False,
+    progress: _core.Progress | None = None,
+) -> Answer:
+    """Tell which checkpoint a run would resume from.
+
+    Args:
+        config: what the run asks for.
+        run: what is known of it.
+        compatible: compute the counters as MindSpore Transformers does, rounding errors included.
+        verify: read and compare the contents of what is taken, and take the next one if they are damaged. A run that
+            loads the weights alone does not read the optimizer's files.
+        progress: called as `progress(done_bytes, total_bytes)` while a checkpoint is read.
+
+    Raises:
+        StorageError: the root cannot be looked at.
+        ReshardError: the configuration cannot be meant.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> from reshard.config import Config
+        >>> from reshard.resume import RunFacts
+        >>> _ = reshard.save("explained", 100, {"w": np.zeros(4)})
+        >>> answer = explain(Config("explained", resume=True), RunFacts(), verify=True)
+        >>> answer.decision.iteration, answer.contents
+        (100, 'compared')
+    """
+    faults: dict[str, str] = {}
+    while True:
+        facts = gather(config, run, faults=faults, keep_going=True)
+        verdicts = weigh(config, facts)
+        try:
+            decision = decide(config, facts, compatible=compatible)
+        except ReshardError as error:
+            return Answer(facts, verdicts, None, error)
+        if not verify or decision.path is None:
+            return Answer(facts, verdicts, decision)
+        found, contents, n_bytes = _read(facts, decision, progress)
+        if not found:
+            return Answer(facts, verdicts, decision, None, contents, n_bytes)
+        fault = next((one for one in found if one.is_damage), found[0])
+        name = "" if fault.file is None or fault.file in fault.message else f"{fault.file}: "
+        if not fault.is_damage:
+            return Answer(facts, verdicts, None, StorageError(f"{name}{fault.message}", path=decision.path))
+        faults[decision.path] = f"{name}{fault.message}"
+
+
+def _read(facts: Facts, decision: ResumeDecision, progress: _core.Progress | None) -> tuple[list[Fault], Contents, int]:
+    """Compare what a run would read: what is wrong, whether there are sums, and the bytes of the files."""
+    path = Path(str(decision.path))
+    try:
+        if facts.kind == "rank_folders":
+            n_ranks = next(one.world_size or 0 for one in facts.candidates if one.path == decision.path)
+            index = _core.Index()
+            for rank in range(n_ranks):
+                add_rank_file(index, path_of(str(path.parent.parent), path.name, rank))
+            return _own_sums(index)
+        with opening.open(path) as checkpoint:
+            if checkpoint.manifest is None or not path.is_dir():
+                return _own_sums(checkpoint._index)  # noqa: SLF001  as `scrub`, file by file
+            return _manifest_sums(checkpoint, checkpoint.manifest, decision, progress)
+    except ReshardError as error:
+        return [fault_of(error, None)], "no sums", 0
+
+
+def _manifest_sums(
+    checkpoint: Checkpoint, manifest: Manifest, decision: ResumeDecision, progress: _core.Progress | None
+) -> tuple[list[Fault], Contents, int]:
+    """Compare the files that are loaded with the manifest."""
+    names = set(manifest.shards)
+    if decision.restored == ("weights",):
+        files = {part: {name for key in checkpoint.keys(part) for name in _files(checkpoint, key)} for part in _PARTS}
+        names -= files["optimizer"] - files["model"]
+    done, total = 0, sum(manifest.shards[name].n_bytes for name in names)
+
+    def advance(n_bytes: int) -> None:
+        nonlocal done
+        done += n_bytes
+        if progress is not None:
+            progress(done, total)
+
+    # Through the page cache, as the run reads.
+    found = scrub_plain(checkpoint.path, manifest)
+    found += scrub_folder(checkpoint.path, manifest, names, direct=False, advance=advance)
+    return found, "compared", total + sum(entry.n_bytes for entry in manifest.files.values())
+
+
+def _files(checkpoint: Checkpoint, key: str) -> tuple[str, ...]:
+    return tuple(name for shard in checkpoint[key].shards for name in shard.files)
+
+
+def _own_sums(index: _core.Index) -> tuple[list[Fault], Contents, int]:
+    """Compare files that have a sum of their own, `.ckpt` with a CRC."""
+    found, proven = list[Fault](), 0
+    for file in range(index.n_files):
+        try:
+            if index.prove_file(file):
+                proven += index.file_bytes(file)
+        except ReshardError as error:
+            found.append(fault_of(error, Path(index.file_path(file)).name))
+    index.close()
+    return found, "compared" if proven else "no sums", proven
