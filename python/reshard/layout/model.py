@@ -276,7 +276,7 @@ def write_strategy(
     optimizer_keys: Collection[str] = (),
     ranks: Collection[int] | None = None,
     suffix: str = ".ckpt",
-    mode: int = 0o640,
+    mode: int = 0o666,
     durable: bool = True,
 ) -> list[Path]:
     """Write a layout as the strategy files that the ranks of the original would leave.

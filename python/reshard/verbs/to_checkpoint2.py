@@ -133,7 +133,8 @@ def _publish(
                 _take_back(attempt)
             raise
         if original_modes:
-            job.target.chmod(0o750)
+            if is_new:
+                job.target.chmod(0o750)
             (job.target / checkpoint2.TRACKER_FILE).chmod(0o640)
     n_bytes = sum(one.n_bytes for one in written.values())
     return Written(

@@ -132,7 +132,7 @@ def begin(
     overwrite: bool = True,
     rollback: bool = False,
     takeover: bool = False,
-    folder_mode: int = 0o750,
+    folder_mode: int = 0o777,
 ) -> Attempt:
     """Begin to save an iteration: an empty staging folder, in a root that is ours and in order.
 
@@ -206,7 +206,7 @@ def seal(
     world_size: int,
     passed_over: Sequence[int] = (),
     ckpt_status: int | None = None,
-    file_mode: int = 0o640,
+    file_mode: int = 0o666,
 ) -> Manifest:
     """Check the staging folder and write the commit record into it, after everything else.
 

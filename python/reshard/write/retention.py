@@ -196,7 +196,7 @@ def apply(
         with claims.locked(path):
             gone = decide()
             if gone:
-                steps.make_folder(path / TRASH_FOLDER, 0o750, durable=durable)
+                steps.make_folder(path / TRASH_FOLDER, 0o777, durable=durable)
             for one in gone:
                 _remove(path, one, done, kept, warnings, durable=durable)
     except (StorageError, DamagedFileError) as error:
