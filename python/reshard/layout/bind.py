@@ -35,6 +35,7 @@ class BoundLayout:
         specs: the same in words: cuts, blocks, `flat` and so on of each key.
         joins: keys that are one array.
         warnings: rules and places that match nothing, and state that `add` does not divide.
+        unused: of them those that match nothing and are not optional, each with a hint.
     """
 
     mesh: _core.Mesh
@@ -45,6 +46,18 @@ class BoundLayout:
     warnings: list[str]
     _join_of: dict[str, Join] = field(repr=False)
     _places: dict[str, tuple[object, _core.Layout]] = field(repr=False)  # who holds a key, and one layout that says so
+    unused: list[tuple[str, str]] = field(default_factory=list)
+
+    def refuse_unused(self) -> None:
+        """Refuse a layout that does not say of the tensors what it was meant to say: before something is written.
+
+        Raises:
+            LayoutError: a rule or a place that is not optional matches no key; names the nearest keys.
+        """
+        if self.unused:
+            more = f", and {len(self.unused) - 1} more take no effect" if len(self.unused) > 1 else ""
+            text, hint = self.unused[0]
+            raise LayoutError(f"{text}{more}: what is written would not be cut as the layout says", hint=hint)
 
     def holds(self, rank: int) -> list[str]:
         """The keys of which a rank holds a part, in the order of the tensors.
@@ -167,6 +180,7 @@ def bound_of(mesh: _core.Mesh, resolved: Resolved, *, strict: bool = False) -> B
         resolved.warnings,
         {key: join for join in resolved.joins for key in join.keys},
         {key: (spec.place, layouts[key]) for key, spec in resolved.specs.items()},
+        resolved.unused,
     )
 
 

@@ -133,7 +133,9 @@ class Written:
 
 def bind(source: Checkpoint, layout: LayoutLike | None) -> BoundLayout:
     """The layout laid over the source; none: everything whole on one rank."""
-    return source.bind(ModelLayout.replicated() if layout is None else layout)
+    bound = source.bind(ModelLayout.replicated() if layout is None else layout)
+    bound.refuse_unused()
+    return bound
 
 
 def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]:
