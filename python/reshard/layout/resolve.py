@@ -20,7 +20,7 @@ from reshard.words import listed, nearest, show
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Join", "Resolved", "Spec", "resolve", "state_of"]
+__all__ = ["Join", "Resolved", "Spec", "Unused", "resolve", "state_of"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,25 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Unused:
+    """A rule or a place that matches no key.
+
+    Attributes:
+        text: which one.
+        hint: what to do about it.
+        match: its patterns, with a wildcard for the index.
+    """
+
+    text: str
+    hint: str
+    match: tuple[str, ...]
+
+    def matches(self, keys: Collection[str]) -> bool:
+        """Whether it matches one of these keys, which were left out before."""
+        return any(pattern.matches(key) for pattern in map(Pattern.compile, self.match) for key in keys)
+
+
+@dataclass(frozen=True)
 class Resolved:
     """What `resolve` found.
 
@@ -78,13 +97,13 @@ class Resolved:
         specs: a spec for each key, in the order of the tensors.
         joins: keys that are one array.
         warnings: what deserves a look, what is in `unused` included.
-        unused: what of the layout takes no effect though it is not optional, each with a hint.
+        unused: rules and places that are not optional and match no key.
     """
 
     specs: dict[str, Spec]
     joins: list[Join]
     warnings: list[str]
-    unused: list[tuple[str, str]] = field(default_factory=list)
+    unused: list[Unused] = field(default_factory=list)
 
 
 def resolve(
@@ -139,7 +158,7 @@ class _Resolver:
             specs[key] = self._state(key, specs[parameter])
         joins = self._joins(specs)
         unused = [*self._unused_rules(), *unused_places]
-        warnings = [*(text for text, _ in unused), *self._kept()]
+        warnings = [*(one.text for one in unused), *self._kept()]
         return Resolved({key: specs[key] for key in self.tensors}, joins, warnings, unused)
 
     # -- which rule
@@ -153,20 +172,21 @@ class _Resolver:
             raise LayoutError(f"no rule matches {show(key)}", key=key, hint=hint)
         return found
 
-    def _unused_rules(self) -> Iterator[tuple[str, str]]:
+    def _unused_rules(self) -> Iterator[Unused]:
         used = {rule for rule, _ in self.rule_of.values()}
         cutting = [n for n, rule in enumerate(self.layout.rules) if self._cuts(rule)]
         if cutting and self.own and all(self.layout.rules[n].optional for n in cutting) and used.isdisjoint(cutting):
             # Each of them may be there for another model, but not all: then nothing is cut.
-            patterns = [text for n in cutting for text in self.layout.rules[n].match]
-            yield f"none of the rules that cut, such as {_texts(patterns[:3])}, matches a key", self._hint(patterns[0])
+            texts = tuple(text for n in cutting for text in self.layout.rules[n].match)
+            what = f"none of the rules that cut, such as {_texts(texts[:3])}, matches a key"
+            yield Unused(what, self._hint(texts[0]), texts)
         for n, rule in enumerate(self.layout.rules):
             if n in used or rule.optional:
                 continue
             # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
             patterns = [Pattern.compile(text) for text in rule.match]
             if not any(pattern.matches(key) for pattern in patterns for key in self.own):
-                yield f"rules[{n}], {_texts(rule.match)}, matches no key", self._hint_of(patterns)
+                yield Unused(f"rules[{n}], {_texts(rule.match)}, matches no key", self._hint_of(patterns), rule.match)
 
     def _cuts(self, rule: Rule) -> bool:
         """Whether a rule divides what it matches over ranks."""
@@ -326,18 +346,16 @@ class _Resolver:
 
     # -- who holds it
 
-    def _places(self) -> tuple[dict[str, tuple[tuple[tuple[str, ...], int], ...]], list[tuple[str, str]]]:
+    def _places(self) -> tuple[dict[str, tuple[tuple[tuple[str, ...], int], ...]], list[Unused]]:
         """The place of each key that has one, and the entries that match nothing."""
         place: dict[str, tuple[tuple[tuple[str, ...], int], ...]] = {}
-        unused: list[tuple[str, str]] = []
+        unused: list[Unused] = []
         for n, entry in enumerate(self.layout.place):
             coordinates = self._coordinates_at(entry) if entry.at is not None else self._coordinates_of(n, entry)
             if not coordinates and not entry.optional:
-                patterns = [
-                    Pattern.compile(text.replace("{i}", "[0-9]+" if text.startswith("re:") else "*"))
-                    for text in entry.match
-                ]
-                unused.append((f"place[{n}], {_texts(entry.match)}, matches no key", self._hint_of(patterns)))
+                match = tuple(text.replace("{i}", "[0-9]+" if text[:3] == "re:" else "*") for text in entry.match)
+                hint = self._hint_of([Pattern.compile(text) for text in match])
+                unused.append(Unused(f"place[{n}], {_texts(entry.match)}, matches no key", hint, match))
             for key, coordinate in coordinates.items():
                 place[key] = (*place.get(key, ()), (entry.axes, coordinate))
         return place, unused

@@ -214,7 +214,15 @@ def convert(
             apart = _apart(chosen, whole)
             selection = select(whole, part_written, drop=drop, rename=rename, names=known, apart=apart)
             opened = views.enter_context(selection.source)
-            job = Job(opened, selection.keys, target, options, overwrite, selection.counters)
+            job = Job(
+                opened,
+                selection.keys,
+                target,
+                options,
+                overwrite,
+                selection.counters,
+                left_out=selection.left_out,
+            )
             if share is not None:
                 if is_one_file:
                     raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))

@@ -108,6 +108,7 @@ class Job:
         overwrite: whether what an earlier conversion wrote is replaced.
         counters: those that the source knows and has no tensors of, as tensors: formats that keep them so write them.
         shared: which share of the work this is.
+        left_out: names of tensors that were left out, of which a layout may speak.
     """
 
     source: Checkpoint
@@ -117,6 +118,7 @@ class Job:
     overwrite: bool
     counters: Mapping[str, np.ndarray] = field(default_factory=dict)
     shared: Shared | None = None
+    left_out: Collection[str] = ()
 
 
 @dataclass
@@ -131,10 +133,14 @@ class Written:
     warnings: list[str] = field(default_factory=list)
 
 
-def bind(source: Checkpoint, layout: LayoutLike | None) -> BoundLayout:
-    """The layout laid over the source; none: everything whole on one rank."""
-    bound = source.bind(ModelLayout.replicated() if layout is None else layout)
-    bound.refuse_unused()
+def bind(job: Job, layout: LayoutLike | None) -> BoundLayout:
+    """The layout laid over the source; none: everything whole on one rank.
+
+    Raises:
+        LayoutError: it does not fit the tensors, or a rule or a place of it matches none.
+    """
+    bound = job.source.bind(ModelLayout.replicated() if layout is None else layout)
+    bound.refuse_unused(job.left_out)
     return bound
 
 
@@ -279,7 +285,7 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
             n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
         return Written(job.target, 1, n_bytes)
     check_folder_free(job)
-    bound = bind(job.source, layout)
+    bound = bind(job, layout)
     tensors = whole_tensors(job)
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}

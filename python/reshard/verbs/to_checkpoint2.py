@@ -62,7 +62,7 @@ def to_checkpoint2(
     checkpoint2.check_prefix(prefix)
     folder_name = checkpoint2.iteration_folder_name(iteration)
     _check_root_free(job, folder_name)
-    bound = bind(job.source, layout)
+    bound = bind(job, layout)
     plan = plan_layout(
         whole_tensors(job),
         bound,
