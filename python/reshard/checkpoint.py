@@ -124,6 +124,7 @@ class Checkpoint:
         manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
         skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
         strings: names of values of a `.ckpt` that are text: they are no tensors and cannot be read.
+        aliases: of tied tensors, which are stored once: by each further name the one that is stored. Both are keys.
 
     Example:
         >>> import numpy as np, reshard
@@ -152,6 +153,7 @@ class Checkpoint:
         self.manifest = manifest
         self.skipped: tuple[tuple[str, str], ...] = ()
         self.strings: tuple[str, ...] = ()
+        self.aliases: Mapping[str, str] = {}
         self._index = index
         self._tiles: tiles.TilesFile | None = None
         self._keys = index.keys()

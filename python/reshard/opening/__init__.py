@@ -17,6 +17,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
 from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, tiles
 from reshard.formats import manifest as manifests
+from reshard.formats.aliases import add_aliases
 from reshard.formats.rank_file import add_rank_file, kind_of
 from reshard.opening.folder import Chosen, chosen, marks, open_chosen, open_folder, opened_proof, unfinished
 from reshard.opening.rank_folders import (
@@ -81,7 +82,8 @@ def open(  # noqa: A001
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
 
     Returns:
-        The opened checkpoint. Close it, or use it as a context manager; arrays that it gave out stay valid.
+        The opened checkpoint. Names that `reshard.torch.save_file` found tied are keys like others. Close it, or use it
+        as a context manager; arrays that it gave out stay valid.
 
     Raises:
         EmptyRootError: there is nothing at `path`, or an empty folder, and it could become a checkpoint root: a run
@@ -173,7 +175,14 @@ def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
             raise unfinished(path, path.name, proof)
         for name, *_ in index.file_tensors(file):
             index.add_whole(name, file)
-        return Checkpoint("safetensors", path, index, manifest, proof.keep_lock() if manifest is not None else None)
+        aliases = add_aliases(index)
+        lock = proof.keep_lock() if manifest is not None else None
+        return _tied(Checkpoint("safetensors", path, index, manifest, lock), aliases)
+
+
+def _tied(checkpoint: Checkpoint, aliases: dict[str, str]) -> Checkpoint:
+    checkpoint.aliases = aliases
+    return checkpoint
 
 
 def _open_ckpt(index: _core.Index, path: Path, method: _core.ReadMethod) -> Checkpoint:
@@ -195,9 +204,11 @@ def _open_huggingface(folder: Path, method: _core.ReadMethod) -> Checkpoint:
         file = index.add_file(str(folder / huggingface.SINGLE_FILE), method=method)
         for name, *_ in index.file_tensors(file):
             index.add_whole(name, file)
-        return Checkpoint("huggingface", folder, index)
+        aliases = add_aliases(index)
+        return _tied(Checkpoint("huggingface", folder, index), aliases)
     # Files of a hub cache are symbolic links into its store: here links are followed.
     files = {name: index.add_file(str(folder / name), method=method) for name in dict.fromkeys(weight_map.values())}
     for key, name in weight_map.items():
         index.add_whole(key, files[name])
-    return Checkpoint("huggingface", folder, index)
+    aliases = add_aliases(index)
+    return _tied(Checkpoint("huggingface", folder, index), aliases)

@@ -107,6 +107,9 @@ def convert(
 ) -> ConvertReport:
     """Write a checkpoint again in another format, layout, file size or dtype.
 
+    Tied tensors, which `reshard.torch.save_file` stores once, are written in full under each of their names: no other
+    format has a word for them, and every reader of it finds all names.
+
     Args:
         src: whatever `reshard.open` opens.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file. A
