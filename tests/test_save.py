@@ -682,8 +682,9 @@ def test_options_that_differ_between_ranks(tmp_path: Path) -> None:
 
 
 def test_replicas_may_differ_unless_asked(tmp_path: Path) -> None:
+    layout = {"mesh": {"tp": 2}, "rules": [{"match": "*"}]}
     reports = in_threads(
-        2, lambda group: reshard.save(tmp_path, 1, {"b": np.full(2, group.rank)}, group=group, layout=TP2, timeout=9)
+        2, lambda group: reshard.save(tmp_path, 1, {"b": np.full(2, group.rank)}, group=group, layout=layout, timeout=9)
     )
     assert all(isinstance(report, reshard.SaveReport) for report in reports)
 
