@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 KNOWN = {str(np.dtype(dtype)) for dtype in original_reader.DTYPES.values()}
 ZEROS = np.zeros(2)
+WHOLE2 = {"mesh": {"tp": 2}, "rules": [{"match": "*"}]}
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}, {"match": "*"}]}
 
 
@@ -653,7 +654,7 @@ def shards(*boxes: tuple[int, int], n: int = 4) -> list[dict[str, object]]:
         ([{"a.w": np.zeros(2)}] * 2, {"layout": TP2, "shapes": {"q": (2,)}}, ArgumentError, "q"),
         ([{"a.w": np.zeros(2)}] * 2, {"layout": TP2, "shapes": {"a.w": (5,)}}, LayoutError, "a.w"),
         ([{"a.w": np.zeros(2)}] * 3, {"layout": TP2}, LayoutError, "one of 2 ranks"),
-        ([{"b": ZEROS}, {"b": ZEROS + 1}], {"layout": TP2, "check_replicas": True}, MismatchError, "ranks 0 hold"),
+        ([{"b": ZEROS}, {"b": ZEROS + 1}], {"layout": WHOLE2, "check_replicas": True}, MismatchError, "ranks 0 hold"),
         ([{"a.w": reshard.Shard(np.zeros(2), (4,), (0,))}] * 2, {"layout": TP2}, ArgumentError, "says where it lies"),
     ],
 )  # fmt: skip
@@ -682,9 +683,8 @@ def test_options_that_differ_between_ranks(tmp_path: Path) -> None:
 
 
 def test_replicas_may_differ_unless_asked(tmp_path: Path) -> None:
-    layout = {"mesh": {"tp": 2}, "rules": [{"match": "*"}]}
     reports = in_threads(
-        2, lambda group: reshard.save(tmp_path, 1, {"b": np.full(2, group.rank)}, group=group, layout=layout, timeout=9)
+        2, lambda group: reshard.save(tmp_path, 1, {"b": np.full(2, group.rank)}, group=group, layout=WHOLE2, timeout=9)
     )
     assert all(isinstance(report, reshard.SaveReport) for report in reports)
 
