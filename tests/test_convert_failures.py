@@ -17,7 +17,6 @@ import textwrap
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,9 +24,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import reshard
-from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DestinationExistsError, ReshardError, StorageError
-from reshard.write import commit
+from reshard.write import filling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -409,25 +407,24 @@ def test_a_destination_that_appears_meanwhile(source: Path, tmp_path: Path, name
     assert {path for path in tmp_path.rglob("*") if path.is_dir()} == {theirs, target} - expected
 
 
-def test_an_interrupt_in_the_exchange_itself_loses_no_foreign_folder(
+def test_an_interrupt_in_the_publication_loses_no_foreign_folder(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reshard.convert(source, tmp_path / "out")
     (tmp_path / "out" / "tokenizer").mkdir()
     (tmp_path / "out" / "tokenizer" / "vocabulary").write_text("mine")
     (tmp_path / "out" / "config.json").write_text("mine")
+    move = filling._Moves.move
 
-    def interrupted(a: str, b: str, *, exchange: bool) -> None:
-        _core.rename(a, b, exchange=exchange)
+    def interrupted(moves: Any, old: Path, new: Path) -> None:
+        move(moves, old, new)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commit, "_core", SimpleNamespace(rename=interrupted))
+    monkeypatch.setattr(filling._Moves, "move", interrupted)
+    before = snapshot(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         reshard.convert(source, tmp_path / "out", overwrite=True)
-    assert [path.read_text() for path in tmp_path.rglob("vocabulary")] == ["mine"]
-    assert (tmp_path / "out" / "config.json").read_text() == "mine"
-    with reshard.open(tmp_path / "out") as opened:
-        assert np.array_equal(opened.read("a"), W)
+    assert snapshot(tmp_path) == before
 
 
 def test_a_tracker_that_cannot_be_written_leaves_nothing(source: Path, tmp_path: Path) -> None:

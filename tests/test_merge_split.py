@@ -461,19 +461,19 @@ def test_overwrite_replaces_the_same_files_and_nothing_else(tmp_path: Path) -> N
 
 def test_every_folder_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    publish = commit._publish
+    publish = commit._rename
 
     def noted(path: Path) -> None:
         synced.append(path.name)
         sync(path)
 
-    def published(*args: Any, **options: Any) -> bool:
+    def published(*args: Any, **options: Any) -> None:
         synced.append("named")
-        return publish(*args, **options)
+        publish(*args, **options)
 
     sync = commit.sync_folder
     monkeypatch.setattr(commit, "sync_folder", noted)
-    monkeypatch.setattr(commit, "_publish", published)
+    monkeypatch.setattr(commit, "_rename", published)
     reshard.convert(STRATEGY / "unified", tmp_path / "out", to="checkpoint1", layout=LAYOUTS["replicas"])
     assert set(synced[: synced.index("named")]) >= {"rank_0", "rank_1", "strategy"}
 

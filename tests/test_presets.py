@@ -226,24 +226,28 @@ def test_experts_are_divided() -> None:
         ModelLayout.preset("llama", ep=2)
 
 
+OPTIONAL = {"optional": True}  # not each member of a family has it
+
+
 def test_a_name_is_enough_where_nothing_is_fused() -> None:
     assert ModelLayout.preset("llama", tp=4, pp=2).to_mapping() == {
         "mesh": {"pp": 2, "tp": 4},
         "rules": [
-            {"match": ["*embed_tokens.weight", "lm_head.weight"], "cut": ["tp"], "uneven": "ceil"},
+            {"match": ["*embed_tokens.weight", "lm_head.weight"], "cut": ["tp"], "uneven": "ceil", **OPTIONAL},
             {
                 "match": [
                     f"*.{name}_proj.{suffix}" for name in ("q", "gate", "up", "k", "v") for suffix in ("weight", "bias")
                 ],
                 "cut": ["tp"],
+                **OPTIONAL,
             },
-            {"match": ["*.o_proj.weight", "*.down_proj.weight"], "cut": [None, "tp"]},
+            {"match": ["*.o_proj.weight", "*.down_proj.weight"], "cut": [None, "tp"], **OPTIONAL},
             {"match": "*"},
         ],
         "place": [
             {"match": "model.layers.{i}.*", "axis": "pp"},
-            {"match": "model.embed_tokens.*", "axis": "pp", "at": 0},
-            {"match": ["model.norm.*", "lm_head.*"], "axis": "pp", "at": -1},
+            {"match": "model.embed_tokens.*", "axis": "pp", "at": 0, **OPTIONAL},
+            {"match": ["model.norm.*", "lm_head.*"], "axis": "pp", "at": -1, **OPTIONAL},
         ],
     }
     with pytest.raises(ArgumentError, match="`hidden_size` is needed: it says how large the fused blocks"):

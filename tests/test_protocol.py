@@ -81,8 +81,8 @@ def test_what_a_save_leaves(root: Path) -> None:
         "model-0000000-0000002.safetensors", "model-0000001-0000002.safetensors",
     ]  # fmt: skip
     assert not debris(root)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o750
-    assert stat.S_IMODE((folder / "manifest.json").stat().st_mode) == 0o640
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert stat.S_IMODE((folder / "manifest.json").stat().st_mode) == 0o644
     manifest = manifests.read(folder)
     assert (manifest.iteration, manifest.world_size, manifest.previous_tracker) == (100, 2, None)
     assert manifest.writer == f"reshard {_core.__version__}"

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 KNOWN = {str(np.dtype(dtype)) for dtype in original_reader.DTYPES.values()}
 ZEROS = np.zeros(2)
+WHOLE2 = {"mesh": {"tp": 2}, "rules": [{"match": "*"}]}
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}, {"match": "*"}]}
 
 
@@ -202,17 +203,35 @@ def test_sums_are_those_of_the_files(tmp_path: Path) -> None:
     assert manifest.read_sums(folder, manifest.read(folder))[name] == sums == (folder / "checksums.bin").read_bytes()
 
 
-def test_files_are_the_groups_and_name_their_writer(tmp_path: Path) -> None:
-    old = os.umask(0o027)
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o002])
+def test_who_may_read_a_save_is_told_by_the_umask(tmp_path: Path, mask: int) -> None:
+    old = os.umask(mask)
     try:
-        reshard.save(tmp_path / "root", 1, {"w": SQUARE})
+        reshard.save(tmp_path / "new" / "root", 1, {"w": SQUARE}, extra={"a": SQUARE}, metrics={"loss": 1})
     finally:
         os.umask(old)
+    for entry in (tmp_path / "new").rglob("*"):
+        expected = (0o777 if entry.is_dir() else 0o666) & ~mask
+        assert oct(stat.S_IMODE(entry.stat().st_mode)) == oct(expected), entry
+
+
+def test_a_private_save_is_for_its_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir(mode=0o755)
+    (tmp_path / "there").chmod(0o755)
+    for name in ("there", "made"):
+        root = tmp_path / name
+        reshard.save(root, 1, {"w": SQUARE}, extra={"a": SQUARE}, metrics={"loss": 1}, private=True)
+        assert oct(stat.S_IMODE(root.stat().st_mode)) == ("0o755" if name == "there" else "0o700")
+        folder = root / "iteration_00000001"
+        assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in (folder, root / ".staging")} == {"0o700"}
+        files = {path for path in folder.iterdir() if path.name != ".tracked"} | {root / "saves.jsonl"}
+        assert len(files) > 5
+        assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {"0o600"}
+
+
+def test_files_name_their_writer(tmp_path: Path) -> None:
+    reshard.save(tmp_path / "root", 1, {"w": SQUARE})
     folder = tmp_path / "root" / "iteration_00000001"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o750
-    for entry in folder.glob("*.*"):
-        if not entry.name.startswith("."):
-            assert stat.S_IMODE(entry.stat().st_mode) == 0o640, entry
     (shards,) = folder.glob("*.safetensors")
     header = json.loads(shards.read_bytes()[8:].split(b"}}")[0] + b"}}")
     assert header["__metadata__"] == {"format": "ms", "reshard": _core.__version__}
@@ -635,7 +654,7 @@ def shards(*boxes: tuple[int, int], n: int = 4) -> list[dict[str, object]]:
         ([{"a.w": np.zeros(2)}] * 2, {"layout": TP2, "shapes": {"q": (2,)}}, ArgumentError, "q"),
         ([{"a.w": np.zeros(2)}] * 2, {"layout": TP2, "shapes": {"a.w": (5,)}}, LayoutError, "a.w"),
         ([{"a.w": np.zeros(2)}] * 3, {"layout": TP2}, LayoutError, "one of 2 ranks"),
-        ([{"b": ZEROS}, {"b": ZEROS + 1}], {"layout": TP2, "check_replicas": True}, MismatchError, "ranks 0 hold"),
+        ([{"b": ZEROS}, {"b": ZEROS + 1}], {"layout": WHOLE2, "check_replicas": True}, MismatchError, "ranks 0 hold"),
         ([{"a.w": reshard.Shard(np.zeros(2), (4,), (0,))}] * 2, {"layout": TP2}, ArgumentError, "says where it lies"),
     ],
 )  # fmt: skip
@@ -665,7 +684,7 @@ def test_options_that_differ_between_ranks(tmp_path: Path) -> None:
 
 def test_replicas_may_differ_unless_asked(tmp_path: Path) -> None:
     reports = in_threads(
-        2, lambda group: reshard.save(tmp_path, 1, {"b": np.full(2, group.rank)}, group=group, layout=TP2, timeout=9)
+        2, lambda group: reshard.save(tmp_path, 1, {"b": np.full(2, group.rank)}, group=group, layout=WHOLE2, timeout=9)
     )
     assert all(isinstance(report, reshard.SaveReport) for report in reports)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -82,7 +83,7 @@ def original_scalars() -> tuple[str, ...]:
 
 def test_a_run_of_the_original_made_again(tmp_path: Path) -> None:
     """Four ranks, sinks of two steps, saves at 10 to 40 of which three stay, the weights alone besides; then a second
-    run. Names, retention, modes, meta.json, tensors, scalars and `__metadata__` are those of the original's own trees.
+    run. Names, retention, meta.json, tensors, scalars and `__metadata__` are those of the original's own trees.
     """
     output = tmp_path / "output"
 
@@ -118,8 +119,37 @@ def test_a_run_of_the_original_made_again(tmp_path: Path) -> None:
         assert [path.name for path in files.values()] == [
             f"llama2_7b_rank_{rank}{suffix}-{steps[-1] // 2}_2.safetensors" for rank in range(4)
         ]
-    modes = json.loads((SAMPLES / "modes_as_written.json").read_text())
-    assert {name: oct((tmp_path / name).stat().st_mode & 0o777) for name in modes} == modes
+
+
+@pytest.mark.parametrize(
+    ("mask", "private", "modes"),
+    [
+        (0o022, False, ("0o755", "0o644", "0o444")),
+        (0o027, False, ("0o750", "0o640", "0o440")),
+        (0o022, True, ("0o700", "0o600", "0o400")),
+    ],
+)
+def test_who_may_read_a_save_is_told_by_the_umask(
+    tmp_path: Path,
+    mask: int,
+    private: bool,  # noqa: FBT001
+    modes: tuple[str, str, str],
+) -> None:
+    folder_mode, file_mode, weights_mode = modes
+    before = os.umask(mask)
+    try:
+        reshard.save(
+            tmp_path / "root", 4, {"w": np.ones((2, 2))}, format="checkpoint1", sink_size=2, private=private,
+            extra={"seed": 3}, layout={"mesh": {"tp": 1}, "rules": [{"match": "*"}]},
+        )  # fmt: skip
+    finally:
+        os.umask(before)
+    marks = (".lock", ".writers")  # they tell nothing of the model
+    for path in (tmp_path / "root", *(tmp_path / "root").rglob("*")):
+        if path.name not in marks and path.parent.name not in marks:
+            is_weights = path.suffix == ".safetensors"
+            expected = folder_mode if path.is_dir() else weights_mode if is_weights else file_mode
+            assert oct(path.stat().st_mode & 0o777) == expected, path
 
 
 def test_the_oracle_answers_as_the_original_did() -> None:
@@ -443,7 +473,7 @@ def test_a_root_is_of_one_world_and_one_strategy(
         assert as_bytes({key: opened.read(key) for key in more}) == as_bytes(more)
 
 
-@pytest.mark.parametrize("layout", [TP2, None], ids=["layout", "no layout"])
+@pytest.mark.parametrize("layout", [{"mesh": {"tp": 2}, "rules": [{"match": "*"}]}, None], ids=["layout", "no layout"])
 def test_what_no_strategy_lists_stays_with_every_rank(layout: Any, tmp_path: Path) -> None:
     """The original does not look for it elsewhere."""
     tensors = {"n": np.arange(3.0), "adam.beta": np.array(0.5)}

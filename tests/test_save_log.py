@@ -46,7 +46,7 @@ def test_a_line_is_what_the_format_says(tmp_path: Path) -> None:
     data = (tmp_path / SAVE_LOG_FILE).read_bytes()
     assert data.endswith(b"}\n")
     assert json.loads(data) == line()
-    assert (tmp_path / SAVE_LOG_FILE).stat().st_mode & 0o777 == 0o640 & ~_umask()
+    assert (tmp_path / SAVE_LOG_FILE).stat().st_mode & 0o777 == 0o666 & ~_umask()
 
 
 def _umask() -> int:

@@ -117,6 +117,7 @@ class Checkpoint:
         manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
         skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
         strings: names of values of a `.ckpt` that are text: they are no tensors and cannot be read.
+        aliases: of tied tensors, which are stored once: by each further name the one that is stored. Both are keys.
 
     Example:
         >>> import numpy as np, reshard
@@ -139,6 +140,7 @@ class Checkpoint:
         self.manifest = data.manifest
         self.skipped = data.skipped
         self.strings = data.strings
+        self.aliases = data.aliases
         self._index = data.index
         self._keys = data.keys()
         self._unplaced = data.unplaced()

@@ -232,13 +232,19 @@ class SafeOpen(Generic[Array]):
         return result
 
     def get_tensors(self) -> dict[str, Array]:
-        """All tensors by key, in the order of `offset_keys`."""
+        """All tensors by key, in the order of `offset_keys`. Names that were tied when they were saved share memory."""
         checkpoint, keys = self._checkpoint, self.offset_keys()
+        aliases = checkpoint.aliases
+        stored = [key for key in keys if key not in aliases]
         if self._device is not None and self._device.type != "cpu":
             # One at a time: the host need not hold the whole checkpoint on the way to a device.
-            return {key: self.get_tensor(key) for key in keys}
-        arrays = checkpoint.load()
-        return {key: _result(arrays[key], checkpoint._index.info(key)[0], self._device) for key in keys}  # noqa: SLF001
+            tensors = {key: self.get_tensor(key) for key in stored}
+        else:
+            arrays = checkpoint.load(keys=stored)
+            dtype_of = {key: checkpoint._index.info(key)[0] for key in stored}  # noqa: SLF001
+            tensors = {key: _result(arrays[key], dtype_of[key], self._device) for key in stored}
+        tied: dict[str, Any] = {alias: tensors[name][...] for alias, name in aliases.items()}
+        return {key: tied[key] if key in tied else tensors[key] for key in keys}
 
     def get_slice(self, name: str) -> SafeSlice[Array]:
         """One tensor, of which only what is asked for between brackets is read.

@@ -155,7 +155,7 @@ def _read_end(path: str | os.PathLike[str], n_bytes: int, whence: int, *, follow
 
 
 def write_file_atomically(
-    path: str | os.PathLike[str], data: bytes | str, mode: int = 0o640, *, durable: bool = True
+    path: str | os.PathLike[str], data: bytes | str, mode: int = 0o666, *, durable: bool = True
 ) -> None:
     """Write a small file so that it appears under its name whole or not at all; one that was there is replaced.
 
@@ -180,7 +180,7 @@ def write_file_atomically(
 
 
 @contextlib.contextmanager
-def writing_atomically(path: str | os.PathLike[str], mode: int = 0o640, *, durable: bool = True) -> Iterator[BinaryIO]:
+def writing_atomically(path: str | os.PathLike[str], mode: int = 0o666, *, durable: bool = True) -> Iterator[BinaryIO]:
     """As `write_file_atomically`, for content that is made piece by piece: a binary file to write into.
 
     When the block ends well the file takes its name; when it raises, everything is as before.

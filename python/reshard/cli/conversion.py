@@ -63,6 +63,12 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="FILE",
         help="config.json for the sizes that --names needs. Default: the one in SRC.",
     ),
+    "model_files": click.option(
+        "--model-files",
+        metavar="DIR",
+        help="Folder whose config.json, tokenizer and other files that are no weights go into DST, a Hugging Face "
+        "folder. Default: SRC, if it is one.",
+    ),
     "layout": click.option(
         "--layout",
         type=PATH,
@@ -110,6 +116,9 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--modes",
         type=click.Choice(["original"]),
         help="File permissions as MindSpore Transformers sets them (0400).",
+    ),
+    "private": click.option(
+        "--private", is_flag=True, help="Make files 0600 and folders 0700. Default: as the umask has it."
     ),
     "share": click.option(
         "--share",

@@ -26,12 +26,13 @@ def convert(src: str, dst: str, **given: Any) -> None:
     """Write the checkpoint SRC again as DST: in another format, layout, file size or dtype.
 
     SRC is a .safetensors or .ckpt file, a folder of whole weights (Hugging Face's or MindSpore's), a checkpoint root or
-    one of its iteration folders, or a folder of rank folders. DST appears whole or not at all. Memory stays within
-    --memory, whatever the size of the model.
+    one of its iteration folders, or a folder of rank folders. DST appears whole or not at all; one that exists keeps
+    its mode and what else it holds. Memory stays within --memory, whatever the size of the model.
 
     \b
     Examples:
       reshard convert output/checkpoint hf/                  merge to Hugging Face
+      reshard convert output/checkpoint hf/ --model-files base/      and copy config.json, tokenizer and the like
       reshard convert hf/ tp4/ --layout tp4.yaml             split
       reshard convert output/checkpoint tp4/ --layout tp4.yaml --iteration 7
       reshard convert output/checkpoint all.safetensors

@@ -23,7 +23,7 @@ __all__ = ["merge"]
     help="Format of DST: parts with param_name_map.json, a Hugging Face folder, or one file.",
 )
 @options("strategy", "suffix", "drop", "rename", "part", "dtype", "max_shard_size", "memory", "threads", "share")
-@options("no_sync", "overwrite", "modes")
+@options("model_files", "no_sync", "overwrite", "modes", "private")
 @command
 def merge(src: str, dst: str, **given: Any) -> None:
     """Merge SRC, whose tensors are cut over ranks, into the whole weights DST.

@@ -36,7 +36,7 @@ __all__ = ["split"]
     help="How SRC is cut, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
 )
 @options("suffix", "drop", "rename", "part", "dtype", "iteration", "prefix", "dedup", "memory", "threads", "share")
-@options("no_sync", "overwrite", "modes")
+@options("no_sync", "overwrite", "modes", "private")
 @command
 def split(
     src: str, dst: str, *, strategy: str | None, layout: str | None, source_strategy: str | None, **given: Any

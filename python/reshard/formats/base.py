@@ -120,6 +120,7 @@ class CheckpointData:
         lock: an open file descriptor that protects the folder from retention, or None. The owner closes it.
         skipped: `(folder, reason)` of iterations that were tried first.
         strings: names of values that are text and no tensors.
+        aliases: of tied tensors, which are stored once: by each further name the one that is stored.
         follow_links: whether the last component of a file's path may be a symbolic link.
         ckpt_files: numbers of the files that are `.ckpt` files.
         is_renamed: whether the tensors are seen through a name map.
@@ -135,6 +136,7 @@ class CheckpointData:
     lock: int | None = None
     skipped: tuple[tuple[str, str], ...] = ()
     strings: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     follow_links: bool = False
     ckpt_files: Collection[int] = field(default_factory=frozenset)
     is_renamed: bool = False
@@ -196,4 +198,4 @@ class CheckpointData:
 
     def view(self, index: _core.Index, lock: int | None) -> Self:
         """The same files with an index of other tensors: what is recorded of the stored tensors does not apply."""
-        return replace(self, index=index, lock=lock, strings=())
+        return replace(self, index=index, lock=lock, strings=(), aliases={})

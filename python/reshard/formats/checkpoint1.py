@@ -312,7 +312,7 @@ def read_meta(folder: str | os.PathLike[str]) -> Meta:
     return Meta(numbers[0], numbers[1], parsed.name)
 
 
-def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o640, *, durable: bool = True) -> None:
+def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write the `meta.json` of a rank's folder, atomically; the file that it names must be durable already.
 
     Raises:

@@ -60,7 +60,7 @@ def read(root: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def note(
-    root: str | os.PathLike[str], name: str, status: int, mode: int = 0o640, *, durable: bool = True
+    root: str | os.PathLike[str], name: str, status: int, mode: int = 0o666, *, durable: bool = True
 ) -> str | None:
     """Add what was found at a save.
 

@@ -191,7 +191,7 @@ def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
     return int(match[1]), None
 
 
-def write_tracker(root: str | os.PathLike[str], iteration: int, mode: int = 0o640, *, durable: bool = True) -> None:
+def write_tracker(root: str | os.PathLike[str], iteration: int, mode: int = 0o666, *, durable: bool = True) -> None:
     """Make the tracker name an iteration, whose folder must already be durable.
 
     Raises:

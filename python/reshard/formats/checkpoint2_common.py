@@ -106,7 +106,7 @@ class CommonInfo:
                 del values[key]
         return json.dumps(values, indent=4)
 
-    def write(self, path: str | os.PathLike[str], mode: int = 0o640, *, durable: bool = True) -> None:
+    def write(self, path: str | os.PathLike[str], mode: int = 0o666, *, durable: bool = True) -> None:
         """Write the file atomically.
 
         Raises:

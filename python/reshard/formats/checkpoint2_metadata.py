@@ -95,7 +95,7 @@ def write_metadata(
     plan: FilePlan,
     *,
     prefix: str | None = None,
-    mode: int = 0o640,
+    mode: int = 0o666,
     durable: bool = True,
 ) -> None:
     """Write `metadata.json`, atomically and piece by piece: a large one never lies in memory.

@@ -277,7 +277,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def write(folder: str | os.PathLike[str], manifest: Manifest, mode: int = 0o640, *, durable: bool = True) -> None:
+def write(folder: str | os.PathLike[str], manifest: Manifest, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write the manifest atomically. Everything that it lists must be durable before.
 
     Raises:

@@ -89,7 +89,7 @@ class SaveRecord:
             _check(False, error.message)
 
 
-def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = True, mode: int = 0o640) -> None:
+def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = True, mode: int = 0o666) -> None:
     """Add a line to the log of a checkpoint root; the log is made if there is none.
 
     A line that a crash has left torn is ended first, so that it takes no other with it.

@@ -136,7 +136,7 @@ class Builder:
         )
 
 
-def write(path: str | os.PathLike[str], content: TilesFile, mode: int = 0o640, *, durable: bool = True) -> None:
+def write(path: str | os.PathLike[str], content: TilesFile, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write the file atomically, tensor by tensor.
 
     Raises:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from reshard.layout.file import LayoutFile
-    from reshard.layout.resolve import Resolved
+    from reshard.layout.resolve import Resolved, Unused
 
 __all__ = ["BoundLayout", "bind", "bound_of", "core_layout"]
 
@@ -35,6 +35,7 @@ class BoundLayout:
         specs: the same in words: cuts, blocks, `flat` and so on of each key.
         joins: keys that are one array.
         warnings: rules and places that match nothing, and state that `add` does not divide.
+        unused: rules and places that match nothing and are not optional.
     """
 
     mesh: _core.Mesh
@@ -45,6 +46,23 @@ class BoundLayout:
     warnings: list[str]
     _join_of: dict[str, Join] = field(repr=False)
     _places: dict[str, tuple[object, _core.Layout]] = field(repr=False)  # who holds a key, and one layout that says so
+    unused: list[Unused] = field(default_factory=list)
+
+    def refuse_unused(self, left_out: Collection[str] = ()) -> None:
+        """Refuse a layout that does not say of the tensors what it was meant to say: before something is written.
+
+        Args:
+            left_out: keys for which the layout may have rules though they are not written.
+
+        Raises:
+            LayoutError: a rule or a place that is not optional matches no key; names the nearest keys.
+        """
+        unused = [one for one in self.unused if not one.matches(left_out)]
+        if unused:
+            more = f", and {len(unused) - 1} more take no effect" if len(unused) > 1 else ""
+            raise LayoutError(
+                f"{unused[0].text}{more}: what is written would not be cut as the layout says", hint=unused[0].hint
+            )
 
     def holds(self, rank: int) -> list[str]:
         """The keys of which a rank holds a part, in the order of the tensors.
@@ -167,6 +185,7 @@ def bound_of(mesh: _core.Mesh, resolved: Resolved, *, strict: bool = False) -> B
         resolved.warnings,
         {key: join for join in resolved.joins for key in join.keys},
         {key: (spec.place, layouts[key]) for key, spec in resolved.specs.items()},
+        resolved.unused,
     )
 
 

@@ -22,7 +22,7 @@ from reshard.fields import (
     read_items,
     read_name,
 )
-from reshard.layout.patterns import IndexPattern, Pattern
+from reshard.layout.patterns import IndexPattern, Pattern, expand_braces
 from reshard.strict_yaml import Lines, flow
 from reshard.words import nearest, show
 
@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 _MAX_RANKS = 1 << 24
 _MAX_NAME = 256  # characters of an axis or a join
+_MAX_EXPANDED = 1 << 16  # patterns of a layout that come of braces
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,15 @@ class Rule:
     """How the keys that a pattern matches are cut.
 
     Attributes:
-        match: patterns; see `reshard.layout.patterns`.
+        match: patterns over whole keys: `*` and `?` stand for any characters, braces for one of several as in a shell
+            (`*.{q,k,v}_proj.weight`, `h.{0..7}.*`); or `re:` and a regular expression. Read, braces are expanded.
         cut: for each dim the axes that cut it, first = outermost; missing dims are not cut.
         uneven: what happens to a dim that does not divide.
         sizes: explicit sizes of the parts, by dim.
         blocks: by dim, the blocks that are each cut by themselves; a number n stands for n equal ones.
         flat: what happens to the local block after `cut`.
         stored: storage order, `stored[j]` = the global dim at storage position j; empty: the global order.
+        optional: whether it may match no key. Otherwise that is an error where something is written.
     """
 
     match: tuple[str, ...]
@@ -79,6 +82,7 @@ class Rule:
     blocks: Mapping[int, tuple[Block, ...] | int] = field(default_factory=dict)
     flat: Flat | None = None
     stored: tuple[int, ...] = ()
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class Place:
         at: the coordinate itself, from 0.
         sizes: how many consecutive indices each coordinate holds; None: evenly, if `to` is None too.
         to: the coordinate of each index.
+        optional: whether it may match no key, as of a rule.
     """
 
     match: tuple[str, ...]
@@ -113,6 +118,7 @@ class Place:
     at: int | None = None
     sizes: tuple[int, ...] | None = None
     to: tuple[int, ...] | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,12 +176,13 @@ class LayoutFile:
         fields = read_fields(at, mapping, required=("mesh", "rules"), optional=("ranks", "optimizer", "place"))
         mesh = _mesh(at / "mesh", fields["mesh"])
         n_ranks = math.prod(mesh.values())
+        read = _PatternReader()
         return cls(
             mesh=mesh,
             ranks=_ranks(at / "ranks", fields["ranks"], n_ranks) if "ranks" in fields else None,
-            rules=_rules(at / "rules", fields["rules"], mesh),
+            rules=_rules(at / "rules", fields["rules"], mesh, read),
             optimizer=_optimizer(at / "optimizer", fields["optimizer"], mesh) if "optimizer" in fields else Optimizer(),
-            place=_places(at / "place", fields["place"], mesh) if "place" in fields else (),
+            place=_places(at / "place", fields["place"], mesh, read) if "place" in fields else (),
         )
 
     def to_mapping(self) -> dict[str, object]:
@@ -245,8 +252,8 @@ def _ranks(at: At, value: object, n_ranks: int) -> tuple[int, ...]:
     return ranks
 
 
-def _rules(at: At, value: object, mesh: Mapping[str, int]) -> tuple[Rule, ...]:
-    rules = tuple(read_items(at, value, lambda a, v: _rule(a, v, mesh)))
+def _rules(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> tuple[Rule, ...]:
+    rules = tuple(read_items(at, value, lambda a, v: _rule(a, v, mesh, read)))
     joins: dict[str, int] = {}
     for n, rule in enumerate(rules):
         if rule.flat and rule.flat.join is not None and joins.setdefault(rule.flat.join, n) != n:
@@ -255,11 +262,11 @@ def _rules(at: At, value: object, mesh: Mapping[str, int]) -> tuple[Rule, ...]:
     return rules
 
 
-def _rule(at: At, value: object, mesh: Mapping[str, int]) -> Rule:
+def _rule(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> Rule:
     fields = read_fields(
-        at, value, required=("match",), optional=("cut", "uneven", "sizes", "blocks", "flat", "stored")
+        at, value, required=("match",), optional=("cut", "uneven", "sizes", "blocks", "flat", "stored", "optional")
     )
-    match = _patterns(at / "match", fields["match"], Pattern.compile)
+    match = read.patterns(at / "match", fields["match"], Pattern.compile)
     cut: tuple[tuple[str, ...], ...] = ()
     if "cut" in fields:
         cut = tuple(read_items(at / "cut", fields["cut"], lambda a, v: _cut(a, v, mesh)))
@@ -286,6 +293,7 @@ def _rule(at: At, value: object, mesh: Mapping[str, int]) -> Rule:
         blocks=read_by_dim(at / "blocks", fields.get("blocks", {}), _blocks),
         flat=flat,
         stored=_stored(at / "stored", fields["stored"], len(cut)) if "stored" in fields else (),
+        optional=_flag(at / "optional", fields.get("optional", False)),
     )
 
 
@@ -351,9 +359,7 @@ def _optimizer(at: At, value: object, mesh: Mapping[str, int]) -> Optimizer:
     if len(fields) != 1:
         raise at.error(f"expected one of `add`, `flat` and `follow`, found {', '.join(fields) or 'none'}")
     if "follow" in fields:
-        if not isinstance(fields["follow"], bool):
-            raise (at / "follow").error(f"expected true or false, found {found(fields['follow'])}")
-        return Optimizer(follow=fields["follow"])
+        return Optimizer(follow=_flag(at / "follow", fields["follow"]))
     if "flat" in fields:
         return Optimizer(flat=_axes(at / "flat", fields["flat"], mesh))
     add = read_by_dim(at / "add", fields["add"], lambda a, v: _axes(a, v, mesh))
@@ -363,43 +369,44 @@ def _optimizer(at: At, value: object, mesh: Mapping[str, int]) -> Optimizer:
     return Optimizer(add=add)
 
 
-def _places(at: At, value: object, mesh: Mapping[str, int]) -> tuple[Place, ...]:
-    return tuple(read_items(at, value, lambda a, v: _place(a, v, mesh)))
+def _places(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> tuple[Place, ...]:
+    return tuple(read_items(at, value, lambda a, v: _place(a, v, mesh, read)))
 
 
-def _place(at: At, value: object, mesh: Mapping[str, int]) -> Place:
-    fields = read_fields(at, value, required=("match", "axis"), optional=("at", "sizes", "to"))
+def _place(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> Place:
+    fields = read_fields(at, value, required=("match", "axis"), optional=("at", "sizes", "to", "optional"))
     axes = (
         (_axis(at / "axis", fields["axis"], mesh),)
         if isinstance(fields["axis"], str)
         else _axes(at / "axis", fields["axis"], mesh)
     )
     n_parts = math.prod(mesh[axis] for axis in axes)
+    optional = _flag(at / "optional", fields.get("optional", False))
     ways = [way for way in ("at", "sizes", "to") if way in fields]
     if len(ways) > 1:
         raise at.error(f"{and_words(ways)} cannot stand together")
     if ways == ["at"]:
-        match = _patterns(at / "match", fields["match"], _pattern_without_index)
+        match = read.patterns(at / "match", fields["match"], _pattern_without_index)
         coordinate = read_integer(at / "at", fields["at"], -n_parts)
         if coordinate >= n_parts:
             raise (at / "at").error(
                 f"{coordinate} is outside {_axes_text(axes, mesh)}: expected {-n_parts} to {n_parts - 1}"
             )
-        return Place(match, axes, at=coordinate % n_parts)
-    match = _patterns(at / "match", fields["match"], _pattern_with_index)
+        return Place(match, axes, at=coordinate % n_parts, optional=optional)
+    match = read.patterns(at / "match", fields["match"], _pattern_with_index)
     if ways == ["sizes"]:
         sizes = _sizes(at / "sizes", fields["sizes"])
         if len(sizes) != n_parts:
             raise (at / "sizes").error(f"expected {n_parts} sizes for {_axes_text(axes, mesh)}, found {len(sizes)}")
-        return Place(match, axes, sizes=sizes)
+        return Place(match, axes, sizes=sizes, optional=optional)
     if ways == ["to"]:
         to = tuple(read_items(at / "to", fields["to"], lambda a, v: read_integer(a, v, 0)))
         for n, coordinate in enumerate(to):
             if coordinate >= n_parts:
                 where = at / "to" / n
                 raise where.error(f"{coordinate} is outside {_axes_text(axes, mesh)}: expected 0 to {n_parts - 1}")
-        return Place(match, axes, to=to)
-    return Place(match, axes)
+        return Place(match, axes, to=to, optional=optional)
+    return Place(match, axes, optional=optional)
 
 
 def _pattern_without_index(text: str) -> None:
@@ -414,20 +421,38 @@ def _pattern_with_index(text: str) -> None:
     IndexPattern.compile(text)
 
 
-def _patterns(at: At, value: object, check: Callable[[str], object]) -> tuple[str, ...]:
-    texts = [(at, value)] if isinstance(value, str) else list(read_items(at, value, lambda a, v: (a, v)))
-    if not texts:
-        raise at.error("expected at least one pattern")
-    patterns: list[str] = []
-    for where, text in texts:
-        if not isinstance(text, str):
-            raise where.error(f"expected a pattern, found {found(text)}")
-        try:
-            check(text)
-        except ValueError as error:
-            raise where.error(str(error)) from None
-        patterns.append(text)
-    return tuple(patterns)
+class _PatternReader:
+    """Reads the patterns of one layout, and counts those that come of braces: few bytes can stand for very many."""
+
+    def __init__(self) -> None:
+        self.n_expanded = 0
+
+    def patterns(self, at: At, value: object, check: Callable[[str], object]) -> tuple[str, ...]:
+        texts = [(at, value)] if isinstance(value, str) else list(read_items(at, value, lambda a, v: (a, v)))
+        if not texts:
+            raise at.error("expected at least one pattern")
+        patterns: list[str] = []
+        for where, text in texts:
+            if not isinstance(text, str):
+                raise where.error(f"expected a pattern, found {found(text)}")
+            try:
+                expanded = expand_braces(text)
+                for one in expanded:
+                    check(one)
+            except ValueError as error:
+                raise where.error(str(error)) from None
+            if expanded != [text]:
+                self.n_expanded += len(expanded)
+            if self.n_expanded > _MAX_EXPANDED:
+                raise where.error(f"the braces of the layout stand for more than {_MAX_EXPANDED} patterns")
+            patterns += expanded
+        return tuple(patterns)
+
+
+def _flag(at: At, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise at.error(f"expected true or false, found {found(value)}")
+    return value
 
 
 def _axes(at: At, value: object, mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -480,6 +505,8 @@ def _rule_mapping(rule: Rule) -> dict[str, object]:
             mapping["flat"] = {"axes": axes, "join": rule.flat.join, **align}
     if rule.stored:
         mapping["stored"] = list(rule.stored)
+    if rule.optional:
+        mapping["optional"] = True
     return mapping
 
 
@@ -507,6 +534,8 @@ def _place_mapping(place: Place, mesh: Mapping[str, int]) -> dict[str, object]:
         mapping["sizes"] = list(place.sizes)
     if place.to is not None:
         mapping["to"] = list(place.to)
+    if place.optional:
+        mapping["optional"] = True
     return mapping
 
 

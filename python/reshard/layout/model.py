@@ -101,6 +101,7 @@ class ModelLayout(LayoutFile):
               - match: "*layers.*.mlp.down_proj.weight"
                 cut: [null, tp]
                 uneven: ceil
+                optional: true
               - match: "*"
             <BLANKLINE>
         """
@@ -225,7 +226,10 @@ class ModelLayout(LayoutFile):
         Args:
             tensors: the global shape, in elements, of every tensor of the whole checkpoint, in order.
             optimizer_keys: which of them belong to the optimizer part; state follows its parameter.
-            strict: what would be a warning is an error.
+            strict: what would be a warning is an error: a rule or a place that matches no key and is not `optional`,
+                and state that the layout would cut further and does not divide. Where a layout is written, by
+                `reshard.convert` or `reshard.save`, the former is an error in every case; where it is loaded, a
+                warning.
 
         Raises:
             LayoutError: no rule matches a key, a cut does not fit its shape, or two things contradict each other; the
@@ -276,7 +280,7 @@ def write_strategy(
     optimizer_keys: Collection[str] = (),
     ranks: Collection[int] | None = None,
     suffix: str = ".ckpt",
-    mode: int = 0o640,
+    mode: int = 0o666,
     durable: bool = True,
 ) -> list[Path]:
     """Write a layout as the strategy files that the ranks of the original would leave.

@@ -1,6 +1,6 @@
 """Patterns over tensor keys: globs, regular expressions, the index `{i}` of a `place` entry, and the order of keys.
 
-A pattern is a glob over the whole key in which only `*` and `?` are special (both match dots), or `re:` and a regular
+A pattern is a glob over the whole key in which `*` and `?` are special (both match dots), or `re:` and a regular
 expression that must match the whole key. This module knows nothing of meshes or tensors.
 """
 
@@ -15,11 +15,15 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["IndexPattern", "Matcher", "Pattern", "glob_of", "natural_order"]
+__all__ = ["IndexPattern", "Matcher", "Pattern", "expand_braces", "glob_of", "natural_order"]
 
 _MAX_PATTERN = 4096  # characters
 _MAX_INDEX_DIGITS = 18
 _INDEX = "{i}"
+_MAX_EXPANDED = 1024  # patterns that one with braces stands for
+_MAX_EXPANDED_LENGTH = 1 << 16  # characters of all of them
+_MAX_DEPTH = 16
+_RANGE = re.compile(r"(-?[0-9]{1,9})\.\.(-?[0-9]{1,9})(?:\.\.(-?[0-9]{1,9}))?")
 _DIGITS = re.compile(r"[0-9]+")
 
 
@@ -177,8 +181,106 @@ def glob_of(key: str) -> str:
         >>> glob_of("a.w"), glob_of("odd*name")
         ('a.w', 're:odd\\*name')
     """
-    special = "*" in key or "?" in key or _INDEX in key or key.startswith("re:")
+    special = any(c in key for c in "*?{") or key.startswith("re:")
     return f"re:{re.escape(key)}" if special else key
+
+
+def expand_braces(text: str) -> list[str]:
+    """The patterns that one with braces stands for, as in a shell: `{a,b}` is one of several, `{0..7}` one of a range.
+
+    Braces may be nested. Those without a comma or a range, such as `{i}`, and those that have no counterpart stand for
+    themselves. A regular expression (`re:`) is not expanded.
+
+    Raises:
+        ValueError: it is too long, or what it stands for has such braces itself; they are more than 1024 patterns or
+            65536 characters, or nested more than 16 deep.
+
+    Example:
+        >>> expand_braces("*.{q,k,v}_proj.{weight,bias}")[:3]
+        ['*.q_proj.weight', '*.q_proj.bias', '*.k_proj.weight']
+        >>> expand_braces("h.{08..10}.w"), expand_braces("layers.{i}.*")
+        (['h.08.w', 'h.09.w', 'h.10.w'], ['layers.{i}.*'])
+    """
+    _refuse_length(text)
+    if text.startswith("re:"):
+        return [text]
+    expanded = _Braces(text).expanded()
+    for one in expanded:
+        # Such as of `{{1,2}..3}`: written down and read again, it would be other patterns.
+        if one != text and "{" in one and _Braces(one).expanded() != [one]:
+            raise ValueError(f"{show(text)} stands for {show(one)}, whose braces would have to be expanded once more")
+    return expanded
+
+
+class _Braces:
+    """Braces of one text. Counterparts are found once, so that time is linear in what comes out."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.close: dict[int, int] = {}
+        opened: list[int] = []
+        for n, c in enumerate(text):
+            if c == "{":
+                opened.append(n)
+            elif c == "}" and opened:
+                self.close[opened.pop()] = n
+
+    def expanded(self, start: int = 0, end: int | None = None, depth: int = 0) -> list[str]:
+        """All texts for which the part from `start` to `end` stands."""
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"braces in {show(self.text)} are nested more than {_MAX_DEPTH} deep")
+        end = len(self.text) if end is None else end
+        done, n, plain = [""], start, start
+        while n < end:
+            if n in self.close:
+                choices = self._choices(n, self.close[n], depth)
+                if choices is not None:
+                    done = self._joined(self._joined(done, [self.text[plain:n]]), choices)
+                    n = plain = self.close[n] + 1
+                    continue
+            n += 1
+        return self._joined(done, [self.text[plain:end]])
+
+    def _choices(self, opened: int, closed: int, depth: int) -> list[str] | None:
+        """What one pair of braces stands for; None: itself."""
+        commas, n = [], opened + 1
+        while n < closed:
+            if self.text[n] == ",":
+                commas.append(n)
+            n = self.close[n] + 1 if n in self.close else n + 1
+        if not commas:
+            return self._range(self.text[opened + 1 : closed])
+        starts = [opened + 1, *(comma + 1 for comma in commas)]
+        ends = [*commas, closed]
+        found: list[str] = []
+        for first, last in zip(starts, ends, strict=True):
+            found += self.expanded(first, last, depth + 1)
+            self._refuse(len(found))
+        return found
+
+    def _range(self, inner: str) -> list[str] | None:
+        match = _RANGE.fullmatch(inner)
+        if match is None:
+            return None
+        first, last, step = int(match[1]), int(match[2]), abs(int(match[3] or 1)) or 1
+        self._refuse(abs(last - first) // step + 1)
+        is_padded = any(re.match("-?0[0-9]", text) for text in match.groups()[:2])
+        width = max(len(match[1]), len(match[2])) if is_padded else 0
+        numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+        return [f"{number:0{width}d}" for number in numbers]
+
+    def _joined(self, left: list[str], right: list[str]) -> list[str]:
+        self._refuse(len(left) * len(right))
+        if right == [""]:
+            return left
+        joined = [a + b for a in left for b in right]
+        if len(joined) > 1 and sum(map(len, joined)) > _MAX_EXPANDED_LENGTH:
+            raise ValueError(f"{show(self.text)} stands for more than {_MAX_EXPANDED_LENGTH} characters of patterns")
+        return joined
+
+    def _refuse(self, n: int) -> None:
+        if n > _MAX_EXPANDED:
+            raise ValueError(f"{show(self.text)} stands for more than {_MAX_EXPANDED} patterns")
 
 
 def natural_order(key: str) -> tuple[object, ...]:

@@ -227,7 +227,8 @@ def _rules(family: _Family, config: _Config, tp_axes: list[str], *, kv_is_cut: b
         rules += _phi3_rules(config, tp, kv_is_cut=kv_is_cut)
     elif family.fused == "gpt2":
         rules += _gpt2_rules(tp)
-    return [*rules, {"match": "*"}]
+    # A family has members without biases, or without a head of their own.
+    return [*({**rule, "optional": True} for rule in rules), {"match": "*"}]
 
 
 def _phi3_rules(config: _Config, tp: object, *, kv_is_cut: bool) -> list[dict[str, object]]:
@@ -284,5 +285,9 @@ def _stages(family: _Family, config: _Config, pp: int) -> list[dict[str, object]
     tied = config.values.get("tie_word_embeddings", family.tied)
     # A tied embedding is the last stage's head too: every stage holds it, since no entry can name two of them.
     first = [name for name in family.first if not (tied and ("embed" in name or "wte" in name))]
-    entries = [by_layer, {"match": first, "axis": "pp", "at": 0}, {"match": last, "axis": "pp", "at": -1}]
+    entries: list[dict[str, object]] = [
+        by_layer,
+        {"match": first, "axis": "pp", "at": 0, "optional": True},
+        {"match": last, "axis": "pp", "at": -1, "optional": True},
+    ]
     return [entry for entry in entries if entry["match"]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
@@ -18,9 +18,9 @@ from reshard.layout.patterns import IndexPattern, Matcher, Pattern, natural_orde
 from reshard.words import listed, nearest, show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["COUNTERS", "OF_NO_PARAMETER", "Join", "Resolved", "Spec", "is_counter", "resolve", "state_of"]
+__all__ = ["COUNTERS", "OF_NO_PARAMETER", "Join", "Resolved", "Spec", "Unused", "is_counter", "resolve", "state_of"]
 
 COUNTERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 """Counters of a training run, which some formats store as tensors of one element."""
@@ -77,12 +77,39 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Unused:
+    """A rule or a place that matches no key.
+
+    Attributes:
+        text: which one.
+        hint: what to do about it.
+        match: its patterns, with a wildcard for the index.
+    """
+
+    text: str
+    hint: str
+    match: tuple[str, ...]
+
+    def matches(self, keys: Collection[str]) -> bool:
+        """Whether it matches one of these keys, which were left out before."""
+        return any(pattern.matches(key) for pattern in map(Pattern.compile, self.match) for key in keys)
+
+
+@dataclass(frozen=True)
 class Resolved:
-    """What `resolve` found: a spec for each key, in the order of the tensors; the joins; and what deserves a look."""
+    """What `resolve` found.
+
+    Attributes:
+        specs: a spec for each key, in the order of the tensors.
+        joins: keys that are one array.
+        warnings: what deserves a look, what is in `unused` included.
+        unused: rules and places that are not optional and match no key.
+    """
 
     specs: dict[str, Spec]
     joins: list[Join]
     warnings: list[str]
+    unused: list[Unused] = field(default_factory=list)
 
 
 def resolve(
@@ -137,9 +164,9 @@ class _Resolver:
         for key, parameter in self.parameter.items():
             specs[key] = self._state(key, specs[parameter])
         joins = self._joins(specs)
-        return Resolved(
-            {key: specs[key] for key in self.tensors}, joins, [*self._unused_rules(), *unused_places, *self._kept()]
-        )
+        unused = [*self._unused_rules(), *unused_places]
+        warnings = [*(one.text for one in unused), *self._kept()]
+        return Resolved({key: specs[key] for key in self.tensors}, joins, warnings, unused)
 
     # -- which rule
 
@@ -152,15 +179,40 @@ class _Resolver:
             raise LayoutError(f"no rule matches {show(key)}", key=key, hint=hint)
         return found
 
-    def _unused_rules(self) -> Iterator[str]:
+    def _unused_rules(self) -> Iterator[Unused]:
         used = {rule for rule, _ in self.rule_of.values()}
+        cutting = [n for n, rule in enumerate(self.layout.rules) if self._cuts(rule)]
+        if cutting and self.own and all(self.layout.rules[n].optional for n in cutting) and used.isdisjoint(cutting):
+            # Each of them may be there for another model, but not all: then nothing is cut.
+            texts = tuple(text for n in cutting for text in self.layout.rules[n].match)
+            what = f"none of the rules that cut, such as {_texts(texts[:3])}, matches a key"
+            yield Unused(what, self._hint(texts[0]), texts)
         for n, rule in enumerate(self.layout.rules):
-            if n in used:
+            if n in used or rule.optional:
                 continue
             # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
             patterns = [Pattern.compile(text) for text in rule.match]
             if not any(pattern.matches(key) for pattern in patterns for key in self.own):
-                yield f"rules[{n}], {_texts(rule.match)}, matches no key"
+                yield Unused(f"rules[{n}], {_texts(rule.match)}, matches no key", self._hint_of(patterns), rule.match)
+
+    def _cuts(self, rule: Rule) -> bool:
+        """Whether a rule divides what it matches over ranks."""
+        axes = {axis for axes in rule.cut for axis in axes} | set(rule.flat.axes if rule.flat else ())
+        return any(self.mesh[axis] > 1 for axis in axes)
+
+    def _hint_of(self, patterns: Sequence[Pattern]) -> str:
+        """What to do about patterns that match no key that has a rule of its own."""
+        state = next((key for key in self.parameter if any(pattern.matches(key) for pattern in patterns)), None)
+        if state is not None:
+            return (
+                f"it matches state of the optimizer, such as {show(state)}, which is cut as its parameter; for "
+                "rules of its own write `optimizer: {follow: false}`"
+            )
+        return self._hint(patterns[0].text)
+
+    def _hint(self, pattern: str) -> str:
+        near = ", ".join(show(key) for key in _nearest_keys(pattern, self.own))
+        return f"the nearest keys are {near}; where a model may be without it, write `optional: true`"
 
     # -- how it is cut
 
@@ -301,14 +353,16 @@ class _Resolver:
 
     # -- who holds it
 
-    def _places(self) -> tuple[dict[str, tuple[tuple[tuple[str, ...], int], ...]], list[str]]:
+    def _places(self) -> tuple[dict[str, tuple[tuple[tuple[str, ...], int], ...]], list[Unused]]:
         """The place of each key that has one, and the entries that match nothing."""
         place: dict[str, tuple[tuple[tuple[str, ...], int], ...]] = {}
-        unused: list[str] = []
+        unused: list[Unused] = []
         for n, entry in enumerate(self.layout.place):
             coordinates = self._coordinates_at(entry) if entry.at is not None else self._coordinates_of(n, entry)
-            if not coordinates:
-                unused.append(f"place[{n}], {_texts(entry.match)}, matches no key")
+            if not coordinates and not entry.optional:
+                match = tuple(text.replace("{i}", "[0-9]+" if text[:3] == "re:" else "*") for text in entry.match)
+                hint = self._hint_of([Pattern.compile(text) for text in match])
+                unused.append(Unused(f"place[{n}], {_texts(entry.match)}, matches no key", hint, match))
             for key, coordinate in coordinates.items():
                 place[key] = (*place.get(key, ()), (entry.axes, coordinate))
         return place, unused
@@ -447,5 +501,20 @@ def _parameter(key: str, known: Collection[str]) -> str | None:
     return None
 
 
-def _texts(match: tuple[str, ...]) -> str:
+def _nearest_keys(pattern: str, keys: Iterable[str]) -> list[str]:
+    """Keys that look like a pattern: of a glob, in as many components as it names at that end where it has no star."""
+    text = pattern.strip("*").strip(".")
+    n = text.count(".") + 1
+    parts: dict[str, str] = {}
+    for key in keys:
+        names = key.split(".")
+        if pattern.startswith("*"):
+            names = names[-n:]
+        elif pattern.endswith("*"):
+            names = names[:n]
+        parts.setdefault(".".join(names)[:200], key)
+    return [parts[part] for part in nearest(text, parts, cutoff=0.0)]
+
+
+def _texts(match: Sequence[str]) -> str:
     return listed(map(show, match))

@@ -167,7 +167,7 @@ def parse_strategy(data: bytes, path: str) -> StrategyFile:
 
 
 def write_strategy_file(
-    path: str | os.PathLike[str], content: StrategyFile, mode: int = 0o640, *, durable: bool = True
+    path: str | os.PathLike[str], content: StrategyFile, mode: int = 0o666, *, durable: bool = True
 ) -> None:
     """Write a strategy file, whole or not at all: JSON if its name ends in `.json`, else protobuf.
 

@@ -43,7 +43,7 @@ def write_stage_files(
     *,
     ranks: Collection[int] | None = None,
     suffix: str = ".ckpt",
-    mode: int = 0o640,
+    mode: int = 0o666,
     durable: bool = True,
 ) -> list[Path]:
     """Write what each rank of the original would: `ckpt_strategy_rank_<r>.ckpt`, the file of its stage.

@@ -57,7 +57,8 @@ def mapping_of_plan(plan: Mapping[str, str], tp: int) -> dict[str, object]:
             raise LayoutError(
                 f"the plan gives {show(name)} the unknown style {show(str(style))}", hint=f"{hint}known are {known}"
             )
-    rules = [rule for name in _specific_first(plan) for rule in _rules(name, plan)]
+    # A plan is one of a class of models, of which not each has all that it names.
+    rules = [{**rule, "optional": True} for name in _specific_first(plan) for rule in _rules(name, plan)]
     return {"mesh": {"tp": tp}, "rules": [*rules, {"match": "*"}]}
 
 

@@ -72,7 +72,8 @@ def open(  # noqa: A001
         method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
 
     Returns:
-        The opened checkpoint. Close it, or use it as a context manager; arrays that it gave out stay valid.
+        The opened checkpoint. Names that `reshard.torch.save_file` found tied are keys like others. Close it, or use it
+        as a context manager; arrays that it gave out stay valid.
 
     Raises:
         EmptyRootError: there is nothing at `path`, or an empty folder, and it could become a checkpoint root: a run

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.formats import checkpoint2, huggingface
 from reshard.formats import manifest as manifests
+from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.rank_file import add_rank_file, kind_of
 from reshard.opening.folder import opened_proof, unfinished
@@ -17,7 +18,7 @@ from reshard.words import listed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.formats.base import OpenOptions
+from reshard.formats.base import OpenOptions
 
 __all__ = ["CKPT", "HUGGINGFACE", "SINGLE_FILE"]
 
@@ -85,6 +86,7 @@ def _open_file(path: Path, method: _core.ReadMethod) -> CheckpointData:
             raise unfinished(path, path.name, proof)
         for name, *_ in index.file_tensors(file):
             index.add_whole(name, file)
+        aliases = add_aliases(index)
         lock = proof.keep_lock() if manifest is not None else None
         return CheckpointData(
             traits=SingleFile.traits,
@@ -93,6 +95,7 @@ def _open_file(path: Path, method: _core.ReadMethod) -> CheckpointData:
             method=method,
             manifest=manifest,
             lock=lock,
+            aliases=aliases,
             follow_links=True,
         )
 
@@ -129,4 +132,7 @@ def _open_huggingface(folder: Path, method: _core.ReadMethod) -> CheckpointData:
         files = {name: index.add_file(str(folder / name), method=method) for name in names}
         for key, name in weight_map.items():
             index.add_whole(key, files[name])
-    return CheckpointData(traits=HuggingFace.traits, path=folder, index=index, method=method, follow_links=True)
+    aliases = add_aliases(index)
+    return CheckpointData(
+        traits=HuggingFace.traits, path=folder, index=index, method=method, aliases=aliases, follow_links=True
+    )

@@ -141,6 +141,7 @@ class Checkpointer:
             and no optimizer was in the midst of its step. Such a checkpoint stands at the last complete step, but
             random streams and buffers may have moved on in the step that failed; resuming from it says so.
         durable: as in `reshard.save`.
+        private: as in `reshard.save`.
         timeout: seconds that ranks wait for each other in one meeting, the time to write or to read included.
         threads: threads of copies.
         format: as in `reshard.save`. In Checkpoint 1.0 (`use_legacy_format`) epoch and step of the names are those of
@@ -203,6 +204,7 @@ class Checkpointer:
         drift: int = 1,
         save_on_exception: bool = False,
         durable: bool = True,
+        private: bool = False,
         timeout: float = 1800.0,
         threads: int | None = None,
         format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",  # noqa: A002
@@ -224,6 +226,7 @@ class Checkpointer:
             "dedup": dedup,
             "verify_after_save": verify_after_save,
             "durable": durable,
+            "private": private,
             "threads": threads,
             "format": format,
             "sink_size": sink_size,

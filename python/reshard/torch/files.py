@@ -3,13 +3,12 @@
 The files are plain safetensors files, and what either package writes the other reads. Tied tensors (the same memory,
 shape and strides under several names), which stock `save_file` refuses, are stored once, under the first of their
 names as stock `save_model` does it, and the header says under which others they go (`ALIASES`). `load_file` gives
-them back tied; a reader that does not know of it finds the one name. Tensors that overlap otherwise are stored in full,
-each for itself. No module is known here, only tensors by name.
+them back tied, and whatever else this package opens has all names; other readers find the one name. Tensors that
+overlap otherwise are stored in full, each for itself. No module is known here, only tensors by name.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Literal
@@ -17,17 +16,13 @@ from typing import Literal
 import torch
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
+from reshard.errors import ArgumentError, UnsupportedError
+from reshard.formats.aliases import ALIASES, aliases_text
 from reshard.opening import open as open_checkpoint
-from reshard.strict_json import parse_json
-from reshard.torch.checks import shown
 from reshard.torch.tensors import as_tensor, from_tensor
 from reshard.words import check_text
 
 __all__ = ["ALIASES", "load_file", "save_file"]
-
-ALIASES = "reshard.aliases"
-"""Key in the header's metadata; its text is a JSON mapping of each further name to the name that is stored."""
 
 _METHODS: dict[str | None, _core.ReadMethod] = {None: "auto", "mmap": "map", "pread": "read"}
 
@@ -68,10 +63,10 @@ def load_file(
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"unknown device {device!r}: {error}") from error
     with open_checkpoint(filename, method=_METHODS[backend]) as checkpoint:
-        names = {name: checkpoint[name].dtype for name in checkpoint.keys()}  # noqa: SIM118 - a method that sorts
-        aliases = _read_aliases(checkpoint.data.index, names)
+        aliases = checkpoint.aliases
+        names = {name: checkpoint[name].dtype for name in checkpoint if name not in aliases}
         if place.type == "cpu":
-            arrays = checkpoint.load()
+            arrays = checkpoint.load(keys=names)
             tensors = {name: _as_tensor(arrays[name], dtype) for name, dtype in names.items()}
         else:
             tensors = {name: _as_tensor(checkpoint.read(name), dtype).to(place) for name, dtype in names.items()}
@@ -116,8 +111,11 @@ def save_file(
     if ALIASES in texts:
         raise ArgumentError(f"metadata `{ALIASES}` is written by `save_file` itself")
     aliases = _find_aliases(tensors)
-    if aliases:
-        texts[ALIASES] = json.dumps(aliases, sort_keys=True)
+    text_of_aliases = aliases_text(aliases) if aliases else None
+    if text_of_aliases is None:
+        aliases = {}
+    else:
+        texts[ALIASES] = text_of_aliases
     entries = []
     for name, tensor in tensors.items():
         if name in aliases:
@@ -153,26 +151,4 @@ def _find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         kept = first.setdefault((*view, tensor.is_conj(), tensor.is_neg()), name)
         if kept != name:
             aliases[name] = kept
-    return aliases
-
-
-def _read_aliases(index: _core.Index, names: Mapping[str, str]) -> dict[str, str]:
-    """What the headers say of further names."""
-    aliases: dict[str, str] = {}
-    for file in range(index.n_files):
-        text = (index.file_metadata(file) or {}).get(ALIASES)
-        if text is None:
-            continue
-        path = index.file_path(file)
-        found = parse_json(text.encode(), f"{path}: {ALIASES}")
-        if not isinstance(found, dict):
-            raise DamagedFileError(f"metadata `{ALIASES}` is {shown(found)}, expected a mapping", path=path)
-        for alias, name in found.items():
-            if alias in names or alias in aliases or not isinstance(name, str) or name not in names:
-                raise DamagedFileError(
-                    f"metadata `{ALIASES}` says {shown(name)} of {shown(alias)}, "
-                    "expected the name of a stored tensor, of a name that is not stored",
-                    path=path,
-                )
-            aliases[alias] = name
     return aliases

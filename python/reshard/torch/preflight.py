@@ -212,6 +212,7 @@ def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
     error = protocol.obstacle(root)
     if error is not None and not (takeover and isinstance(error, ClaimedError)):
         raise error
-    protocol.claim_root(root, takeover=takeover, durable=saver.options["durable"])
+    folder_mode = 0o700 if saver.options["private"] else 0o777
+    protocol.claim_root(root, takeover=takeover, durable=saver.options["durable"], folder_mode=folder_mode)
     if saver.options["format"] == "checkpoint2" and not is_below and taken.recall(root) is None:
         protocol.check_above_tracker(root, step, checkpoint2.resolve_candidates(root).tracker)

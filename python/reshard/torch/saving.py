@@ -223,6 +223,7 @@ class Saver:
             group=self.group,
             keep=self.options["keep"],
             durable=self.options["durable"],
+            private=self.options["private"],
             threads=self.options["threads"],
             timeout=self.timeout,
         )

@@ -20,12 +20,13 @@ from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
 from reshard.names import as_names, config_beside
 from reshard.small_files import parse_size
-from reshard.verbs.destinations import WRITER_KEY, Job, Options, to_huggingface, to_safetensors
+from reshard.verbs.destinations import SHARED_PREFIX, WRITER_KEY, Job, Options, to_huggingface, to_safetensors
 from reshard.verbs.selection import open_source, select
 from reshard.verbs.shares import Share, Shared, digest_of
 from reshard.verbs.to_checkpoint1 import to_checkpoint1
 from reshard.verbs.to_checkpoint2 import to_checkpoint2
 from reshard.verbs.to_mindspore import to_mindspore
+from reshard.write.filling import staging_name
 from reshard.write.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ _METADATA = {
     "checkpoint2": {"format": "ms"},
     "checkpoint1": {"format": "ms", "remove_redundancy": "False"},
 }
-_PRIVATE = ("checkpoint2", "checkpoint1")  # a trainer's: not for others to read
 _HUGGINGFACE_BYTES = 4 << 30
 
 
@@ -87,6 +87,7 @@ def convert(
     rename: Mapping[str, str] | None = None,
     names: NamesLike | None = None,
     config: ConfigLike | None = None,
+    model_files: str | os.PathLike[str] | None = None,
     layout: LayoutLike | None = None,
     iteration: int | None = None,
     prefix: str | None = None,
@@ -99,6 +100,7 @@ def convert(
     overwrite: bool = False,
     strict_format: bool = False,
     modes: Literal["original"] | None = None,
+    private: bool = False,
     share: tuple[int, int] | None = None,
     group: object = None,
     timeout: float = 3600.0,
@@ -106,9 +108,13 @@ def convert(
 ) -> ConvertReport:
     """Write a checkpoint again in another format, layout, file size or dtype.
 
+    Tied tensors, which `reshard.torch.save_file` stores once, are written in full under each of their names: no other
+    format has a word for them, and every reader of it finds all names.
+
     Args:
         src: whatever `reshard.open` opens.
-        dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file.
+        dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file. A
+            folder that exists is filled: it keeps its mode, its owner and whatever else it holds.
         to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends so: one file; else one a
             rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout) or "checkpoint1" (a
             folder a rank).
@@ -122,6 +128,9 @@ def convert(
             `NameMap`, its file or mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" goes the
             other way.
         config: the model's `config.json`, for the sizes that the name map takes from it; default: the one in `src`.
+        model_files: a folder whose files that are no weights are copied beside those of Hugging Face: configuration,
+            tokenizer, templates, code. Default: `src`, if it is such a folder. One that `dst` has already is left as
+            it is if it is equal, and refused if it is not.
         layout: how the destination is cut, a strategy file among others; none: whole tensors. It speaks of new names.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none. Of rank folders
             the step in the names of the files.
@@ -140,6 +149,8 @@ def convert(
             tiles.json, which only this package reads.
         modes: "original" gives files the permissions that MindSpore Transformers gives (shard files 0400), in its
             formats.
+        private: files and folders that are made are for their owner alone (0600, 0700). Default: as the umask has it,
+            and a file that is replaced passes its permissions on. A folder that exists keeps its own in every case.
         share: `(i, n)`, i from 0: write the i-th of n shares of the files, on any machine that sees source and
             destination, and publish if it was the last. A share that was cut short is given again.
         group: a `reshard.group.Group` or a process group of torch.distributed, all of whose ranks make this call: each
@@ -175,20 +186,25 @@ def convert(
         share = share or share_of_rank
         source, target = Path(src), Path(dst)
         chosen = _target(to, target, layout)
-        _check_options(chosen, target, layout, {"iteration": iteration, "prefix": prefix, "modes": modes})
+        of_format = {"iteration": iteration, "prefix": prefix, "modes": modes}
+        _check_options(chosen, target, layout, of_format, is_private=private)
         _check_apart(source, target)
         is_one_file = chosen == "safetensors" and target.suffix == ".safetensors"
         if target.name in ("", "..") or (target.is_symlink() and not is_one_file):
             # What is published by a rename needs a name of its own, on the disk where it will lie.
             target = target.resolve()
+        model_folder = None if model_files is None else Path(model_files)
+        if model_folder is not None and chosen != "huggingface":
+            raise ArgumentError(f'`model_files` belongs to to="huggingface"; the destination is "{chosen}"')
         options = Options(
             metadata=_METADATA.get(chosen, {"format": "pt"}) | {WRITER_KEY: _core.__version__},
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),
             buffers=_core.Buffers(parse_size(memory)),
             threads=threads,
             durable=durable,
-            file_mode=0o640 if chosen in _PRIVATE else 0o666,
-            folder_mode=0o750 if chosen in _PRIVATE else 0o777,
+            file_mode=0o600 if private else 0o666,
+            folder_mode=0o700 if private else 0o777,
+            keep_modes=not private and modes is None,
             progress=progress,
         )
         max_bytes = None if max_shard_size is None else parse_size(max_shard_size)
@@ -202,7 +218,15 @@ def convert(
             apart = _apart(chosen, whole)
             selection = select(whole, part_written, drop=drop, rename=rename, names=known, apart=apart)
             opened = views.enter_context(selection.source)
-            job = Job(opened, selection.keys, target, options, overwrite, selection.counters)
+            job = Job(
+                opened,
+                selection.keys,
+                target,
+                options,
+                overwrite,
+                selection.counters,
+                left_out=selection.left_out,
+            )
             if share is not None:
                 if is_one_file:
                     raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
@@ -222,12 +246,15 @@ def convert(
                     durable,
                     overwrite,
                     modes,
+                    private,
+                    None if model_folder is None else str(model_folder.resolve()),
                 ]
                 asked.append(None if layout is None else as_layout(layout).to_mapping())
                 job = replace(job, shared=_shared(job, Share(*share), asked, in_root=chosen == "checkpoint2"))
             original_modes = modes == "original"
             if chosen == "huggingface":
-                written = to_huggingface(job, max_bytes or _HUGGINGFACE_BYTES)
+                beside = model_folder if model_folder is not None or whole.format != "huggingface" else source
+                written = to_huggingface(job, max_bytes or _HUGGINGFACE_BYTES, beside)
             elif chosen == "mindspore":
                 written = to_mindspore(job, max_bytes, original_modes=original_modes)
             elif chosen == "safetensors":
@@ -270,8 +297,12 @@ def _shared(job: Job, share: Share, asked: list[object], *, in_root: bool) -> Sh
         job.source, {"asked": asked, "n": share.count, "keys": job.keys, "to": str(job.target.resolve())}
     )
     if in_root:
-        return Shared(share, job.target / STAGING_FOLDER / f"share-{digest}")
-    return Shared(share, job.target.parent / f".{job.target.name[:150]}.share-{digest}.staging")
+        return Shared(share, job.target / STAGING_FOLDER / f"{SHARED_PREFIX}{digest}")
+    beside = job.target.parent / f".{job.target.name[:150]}.{SHARED_PREFIX}{digest}.staging"
+    # A folder that exists may be a mount. One that appeared since the first share began changes nothing.
+    if job.target.is_dir() and not beside.is_dir():
+        return Shared(share, job.target / staging_name(f"{SHARED_PREFIX}{digest}"))
+    return Shared(share, beside)
 
 
 @contextlib.contextmanager
@@ -310,7 +341,9 @@ def _apart(to: Target, source: Checkpoint) -> Collection[str]:
     return ()
 
 
-def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_format: Mapping[str, object]) -> None:
+def _check_options(
+    to: Target, target: Path, layout: LayoutLike | None, of_format: Mapping[str, object], *, is_private: bool
+) -> None:
     if to in ("huggingface", "mindspore") and layout is not None:
         raise ArgumentError(
             f'`to="{to}"` holds whole tensors: `layout` has no meaning there',
@@ -328,6 +361,8 @@ def _check_options(to: Target, target: Path, layout: LayoutLike | None, of_forma
             raise ArgumentError(f'`{name}` belongs to `to="checkpoint2"`; the destination is "{to}"')
     if of_format["modes"] not in (None, "original"):
         raise ArgumentError(f'`modes` is {of_format["modes"]!r}; "original" is accepted')
+    if of_format["modes"] is not None and is_private:
+        raise ArgumentError("`modes` and `private` both set permissions: give one of them")
     iteration = of_format["iteration"]
     if iteration is not None and (isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0):
         raise ArgumentError(f"`iteration` is {iteration!r}; a whole number from 0 on is needed")

@@ -6,16 +6,20 @@ A `Job` is the source and where it goes; its files are planned first, then strea
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import full_weights, huggingface, tiles, weight_map
+from reshard.formats.checkpoint1 import STRATEGY_FOLDER
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.small_files import write_file_atomically
+from reshard.verbs.model_files import ModelFiles, find_model_files, told_dtype
 from reshard.verbs.shares import assign, committing, missing, place, record, told
 from reshard.write.commit import as_storage_error, made_folder, published_file, published_folder
+from reshard.write.filling import filled_folder, is_staging
 from reshard.write.iteration import JointProgress, RankFile, WholeTensor, describe_cut, file_order
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     Produce = Callable[[Path], Mapping[str, FileTold]]
 
 __all__ = [
+    "SHARED_PREFIX",
     "WRITER_KEY",
     "File",
     "Job",
@@ -55,6 +60,17 @@ __all__ = [
 
 # Named in the `__metadata__` of what is written: by it an earlier conversion is known again.
 WRITER_KEY = "reshard"
+SHARED_PREFIX = "share-"
+# What makes files a checkpoint, in the order in which it is published. Readers find no checkpoint without it.
+_COMMITS = (
+    STRATEGY_FOLDER,
+    tiles.TILES_FILE,
+    full_weights.MAP_FILE,
+    huggingface.SINGLE_FILE,
+    huggingface.INDEX_FILE,
+)
+
+_log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,7 @@ class Options:
     durable: bool
     file_mode: int
     folder_mode: int
+    keep_modes: bool  # whether a file that is replaced passes on its permission bits
     progress: _core.Progress | None
 
 
@@ -91,6 +108,7 @@ class Job:
         overwrite: whether what an earlier conversion wrote is replaced.
         counters: those that the source knows and has no tensors of, as tensors: formats that keep them so write them.
         shared: which share of the work this is.
+        left_out: names of tensors that were left out, of which a layout may speak.
     """
 
     source: Checkpoint
@@ -100,6 +118,7 @@ class Job:
     overwrite: bool
     counters: Mapping[str, np.ndarray] = field(default_factory=dict)
     shared: Shared | None = None
+    left_out: Collection[str] = ()
 
     def plan(self, request: _core.Request) -> _core.Plan:
         """The copies of a request for some of the tensors that are written."""
@@ -118,9 +137,15 @@ class Written:
     warnings: list[str] = field(default_factory=list)
 
 
-def bind(source: Checkpoint, layout: LayoutLike | None) -> BoundLayout:
-    """The layout laid over the source; none: everything whole on one rank."""
-    return source.bind(ModelLayout.replicated() if layout is None else layout)
+def bind(job: Job, layout: LayoutLike | None) -> BoundLayout:
+    """The layout laid over the source; none: everything whole on one rank.
+
+    Raises:
+        LayoutError: it does not fit the tensors, or a rule or a place of it matches none.
+    """
+    bound = job.source.bind(ModelLayout.replicated() if layout is None else layout)
+    bound.refuse_unused(job.left_out)
+    return bound
 
 
 def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]:
@@ -185,9 +210,22 @@ def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> 
 # -- Hugging Face and plain files
 
 
-def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
-    """Write whole tensors in files of a largest size, and the index of more than one."""
+def to_huggingface(job: Job, max_shard_bytes: int, model_files: Path | None = None) -> Written:
+    """Write whole tensors in files of a largest size, the index of more than one, and what else makes a model.
+
+    Args:
+        job: the conversion.
+        max_shard_bytes: most bytes of a file, headers not counted.
+        model_files: the folder whose files that are no weights are copied; none if it is the destination itself.
+    """
     check_folder_free(job)
+    beside = ModelFiles()
+    if model_files is not None and model_files.resolve() != job.target.resolve():
+        beside = find_model_files(model_files)
+        beside.check_free(job.target)
+    if model_files is not None and job.options.dtype is not None:
+        warning = told_dtype(model_files, job.options.dtype)
+        beside.warnings += [] if warning is None else [warning]
     request = whole_request(job.source, job.keys)
     sizes = [(name, n_bytes) for name, _, _, n_bytes in job.plan(request).arrays]
     shards = huggingface.plan_shards(sizes, max_shard_bytes)
@@ -198,22 +236,28 @@ def to_huggingface(job: Job, max_shard_bytes: int) -> Written:
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
         if isinstance(fill, Written):
             return fill
-        return _publish_huggingface(job, files, shards, sizes, fill)
+        return _publish_huggingface(job, files, shards, sizes, fill, beside=beside)
 
 
 def _publish_huggingface(
-    job: Job, files: list[File], shards: list[list[str]], sizes: list[tuple[str, int]], fill: Produce
+    job: Job,
+    files: list[File],
+    shards: list[list[str]],
+    sizes: list[tuple[str, int]],
+    fill: Produce,
+    *,
+    beside: ModelFiles,
 ) -> Written:
+    options = job.options
     with destination_folder(job) as folder:
         n_bytes = n_bytes_of(fill(folder))
+        beside.copy(folder, file_mode=options.file_mode, folder_mode=options.folder_mode, durable=options.durable)
         if len(files) > 1:
             file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
             total = sum(size for _, size in sizes)
             text = huggingface.index_text(file_of, total, _core.__version__)
-            write_file_atomically(
-                folder / huggingface.INDEX_FILE, text, job.options.file_mode, durable=job.options.durable
-            )
-    return Written(job.target, len(files), n_bytes)
+            write_file_atomically(folder / huggingface.INDEX_FILE, text, options.file_mode, durable=options.durable)
+    return Written(job.target, len(files), n_bytes, warnings=beside.warnings)
 
 
 def n_bytes_of(written: Mapping[str, FileTold]) -> int:
@@ -237,13 +281,15 @@ def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
         durable, parent = job.options.durable, job.target.parent
         with (
             made_folder(parent, mode=job.options.folder_mode, durable=durable),
-            published_file(job.target, replace=job.overwrite, durable=durable) as path,
+            published_file(
+                job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes
+            ) as path,
         ):
             files = [File(path.name, whole_request(job.source, job.keys))]
             n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
         return Written(job.target, 1, n_bytes)
     check_folder_free(job)
-    bound = bind(job.source, layout)
+    bound = bind(job, layout)
     tensors = whole_tensors(job)
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
@@ -295,26 +341,31 @@ def set_original_modes(folder: Path) -> None:
 def destination_folder(
     job: Job, subfolders: Collection[str] = (), is_ours: Callable[[Path], bool] | None = None
 ) -> Iterator[Path]:
-    """A folder that becomes the destination when the block ends well; what an earlier conversion wrote goes.
+    """A folder whose entries are those of the destination when the block ends well.
+
+    A destination that exists is filled and keeps its mode and owner; what an earlier conversion wrote there goes.
 
     Args:
         job: the conversion.
         subfolders: folders in it that are written too.
-        is_ours: what is replaced of a destination that is there, and not carried over.
+        is_ours: which entries of a destination that exists are replaced.
     """
-    is_ours = is_ours or is_our_file
-    options, parent = job.options, job.target.parent
-    with (
-        made_folder(parent, mode=options.folder_mode, durable=options.durable),
-        published_folder(
-            job.target,
-            parent,
-            replace=job.overwrite,
+    options, target = job.options, job.target
+    if target.is_dir():
+        with filled_folder(
+            target,
+            replaces=(is_ours or is_our_file) if job.overwrite else None,
+            commits=_COMMITS,
             durable=options.durable,
             mode=options.folder_mode,
-            keep=lambda entry: not is_ours(entry),
+            keep_modes=options.keep_modes,
             subfolders=subfolders,
-        ) as folder,
+        ) as folder:
+            yield folder
+        return
+    with (
+        made_folder(target.parent, mode=options.folder_mode, durable=options.durable),
+        published_folder(target, durable=options.durable, mode=options.folder_mode, subfolders=subfolders) as folder,
     ):
         yield folder
 
@@ -351,7 +402,7 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _
         return
     if not target.is_dir():
         raise DestinationExistsError(f"{target} is a file; the destination is to be a folder", path=str(target))
-    entries = list(target.iterdir())
+    entries = [entry for entry in target.iterdir() if not _is_left_over(entry)]
     if not entries:
         return
     if not job.overwrite:
@@ -368,6 +419,15 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _
                 path=str(entry),
                 hint="move it away, or choose another destination",
             )
+
+
+def _is_left_over(entry: Path) -> bool:
+    """Whether an entry is of a conversion that was killed, or is not yet ended. Told, and not touched."""
+    if not is_staging(entry.name):
+        return False
+    if SHARED_PREFIX not in entry.name:
+        _log.warning("%s is left by a conversion that did not end: remove it if none is running", entry)
+    return True
 
 
 def _check_file_free(job: Job) -> None:

@@ -48,6 +48,7 @@ def integrate(
     group: object = None,
     keep: int | None = None,
     durable: bool = True,
+    private: bool = False,
     threads: int | None = None,
     timeout: float = 3600.0,
 ) -> list[str]:
@@ -59,6 +60,7 @@ def integrate(
         group: as in `reshard.save`.
         keep: keep the newest so many folders of whole tensors; None: all.
         durable: sync what is written.
+        private: as in `reshard.save`.
         threads: threads of the copy.
         timeout: seconds that ranks wait for each other.
 
@@ -83,6 +85,7 @@ def integrate(
             group=group,
             overwrite=True,
             durable=durable,
+            private=private,
             threads=threads,
             timeout=timeout,
         )

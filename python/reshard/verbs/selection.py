@@ -64,11 +64,13 @@ class Selection:
         source: a view of the source in which only that is, under its new names.
         keys: the tensors that are written.
         counters: tensors of one element that are set apart, and those that the source knows without having a tensor.
+        left_out: tensors that `drop` names, as `rename` would name them.
     """
 
     source: Checkpoint
     keys: list[str]
     counters: dict[str, np.ndarray]
+    left_out: list[str]
 
 
 def select(
@@ -119,7 +121,10 @@ def select(
         # A counter that was left out does not come back in another file.
         left_out = [name for name in scalars.NAMES if name.startswith(drop)]
         view.common = replace(source.common, **dict.fromkeys(left_out))  # type: ignore[arg-type]
-    return Selection(view, written, {new[name]: counters[name] for name in beside if name in new})
+    changes = dict(rename or {})
+    longest_first = sorted(changes, key=len, reverse=True)
+    left_out = [_renamed(key, changes, longest_first, set()) for key in tensors if key not in new]
+    return Selection(view, written, {new[name]: counters[name] for name in beside if name in new}, left_out)
 
 
 def _is_apart(source: Checkpoint, key: str, apart: Collection[str]) -> bool:

@@ -74,7 +74,7 @@ def to_checkpoint1(
     """
     names = _file_name(job, prefix, iteration)
     check_folder_free(job, functools.partial(_is_foreign, names=names))
-    bound = bind(job.source, layout)
+    bound = bind(job, layout)
     ranks = sorted(bound.ranks)
     if ranks != list(range(len(ranks))):
         raise ArgumentError(f"rank folders are numbered from 0, and the layout has rank {ranks[-1]} of {len(ranks)}")

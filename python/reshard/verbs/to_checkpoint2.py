@@ -62,7 +62,7 @@ def to_checkpoint2(
     checkpoint2.check_prefix(prefix)
     folder_name = checkpoint2.iteration_folder_name(iteration)
     _check_root_free(job, folder_name)
-    bound = bind(job.source, layout)
+    bound = bind(job, layout)
     plan = plan_layout(
         whole_tensors(job),
         bound,
@@ -134,7 +134,8 @@ def _publish(
                 _take_back(attempt)
             raise
         if original_modes:
-            job.target.chmod(0o750)
+            if is_new:
+                job.target.chmod(0o750)
             (job.target / checkpoint2.TRACKER_FILE).chmod(0o640)
     n_bytes = sum(one.n_bytes for one in written.values())
     return Written(

@@ -33,7 +33,7 @@ from reshard.small_files import show
 from reshard.write import background, claims, protocol, rank_plan, steps, strategies, taken
 from reshard.write.facts import LastMade, RankFacts, check_options, plan_iteration
 from reshard.write.rank_plan import Dealt, Naming, RankView
-from reshard.write.rank_side import FILE_MODE, FOLDER_MODE, RankSide, arrays_by_kind, folder_of, look, n_bytes_of
+from reshard.write.rank_side import RankSide, arrays_by_kind, folder_of, look, n_bytes_of
 from reshard.write.shard_files import maker
 from reshard.write.together import Own, SaveReport, Terms, append_to_log, report_of
 
@@ -412,7 +412,7 @@ class _Coordinator:
         """Make the root ours, with room for what this host (None: every one) writes into it."""
         terms, how = self.terms, self.how
         self.claim = protocol.claim_root(
-            terms.root, takeover=terms.takeover, durable=terms.durable, folder_mode=FOLDER_MODE
+            terms.root, takeover=terms.takeover, durable=terms.durable, folder_mode=terms.folder_mode
         )
         n_bytes = 0
         for rank, one in enumerate(facts):
@@ -465,7 +465,9 @@ class _Coordinator:
         status = self.own.common.ckpt_status
         if status is not None:
             steps.announce(f"write {checkpoint1_health.HEALTH_FILE}")
-            warning = checkpoint1_health.note(self.terms.root, file.name, status, FILE_MODE, durable=self.terms.durable)
+            warning = checkpoint1_health.note(
+                self.terms.root, file.name, status, self.terms.file_mode, durable=self.terms.durable
+            )
             self.warnings += [] if warning is None else [warning]
 
     def complete(self, _: list[Any]) -> None:

@@ -97,7 +97,7 @@ def locked(root: Path) -> Iterator[bool]:
     """
     path = root / LOCK_FILE
     with steps.failing("opening", path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o640)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         is_real = _lock(handle, path)
         try:
@@ -134,7 +134,7 @@ def _lock(handle: int, path: Path) -> bool:
 # -- claims
 
 
-def hold(root: Path, *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o750) -> Claim:
+def hold(root: Path, *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777) -> Claim:
     """The claim of this process on a root: the one that it has, or a new one.
 
     Args:

@@ -1,29 +1,26 @@
-"""Publishing folders: written under a staging name, synced, then renamed.
+"""Publishing files and new folders: written under a staging name, synced, then renamed in one step.
 
-Knows folders and renames, no format. A folder that is replaced is exchanged with the new one in one step, so that a
-reader finds the old or the new at every instant; only then is the old one removed. Whatever fails before that step
-leaves the destination as it was; what was not written here is never removed but by the success of a replacement.
+Knows folders and renames, no format. Whatever fails before the rename leaves the destination as it was. A folder that
+exists is filled, see `filling`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import shutil
+import stat
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import DestinationExistsError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-    from pathlib import Path
+    from collections.abc import Collection, Iterator
 
-__all__ = ["as_storage_error", "made_folder", "published_file", "published_folder", "sync_folder"]
-
-_log = logging.getLogger("reshard")
+__all__ = ["as_storage_error", "made_folder", "published_file", "published_folder", "sync_folder", "sync_tree"]
 
 
 def sync_folder(path: Path) -> None:
@@ -33,6 +30,12 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_tree(path: Path) -> None:
+    """Make the entries of a folder, and of the folders below it, durable; the lowest first."""
+    for folder, _, _ in os.walk(path, topdown=False):
+        sync_folder(Path(folder))
 
 
 @contextlib.contextmanager
@@ -68,13 +71,14 @@ def made_folder(path: Path, *, mode: int, durable: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def published_file(target: Path, *, replace: bool, durable: bool) -> Iterator[Path]:
+def published_file(target: Path, *, replace: bool, durable: bool, keep_mode: bool = True) -> Iterator[Path]:
     """A name beside `target` for a file to write; it becomes `target` when the block ends well, else it is removed.
 
     Args:
         target: the name to be, in a folder that is there.
         replace: whether a file that is there is replaced.
         durable: sync the folder. The file itself must have been synced by who wrote it.
+        keep_mode: a file that is replaced passes on its permission bits.
 
     Raises:
         DestinationExistsError: `target` appeared meanwhile.
@@ -84,6 +88,8 @@ def published_file(target: Path, *, replace: bool, durable: bool) -> Iterator[Pa
     try:
         yield staging
         with as_storage_error("publish", target):
+            if replace and keep_mode and target.is_file() and not target.is_symlink():
+                staging.chmod(stat.S_IMODE(target.stat().st_mode))
             _rename(staging, target, replace=replace)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -95,34 +101,20 @@ def published_file(target: Path, *, replace: bool, durable: bool) -> Iterator[Pa
 
 
 @contextlib.contextmanager
-def published_folder(
-    target: Path,
-    staging_parent: Path,
-    *,
-    replace: bool,
-    durable: bool,
-    mode: int,
-    keep: Callable[[Path], bool] = lambda _: False,
-    subfolders: Collection[str] = (),
-) -> Iterator[Path]:
+def published_folder(target: Path, *, durable: bool, mode: int, subfolders: Collection[str] = ()) -> Iterator[Path]:
     """A staging folder that becomes `target` when the block ends well, and is removed if it does not.
 
-    It is for files, and for folders of files whose names are told.
-
     Args:
-        target: the name to be.
-        staging_parent: where the staging folder is made: a folder on the same mount as `target`.
-        replace: whether an existing `target` is exchanged for the new folder; else it must not exist or be empty.
-        durable: sync the new folder, and the folders whose entries change, in that order.
-        mode: permission bits of the folder, less the umask.
-        keep: which entries of a replaced folder are carried over into the new one; not those in `subfolders`.
+        target: the name to be, which must not exist, in a folder that does.
+        durable: sync the new folder, and the one in which it appears, in that order.
+        mode: permission bits of the folders, less the umask.
         subfolders: the folders in it, which are made empty.
 
     Raises:
         DestinationExistsError: `target` appeared meanwhile.
         StorageError: a rename or a sync failed. `target` is as it was, unless the message says otherwise.
     """
-    staging = staging_parent / f".{target.name[:200]}.{secrets.token_hex(8)}.staging"
+    staging = target.parent / f".{target.name[:200]}.{secrets.token_hex(8)}.staging"
     with as_storage_error("write", target):
         staging.mkdir(mode=mode)
     try:
@@ -131,43 +123,16 @@ def published_folder(
                 (staging / name).mkdir(mode=mode)
         yield staging
         with as_storage_error("publish", target):
-            for name in subfolders if durable else ():
-                sync_folder(staging / name)
-            is_exchanged = _publish(staging, target, replace=replace, durable=durable, keep=keep)
+            if durable:
+                sync_tree(staging)
+            _rename(staging, target, replace=False)
     except BaseException:
-        # Only what is written here: after an interrupt in the very exchange this is the old folder, and in it lie the
-        # folders that were to move over.
-        for name in subfolders:
-            _remove_files(staging / name)
-        _remove_files(staging)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
-    if is_exchanged:
-        _remove_replaced(staging, target, keep)
     if durable:
         with as_storage_error("sync", target):
-            for folder in dict.fromkeys((target, target.parent, staging_parent)):
-                sync_folder(folder)
-
-
-def _publish(staging: Path, target: Path, *, replace: bool, durable: bool, keep: Callable[[Path], bool]) -> bool:
-    """Give the new folder its name; whether `staging` is now the old one."""
-    is_exchange = replace and os.path.lexists(target)
-    for entry in [entry for entry in target.iterdir() if keep(entry)] if is_exchange else []:
-        if entry.is_symlink():
-            (staging / entry.name).symlink_to(entry.readlink())
-        elif not entry.is_dir():
-            # A second name for the same file: at no instant is it missing from `target`.
-            os.link(entry, staging / entry.name, follow_symlinks=False)
-    if durable:
-        sync_folder(staging)
-    if not is_exchange:
-        with contextlib.suppress(OSError):
-            target.rmdir()  # an empty folder may stand at the name
-    if is_exchange:
-        _core.rename(str(staging), str(target), exchange=True)
-    else:
-        _rename(staging, target, replace=False)
-    return is_exchange
+            sync_folder(target)
+            sync_folder(target.parent)
 
 
 def _rename(staging: Path, target: Path, *, replace: bool) -> None:
@@ -178,28 +143,6 @@ def _rename(staging: Path, target: Path, *, replace: bool) -> None:
         _core.rename(str(staging), str(target), exchange=False)
     except FileExistsError as error:
         raise DestinationExistsError(f"{target} appeared while it was being written", path=str(target)) from error
-
-
-def _remove_replaced(old: Path, target: Path, keep: Callable[[Path], bool]) -> None:
-    """Remove the old folder, once the folders in it that are kept have moved over: they cannot have two names."""
-    if not old.is_symlink():
-        with as_storage_error(f"move what was in the replaced folder, now {old}, to", target):
-            for entry in [
-                entry for entry in old.iterdir() if entry.is_dir() and not entry.is_symlink() and keep(entry)
-            ]:
-                _core.rename(str(entry), str(target / entry.name), exchange=False)
-    try:
-        old.unlink() if old.is_symlink() else shutil.rmtree(old)
-    except OSError as error:
-        _log.warning("%s is replaced, but what it was remains in %s: %s", target, old, error)
-
-
-def _remove_files(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        for entry in folder.iterdir():
-            if entry.is_symlink() or not entry.is_dir():
-                entry.unlink()
-        folder.rmdir()
 
 
 @contextlib.contextmanager

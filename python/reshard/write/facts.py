@@ -249,6 +249,7 @@ def _by_layout(
     check_local_shapes(
         bound, {name: {rank: fact.shape for rank, fact in of_ranks.items()} for name, of_ranks in found.items()}
     )
+    bound.refuse_unused()
     dtype_of = {name: next(iter(of_ranks.values())).dtype for name, of_ranks in found.items()}
     for name, keys in members.items():
         dtype_of |= dict.fromkeys(keys, dtype_of[name])

@@ -135,7 +135,7 @@ def begin(
     overwrite: bool = True,
     rollback: bool = False,
     takeover: bool = False,
-    folder_mode: int = 0o750,
+    folder_mode: int = 0o777,
 ) -> Attempt:
     """Begin to save an iteration: an empty staging folder, in a root that is ours and in order.
 
@@ -206,7 +206,7 @@ def seal(
     passed_over: Sequence[int] = (),
     ckpt_status: int | None = None,
     metrics: Mapping[str, int | float] | None = None,
-    file_mode: int = 0o640,
+    file_mode: int = 0o666,
 ) -> Manifest:
     """Check the staging folder and write the commit record into it, after everything else.
 
@@ -352,7 +352,7 @@ def release(root: str | os.PathLike[str] | None = None) -> None:
 
 
 def claim_root(
-    root: str | os.PathLike[str], *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o750
+    root: str | os.PathLike[str], *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777
 ) -> Claim:
     """Make a root where it is missing, and claim it for this process.
 

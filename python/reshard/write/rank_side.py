@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from reshard.write.strategies import Strategies
     from reshard.write.together import Own, Terms
 
-__all__ = ["FILE_MODE", "FOLDER_MODE", "RankSide", "Row", "arrays_by_kind", "folder_of", "look", "n_bytes_of"]
+__all__ = ["RankSide", "Row", "arrays_by_kind", "folder_of", "look", "n_bytes_of"]
 
-FILE_MODE = 0o640
-FOLDER_MODE = 0o750
-_WEIGHTS_MODE = 0o400  # as the original's
+_WEIGHTS_MODE = 0o444  # weights are read-only, as the original's are
 
 _ROOTS: dict[FileKind, str] = {"full": "", "network": "_network", "trainable": "_trainable"}
 
@@ -166,18 +164,20 @@ class RankSide:
         rows: list[Row] = []
         for kind, file in self.files.items():
             folder = folder_of(self.terms.root, self.rank, kind)
-            protocol.make_root(folder, FOLDER_MODE, durable=self.terms.durable)
+            protocol.make_root(folder, self.terms.folder_mode, durable=self.terms.durable)
             _sweep(folder, self.file)
             rows.append(self._write_weights(folder / file.name, file, joint.of_file(file.n_bytes)))
         if self.files and self.state is not None:
             self._write_state(*self.state)
         if self.strategy is not None:
-            self.strategy.write(FILE_MODE, FOLDER_MODE, durable=self.terms.durable)
+            self.strategy.write(self.terms.file_mode, self.terms.folder_mode, durable=self.terms.durable)
         return rows
 
     def _write_weights(self, path: Path, file: ShardFile, progress: Callable[[int, int], object] | None) -> Row:
         self._begin(path)
-        written = file.write(str(path), durable=self.terms.durable, mode=_WEIGHTS_MODE, progress=progress)
+        written = file.write(
+            str(path), durable=self.terms.durable, mode=self.terms.file_mode & _WEIGHTS_MODE, progress=progress
+        )
         if self.terms.verify:
             read_back(str(path), written, self.terms.threads)
         told = hashlib.blake2b(written.header_sum.to_bytes(4, "little") + written.sums, digest_size=16).hexdigest()
@@ -189,10 +189,10 @@ class RankSide:
             path = folder / checkpoint1_state.arrays_file_name(self.file)
             own = [(one.name, one.dtype, one.shape, one.buffer()) for one in local_arrays(arrays, None).values()]
             self._begin(path)
-            _core.write_arrays(str(path), own, durable=self.terms.durable, mode=FILE_MODE)
+            _core.write_arrays(str(path), own, durable=self.terms.durable, mode=self.terms.file_mode)
         path = folder / checkpoint1_state.file_name(self.file)
         self._begin(path)
-        write_file_atomically(path, text, FILE_MODE, durable=self.terms.durable)
+        write_file_atomically(path, text, self.terms.file_mode, durable=self.terms.durable)
 
     def _begin(self, path: Path) -> None:
         """Refuse a name that is taken: what stands under it is of another save."""
@@ -216,7 +216,7 @@ class RankSide:
         steps.announce(f"write {checkpoint1.META_FILE} of rank {self.rank}")
         folder, meta = folder_of(self.terms.root, self.rank), Meta(self.file.epoch, self.file.step, self.file.name)
         try:
-            checkpoint1.write_meta(folder, meta, FILE_MODE, durable=self.terms.durable)
+            checkpoint1.write_meta(folder, meta, self.terms.file_mode, durable=self.terms.durable)
         except ReshardError as error:
             # Nothing is taken back: other ranks may have told by now, and the files are whole.
             error.message = f"all files are written, but it is not told that the save is complete: {error.message}"

@@ -67,7 +67,7 @@ def recover(
     with claims.locked(root):
         claims.check(claim)
         for name in (STAGING_FOLDER, TRASH_FOLDER):
-            steps.make_folder(root / name, 0o750, durable=durable)
+            steps.make_folder(root / name, 0o777, durable=durable)
         return recover_locked(claim, below=None if roll_forward else 0, durable=durable)
 
 

@@ -644,7 +644,7 @@ def _carry_out(root: Path, decision: _Decision, done: _Done, *, durable: bool) -
         done.warnings.append(f"no iteration is removed: {reason}; verify iteration {decision.first[0].iteration}")
         return
     if decision.gone:
-        steps.make_folder(root / TRASH_FOLDER, 0o750, durable=durable)
+        steps.make_folder(root / TRASH_FOLDER, 0o777, durable=durable)
     for one in decision.gone:
         _remove(root, one, done, durable=durable)
 

@@ -78,6 +78,7 @@ def save(
     strict_format: bool = False,
     rollback: bool = False,
     takeover: bool = False,
+    private: bool = False,
     ready: Callable[[], object] | None = None,
     after: Callable[[SaveReport], list[str]] | None = None,
     sink_size: int | None = None,
@@ -116,6 +117,7 @@ def save(
     strict_format: bool = False,
     rollback: bool = False,
     takeover: bool = False,
+    private: bool = False,
     ready: Callable[[], object] | None = None,
     after: Callable[[SaveReport], list[str]] | None = None,
     sink_size: int | None = None,
@@ -186,6 +188,7 @@ def save(  # noqa: PLR0917
     strict_format: bool = False,
     rollback: bool = False,
     takeover: bool = False,
+    private: bool = False,
     ready: Callable[[], object] | None = None,
     after: Callable[[SaveReport], list[str]] | None = None,
     sink_size: int | None = None,
@@ -243,6 +246,8 @@ def save(  # noqa: PLR0917
             tiles.json, which only this package reads.
         rollback: allow an iteration below the tracker's.
         takeover: end the claim of another process that seems to be alive.
+        private: iteration folders and what is in them, the log, and a root that is made, are for their owner alone
+            (0700, files 0600). Default: as the umask has it. The weights of Checkpoint 1.0 are read-only in both cases.
         ready: for arrays that are still being filled, such as copies from a device: waits until they have their
             content. With it nothing is copied, and the arrays belong to the save until it has ended. It is called more
             than once, and in the background if `blocking` is False.
@@ -297,6 +302,7 @@ def save(  # noqa: PLR0917
         keep=keep,
         keep_every=keep_every,
         keep_best=keep_best,
+        private=private,
     )
     how = checkpoint1.How(
         prefix=prefix,

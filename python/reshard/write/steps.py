@@ -110,7 +110,7 @@ def make_folder(path: Path, mode: int, *, durable: bool) -> None:
                 raise NotADirectoryError(errno.ENOTDIR, "it is a link or a file, expected a folder")
 
 
-def make_file(path: Path, data: bytes = b"", mode: int = 0o640, *, durable: bool) -> None:
+def make_file(path: Path, data: bytes = b"", mode: int = 0o666, *, durable: bool) -> None:
     """A small file that must not exist. Not atomic: for files whose name alone says everything, or says it by a lock.
 
     Raises:

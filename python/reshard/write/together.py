@@ -59,8 +59,6 @@ _log = logging.getLogger("reshard")
 T = TypeVar("T")
 R = TypeVar("R")
 
-_FILE_MODE = 0o640
-_FOLDER_MODE = 0o750
 _LAST_SLEEP_S = 1.0
 _SIGHT_SECONDS = 60.0  # for which a network file system may remember that a folder was not there
 
@@ -109,6 +107,17 @@ class Terms:
     keep: int | None
     keep_every: int | None
     keep_best: tuple[str, int] | None
+    private: bool = False
+
+    @property
+    def file_mode(self) -> int:
+        """Permission bits of files, less the umask."""
+        return 0o600 if self.private else 0o666
+
+    @property
+    def folder_mode(self) -> int:
+        """Permission bits of folders, less the umask."""
+        return 0o700 if self.private else 0o777
 
 
 @dataclass(frozen=True)
@@ -256,7 +265,7 @@ def _write_own(
     rows = []
     for file in share.files:
         path = str(staging / file.name)
-        written = file.write(path, durable=terms.durable, mode=_FILE_MODE, progress=joint.of_file(file.n_bytes))
+        written = file.write(path, durable=terms.durable, mode=terms.file_mode, progress=joint.of_file(file.n_bytes))
         rows.append(_row(path, written, terms))
     if share.extra is not None:
         text, arrays = share.extra
@@ -265,8 +274,8 @@ def _write_own(
             own = [
                 (array.name, array.dtype, array.shape, array.buffer()) for array in local_arrays(arrays, None).values()
             ]
-            rows.append(_row(path, _core.write_arrays(path, own, durable=terms.durable, mode=_FILE_MODE), terms))
-        write_file_atomically(staging / state.file_name(rank), text, _FILE_MODE, durable=terms.durable)
+            rows.append(_row(path, _core.write_arrays(path, own, durable=terms.durable, mode=terms.file_mode), terms))
+        write_file_atomically(staging / state.file_name(rank), text, terms.file_mode, durable=terms.durable)
     return rows
 
 
@@ -339,7 +348,7 @@ class _Coordinator:
             durable=terms.durable,
             rollback=terms.rollback or self.resumed is not None,
             takeover=terms.takeover,
-            folder_mode=_FOLDER_MODE,
+            folder_mode=terms.folder_mode,
         )
         if terms.keep is not None and not terms.verify:
             self.is_read_back = retention.must_read_back(terms.root, terms.iteration, terms.keep)
@@ -358,8 +367,8 @@ class _Coordinator:
         if told != planned:
             raise ReshardError(f"the ranks wrote {sorted(shards)}, planned were {sorted(planned)}")
         staging = self.attempt.staging
-        write_descriptions(plan, staging, mode=_FILE_MODE, durable=terms.durable)
-        self.common.write(staging / checkpoint2.COMMON_FILE, _FILE_MODE, durable=terms.durable)
+        write_descriptions(plan, staging, mode=terms.file_mode, durable=terms.durable)
+        self.common.write(staging / checkpoint2.COMMON_FILE, terms.file_mode, durable=terms.durable)
         manifest = protocol.seal(
             self.attempt,
             shards,
@@ -367,7 +376,7 @@ class _Coordinator:
             passed_over=() if self.resumed is None else self.resumed.passed_over,
             ckpt_status=self.common.ckpt_status,
             metrics=self.metrics,
-            file_mode=_FILE_MODE,
+            file_mode=terms.file_mode,
         )
         warnings = list(plan.warnings)
         volatile = mounts.volatile(terms.root) if terms.durable else None
@@ -442,7 +451,7 @@ def append_to_log(terms: Terms, record: SaveRecord, report: SaveReport, epoch: i
             epoch=epoch,
             attempt=attempt,
         )
-        save_log.append(terms.root, line, durable=terms.durable)
+        save_log.append(terms.root, line, durable=terms.durable, mode=terms.file_mode)
     except (ReshardError, OSError) as error:
         warnings.append(f"the save is not in the log: {error}")
     for warning in (*report.warnings, *warnings):
