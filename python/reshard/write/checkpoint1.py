@@ -27,9 +27,10 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, R
 from reshard.formats import checkpoint1, checkpoint1_health, mounts, scalars
 from reshard.small_files import show
 from reshard.write import background, claims, protocol, rank_plan, steps, strategies, taken
-from reshard.write.facts import LastMade, RankFacts, check_options, plan_iteration
+from reshard.write.facts import LastMade, RankFacts, check_options, check_state, plan_iteration
 from reshard.write.rank_plan import Dealt, Naming, RankView
 from reshard.write.rank_side import FILE_MODE, FOLDER_MODE, RankSide, arrays_by_kind, folder_of, look, n_bytes_of
+from reshard.write.replicas import Replicas
 from reshard.write.shard_files import maker
 from reshard.write.together import Own, SaveReport, Terms, append_to_log, meet, outcome_of, report_of
 
@@ -59,6 +60,7 @@ class How:
     network: bool
     trainable: frozenset[str] | None
     only_strategy: bool
+    check_replicas: bool
 
     def agreed(self) -> dict[str, object]:
         """The options by name, to be compared among ranks."""
@@ -113,6 +115,7 @@ class _Agreed:
         outdated: epochs and steps that go once the save is complete.
         strategy_by: the ranks that write the strategy: one on each host that has a root of its own.
         shapes: what they write it for; None where rank 0 alone does, which knows it.
+        replicas: which ranks hold copies of what.
     """
 
     naming: Naming
@@ -120,6 +123,7 @@ class _Agreed:
     outdated: tuple[tuple[int, int], ...] = ()
     strategy_by: tuple[int, ...] = ()
     shapes: Shapes | None = None
+    replicas: Replicas = field(default_factory=Replicas)
 
     def to_json(self) -> dict[str, Any]:
         naming = self.naming
@@ -129,6 +133,7 @@ class _Agreed:
             "outdated": [list(one) for one in self.outdated],
             "strategy_by": list(self.strategy_by),
             "shapes": None if self.shapes is None else {key: [list(s), o] for key, (s, o) in self.shapes.items()},
+            "replicas": self.replicas.to_json(),
         }
 
     @classmethod
@@ -140,6 +145,7 @@ class _Agreed:
             tuple((epoch, step) for epoch, step in value["outdated"]),
             tuple(value["strategy_by"]),
             None if shapes is None else {key: (tuple(shape), is_state) for key, (shape, is_state) in shapes.items()},
+            Replicas.from_json(value["replicas"]),
         )
 
 
@@ -198,7 +204,10 @@ def save_ranks(
     strategy = None if coordinator is None else coordinator.strategy
     if coordinator is None and rank in agreed.strategy_by and own.layout is not None and agreed.shapes is not None:
         strategy = strategies.make(own.layout, agreed.shapes, terms.root)  # on a host of its own
-    side = RankSide(terms, rank, agreed.naming, outcome_of(files), own.extra, strategy)
+    own.copies.replicas = agreed.replicas
+    if not blocking and ready is None:
+        own.copies.freeze(rank)
+    side = RankSide(terms, rank, agreed.naming, outcome_of(files), own.copies, strategy)
     job = _Job(terms, how, channel, side, coordinator, agreed.outdated, own.record, after)
     if blocking:
         return job.carry_out(started=started, progress=progress)
@@ -225,6 +234,7 @@ class _Job:
     ) -> SaveReport:
         """Steps 2 to 4; none raises once the save is complete, but see `GroupError` at `save`."""
         terms, side, coordinator = self.terms, self.side, self.coordinator
+        side.settle(self.channel)
         written = outcome_of(lambda: side.write(progress))
         try:
             summary = meet(self.channel, written, None if coordinator is None else coordinator.sum_up, terms.timeout)
@@ -305,6 +315,7 @@ class _Coordinator:
         facts = [RankFacts.from_json(one["facts"]) for one in told]
         views = [RankView.from_json(one["view"]) for one in told]
         check_options(facts)
+        check_state(facts)
         firsts = self._first_of_each_root(facts)
         rank_plan.check_world(views, os.fspath(terms.root), is_shared=len(firsts) == 1)
         same = [[[one["facts"]["arrays"], one["facts"]["shapes"]] for one in told], str(self.own.layout)]
@@ -329,6 +340,7 @@ class _Coordinator:
             () if how.only_strategy else tuple(rank_plan.outdated(files, naming, terms.keep)),
             tuple(firsts) if self.strategy is not None else (),
             shapes if len(firsts) > 1 else None,
+            Replicas() if how.only_strategy else Replicas.of(plan.holders if how.check_replicas else {}, facts),
         ).to_json()
 
     def _plan(self, facts: list[RankFacts]) -> _Planned:

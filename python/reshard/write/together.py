@@ -29,8 +29,6 @@ from reshard.write.iteration import JointProgress, write_descriptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-
     from reshard.formats.checkpoint2_common import CommonInfo
     from reshard.formats.save_log import SaveRecord
     from reshard.group import Group
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from reshard.write.arrays import LocalArray
     from reshard.write.facts import RankFacts
     from reshard.write.iteration import IterationPlan
+    from reshard.write.replicas import Copies, State
     from reshard.write.shard_files import ShardFile
 
 __all__ = [
@@ -122,7 +121,7 @@ class Own:
         layout: how they are cut; None: they say it themselves.
         common: the counters.
         record: the line of the log, but for what is known at the end.
-        extra: text and arrays of its state; None: it has none.
+        copies: what it holds copies of; and its state.
     """
 
     arrays: dict[str, LocalArray]
@@ -130,7 +129,7 @@ class Own:
     layout: ModelLayout | None
     common: CommonInfo
     record: SaveRecord
-    extra: tuple[str, dict[str, np.ndarray]] | None
+    copies: Copies
 
 
 @dataclass(frozen=True)
@@ -147,15 +146,18 @@ class Share:
 
     Attributes:
         files: its shard files, or the exception in which making them ended.
-        extra: text and arrays of its state files; None: it has none.
         common: the counters; rank 0's are written.
         record: the line of the log, but for what is known at the end; rank 0's is written.
+        copies: what this rank holds copies of; and its state.
+        extra: text and arrays of its state files, once copies were compared; None: it has none. Or the exception in
+            which making them ended.
     """
 
     files: list[ShardFile] | BaseException
-    extra: tuple[str, dict[str, np.ndarray]] | None
     common: CommonInfo
     record: SaveRecord
+    copies: Copies
+    extra: State | BaseException = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,8 @@ def carry_out(
     """
     coordinator = None if planned is None else _Coordinator(terms, share.common, planned, channel.world_size)
     is_heard = True
+    # Before the root is touched: what differs is not saved.
+    share = replace(share, extra=share.copies.settle(channel, terms.timeout))
     try:
         begun = None if coordinator is None else outcome_of(coordinator.begin)
         staging = Path(agree(channel, begun, terms.timeout)[0])
@@ -293,6 +297,8 @@ def _write_own(
     """Write this rank's files; what rank 0 must know of each that has sums, the arrays beside its state among them."""
     if isinstance(share.files, BaseException):
         raise share.files
+    if isinstance(share.extra, BaseException):
+        raise share.extra
     if not share.files and share.extra is None:
         return []
     # Not as long as rank 0 waits for this rank: it is to hear the reason.
