@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import (
@@ -20,20 +20,20 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
+from reshard.formats import state
 from reshard.formats.state import per_rank
+from reshard.group import agree, session
 from reshard.torch import rng
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging
 from reshard.torch.state import describe
 from reshard.verbs.integrate import integrate
-from reshard.write.save import Shard
 from reshard.write.save import save as save_iteration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from reshard.group import Group
@@ -112,13 +112,13 @@ class Saver:
             timeout=self.timeout,
         )
         extra = self._extra(described, step, interrupted=interrupted)
-        saving = described.saving()
-        staged = self._staged(described, saving, blocking=blocking)
+        staged = self._staged(described, blocking=blocking)
+        saving = described.saving(None if staged is None else staged.tensors)
         save_any: Any = save_iteration  # which of two things it returns is said by a variable
         saved = save_any(
             self.root,
             step,
-            **(saving if staged is None else _with(staged.tensors, saving)),
+            **saving,
             common=self._common(step),
             extra=extra,
             group=self.group,
@@ -239,14 +239,6 @@ class Saver:
         """What is saved besides the tensors."""
         run, members = self.run, self.group
         extra: dict[str, Any] = {
-            "trainer": described.extra,
-            "run": {
-                "step": step,
-                "root_seed": self.root_seed,
-                "loss": run.loss,
-                "metrics": run.metrics,
-                "interrupted": interrupted,
-            },
             "rng": per_rank(
                 rng.capture(
                     rank=members.rank,
@@ -260,6 +252,20 @@ class Saver:
             extra["sampler"] = run.sampler.state_dict()
         if run.per_rank:
             extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
+        of_legacy = self.options["format"] == "checkpoint1"  # there every rank keeps what all share
+        if members.rank == 0 or of_legacy:
+            loss, metrics = run.loss, run.metrics
+            if of_legacy and members.world_size > 1:
+                text, _ = state.dump([loss, metrics])
+                loss, metrics = state.load(agree(session(members, "run"), text, self.timeout)[0], {})
+            extra["trainer"] = described.extra
+            extra["run"] = {
+                "step": step,
+                "root_seed": self.root_seed,
+                "loss": loss,
+                "metrics": metrics,
+                "interrupted": interrupted,
+            }
         if members.rank == 0:
             run.record = run.record or self.record()
             extra["environment"] = run.record
@@ -277,9 +283,9 @@ class Saver:
             common["ckpt_status"] = 0 if run.healthy else 1
         return common
 
-    def _staged(self, described: Described, saving: Mapping[str, Any], *, blocking: bool) -> Staged | None:
+    def _staged(self, described: Described, *, blocking: bool) -> Staged | None:
         """Copies that are under way; None where `reshard.save` makes them: of the host's tensors, at once."""
-        tensors = {name: _tensor(value) for part in _parts(saving) for name, value in part.items()}
+        tensors = described.to_save()
         overlaps = self.overlap and not blocking
         if not overlaps and not any(tensor.is_cuda for tensor in tensors.values()):
             return None
@@ -287,31 +293,10 @@ class Saver:
         try:
             return self._staging.stage(
                 tensors,
-                trained | described.optimizer.keys() if overlaps else (),
+                trained | described.optimizer.keys() | described.local.keys() if overlaps else (),
                 reuse=self.run.pending is None or self.run.pending.done(),
             )
         except (RuntimeError, MemoryError) as error:
             # The other ranks are waiting in the save, which tells them what goes wrong on this one.
             _log.warning("tensors are copied one by one before the training goes on: %s", error)
             return None
-
-
-def _parts(saving: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [saving["model"], saving["optimizer"] or {}]
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    tensor: torch.Tensor = value.array if isinstance(value, Shard) else value
-    return tensor
-
-
-def _with(tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments of `reshard.save`, with other tensors."""
-    model, optimizer = (
-        {
-            name: replace(value, array=tensors[name]) if isinstance(value, Shard) else tensors[name]
-            for name, value in part.items()
-        }
-        for part in _parts(saving)
-    )
-    return {**saving, "model": model, "optimizer": optimizer or None}

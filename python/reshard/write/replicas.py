@@ -45,7 +45,8 @@ class RankLocal:
     """What differs between ranks, and is kept for each: it comes back as `checkpoint.extra(rank)["rank_local"]`.
 
     Attributes:
-        state: values as `extra` takes them. Its tensors are read when they are written, if `ready` is given.
+        state: values as `extra` takes them; its tensors are read when they are written, if `ready` is given. None: no
+            rank has any.
         copies: this rank's copies of arrays that another rank saves. They are compared with that rank's array; where
             any of them differ, every rank keeps its own.
         may_differ: names of arrays of which the same holds, although each rank gives them as replicas.
@@ -55,7 +56,7 @@ class RankLocal:
         {}
     """
 
-    state: Mapping[str, object] = field(default_factory=dict)
+    state: Mapping[str, object] | None = None
     copies: Mapping[str, object] = field(default_factory=dict)
     may_differ: Collection[str] = ()
 
