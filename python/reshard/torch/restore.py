@@ -152,15 +152,17 @@ class _RankLocal:
         """Whether this rank kept it, in a world of as many ranks."""
         return self.saved_by == (self.described.rank, self.described.world_size)
 
-    def fits(self, name: str, known: str) -> bool:
-        """Whether the state of a parameter was made for the part that this rank holds of it.
+    def fits(self, name: str, known: str, *, is_of_part: bool) -> bool:
+        """Whether what this rank kept of the state of a parameter was made for the part that it holds now.
 
         Args:
             name: of the parameter.
             known: its name in the checkpoint.
+            is_of_part: whether the state belongs to a part of the parameter; else it is a copy.
         """
         part = [list(one) for one in self.state["parts"].get(known, ())]
-        return self.is_ours and name in self.described.model and part == self.described.part_of(name)
+        is_same = name in self.described.model and part == self.described.part_of(name)
+        return self.is_ours and (is_same or not is_of_part)
 
     def copies(self, loaded: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """This rank's own copies of what was loaded."""
@@ -258,19 +260,19 @@ class _Restore:
                         hint="load the model alone, without the optimizer",
                     )
                 arrays = given.get(name, {})
-                kept = self._kept_apart(known, arrays)
-                if kept and not self.own.fits(name, known):
+                parts, copies = self._kept_apart(known, arrays)
+                kept = [f"{slot}.{known}" for slot in sorted(parts | copies)]
+                if kept and not self.own.fits(name, known, is_of_part=bool(parts)):
                     self.unfit += kept
                     self.missing += kept
                     continue
                 self._match_state(Wanted(live, parameter, group), name, known, arrays | self.own.arrays.get(known, {}))
 
-    def _kept_apart(self, known: str, arrays: Mapping[str, np.ndarray]) -> list[str]:
-        """What ranks kept for themselves of the state of a parameter, which the checkpoint calls `known`."""
-        slots = {*self.record.local.get(known, ())} if self.record is not None else set()
-        slots |= {slot for slot in arrays if f"{slot}.{known}" in self.own.differing}
-        slots |= {str(slot) for slot in self.own.state["parameters"].get(known, ())}
-        return [f"{slot}.{known}" for slot in sorted(slots)]
+    def _kept_apart(self, known: str, arrays: Mapping[str, np.ndarray]) -> tuple[set[str], set[str]]:
+        """The state of a parameter that ranks kept for themselves, by slot: of their parts, and copies that differ."""
+        parts = {*self.record.local.get(known, ())} if self.record is not None else set()
+        parts |= {str(slot) for slot in self.own.state["parameters"].get(known, ())}
+        return parts, {slot for slot in arrays if f"{slot}.{known}" in self.own.differing}
 
     def _match_state(self, wanted: Wanted, name: str, known: str, arrays: Mapping[str, np.ndarray]) -> None:
         """What is to become of the state of the parameter `name`, which the checkpoint calls `known`."""

@@ -347,11 +347,15 @@ class _Own:
         ]
         shapes = {key: _shape(lies, key) for part in placed for key, lies in part.items()}
         object_states = {name: _object_state(one) for name, one in objects.items()}
-        beside = _beside_sharded(lives, states)
-        for key in (*beside["local"], *beside["other"]):
+        plain = _plain_beside_distributed(lives, states)
+        for key in plain:
             slot, _, name = key.partition(".")
             if states[key].ndim:
                 record.plain[name] = (*record.plain.get(name, ()), slot)
+        beside: dict[str, list[str]] = {"local": [], "other": []}
+        for key, parameter in plain.items():
+            if is_sharded(parameter):
+                beside["local" if _is_of_part(states[key], parameter) else "other"].append(key)
         live = LiveState(found, lives, objects, states)
         return cls(live, row, placed[0], placed[1], record, shapes, object_states, beside)
 
@@ -472,21 +476,24 @@ def _object_state(one: Any) -> Any:
     return plain(one.state_dict(), drop_functions=is_scheduler)
 
 
-def _beside_sharded(lives: Sequence[Live], states: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """The plain tensors in the state of sharded parameters, by key.
+def _plain_beside_distributed(lives: Sequence[Live], states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The plain tensors in the state of parameters that are DTensors: by key, the parameter."""
+    return {
+        key: parameter
+        for live in lives
+        for name, (parameter, _) in live.owned().items()
+        if hasattr(parameter, "device_mesh")
+        for key in sorted(f"{slot}.{name}" for slot in live.local.state.get(parameter, {}))
+        if key in states and not hasattr(states[key], "device_mesh")
+    }
 
-    Those that are neither single numbers nor of the parameter's shape are "local": they are made for the part that this
-    rank holds, and nobody else knows how to cut them.
+
+def _is_of_part(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether state is made for the part that this rank holds of a sharded parameter: nobody else can cut it.
+
+    It is not if it is a single number, such as a counter, or of the shape of the whole parameter.
     """
-    found: dict[str, list[str]] = {"local": [], "other": []}
-    for live in lives:
-        for name, (parameter, _) in live.owned().items():
-            for slot in live.local.state.get(parameter, {}) if is_sharded(parameter) else ():
-                tensor = states.get(f"{slot}.{name}")
-                if tensor is not None and not hasattr(tensor, "device_mesh"):
-                    is_local = tensor.numel() != 1 and tensor.shape != parameter.shape
-                    found["local" if is_local else "other"].append(f"{slot}.{name}")
-    return {kind: sorted(keys) for kind, keys in found.items()}
+    return tensor.numel() != 1 and tensor.shape != parameter.shape
 
 
 def _local_keys(beside: Sequence[Mapping[str, list[str]]]) -> frozenset[str]:
