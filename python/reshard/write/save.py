@@ -344,10 +344,11 @@ def save(  # noqa: PLR0917
         check_options(facts)
         check_state(facts)
         _check_shared(terms.root, facts)
-        planned = _plan(facts, told, own.layout, prefix=prefix, dedup=dedup, strict=strict_format)
-        replicas = Replicas.of(planned.plan.holders if check_replicas else {}, facts)
+        planned = _plan(
+            facts, told, own.layout, check_replicas=check_replicas, prefix=prefix, dedup=dedup, strict=strict_format
+        )
         files = [(file.rank, file.name, file.arrays) for file in planned.plan.files]
-        return {"files": files, "replicas": replicas.to_json()}
+        return {"files": files, "replicas": planned.replicas.to_json()}
 
     answer = meet(channel, own.facts.to_json() if isinstance(own, Own) else own, decide, timeout)
     assert isinstance(own, Own)
@@ -384,14 +385,18 @@ def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
 _plans = LastMade[Planned]()
 
 
-def _plan(facts: Sequence[RankFacts], told: Sequence[Any], layout: ModelLayout | None, **options: Any) -> Planned:
+def _plan(
+    facts: Sequence[RankFacts], told: Sequence[Any], layout: ModelLayout | None, *, check_replicas: bool, **options: Any
+) -> Planned:
     """The plan of this save, which mostly is that of the last one."""
 
     def make() -> Planned:
         plan = plan_iteration(facts, layout, **options)
-        return Planned(plan, planned_bytes(plan, facts))
+        replicas = Replicas.of(plan.holders if check_replicas else {}, facts)
+        return Planned(plan, planned_bytes(plan, facts), replicas)
 
-    return _plans.get([[[one["arrays"], one["shapes"]] for one in told], str(layout), options], make)
+    of_ranks = [[one["arrays"], one["shapes"], one["copies"]] for one in told]
+    return _plans.get([of_ranks, str(layout), check_replicas, options], make)
 
 
 def _agreed(terms: Terms, layout: ModelLayout | None) -> dict[str, object]:

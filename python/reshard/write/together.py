@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from reshard.write.arrays import LocalArray
     from reshard.write.facts import RankFacts
     from reshard.write.iteration import IterationPlan
-    from reshard.write.replicas import Copies, State
+    from reshard.write.replicas import Copies, Replicas, State
     from reshard.write.shard_files import ShardFile
 
 __all__ = [
@@ -134,10 +134,11 @@ class Own:
 
 @dataclass(frozen=True)
 class Planned:
-    """What rank 0 decided, and how many bytes it makes."""
+    """What rank 0 decided, how many bytes it makes, and which ranks hold copies of what."""
 
     plan: IterationPlan
     n_bytes: int
+    replicas: Replicas
 
 
 @dataclass(frozen=True)
