@@ -88,7 +88,7 @@ def apply(
         >>> from reshard.torch.state import describe
         >>> model = nn.Linear(2, 1, bias=False)
         >>> apply(describe(model), {"weight": np.float32([[3, 4]])})
-        Report(missing=(), unexpected=())
+        Report(missing=(), unexpected=(), shared=())
         >>> model.weight.tolist()
         [[3.0, 4.0]]
     """
