@@ -39,6 +39,7 @@ from reshard.errors import (
 from reshard.formats import manifest
 from reshard.write import protocol
 from reshard.write.facts import LastMade, plan_iteration
+from reshard.write.replicas import RankLocal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -654,7 +655,7 @@ def shards(*boxes: tuple[int, int], n: int = 4) -> list[dict[str, object]]:
         ([{"a.w": np.zeros(2)}] * 2, {"layout": TP2, "shapes": {"q": (2,)}}, ArgumentError, "q"),
         ([{"a.w": np.zeros(2)}] * 2, {"layout": TP2, "shapes": {"a.w": (5,)}}, LayoutError, "a.w"),
         ([{"a.w": np.zeros(2)}] * 3, {"layout": TP2}, LayoutError, "one of 2 ranks"),
-        ([{"b": ZEROS}, {"b": ZEROS + 1}], {"layout": WHOLE2, "check_replicas": True}, MismatchError, "ranks 0 hold"),
+        ([{"b": ZEROS}, {"b": ZEROS + 1}], {"layout": WHOLE2}, MismatchError, "crc32c 42709aea on rank 0; crc32c"),
         ([{"a.w": reshard.Shard(np.zeros(2), (4,), (0,))}] * 2, {"layout": TP2}, ArgumentError, "says where it lies"),
     ],
 )  # fmt: skip
@@ -682,11 +683,97 @@ def test_options_that_differ_between_ranks(tmp_path: Path) -> None:
     assert all("`dedup` is True on rank 0 and False on rank 1" in str(one) for one in found)
 
 
-def test_replicas_may_differ_unless_asked(tmp_path: Path) -> None:
-    reports = in_threads(
-        2, lambda group: reshard.save(tmp_path, 1, {"b": np.full(2, group.rank)}, group=group, layout=WHOLE2, timeout=9)
+def save_copies(root: Path, group: Any, **options: Any) -> Any:
+    """A tensor of which each rank has a copy of its own; `same` is equal."""
+    arrays = {"b": np.full(2, 1.0 + group.rank), "same": np.zeros(3)}
+    saved = reshard.save(root, 1, arrays, group=group, layout=WHOLE2, timeout=9, **options)
+    return saved if options.get("blocking", True) else saved.result(30)
+
+
+@pytest.mark.parametrize("options", [{"blocking": False}, {"dedup": False}, {"format": "checkpoint1"}], ids=str)
+def test_replicas_that_differ_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    found = in_threads(2, lambda group: save_copies(tmp_path / "root", group, **options))
+    for one in found:
+        assert isinstance(one, MismatchError), one
+        assert "`b`: the copies on the ranks that hold it differ: crc32c " in str(one)
+        assert " on rank 0; crc32c " in str(one)
+        assert one.key == "b"
+    assert not list((tmp_path / "root").rglob("*.safetensors"))
+    (tmp_path / "other").mkdir()
+    for report in in_threads(2, lambda group: save_copies(tmp_path / "other", group, check_replicas=False, **options)):
+        assert isinstance(report, reshard.SaveReport), report
+
+
+@pytest.mark.parametrize("options", [{}, {"blocking": False}, {"format": "checkpoint1"}], ids=str)
+def test_copies_that_may_differ_are_kept_for_each_rank(tmp_path: Path, options: dict[str, Any]) -> None:
+    found = in_threads(2, lambda group: save_copies(tmp_path, group, may_differ=["b*", "same"], **options))
+    assert all(isinstance(report, reshard.SaveReport) for report in found), found
+    with reshard.open(tmp_path) as opened:
+        assert opened.read("b").tolist() in ([1, 1], [2, 2])
+        for rank in range(2):
+            kept = opened.extra(rank)["rank_local"]
+            assert {name: array.tolist() for name, array in kept["differing"].items()} == {"b": [1.0 + rank] * 2}
+            assert (kept["rank"], kept["world_size"]) == (rank, 2)
+
+
+def test_equal_copies_leave_no_trace(tmp_path: Path) -> None:
+    def work(group: Any) -> Any:
+        return reshard.save(
+            tmp_path, 1, {"b": np.ones(2)}, group=group, layout=WHOLE2, timeout=9, may_differ=["*"], extra={"n": 3}
+        )
+
+    assert all(isinstance(report, reshard.SaveReport) for report in in_threads(2, work))
+    assert reshard.open(tmp_path).extra(1) == {"n": 3}
+
+
+def test_arrays_that_are_being_filled_are_summed_when_they_are_ready(tmp_path: Path) -> None:
+    def work(group: Any) -> Any:
+        array = np.zeros(4)
+
+        def ready() -> None:
+            array[:] = group.rank if group.rank < 2 else 7
+
+        pending = reshard.save(
+            tmp_path, 1, {"b": array}, group=group, layout=WHOLE2, timeout=9, ready=ready, blocking=False,
+            rank_local=RankLocal({"codes": array}),
+        )  # fmt: skip
+        return pending.result(30)
+
+    for one in in_threads(2, work):
+        assert isinstance(one, MismatchError), one
+    protocol.release()
+    root = tmp_path / "one"
+    array = np.zeros(4)
+    options: dict[str, Any] = {"ready": lambda: array.fill(5), "blocking": False}
+    reshard.save(root, 1, {"b": array}, rank_local=RankLocal({"codes": array}), **options).result(30)
+    assert reshard.open(root).extra()["rank_local"]["state"]["codes"].tolist() == [5] * 4
+
+
+@pytest.mark.parametrize(
+    ("extras", "words"),
+    [
+        ([{"n": {"a": 1}}, {"n": {"a": 2}}], "`n` in `extra` differs between ranks: digest "),
+        ([{"n": np.zeros(3)}, {"n": np.ones(3)}], " on rank 0; digest "),
+        ([{}, {"n": 1}], "`extra` has `n` on rank 1 and not on rank 0"),
+        ([{"rank_local": 1}, {}], "`rank_local`, a name that is taken"),
+        ([{"n": 1}, {}], None),
+        ([{"n": {"a": 1, "b": float("nan")}}, {"n": {"b": float("nan"), "a": 1}}], None),
+        ([{"n": reshard.per_rank(1)}, {"n": reshard.per_rank(2)}], None),
+    ],
+)
+def test_extra_that_differs_between_ranks(tmp_path: Path, extras: list[dict[str, Any]], words: str | None) -> None:
+    found = in_threads(
+        2,
+        lambda group: reshard.save(
+            tmp_path, 1, {"b": np.ones(2)}, group=group, layout=WHOLE2, timeout=9, extra=extras[group.rank]
+        ),
     )
-    assert all(isinstance(report, reshard.SaveReport) for report in reports)
+    for one in found:
+        if words is None:
+            assert isinstance(one, reshard.SaveReport), one
+        else:
+            assert isinstance(one, MismatchError | ArgumentError), one
+            assert words in str(one)
 
 
 def test_ranks_that_write_nothing(tmp_path: Path) -> None:

@@ -51,6 +51,17 @@ def show(text: str) -> str:
     return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"
 
 
+def ranks_named(ranks: Iterable[int]) -> str:
+    """Some ranks, as they are named in a message.
+
+    Example:
+        >>> ranks_named([3]), ranks_named([0, 2])
+        ('rank 3', 'ranks 0, 2')
+    """
+    several = list(ranks)
+    return f"rank{'s' * (len(several) != 1)} {listed(several)}"
+
+
 def listed(items: Iterable[object], most: int = 8, *, n_items: int | None = None) -> str:
     """The first of some names or numbers, and how many more there are.
 

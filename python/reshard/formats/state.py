@@ -29,6 +29,7 @@ What loads is as hostile as any file: no code is run, nothing is imported or cal
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import sys
@@ -38,7 +39,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from reshard import dtypes
+from reshard import _core, dtypes
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
 from reshard.formats.state_loader import INT64, MAX_DEPTH, Loader, damaged, dtype_spelling, float_name
 from reshard.strict_json import parse_json
@@ -46,10 +47,23 @@ from reshard.strict_json import parse_json
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["MAX_BYTES", "PerRank", "arrays_file_name", "dump", "file_name", "load", "per_rank"]
+__all__ = [
+    "MAX_BYTES",
+    "RANK_LOCAL",
+    "PerRank",
+    "arrays_file_name",
+    "digest_of",
+    "dump",
+    "file_name",
+    "load",
+    "per_rank",
+]
 
 MAX_BYTES = 64 << 20
 """What a text may have at most; arrays do not count."""
+
+RANK_LOCAL = "rank_local"
+"""The name of what a save keeps for each rank by itself: no value of `extra` has it."""
 
 _VERSION = 1
 _CONTAINERS: dict[type, str] = {
@@ -129,6 +143,36 @@ def dump(value: object, name: str = "extra") -> tuple[str, dict[str, np.ndarray]
             f"`{name}` makes a text of more than {MAX_BYTES} bytes", hint="keep many numbers as a numpy array"
         )
     return text, dumper.arrays
+
+
+def digest_of(value: object, name: str = "extra") -> str:
+    """A digest of what a value would be saved as; the order of a dict with text as keys does not count.
+
+    Args:
+        value: as `dump` takes it.
+        name: what messages call it.
+
+    Raises:
+        ArgumentError: as `dump`.
+
+    Example:
+        >>> digest_of({"a": 1, "b": np.ones(2)}) == digest_of({"b": np.ones(2), "a": 1})
+        True
+    """
+    text, arrays = dump(_in_order(value), name)
+    digest = hashlib.blake2b(text.encode(), digest_size=16)
+    for array in arrays.values():
+        digest.update(_core.crc32c(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).to_bytes(4, "little"))
+    return digest.hexdigest()
+
+
+def _in_order(value: Any, depth: int = 0) -> Any:
+    """The value with the entries of its dicts in the order of their keys."""
+    if type(value) is dict and depth < MAX_DEPTH and all(type(key) is str for key in value):
+        return {key: _in_order(value[key], depth + 1) for key in sorted(value)}
+    if type(value) in (list, tuple) and depth < MAX_DEPTH:
+        return type(value)(_in_order(one, depth + 1) for one in value)
+    return value
 
 
 def load(text: str | bytes, arrays: Mapping[str, np.ndarray], name: str = "extra") -> Any:

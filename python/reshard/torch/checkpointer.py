@@ -60,7 +60,7 @@ from reshard.write import protocol
 from reshard.write.save import check_save_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from types import TracebackType
 
     from torch import nn
@@ -116,6 +116,11 @@ class Checkpointer:
             parameters and its state: a hook makes its next step wait. Then nothing else may change them: no step that
             is replayed from a CUDA graph, and no update by hand.
         dedup: write each shard once instead of once for every rank that holds it.
+        check_replicas: compare what several ranks hold copies of, and refuse a save if they differ, as in
+            `reshard.save`. Buffers may differ: where they do, each rank gets its own back, and another number of ranks
+            the first one's, with a warning. Those that DDP broadcasts are the sender's.
+        may_differ: patterns of parameters and of state (`<slot>.<parameter>`) that differ between ranks on purpose.
+            Each rank gets its own back; another number of ranks is refused.
         verify: how what is loaded is proven, as in `reshard.load`.
         verify_after_save: read back what was written before it is published.
         group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
@@ -189,6 +194,8 @@ class Checkpointer:
         async_save: bool = True,
         overlap: bool = False,
         dedup: bool = True,
+        check_replicas: bool = True,
+        may_differ: Collection[str] = (),
         verify: Verify = "touched",
         verify_after_save: bool = False,
         group: object = None,
@@ -224,6 +231,8 @@ class Checkpointer:
             "keep_every": keep_every,
             "keep_best": keep_best,
             "dedup": dedup,
+            "check_replicas": check_replicas,
+            "may_differ": tuple(may_differ),
             "verify_after_save": verify_after_save,
             "durable": durable,
             "private": private,
@@ -366,7 +375,8 @@ class Checkpointer:
             scheduler: anything with `state_dict` and `load_state_dict`.
             sampler: the same. `step` moves an `ElasticSampler` on; one that the checkpoint knows nothing of skips the
                 steps that the decision says.
-            extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is kept; of what is
+            extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is kept, and other
+                ranks' must equal it; of what is
                 wrapped in `reshard.per_rank` each rank's, which fits the same number of ranks only.
             strict: what is missing in the checkpoint or in the run is an error; else a warning of the decision.
             cast: convert floating-point tensors to the dtype of the live ones, instead of refusing them.
@@ -492,7 +502,13 @@ class Checkpointer:
 
     def _describe(self, run: Run, optimizer: object) -> Described:
         return describe(
-            run.model, optimizer, objects=run.objects, mesh=self._mesh, group=self._group, timeout=self._timeout
+            run.model,
+            optimizer,
+            objects=run.objects,
+            mesh=self._mesh,
+            group=self._group,
+            timeout=self._timeout,
+            compare=False,
         )
 
     def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:

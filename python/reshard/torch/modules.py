@@ -33,6 +33,7 @@ class Named:
     Attributes:
         tensors: parameters and persistent buffers by key, each once; live.
         buffers: which of them are buffers.
+        received: which of these DDP overwrites with another rank's before the next forward pass (`broadcast_buffers`).
         aliases: other names of these tensors, and the key of each.
         transient: `(module, name in it)` of each buffer that is not persistent, which no checkpoint holds.
         extra_state: modules that have state of their own besides tensors (`get_extra_state`).
@@ -40,6 +41,7 @@ class Named:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
     transient: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     extra_state: dict[str, nn.Module] = field(default_factory=dict)
@@ -64,11 +66,13 @@ def named(model: nn.Module | Sequence[nn.Module]) -> Named:
     """
     found = Named()
     key_of: dict[int, str] = {}
+    received: set[int] = set()
     for root in model if isinstance(model, Sequence) else [model]:
         if not isinstance(root, nn.Module):
             raise ArgumentError(f"`model` is a {type(root).__name__}, expected a torch.nn.Module or several")
         for prefix, module in _walk(root, ""):
             _refuse_first_fsdp(module, prefix)
+            received |= _received(module)
             if _is_a(module, "FSDPModule", "torch.distributed.fsdp"):
                 module.reshard()  # type: ignore[operator]  # as `state_dict()` does: shards are what is registered then
             for name, tensor in _own(module):
@@ -92,6 +96,8 @@ def named(model: nn.Module | Sequence[nn.Module]) -> Named:
                 found.tensors[first] = tensor
                 if name in module._buffers:  # noqa: SLF001
                     found.buffers.add(first)
+                    if id(tensor) in received:
+                        found.received.add(first)
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 found.extra_state[prefix.removesuffix(".")] = module
     return found
@@ -105,6 +111,14 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if child is not None:
             is_transparent = name in _TRANSPARENT or (is_replicated and name == "module")
             yield from _walk(child, prefix if is_transparent else f"{prefix}{name}.")
+
+
+def _received(module: nn.Module) -> set[int]:
+    """The buffers that this rank gets from the first rank of a DDP's group before each forward pass, by identity."""
+    if not isinstance(module, nn.parallel.DistributedDataParallel) or not module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        return set()
+    is_first = torch.distributed.get_rank(module.process_group) == 0
+    return set() if is_first else {id(buffer) for buffer in module.modules_buffers}
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

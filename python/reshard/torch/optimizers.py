@@ -59,20 +59,26 @@ class Record:
     Attributes:
         groups: `{"class", "index", "options", "params"}` of each group of parameters.
         slots: the tensors that the state of each parameter has, by name.
+        local: the tensors besides that every rank keeps for itself, by name.
+        plain: which tensors of either kind are plain ones beside a parameter that is a DTensor; not counters.
         state: what the state of a parameter has besides: `{name: {slot: value}}`.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     slots: dict[str, tuple[str, ...]] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    local: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    plain: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_value(self) -> dict[str, Any]:
-        """The record as plain values. Thousands of parameters have a handful of sets of slots."""
-        names: dict[tuple[str, ...], list[str]] = {}
-        for name, slots in self.slots.items():
-            names.setdefault(slots, []).append(name)
-        rows = [[list(slots), of_slots] for slots, of_slots in names.items()]
-        return {"groups": self.groups, "slots": rows, "state": self.state}
+        """The record as plain values."""
+        more = {"local": _rows(self.local), "plain": _rows(self.plain)}
+        return {
+            "groups": self.groups,
+            "slots": _rows(self.slots),
+            "state": self.state,
+            **{kind: rows for kind, rows in more.items() if rows},
+        }
 
     @classmethod
     def from_value(cls, value: Mapping[str, Any]) -> Record:
@@ -82,7 +88,8 @@ class Record:
             MismatchError: it is something else.
         """
         try:
-            slots = {str(name): tuple(map(str, slots)) for slots, names in value["slots"] for name in names}
+            slots = _slots_of(value["slots"])
+            local, plain = _slots_of(value.get("local", [])), _slots_of(value.get("plain", []))
             groups = [
                 {
                     "class": str(group["class"]),
@@ -95,7 +102,20 @@ class Record:
             state = {str(name): dict(values) for name, values in value["state"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise MismatchError(f"the record of the optimizer in `extra` is not one: {error!r}") from error
-        return cls(groups, slots, state)
+        return cls(groups, slots, state, local, plain)
+
+
+def _rows(slots: Mapping[str, tuple[str, ...]]) -> list[list[list[str]]]:
+    """`[slots, names]` of each set of slots: thousands of parameters have a handful."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, of_name in slots.items():
+        names.setdefault(of_name, []).append(name)
+    return [[list(of_names), named] for of_names, named in names.items()]
+
+
+def _slots_of(rows: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+    """What `_rows` was made of."""
+    return {str(name): tuple(map(str, slots)) for slots, names in rows for name in names}
 
 
 def live_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Live]:
@@ -210,6 +230,8 @@ def merged(records: Sequence[Record]) -> Record:
             where |= dict.fromkeys(new, home)
         for name, slots in record.slots.items():
             whole.slots.setdefault(name, slots)
+        for name, slots in record.plain.items():
+            whole.plain.setdefault(name, slots)
         for name, state in record.state.items():
             whole.state.setdefault(name, state)
     return whole
@@ -277,6 +299,7 @@ class Wanted:
         fill: tensors of the state that are filled or made, by slot.
         keep: what the state has besides; None: what it has now.
         drop: slots that the checkpoint does not have.
+        plain: slots that are plain tensors, whatever the parameter is.
     """
 
     live: Live
@@ -285,6 +308,7 @@ class Wanted:
     fill: dict[str, torch.Tensor] = field(default_factory=dict)
     keep: dict[str, Any] | None = None
     drop: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
 
     def carry_out(self, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Change the live state; `copy(live, loaded)` fills what is there."""
@@ -311,7 +335,7 @@ class Wanted:
         parameter: Any = self.parameter
         on_host = slot == "step" and not (self.group.get("capturable") or self.group.get("fused"))
         loaded = loaded.to("cpu" if on_host else _local_device(parameter))
-        if not hasattr(parameter, "device_mesh") or loaded.ndim == 0:
+        if not hasattr(parameter, "device_mesh") or loaded.ndim == 0 or slot in self.plain:
             return loaded
         from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  whoever has one has imported it
 

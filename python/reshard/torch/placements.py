@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Digit", "Line", "Partition", "Placed", "Row", "digits_of", "part_of", "place", "row_of"]
+__all__ = ["Digit", "Line", "Partition", "Placed", "Row", "digits_of", "is_sharded", "part_of", "place", "row_of"]
 
 Digit: TypeAlias = tuple[int, int]
 """`(outer, inner)`: the value is `position % outer // inner`."""
@@ -209,6 +209,17 @@ def place(tensor: torch.Tensor, row: Row, key: str) -> Placed | None:
     while cuts and not cuts[-1]:
         cuts = cuts[:-1]
     return Placed(local, Partition(shape, cuts), offset)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor of which a rank holds a part, be that the whole on a mesh of one rank.
+
+    Example:
+        >>> is_sharded(torch.zeros(3))
+        False
+    """
+    distributed: Any = tensor
+    return _is_distributed(tensor) and not all(one.is_replicate() for one in distributed.placements)
 
 
 def part_of(shape: Sequence[int], cuts: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

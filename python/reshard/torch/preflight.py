@@ -19,7 +19,6 @@ from reshard.formats import checkpoint2
 from reshard.formats.state import dump
 from reshard.opening.facts import gather
 from reshard.resume import decide
-from reshard.torch.saving import with_tensors
 from reshard.words import listed, show
 from reshard.write import protocol, taken
 from reshard.write.save import save
@@ -165,14 +164,12 @@ def rehearse(saver: Saver, described: Described, extra: Mapping[str, Any], step:
         )
     if saver.options["only_save_strategy"] and saver.group.world_size == 1:
         raise ArgumentError("`only_save_strategy` writes how tensors are cut over ranks, and there is one rank")
-    saving = described.saving()
-    parts = [{} if saving[part] is None else saving[part] for part in ("model", "optimizer")]
-    stand_ins = {name: _stand_in(getattr(value, "array", value)) for part in parts for name, value in part.items()}
+    saving = described.saving({name: _stand_in(tensor) for name, tensor in described.to_save().items()})
     check: Any = save
     check(
         saver.root,
         step,
-        **with_tensors(stand_ins, saving),
+        **saving,
         common=saver.common(step),
         extra=extra,
         group=saver.group,

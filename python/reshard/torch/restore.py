@@ -14,7 +14,7 @@ import torch
 from reshard import dtypes
 from reshard.errors import MismatchError
 from reshard.torch.optimizers import Record, Wanted, options_of, set_options
-from reshard.torch.tensors import as_tensor
+from reshard.torch.tensors import as_tensor, from_tensor
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -36,10 +36,13 @@ class Report:
         missing: what the trainer has on this rank and the checkpoint does not: keys of tensors, `options.<key>` of a
             parameter that was in no group of the optimizer, `modules.<name>`, `objects.<name>`.
         unexpected: what the checkpoint has for this rank and the trainer does not.
+        shared: buffers, and `modules.<name>`, that differed between the ranks that saved them, of which other ranks
+            now all get the first one's.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
 
 def apply(
@@ -47,6 +50,7 @@ def apply(
     loaded: Mapping[str, np.ndarray],
     extra: Mapping[str, Any] | None = None,
     *,
+    rank_local: Mapping[str, Any] | None = None,
     strict: bool = True,
     cast: bool = False,
     init: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None,
@@ -60,7 +64,10 @@ def apply(
             into `described.out()` are not copied again. Others may become tensors of the trainer: they are not to be
             changed afterwards.
         extra: what `described.extra` was when the checkpoint was saved; None: only tensors are restored.
-        strict: what is missing or unexpected is an error.
+        rank_local: what this rank kept for itself: `checkpoint.extra(rank).get("rank_local")`. It fits this rank of as
+            many ranks alone, and state of a parameter only where the rank holds the same part of it.
+        strict: what is missing or unexpected is an error. Else the state of parameters begins anew of which ranks kept
+            something for themselves that does not fit.
         cast: convert floating-point arrays to the dtype of the live tensor, instead of refusing them.
         init: called as `init(name, buffer)` for each buffer that no checkpoint holds (`persistent=False`) and that has
             no content, being on the device `meta`: it fills the buffer, or returns another one.
@@ -71,8 +78,9 @@ def apply(
         What did not fit together, if `strict` is False.
 
     Raises:
-        MismatchError: a shape or dtype differs; something is missing or unexpected; a tensor on the device `meta` would
-            be left without content. Nothing was changed then, but by loading into `out()`.
+        MismatchError: a shape or dtype differs; something is missing or unexpected; ranks kept something for themselves
+            that does not fit; a tensor on the device `meta` would be left without content. Nothing was changed then,
+            except by loading into `out()`.
 
     Example:
         >>> import numpy as np
@@ -80,22 +88,99 @@ def apply(
         >>> from reshard.torch.state import describe
         >>> model = nn.Linear(2, 1, bias=False)
         >>> apply(describe(model), {"weight": np.float32([[3, 4]])})
-        Report(missing=(), unexpected=())
+        Report(missing=(), unexpected=(), shared=())
         >>> model.weight.tolist()
         [[3.0, 4.0]]
     """
     parts = {name: _part(extra or {}, name) for name in ("aliases", "modules", "objects", "optimizer")}
     parts["aliases"] = {name: str(key) for name, key in parts["aliases"].items()}
-    restore = _Restore(described, loaded, parts, cast=cast)
+    own = _RankLocal.of(described, rank_local)
+    restore = _Restore(described, {**loaded, **own.copies(loaded)}, parts, own, cast=cast)
     restore.match_model()
     restore.match_transient(has_init=init is not None)
     restore.match_optimizers()
     restore.match_others(has_extra=extra is not None)
-    report = Report(tuple(restore.missing), tuple(restore.unexpected))
+    report = Report(tuple(restore.missing), tuple(restore.unexpected), tuple(restore.shared))
     if strict:
+        own.refuse(restore.unfit)
         _refuse(report)
     restore.carry_out(init, device)
     return report
+
+
+@dataclass(frozen=True, eq=False)
+class _RankLocal:
+    """What a rank kept for itself, and whether it fits here.
+
+    Attributes:
+        described: what is live on this rank.
+        saved_by: the rank that kept it, and how many ranks there were; None: nobody kept anything.
+        state: `parts`, `parameters` and `modules`, as `Described.saving` has them.
+        arrays: tensors of the state of each parameter, by slot.
+        differing: copies that differ from those of other ranks, by key.
+    """
+
+    described: Described
+    saved_by: tuple[int, int] | None
+    state: Mapping[str, Mapping[str, Any]]
+    arrays: Mapping[str, dict[str, np.ndarray]]
+    differing: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, described: Described, value: Mapping[str, Any] | None) -> _RankLocal:
+        """What was read.
+
+        Raises:
+            MismatchError: it is something else.
+        """
+        empty: dict[str, dict[str, Any]] = {name: {} for name in ("parts", "tensors", "parameters", "modules")}
+        if value is None:
+            return cls(described, None, empty, {}, {})
+        arrays: dict[str, dict[str, np.ndarray]] = {}
+        try:
+            saved_by = (int(value["rank"]), int(value["world_size"]))
+            state = {name: dict((value["state"] or empty)[name]) for name in empty}
+            for key, one in state["tensors"].items():
+                slot, _, name = key.partition(".")
+                arrays.setdefault(name, {})[slot] = from_tensor(one)[0] if isinstance(one, torch.Tensor) else one
+            return cls(described, saved_by, state, arrays, dict(value["differing"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise MismatchError(f"`rank_local` is not what a rank kept for itself: {error!r}") from error
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this rank kept it, in a world of as many ranks."""
+        return self.saved_by == (self.described.rank, self.described.world_size)
+
+    def fits(self, name: str, known: str, *, is_of_part: bool) -> bool:
+        """Whether what this rank kept of the state of a parameter was made for the part that it holds now.
+
+        Args:
+            name: of the parameter.
+            known: its name in the checkpoint.
+            is_of_part: whether the state belongs to a part of the parameter; else it is a copy.
+        """
+        part = [list(one) for one in self.state["parts"].get(known, ())]
+        is_same = name in self.described.model and part == self.described.part_of(name)
+        return self.is_ours and (is_same or not is_of_part)
+
+    def copies(self, loaded: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This rank's own copies of what was loaded."""
+        return {key: one for key, one in self.differing.items() if key in loaded} if self.is_ours else {}
+
+    def refuse(self, unfit: list[str]) -> None:
+        """Raise MismatchError if there is any state that does not fit."""
+        if not unfit:
+            return
+        before = "Each rank that saved" if self.saved_by is None else f"Each of the {self.saved_by[1]} ranks that saved"
+        now = f"rank {self.described.rank} of {self.described.world_size}"
+        raise MismatchError(
+            f"{listed(map(show, unfit))} cannot be resharded. {before} kept its own, for the part that it held; "
+            f"this is {now}{', with another part' if self.is_ours else ''}",
+            key=unfit[0],
+            hint="resume on as many ranks, sharded as they were; or `strict=False` lets the state of these parameters "
+            "begin anew",
+        )
 
 
 @dataclass(eq=False)
@@ -105,9 +190,12 @@ class _Restore:
     described: Described
     loaded: Mapping[str, np.ndarray]
     extra: Mapping[str, Mapping[str, Any]]
+    own: _RankLocal
     cast: bool
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)  # what other ranks kept for themselves
     fills: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # key, live, loaded
     wanted: list[Wanted] = field(default_factory=list)
     calls: list[tuple[Callable[[Any], object], Any]] = field(default_factory=list)
@@ -133,6 +221,11 @@ class _Restore:
             else:
                 self.fills.append((key, local, self._checked(key, local, self.loaded[found])))
             self._used.update(names[: len(names) - (key in saved_aliases)])
+        buffers = self.described.live.named.buffers
+        for key in () if self.own.is_ours else self.own.differing:
+            name = self.described.aliases.get(key, key)
+            if name in self.described.model:
+                (self.shared if name in buffers else self.unfit).append(key)
         if empty:
             raise MismatchError(
                 f"the checkpoint lacks {listed(map(show, empty))}, on device `meta`: nothing else can give them a "
@@ -167,7 +260,19 @@ class _Restore:
                         hint="load the model alone, without the optimizer",
                     )
                 arrays = given.get(name, {})
-                self._match_state(Wanted(live, parameter, group), name, known, arrays)
+                parts, copies = self._kept_apart(known, arrays)
+                kept = [f"{slot}.{known}" for slot in sorted(parts | copies)]
+                if kept and not self.own.fits(name, known, is_of_part=bool(parts)):
+                    self.unfit += kept
+                    self.missing += kept
+                    continue
+                self._match_state(Wanted(live, parameter, group), name, known, arrays | self.own.arrays.get(known, {}))
+
+    def _kept_apart(self, known: str, arrays: Mapping[str, np.ndarray]) -> tuple[set[str], set[str]]:
+        """The state of a parameter that ranks kept for themselves, by slot: of their parts, and copies that differ."""
+        parts = {*self.record.local.get(known, ())} if self.record is not None else set()
+        parts |= {str(slot) for slot in self.own.state["parameters"].get(known, ())}
+        return parts, {slot for slot in arrays if f"{slot}.{known}" in self.own.differing}
 
     def _match_state(self, wanted: Wanted, name: str, known: str, arrays: Mapping[str, np.ndarray]) -> None:
         """What is to become of the state of the parameter `name`, which the checkpoint calls `known`."""
@@ -176,25 +281,31 @@ class _Restore:
         keep: dict[str, Any] | None = None
         expected = present or set(arrays)
         if self.record is not None and known in self.record.slots:
-            expected = set(self.record.slots[known])
-            keep = self.record.state.get(known, {})
+            expected = set(self.record.slots[known]) | self.own.arrays.get(known, {}).keys()
+            keep = self.own.state["parameters"].get(known, self.record.state.get(known, {}))
         self.missing += [f"{slot}.{name}" for slot in sorted(expected - arrays.keys())]
         self.unexpected += [f"{slot}.{name}" for slot in sorted(arrays.keys() - expected)]
         fill: dict[str, torch.Tensor] = {}
         for slot in sorted(expected & arrays.keys()):
-            local = self.described.optimizer.get(f"{slot}.{name}")
+            key = f"{slot}.{name}"
+            local = self.described.optimizer.get(key, self.described.local.get(key))
             if slot in present and local is not None:
                 fill[slot] = self._checked(f"{slot}.{name}", local, arrays[slot])
             else:
                 fill[slot] = self._state_dtype(_tensor(arrays[slot]), known, wanted.parameter)
         drop = () if keep is None else tuple(slot for slot in state if slot not in expected and slot not in keep)
-        self.wanted.append(replace(wanted, fill=fill, keep=keep, drop=drop))
+        plain = () if self.record is None else self.record.plain.get(known, ())
+        self.wanted.append(replace(wanted, fill=fill, keep=keep, drop=drop, plain=plain))
 
     def match_others(self, *, has_extra: bool) -> None:
         if not has_extra:
             return
         live = self.described.live
-        modules, objects = self.extra["modules"], self.extra["objects"]
+        kept, modules, objects = self.own.state["modules"], self.extra["modules"], self.extra["objects"]
+        if self.own.is_ours:
+            modules = {**modules, **kept}
+        else:
+            self.shared += [f"modules.{name}" for name in kept if name in live.named.extra_state]
         for name, module in live.named.extra_state.items():
             if name in modules:
                 self.calls.append((module.set_extra_state, modules[name]))

@@ -76,6 +76,7 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
         described,
         found.arrays,
         saved.get("trainer"),
+        rank_local=saved.get("rank_local"),
         strict=how.strict,
         cast=how.cast,
         init=how.init,
@@ -86,6 +87,11 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
         told.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
     if report.unexpected:
         told.append(f"the run has no place for {listed(map(show, report.unexpected))}")
+    if report.shared:
+        told.append(
+            f"{listed(map(show, report.shared))} differed between the {found.world_size} ranks that saved: all ranks "
+            "get the first one's"
+        )
     return told
 
 

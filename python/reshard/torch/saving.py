@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from reshard.collective import Collective
 from reshard.errors import (
     ArgumentError,
     CoverageError,
@@ -20,20 +21,20 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
+from reshard.formats import state
 from reshard.formats.state import per_rank
+from reshard.group import session
 from reshard.torch import rng
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging
 from reshard.torch.state import describe
 from reshard.verbs.integrate import integrate
-from reshard.write.save import Shard
 from reshard.write.save import save as save_iteration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from reshard.group import Group
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
     from reshard.write.save import PendingSave, SaveReport
 
-__all__ = ["Saver", "with_tensors"]
+__all__ = ["Saver"]
 
 _log = logging.getLogger("reshard")
 
@@ -113,8 +114,8 @@ class Saver:
             timeout=self.timeout,
         )
         extra = self.beside_tensors(described, step, interrupted=interrupted)
-        saving = described.saving()
-        staged = self._staged(described, saving, blocking=blocking)
+        staged = self._staged(described, blocking=blocking)
+        saving = described.saving(None if staged is None else staged.tensors)
         save_any: Any = save_iteration  # which of two things it returns is said by a variable
         options = self.options
         if timeout is not None:
@@ -123,7 +124,7 @@ class Saver:
         saved = save_any(
             self.root,
             step,
-            **(saving if staged is None else with_tensors(staged.tensors, saving)),
+            **saving,
             common=self.common(step),
             extra=extra,
             group=self.group,
@@ -245,14 +246,6 @@ class Saver:
         """What is saved besides the tensors."""
         run, members = self.run, self.group
         extra: dict[str, Any] = {
-            "trainer": described.extra,
-            "run": {
-                "step": step,
-                "root_seed": self.root_seed,
-                "loss": run.loss,
-                "metrics": run.metrics,
-                "interrupted": interrupted,
-            },
             "rng": per_rank(
                 rng.capture(
                     rank=members.rank,
@@ -266,6 +259,20 @@ class Saver:
             extra["sampler"] = run.sampler.state_dict()
         if run.per_rank:
             extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
+        of_legacy = self.options["format"] == "checkpoint1"  # there every rank keeps what all share
+        if members.rank == 0 or of_legacy:
+            loss, metrics = run.loss, run.metrics
+            if of_legacy and members.world_size > 1:
+                text, _ = state.dump([loss, metrics])
+                loss, metrics = state.load(Collective(session(members, "run"), self.timeout).share(text)[0], {})
+            extra["trainer"] = described.extra
+            extra["run"] = {
+                "step": step,
+                "root_seed": self.root_seed,
+                "loss": loss,
+                "metrics": metrics,
+                "interrupted": interrupted,
+            }
         if members.rank == 0:
             run.record = run.record or self.record()
             extra["environment"] = run.record
@@ -284,9 +291,9 @@ class Saver:
             common["ckpt_status"] = 0 if run.healthy else 1
         return common
 
-    def _staged(self, described: Described, saving: Mapping[str, Any], *, blocking: bool) -> Staged | None:
+    def _staged(self, described: Described, *, blocking: bool) -> Staged | None:
         """Copies that are under way; None where `reshard.save` makes them: of the host's tensors, at once."""
-        tensors = {name: _tensor(value) for part in _parts(saving) for name, value in part.items()}
+        tensors = described.to_save()
         overlaps = self.overlap and not blocking
         if not overlaps and not any(tensor.is_cuda for tensor in tensors.values()):
             return None
@@ -294,31 +301,10 @@ class Saver:
         try:
             return self._staging.stage(
                 tensors,
-                trained | described.optimizer.keys() if overlaps else (),
+                trained | described.optimizer.keys() | described.local.keys() if overlaps else (),
                 reuse=self.run.pending is None or self.run.pending.done(),
             )
         except (RuntimeError, MemoryError) as error:
             # The other ranks are waiting in the save, which tells them what goes wrong on this one.
             _log.warning("tensors are copied one by one before the training goes on: %s", error)
             return None
-
-
-def _parts(saving: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [saving["model"], saving["optimizer"] or {}]
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    tensor: torch.Tensor = value.array if isinstance(value, Shard) else value
-    return tensor
-
-
-def with_tensors(tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments of `reshard.save`, with other tensors."""
-    model, optimizer = (
-        {
-            name: replace(value, array=tensors[name]) if isinstance(value, Shard) else tensors[name]
-            for name, value in part.items()
-        }
-        for part in _parts(saving)
-    )
-    return {**saving, "model": model, "optimizer": optimizer or None}

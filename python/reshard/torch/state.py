@@ -11,24 +11,25 @@ Nothing here reads or writes a file, or knows which checkpoint is taken and when
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from reshard import dtypes
-from reshard.errors import ArgumentError, ReshardError, UnsupportedError
+from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import state as state_format
 from reshard.group import resolve
 from reshard.torch.common_layout import distinct, layout_of
 from reshard.torch.modules import Named, named
 from reshard.torch.optimizers import Live, Record, live_optimizers, merged, plain, record_of
-from reshard.torch.placements import Partition, Placed, Row, place, row_of
+from reshard.torch.placements import Partition, Placed, Row, is_sharded, place, row_of
 from reshard.torch.restore import Report, apply
 from reshard.torch.tensors import from_tensor
-from reshard.words import show
+from reshard.words import ranks_named, show
 from reshard.write.arrays import Shard
+from reshard.write.replicas import RankLocal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,6 +52,9 @@ class Described:
     Attributes:
         model: this rank's part of each parameter and persistent buffer, by key; over the live memory.
         optimizer: this rank's part of each tensor of the optimizers' state, named `<slot>.<key>`; likewise.
+        local: tensors of the optimizers' state that belong to this rank alone, named likewise: plain ones in the state
+            of a sharded parameter (DTensor) which are neither of its shape nor single numbers, such as quantized
+            moments and their scales. They are kept for each rank.
         layout: how all ranks hold them, as the mapping of a layout file; None in a world of one, or for a reason.
         shapes: the global shape of each of this rank's tensors, in elements.
         offsets: the first element of each in the whole, one index a dim.
@@ -58,12 +62,16 @@ class Described:
         aliases: other names of tied tensors, and the key of each.
         reason: why there is no layout although there are several ranks: tensors are then saved as boxes.
         save_layout: `layout` for saving. Ranks agree on parameters and state, but not always on buffers, such as
-            running means: each buffer is taken from the first rank that holds it.
+            running means: each buffer is taken from the first rank that holds it; where others differ, each rank's copy
+            is kept besides. Buffers that DDP broadcasts are those of the rank that sends them.
+        rank: this rank.
+        world_size: how many there are.
         live: what is described.
     """
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
+    local: dict[str, torch.Tensor]
     layout: dict[str, object] | None
     shapes: dict[str, tuple[int, ...]]
     offsets: dict[str, tuple[int, ...]]
@@ -71,25 +79,71 @@ class Described:
     aliases: dict[str, str]
     reason: str | None
     save_layout: dict[str, object] | None
+    rank: int
+    world_size: int
     live: LiveState = field(repr=False)
-    _left: frozenset[str] = field(repr=False, default=frozenset())  # buffers that another rank saves
+    _kept: _Kept = field(repr=False)
 
-    def saving(self) -> dict[str, Any]:
-        """The arguments that `reshard.save` needs to save this: `model`, `optimizer`, `layout`, `shapes`.
+    def to_save(self) -> dict[str, torch.Tensor]:
+        """The live tensors that `saving` hands over, by key.
+
+        Example:
+            >>> from torch import nn
+            >>> sorted(describe(nn.Linear(2, 3)).to_save())
+            ['bias', 'weight']
+        """
+        model = {key: tensor for key, tensor in self.model.items() if key not in self._kept.received}
+        return model | self.optimizer | self.local
+
+    def saving(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+        """The arguments that `reshard.save` needs to save this.
+
+        They are `model`, `optimizer`, `layout`, `shapes` and `rank_local`.
+
+        Args:
+            tensors: copies of the live tensors of `to_save`; None: the tensors themselves.
 
         Example:
             >>> from torch import nn
             >>> sorted(describe(nn.Linear(2, 3)).saving()["model"])
             ['bias', 'weight']
         """
+        given, kept = self.to_save() if tensors is None else tensors, self._kept
         parts: list[dict[str, Any]] = []
         for part in (self.model, self.optimizer):
-            own: dict[str, Any] = {key: tensor for key, tensor in part.items() if key not in self._left}
+            own: dict[str, Any] = {key: given[key] for key in part if key not in kept.left}
             if self.reason is not None:
                 own = {key: Shard(tensor, self.shapes[key], self.offsets[key]) for key, tensor in own.items()}
             parts.append(own)
-        shapes = {key: self.shapes[key] for part in parts for key in part} if self.save_layout else None
-        return {"model": parts[0], "optimizer": parts[1] or None, "layout": self.save_layout, "shapes": shapes}
+        local = None
+        if kept.is_any:
+            local = {
+                "parts": {name: self.part_of(name) for name in sorted(kept.names) if name in self.model},
+                "tensors": {key: given[key].detach().cpu() for key in self.local},
+                "parameters": kept.parameters,
+                "modules": kept.modules,
+            }
+        return {
+            "model": parts[0],
+            "optimizer": parts[1] or None,
+            "layout": self.save_layout,
+            "shapes": {key: self.shapes[key] for part in parts for key in part} if self.save_layout else None,
+            "rank_local": RankLocal(
+                local,
+                {key: given[key] for key in self.model if key in kept.left - kept.received},
+                kept.beside & self.optimizer.keys(),
+            ),
+        }
+
+    def part_of(self, name: str) -> list[list[int]]:
+        """Offset and shape of what this rank holds of a parameter, in elements.
+
+        Example:
+            >>> from torch import nn
+            >>> describe(nn.Linear(2, 3)).part_of("weight")
+            [[0, 0], [3, 2]]
+        """
+        return [list(self.offsets[name]), list(self.model[name].shape)]
 
     def out(self) -> dict[str, np.ndarray]:
         """The live memory as arrays that can be loaded into, by key: what is contiguous and on the host.
@@ -106,6 +160,29 @@ class Described:
             for key, tensor in (self.model | self.optimizer).items()
             if tensor.device.type == "cpu" and tensor.is_contiguous()
         }
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """What a rank keeps for itself, and what it leaves to others.
+
+    Attributes:
+        left: buffers that another rank saves.
+        received: those that another rank will overwrite: this rank's copies do not count.
+        beside: single numbers in the state of sharded parameters, by key; equal on all ranks, or kept for each.
+        names: parameters of whose state ranks keep something for themselves.
+        parameters: state besides tensors that differs from other ranks', by name of the parameter.
+        modules: extra state of modules, likewise.
+        is_any: whether any rank keeps state for itself.
+    """
+
+    left: frozenset[str] = frozenset()
+    received: frozenset[str] = frozenset()
+    beside: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+    parameters: dict[str, Any] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
+    is_any: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +210,7 @@ def describe(
     mesh: DeviceMesh | None = None,
     group: object = None,
     timeout: float = 600.0,
+    compare: bool = True,
 ) -> Described:
     """Look at what this rank holds of a model and its optimizer, and agree with the other ranks how it fits together.
 
@@ -145,15 +223,16 @@ def describe(
             whole model does. Tensors without a mesh are the same on all ranks that hold them.
         optimizer: one of torch's, or several.
         objects: anything else with `state_dict` and `load_state_dict`, by name: schedulers, a GradScaler, a sampler.
-            Rank 0's state is kept.
+            Rank 0's state is kept, and all ranks' must be equal.
         mesh: the mesh of all ranks, where tensors do not tell it; gives its axes their names.
         group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
             None: torch's default group if there is one, else this process alone.
         timeout: seconds that ranks wait for each other.
+        compare: refuse state that ranks share and that differs. False where it is about to be replaced.
 
     Raises:
         ArgumentError: objects without state, an optimizer that is not of this model, a group that is not the mesh's.
-        MismatchError: ranks hold different tensors under one name.
+        MismatchError: ranks hold different tensors under one name, or different state that they share.
         UnsupportedError: the first FSDP; a tensor that is a pending sum (`Partial`), or of a class that is made of
             other tensors; an optimizer with a `state_dict` of its own. Raised on all ranks.
         GroupError: a rank did not answer in time.
@@ -168,20 +247,27 @@ def describe(
     members = resolve(group)
     try:
         own = _Own.of(model, optimizer, objects or {}, mesh, members)
-        parts: Any = own.parts() if members.world_size > 1 else []
+        parts: Any = own.parts(compare=compare) if members.world_size > 1 else []
     except ReshardError as error:
         if members.world_size > 1:
             distinct(members, error, timeout)
         raise
     if members.world_size == 1:
-        return own.described(_Agreed(own.record, own.own_state(), dict(own.live.named.aliases)))
-    rows, models, optimizers, records, states = distinct(members, parts, timeout)
+        local = _local_keys([own.beside])
+        record = _with_local(own.record, local)
+        return own.described(_Agreed(record, own.own_state(), dict(own.live.named.aliases), local=local), members)
+    rows, models, optimizers, records, states, besides, digests = distinct(members, parts, timeout)
+    _check_shared(digests, "the state of {} in `objects`", "wrap it in `reshard.per_rank(...)` to keep each rank's")
     aliases: dict[str, str] = {}
     for value, _ in records:
         aliases |= value["aliases"]
     known_rows = [(Row.from_json(members.world_size, value), ranks) for value, ranks in rows]
     of_model = [(_partitions(value["tensors"]), ranks) for value, ranks in models]
-    of_optimizer = [(_partitions(value), ranks) for value, ranks in optimizers]
+    local = _local_keys([value for value, _ in besides])
+    of_optimizer = [
+        ({key: one for key, one in _partitions(value).items() if key not in local}, ranks)
+        for value, ranks in optimizers
+    ]
     first: dict[str, int] = {}  # the rank that saves a buffer
     for value, ranks in models:
         for key in value["buffers"]:
@@ -191,16 +277,22 @@ def describe(
     if layout is not None and first:
         save_layout, reason = layout_of(known_rows, _from_first(of_model, first), of_optimizer, aliases)
         layout = layout if save_layout is not None else None
+    differing: dict[str, list[str]] = {}
+    if len(states) > 1:
+        sharded = {key for held, _ in of_model for key, one in held.items() if one.cuts or one.unsaid}
+        differing = _differing(distinct(members, [own.state_digests()], timeout)[0], sharded if compare else None)
     agreed = _Agreed(
-        record=merged([Record.from_value(_unpacked(value["record"])) for value, _ in records]),
+        record=_with_local(merged([Record.from_value(_unpacked(value["record"])) for value, _ in records]), local),
         state=_states(states, own, members.rank),
         aliases=aliases,
         layout=layout,
         save_layout=save_layout,
         reason=reason,
         left=frozenset(key for key, rank in first.items() if rank != members.rank),
+        local=local,
+        differing=differing,
     )
-    return own.described(agreed)
+    return own.described(agreed, members)
 
 
 # ------------------------------------------------------------------------------------------------- what one rank has
@@ -217,6 +309,7 @@ class _Own:
     record: Record
     shapes: dict[str, tuple[int, ...]]
     object_states: dict[str, Any]
+    beside: dict[str, list[str]]
 
     @classmethod
     def of(
@@ -254,44 +347,82 @@ class _Own:
         ]
         shapes = {key: _shape(lies, key) for part in placed for key, lies in part.items()}
         object_states = {name: _object_state(one) for name, one in objects.items()}
-        return cls(LiveState(found, lives, objects, states), row, placed[0], placed[1], record, shapes, object_states)
+        plain = _plain_beside_distributed(lives, states)
+        for key in plain:
+            slot, _, name = key.partition(".")
+            if states[key].ndim:
+                record.plain[name] = (*record.plain.get(name, ()), slot)
+        beside: dict[str, list[str]] = {"local": [], "other": []}
+        for key, parameter in plain.items():
+            if is_sharded(parameter):
+                beside["local" if _is_of_part(states[key], parameter) else "other"].append(key)
+        live = LiveState(found, lives, objects, states)
+        return cls(live, row, placed[0], placed[1], record, shapes, object_states, beside)
 
     def own_state(self) -> dict[str, dict[str, Any]]:
         """What this rank would keep of parameters' and modules' state besides tensors."""
         modules = {name: plain(module.get_extra_state()) for name, module in self.live.named.extra_state.items()}
         return {"parameters": self.record.state, "modules": modules}
 
-    def parts(self) -> list[Any]:
+    def state_digests(self) -> dict[str, dict[str, str]]:
+        """A digest of each value of `own_state`."""
+        return {
+            kind: {name: state_format.digest_of(value, name) for name, value in of_kind.items()}
+            for kind, of_kind in self.own_state().items()
+        }
+
+    def parts(self, *, compare: bool) -> list[Any]:
         """What the ranks compare and exchange."""
         distributed = {key for key, tensor in self.live.named.tensors.items() if hasattr(tensor, "device_mesh")}
         model = {
             "tensors": {key: _partition_value(lies.partition) for key, lies in self.model.items()},
-            "buffers": sorted(self.live.named.buffers - distributed),
+            "buffers": sorted(self.live.named.buffers - distributed - self.live.named.received),
+            "received": sorted(self.live.named.received),
         }
         optimizer = {key: _partition_value(lies.partition) for key, lies in self.optimizer.items()}
-        record = Record(self.record.groups, self.record.slots).to_value()
+        record = Record(self.record.groups, self.record.slots, plain=self.record.plain).to_value()
         state = self.own_state()
         return [
             self.row.to_json(),
             model,
             optimizer,
             {"record": _packed(record, "options of the optimizer"), "aliases": self.live.named.aliases},
-            {"names": {kind: sorted(of_kind) for kind, of_kind in state.items()}, "values": _packed(state, None)},
+            {
+                "names": {kind: sorted(of_kind) for kind, of_kind in state.items()},
+                "values": _packed(state, None),
+                "digest": state_format.digest_of(state),
+            },
+            self.beside,
+            {name: state_format.digest_of(one, name) for name, one in self.object_states.items()} if compare else {},
         ]
 
-    def described(self, agreed: _Agreed) -> Described:
+    def described(self, agreed: _Agreed, members: Group) -> Described:
         both = self.model | self.optimizer
+        own = {
+            kind: {name: one for name, one in of_kind.items() if name in agreed.differing.get(kind, ())}
+            for kind, of_kind in (self.own_state() if agreed.differing else {}).items()
+        }
+        kept = _Kept(
+            left=agreed.left,
+            received=frozenset(self.live.named.received),
+            beside=frozenset(self.beside["other"]) - agreed.local,
+            names=frozenset({*agreed.record.local, *agreed.differing.get("parameters", ())}),
+            parameters=own.get("parameters", {}),
+            modules=own.get("modules", {}),
+            is_any=bool(agreed.local or any(agreed.differing.values())),
+        )
         extra: dict[str, Any] = {
             "aliases": agreed.aliases,
             "modules": agreed.state["modules"],
             "objects": self.object_states,
         }
         if agreed.record.groups:  # of any rank: a stage of a pipeline may train nothing
-            record = Record(agreed.record.groups, agreed.record.slots, agreed.state["parameters"])
+            record = replace(agreed.record, state=agreed.state["parameters"])
             extra["optimizer"] = record.to_value()
         return Described(
             model={key: lies.local for key, lies in self.model.items()},
-            optimizer={key: lies.local for key, lies in self.optimizer.items()},
+            optimizer={key: lies.local for key, lies in self.optimizer.items() if key not in agreed.local},
+            local={key: lies.local for key, lies in self.optimizer.items() if key in agreed.local},
             layout=agreed.layout,
             shapes=self.shapes,
             offsets={key: lies.offset for key, lies in both.items()},
@@ -299,8 +430,10 @@ class _Own:
             aliases=dict(self.live.named.aliases),
             reason=agreed.reason,
             save_layout=agreed.save_layout,
+            rank=members.rank,
+            world_size=members.world_size,
             live=self.live,
-            _left=agreed.left,
+            _kept=kept,
         )
 
 
@@ -314,6 +447,8 @@ class _Agreed:
         aliases: other names of tensors, and their keys.
         layout, save_layout, reason: as in `Described`.
         left: buffers that another rank saves.
+        local: tensors of the optimizers' state that every rank keeps for itself.
+        differing: names of the state of either kind that differs between ranks, and is kept for each.
     """
 
     record: Record
@@ -323,6 +458,8 @@ class _Agreed:
     save_layout: dict[str, object] | None = None
     reason: str | None = None
     left: frozenset[str] = frozenset()
+    local: frozenset[str] = frozenset()
+    differing: dict[str, list[str]] = field(default_factory=dict)
 
 
 def _shape(lies: Placed, key: str) -> tuple[int, ...]:
@@ -339,7 +476,83 @@ def _object_state(one: Any) -> Any:
     return plain(one.state_dict(), drop_functions=is_scheduler)
 
 
+def _plain_beside_distributed(lives: Sequence[Live], states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The plain tensors in the state of parameters that are DTensors: by key, the parameter."""
+    return {
+        key: parameter
+        for live in lives
+        for name, (parameter, _) in live.owned().items()
+        if hasattr(parameter, "device_mesh")
+        for key in sorted(f"{slot}.{name}" for slot in live.local.state.get(parameter, {}))
+        if key in states and not hasattr(states[key], "device_mesh")
+    }
+
+
+def _is_of_part(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether state is made for the part that this rank holds of a sharded parameter: nobody else can cut it.
+
+    It is not if it is a single number, such as a counter, or of the shape of the whole parameter.
+    """
+    return tensor.numel() != 1 and tensor.shape != parameter.shape
+
+
+def _local_keys(beside: Sequence[Mapping[str, list[str]]]) -> frozenset[str]:
+    """The tensors that every rank keeps for itself, given what each has beside sharded parameters.
+
+    A part may be so small that a tensor made for it is a single number: what its slot holds elsewhere decides.
+    """
+    local = {key for one in beside for key in one["local"]}
+    slots = {key.partition(".")[0] for key in local}
+    return frozenset(local | {key for one in beside for key in one["other"] if key.partition(".")[0] in slots})
+
+
+def _with_local(record: Record, local: frozenset[str]) -> Record:
+    """The record with the slots of these tensors as those that every rank keeps for itself."""
+    slots_of: dict[str, list[str]] = {}
+    for key in sorted(local):
+        slot, _, name = key.partition(".")
+        slots_of.setdefault(name, []).append(slot)
+    slots = {
+        name: tuple(slot for slot in slots if slot not in slots_of.get(name, ()))
+        for name, slots in record.slots.items()
+    }
+    return replace(record, slots=slots, local={name: tuple(of_name) for name, of_name in slots_of.items()})
+
+
 # ----------------------------------------------------------------------------------------------------------- exchange
+
+
+def _check_shared(known: Known, what: str, hint: str) -> None:
+    """Refuse values that ranks share and that differ, given `{name: digest}` of the ranks."""
+    ranks_of: dict[str, dict[str, list[int]]] = {}
+    for value, ranks in known:
+        for name, digest in value.items():
+            ranks_of.setdefault(name, {}).setdefault(digest, []).extend(ranks)
+    for name, of_name in ranks_of.items():
+        if len(of_name) > 1:
+            told = "; ".join(f"digest {one} on {ranks_named(ranks)}" for one, ranks in of_name.items())
+            raise MismatchError(f"{what.format(show(name))} differs between ranks: {told}", key=name, hint=hint)
+
+
+def _differing(known: Known, sharded: set[str] | None) -> dict[str, list[str]]:
+    """The names of state besides tensors that differs between ranks, given its digests on each.
+
+    Args:
+        known: as `_Own.state_digests` of the ranks.
+        sharded: parameters of which ranks hold different parts; that of others is refused. None: nothing is refused.
+    """
+    if sharded is not None:
+        whole = [
+            ({name: digest for name, digest in value["parameters"].items() if name not in sharded}, ranks)
+            for value, ranks in known
+        ]
+        hint = "ranks that hold the same parameter must make the same steps"
+        _check_shared(whole, "the state of {} in the optimizer", hint)
+    found: dict[str, list[str]] = {}
+    for kind in ("parameters", "modules"):
+        names = sorted({name for value, _ in known for name in value[kind]})
+        found[kind] = [name for name in names if len({v[kind][name] for v, _ in known if name in v[kind]}) > 1]
+    return found
 
 
 def _partition_value(partition: Partition) -> list[Any]:

@@ -31,9 +31,10 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, R
 from reshard.formats import checkpoint1, checkpoint1_health, mounts, scalars
 from reshard.small_files import show
 from reshard.write import background, claims, protocol, rank_plan, steps, strategies, taken
-from reshard.write.facts import LastMade, RankFacts, check_options, plan_iteration
+from reshard.write.facts import LastMade, RankFacts, check_options, check_state, plan_iteration
 from reshard.write.rank_plan import Dealt, Naming, RankView
 from reshard.write.rank_side import RankSide, arrays_by_kind, folder_of, look, n_bytes_of
+from reshard.write.replicas import Replicas
 from reshard.write.shard_files import maker
 from reshard.write.together import Own, SaveReport, Terms, append_to_log, report_of
 
@@ -63,6 +64,7 @@ class How:
     network: bool
     trainable: frozenset[str] | None
     only_strategy: bool
+    check_replicas: bool
 
     def agreed(self) -> dict[str, object]:
         """The options by name, to be compared among ranks."""
@@ -118,6 +120,7 @@ class _Agreed:
         strategy_by: the ranks that write the strategy: one on each host that has a root of its own.
         shapes: what they write it for; None where rank 0 alone does, which knows it.
         read_back: whether all ranks read back what they write.
+        replicas: which ranks hold copies of what.
     """
 
     naming: Naming
@@ -126,6 +129,7 @@ class _Agreed:
     strategy_by: tuple[int, ...] = ()
     shapes: Shapes | None = None
     read_back: bool = False
+    replicas: Replicas = field(default_factory=Replicas)
 
     def to_json(self) -> dict[str, Any]:
         naming = self.naming
@@ -136,6 +140,7 @@ class _Agreed:
             "strategy_by": list(self.strategy_by),
             "read_back": self.read_back,
             "shapes": None if self.shapes is None else {key: [list(s), o] for key, (s, o) in self.shapes.items()},
+            "replicas": self.replicas.to_json(),
         }
 
     @classmethod
@@ -148,6 +153,7 @@ class _Agreed:
             tuple(value["strategy_by"]),
             None if shapes is None else {key: (tuple(shape), is_state) for key, (shape, is_state) in shapes.items()},
             value["read_back"],
+            Replicas.from_json(value["replicas"]),
         )
 
 
@@ -199,7 +205,10 @@ def save_ranks(
     strategy = None if coordinator is None else coordinator.strategy
     if coordinator is None and rank in agreed.strategy_by and own.layout is not None and agreed.shapes is not None:
         strategy = strategies.make(own.layout, agreed.shapes, terms.root)  # on a host of its own
-    side = RankSide(replace(terms, verify=agreed.read_back), rank, agreed.naming, capture(files), own.extra, strategy)
+    own.copies.replicas = agreed.replicas
+    if not blocking and ready is None:
+        own.copies.freeze(rank)
+    side = RankSide(replace(terms, verify=agreed.read_back), rank, agreed.naming, capture(files), own.copies, strategy)
     job = _Job(terms, how, ranks, side, coordinator, agreed.outdated, own.record, after)
     if blocking:
         return job.carry_out(started=started, progress=progress)
@@ -255,6 +264,7 @@ class _Job:
     ) -> SaveReport:
         """Steps 2 to 4; none raises once the save is complete, but see `GroupError` at `save`."""
         terms, side, coordinator = self.terms, self.side, self.coordinator
+        side.settle(self.ranks.channel)
         written = capture(lambda: side.write(progress))
         try:
             summary = self.ranks.combine(written, None if coordinator is None else coordinator.sum_up)
@@ -334,12 +344,13 @@ class _Coordinator:
 
     # -- 1
 
-    def check(self, told: list[Any]) -> tuple[list[RankFacts], list[RankView], list[int], Dealt, Shapes]:
-        """What all ranks told, if it can be saved: facts, views, the first rank of each root, who keeps what."""
+    def check(self, told: list[Any]) -> tuple[list[RankFacts], list[RankView], list[int], Dealt, Shapes, IterationPlan]:
+        """What all ranks told, if it can be saved: facts, views, the first rank of each root, who keeps what, the plan."""
         terms, how = self.terms, self.how
-        facts = [RankFacts.from_json(one["facts"]) for one in told]
+        """What all ranks reported, if it can be saved: facts, views, first rank of each root, who keeps what, plan."""
         views = [RankView.from_json(one["view"]) for one in told]
         check_options(facts)
+        check_state(facts)
         firsts = self._first_of_each_root(facts)
         rank_plan.check_world(views, os.fspath(terms.root), is_shared=len(firsts) == 1)
         same = [[[one["facts"]["arrays"], one["facts"]["shapes"]] for one in told], str(self.own.layout)]
@@ -353,12 +364,12 @@ class _Coordinator:
                 holders = {name: plan.holders[name] for name in self.strategy.strategy.keys()}  # noqa: SIM118
                 n_devices = self.strategy.devices_per_stage
                 dealt = rank_plan.deal(holders, [rank // n_devices for rank in range(len(told))])
-        return facts, views, firsts, dealt, shapes
+        return facts, views, firsts, dealt, shapes, plan
 
     def plan(self, told: list[Any]) -> dict[str, Any]:
         """Answer what all ranks told."""
         terms, how = self.terms, self.how
-        facts, views, firsts, dealt, shapes = self.check(told)
+        facts, views, firsts, dealt, shapes, plan = self.check(told)
         self._claim(facts, dealt, None if len(firsts) == 1 else facts[0].host)
         naming = self._naming(views)
         files: list[FileName] = []
@@ -372,6 +383,7 @@ class _Coordinator:
             tuple(firsts) if self.strategy is not None else (),
             shapes if len(firsts) > 1 else None,
             self._is_read_back(naming, files, outdated),
+            Replicas() if how.only_strategy else Replicas.of(plan.holders if how.check_replicas else {}, facts),
         ).to_json()
 
     def _is_read_back(self, naming: Naming, files: list[FileName], outdated: tuple[tuple[int, int], ...]) -> bool:

@@ -19,7 +19,7 @@ from reshard.layout.invert import check_local_shapes, global_shapes, join_member
 from reshard.layout.resolve import is_counter
 from reshard.layout.strategy import box_of
 from reshard.small_files import show
-from reshard.words import listed
+from reshard.words import ranks_named
 from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 
 if TYPE_CHECKING:
@@ -31,7 +31,16 @@ if TYPE_CHECKING:
     from reshard.write.arrays import LocalArray
     from reshard.write.iteration import Box, IterationPlan
 
-__all__ = ["Fact", "LastMade", "RankFacts", "check_options", "facts_of", "plan_iteration", "planned_bytes"]
+__all__ = [
+    "Fact",
+    "LastMade",
+    "RankFacts",
+    "check_options",
+    "check_state",
+    "facts_of",
+    "plan_iteration",
+    "planned_bytes",
+]
 
 Shape = tuple[int, ...]
 T = TypeVar("T")
@@ -49,7 +58,7 @@ class Fact:
         dtype: its safetensors name.
         shape: in elements.
         offset: its first element in the tensor, where a `Shard` told that.
-        sum: crc32c of its bytes, where replicas are to be compared.
+        may_differ: whether copies of it may differ between ranks.
     """
 
     name: str
@@ -57,7 +66,7 @@ class Fact:
     dtype: str
     shape: Shape
     offset: Shape | None = None
-    sum: int | None = None
+    may_differ: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,28 +78,39 @@ class RankFacts:
         options: what must be the same on all ranks, by name.
         arrays: its arrays.
         shapes: the global shapes that it was told.
+        state: a digest of each value of `extra` that all ranks share.
+        copies: names of arrays of which it has copies that another rank saves.
     """
 
     host: str
     options: Mapping[str, object]
     arrays: tuple[Fact, ...]
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    state: Mapping[str, str] = field(default_factory=dict)
+    copies: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The facts as a value that ranks can exchange."""
-        rows = [[f.name, f.part, f.dtype, list(f.shape), _listed(f.offset), f.sum] for f in self.arrays]
+        rows = [[f.name, f.part, f.dtype, list(f.shape), _listed(f.offset), f.may_differ] for f in self.arrays]
         shapes = {key: list(shape) for key, shape in self.shapes.items()}
-        return {"host": self.host, "options": dict(self.options), "arrays": rows, "shapes": shapes}
+        return {
+            "host": self.host,
+            "options": dict(self.options),
+            "arrays": rows,
+            "shapes": shapes,
+            "state": dict(self.state),
+            "copies": list(self.copies),
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankFacts:
         """What `to_json` of a rank gave."""
         arrays = tuple(
-            Fact(name, part, dtype, tuple(shape), None if offset is None else tuple(offset), sum_)
-            for name, part, dtype, shape, offset, sum_ in value["arrays"]
+            Fact(name, part, dtype, tuple(shape), None if offset is None else tuple(offset), may_differ)
+            for name, part, dtype, shape, offset, may_differ in value["arrays"]
         )
         shapes = {key: tuple(shape) for key, shape in value["shapes"].items()}
-        return cls(value["host"], value["options"], arrays, shapes)
+        return cls(value["host"], value["options"], arrays, shapes, value["state"], tuple(value["copies"]))
 
 
 def facts_of(
@@ -100,7 +120,9 @@ def facts_of(
     host: str,
     options: Mapping[str, object],
     has_layout: bool,
-    sums: bool,
+    may_differ: Callable[[str], bool],
+    state: Mapping[str, str],
+    copies: Iterable[str],
 ) -> RankFacts:
     """The facts of this rank.
 
@@ -110,7 +132,9 @@ def facts_of(
         host: the machine.
         options: what must be the same on all ranks.
         has_layout: whether a layout says where arrays lie; else their shards do.
-        sums: whether to take the sum of each array, so that replicas can be compared.
+        may_differ: whether copies of an array may differ between ranks, by its name.
+        state: a digest of each value of `extra` that all ranks share.
+        copies: names of arrays of which it has copies that another rank saves.
 
     Raises:
         ArgumentError: an array says too much or too little about where it lies.
@@ -140,9 +164,8 @@ def facts_of(
                     "shard",
                     key=array.name,
                 )
-        sum_ = array.crc32c() if sums else None
-        facts.append(Fact(array.name, array.part, array.dtype, array.shape, array.offset, sum_))
-    return RankFacts(host, options, tuple(facts), told)
+        facts.append(Fact(array.name, array.part, array.dtype, array.shape, array.offset, may_differ(array.name)))
+    return RankFacts(host, options, tuple(facts), told, state, tuple(copies))
 
 
 def plan_iteration(
@@ -185,11 +208,8 @@ def plan_iteration(
     found = dict(sorted(found.items(), key=lambda item: next(iter(item[1].values())).part != "model"))
     shapes = {name: shape for name, (shape, _) in told.items()}
     if layout is None:
-        plan = _by_boxes(found, shapes, len(ranks), prefix=prefix, dedup=dedup, strict=strict)
-    else:
-        plan = _by_layout(found, shapes, len(ranks), layout, prefix=prefix, dedup=dedup, strict=strict)
-    _compare_replicas(plan, found)
-    return plan
+        return _by_boxes(found, shapes, len(ranks), prefix=prefix, dedup=dedup, strict=strict)
+    return _by_layout(found, shapes, len(ranks), layout, prefix=prefix, dedup=dedup, strict=strict)
 
 
 def _by_boxes(
@@ -357,24 +377,33 @@ def _check_same(name: str, values: Mapping[int, str], text: str) -> None:
             )
 
 
-def _compare_replicas(plan: IterationPlan, found: Mapping[str, Mapping[int, Fact]]) -> None:
-    """Refuse copies of a shard that differ, where their sums were taken."""
-    differing = []
-    for name, groups in plan.holders.items():
-        for group in groups:
-            sums = {rank: found[name][rank].sum for rank in group}
-            if len(set(sums.values())) > 1:
-                differing.append((name, group, sums))
-    if differing:
-        name, group, sums = differing[0]
-        odd = [rank for rank in group if sums[rank] != sums[group[0]]]
-        more = f"; and {len(differing) - 1} more shards" if len(differing) > 1 else ""
-        others = [rank for rank in group if rank not in odd]
-        raise MismatchError(
-            f"{show(name)}: the copies that ranks {listed(others)} hold differ from those of ranks {listed(odd)}{more}",
-            key=name,
-            hint="replicas have drifted apart: find out which is right before it is saved",
-        )
+def check_state(ranks: Sequence[RankFacts]) -> None:
+    """Refuse values of `extra` that all ranks are to share, and that differ. Raises MismatchError.
+
+    Rank 0's are saved, so it may be the only one that gives a value.
+
+    Example:
+        >>> check_state([RankFacts("host", {}, (), state={"loop": "1f"}), RankFacts("host", {}, ())])
+    """
+    ranks_of: dict[str, dict[str, list[int]]] = {}
+    for rank, facts in enumerate(ranks):
+        for name, digest in facts.state.items():
+            ranks_of.setdefault(name, {}).setdefault(digest, []).append(rank)
+    hint = (
+        "wrap it in `reshard.per_rank(...)` to keep each rank's (a Checkpointer takes objects so in "
+        "`resume(extra={...})`), or give it on rank 0 alone"
+    )
+    for name, of_name in ranks_of.items():
+        if name not in ranks[0].state:
+            with_it = [rank for ranks_with in of_name.values() for rank in ranks_with]
+            raise MismatchError(
+                f"`extra` has {show(name)} on {ranks_named(sorted(with_it))} and not on rank 0, whose values are saved",
+                key=name,
+                hint=hint,
+            )
+        if len(of_name) > 1:
+            told = "; ".join(f"digest {one} on {ranks_named(ranks_with)}" for one, ranks_with in of_name.items())
+            raise MismatchError(f"{show(name)} in `extra` differs between ranks: {told}", key=name, hint=hint)
 
 
 def _listed(numbers: Shape | None) -> list[int] | None:

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.formats.checkpoint1 import FileKind, FileName
+    from reshard.group import Group
     from reshard.write.arrays import LocalArray
     from reshard.write.rank_plan import Naming, RankView
+    from reshard.write.replicas import Copies, State
     from reshard.write.shard_files import ShardFile
     from reshard.write.strategies import Strategies
     from reshard.write.together import Own, Terms
@@ -135,7 +137,7 @@ class RankSide:
         rank: this one.
         naming: what files are called.
         files: its files by kind, ready to be written, or the exception in which making them ended.
-        state: text and arrays of what else it keeps.
+        copies: what it holds copies of; and its state.
         strategy: what it writes of how tensors are cut; None: nothing.
     """
 
@@ -143,14 +145,19 @@ class RankSide:
     rank: int
     naming: Naming
     files: Mapping[FileKind, ShardFile] | BaseException
-    state: tuple[str, Mapping[str, object]] | None
+    copies: Copies
     strategy: Strategies | None
     _made: list[Path] = field(default_factory=list)
+    _state: State | BaseException = None
 
     @property
     def file(self) -> FileName:
         """The file that counts."""
         return self.naming.file(self.rank)
+
+    def settle(self, channel: Group) -> None:
+        """Compare copies, all ranks together, before anything is written. Raises as `Copies.settle`."""
+        self._state = self.copies.settle(channel, self.terms.timeout)
 
     def write(self, progress: _core.Progress | None) -> list[Row]:
         """Write everything but `meta.json`, and have it on the disk.
@@ -160,6 +167,8 @@ class RankSide:
         """
         if isinstance(self.files, BaseException):
             raise self.files
+        if isinstance(self._state, BaseException):
+            raise self._state
         joint = JointProgress(progress, sum(file.n_bytes for file in self.files.values()))
         rows: list[Row] = []
         for kind, file in self.files.items():
@@ -167,8 +176,8 @@ class RankSide:
             protocol.make_root(folder, self.terms.folder_mode, durable=self.terms.durable)
             _sweep(folder, self.file)
             rows.append(self._write_weights(folder / file.name, file, joint.of_file(file.n_bytes)))
-        if self.files and self.state is not None:
-            self._write_state(*self.state)
+        if self.files and self._state is not None:
+            self._write_state(*self._state)
         if self.strategy is not None:
             self.strategy.write(self.terms.file_mode, self.terms.folder_mode, durable=self.terms.durable)
         return rows

@@ -33,7 +33,8 @@ from reshard.small_files import show
 from reshard.write import background, checkpoint1, retention
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
-from reshard.write.facts import LastMade, RankFacts, check_options, facts_of, plan_iteration, planned_bytes
+from reshard.write.facts import LastMade, RankFacts, check_options, check_state, facts_of, plan_iteration, planned_bytes
+from reshard.write.replicas import Copies, RankLocal, Replicas, is_any_of
 from reshard.write.shard_files import maker
 from reshard.write.together import Own, Planned, SaveReport, Share, Terms, carry_out
 
@@ -73,7 +74,9 @@ def save(
     keep_every: int | None = None,
     keep_best: tuple[str, int] | None = None,
     metrics: Mapping[str, float] | None = None,
-    check_replicas: bool = False,
+    check_replicas: bool = True,
+    may_differ: Collection[str] = (),
+    rank_local: RankLocal | None = None,
     verify_after_save: bool = False,
     strict_format: bool = False,
     rollback: bool = False,
@@ -112,7 +115,9 @@ def save(
     keep_every: int | None = None,
     keep_best: tuple[str, int] | None = None,
     metrics: Mapping[str, float] | None = None,
-    check_replicas: bool = False,
+    check_replicas: bool = True,
+    may_differ: Collection[str] = (),
+    rank_local: RankLocal | None = None,
     verify_after_save: bool = False,
     strict_format: bool = False,
     rollback: bool = False,
@@ -183,7 +188,9 @@ def save(  # noqa: PLR0917
     keep_every: int | None = None,
     keep_best: tuple[str, int] | None = None,
     metrics: Mapping[str, float] | None = None,
-    check_replicas: bool = False,
+    check_replicas: bool = True,
+    may_differ: Collection[str] = (),
+    rank_local: RankLocal | None = None,
     verify_after_save: bool = False,
     strict_format: bool = False,
     rollback: bool = False,
@@ -216,7 +223,8 @@ def save(  # noqa: PLR0917
         common: `CommonInfo`, written as it is; or a mapping of some of its fields. `step_num` and `global_step` that
             are not given are the iteration.
         extra: any other state by name: numbers, text, bytes, lists, tuples, mappings, arrays, tensors. A value wrapped
-            in `reshard.per_rank` is kept for each rank.
+            in `reshard.per_rank` is kept for each rank. Of any other rank 0's is saved, and it is an error if another
+            rank gives a different one.
         layout: how the arrays are cut: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder. Every
             rank gives its own cut, and global shapes follow from those of all ranks. None: in a world of one all arrays
             are whole; else each array is a `Shard` with its offset, and only `tiles.json` describes it.
@@ -240,7 +248,12 @@ def save(  # noqa: PLR0917
         keep_every: keep every iteration that is a multiple of this.
         keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric.
         metrics: numbers by name, such as the loss: kept in the manifest of the iteration and in `saves.jsonl`.
-        check_replicas: compare the sums of all copies of a shard first.
+        check_replicas: compare the sums of all copies of a shard, and refuse the save if they differ. False: one of the
+            copies is saved. Sums are taken in the background where the arrays belong to the save (`ready`).
+        may_differ: patterns of keys whose copies may differ between ranks. Where they do, one of the copies is saved,
+            and each rank's own is kept in `checkpoint.extra(rank)["rank_local"]["differing"]`, by key.
+        rank_local: state that every rank keeps for itself, and further copies that may differ, see
+            `write.replicas.RankLocal`. All ranks give one, or none does.
         verify_after_save: read back what was written, past the page cache, before it is published.
         strict_format: refuse tensors whose layout metadata.json cannot express, instead of describing them in
             tiles.json, which only this package reads.
@@ -312,8 +325,15 @@ def save(  # noqa: PLR0917
         network=save_network_params,
         trainable=None if save_trainable_params is None else frozenset(save_trainable_params),
         only_strategy=only_save_strategy,
+        check_replicas=check_replicas,
     )
-    agreed = {"format": format, "blocking": blocking, "strict_format": strict_format, **how.agreed()}
+    agreed = {
+        "format": format,
+        "blocking": blocking,
+        "strict_format": strict_format,
+        "check_replicas": check_replicas,
+        **how.agreed(),
+    }
 
     def prepare() -> Own:
         if not dry_run:
@@ -325,21 +345,29 @@ def save(  # noqa: PLR0917
         if ready is not None:
             for name, given in [*(model or {}).items(), *(optimizer or {}).items()]:
                 _check_is_written_as_it_is(given, arrays[name])
-            if check_replicas:
-                ready()  # what is summed must be there
+        copies = Copies.of(
+            arrays,
+            rank_local,
+            extra=_extra(extra, members.rank, copy=not blocking, is_alone=format == "checkpoint1"),
+            is_alone=format == "checkpoint1",
+            ready=ready,
+            threads=threads,
+        )
+        allowed = (*may_differ, *(() if rank_local is None else rank_local.may_differ))
         facts = facts_of(
             arrays.values(),
             {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
             host=_host(),
             options=agreed | _agreed(terms, own_layout),
             has_layout=own_layout is not None,
-            sums=check_replicas,
+            may_differ=is_any_of(allowed),
+            state=_digests(extra) if members.world_size > 1 else {},
+            copies=() if rank_local is None else rank_local.copies,
         )
         counters = _common_info(common, iteration)
         # Made now, so that a metric that is no number is refused before anything is written.
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
-        state_files = _extra(extra, members.rank, copy=not blocking, is_alone=format == "checkpoint1")
-        return Own(arrays, facts, own_layout, counters, record, state_files)
+        return Own(arrays, facts, own_layout, counters, record, copies)
 
     # What fails on this rank alone must reach the others as a value: they are waiting.
     own = capture(prepare)
@@ -352,23 +380,31 @@ def save(  # noqa: PLR0917
         )
     planned: Planned | None = None
 
-    def decide(told: list[Any]) -> list[tuple[int, str, tuple[str, ...]]]:
+    def decide(told: list[Any]) -> dict[str, Any]:
         nonlocal planned
         assert isinstance(own, Own)
         facts = [RankFacts.from_json(one) for one in told]
         check_options(facts)
+        check_state(facts)
         _check_shared(terms.root, facts)
-        planned = _plan(facts, told, own.layout, prefix=prefix, dedup=dedup, strict=strict_format)
-        return [(file.rank, file.name, file.arrays) for file in planned.plan.files]
+        planned = _plan(
+            facts, told, own.layout, check_replicas=check_replicas, prefix=prefix, dedup=dedup, strict=strict_format
+        )
+        files = [(file.rank, file.name, file.arrays) for file in planned.plan.files]
+        return {"files": files, "replicas": planned.replicas.to_json()}
 
-    planned_files = Collective(channel, timeout).combine(own.facts.to_json() if isinstance(own, Own) else own, decide)
+    brought = own.facts.to_json() if isinstance(own, Own) else own
+    answer = Collective(channel, timeout).combine(brought, decide)
     assert isinstance(own, Own)
     if dry_run:
         return None
-    arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in planned_files if of == members.rank}
+    own.copies.replicas = Replicas.from_json(answer["replicas"])
+    arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in answer["files"] if of == members.rank}
     make = maker(_METADATA, threads, blocking=blocking, ready=ready)
     files = capture(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
-    share = Share(files, own.extra, own.common, own.record)
+    if not blocking and ready is None:
+        own.copies.freeze(members.rank)
+    share = Share(files, own.common, own.record, own.copies)
     if blocking:
         return carry_out(terms, channel, share, planned, started=started, progress=progress, after=after)
     stall_seconds = time.monotonic() - started
@@ -395,14 +431,18 @@ def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
 _plans = LastMade[Planned]()
 
 
-def _plan(facts: Sequence[RankFacts], told: Sequence[Any], layout: ModelLayout | None, **options: Any) -> Planned:
+def _plan(
+    facts: Sequence[RankFacts], told: Sequence[Any], layout: ModelLayout | None, *, check_replicas: bool, **options: Any
+) -> Planned:
     """The plan of this save, which mostly is that of the last one."""
 
     def make() -> Planned:
         plan = plan_iteration(facts, layout, **options)
-        return Planned(plan, planned_bytes(plan, facts))
+        replicas = Replicas.of(plan.holders if check_replicas else {}, facts)
+        return Planned(plan, planned_bytes(plan, facts), replicas)
 
-    return _plans.get([[[one["arrays"], one["shapes"]] for one in told], str(layout), options], make)
+    of_ranks = [[one["arrays"], one["shapes"], one["copies"]] for one in told]
+    return _plans.get([of_ranks, str(layout), check_replicas, options], make)
 
 
 def _agreed(terms: Terms, layout: ModelLayout | None) -> dict[str, object]:
@@ -449,6 +489,7 @@ def check_save_options(
         network=save_network_params,
         trainable=None,
         only_strategy=only_save_strategy,
+        check_replicas=True,
     )
     _check_options(format, how, {}, keep=keep, keep_every=keep_every, keep_best=keep_best)
 
@@ -513,6 +554,8 @@ def _extra(
     """
     if not isinstance(extra, Mapping | None):
         raise ArgumentError(f"`extra` is a {type(extra).__name__}, expected a mapping of names to state")
+    if state.RANK_LOCAL in (extra or {}):
+        raise ArgumentError(f"`extra` has `{state.RANK_LOCAL}`, a name that is taken", hint="choose another one")
     own = {name: value.value for name, value in (extra or {}).items() if isinstance(value, state.PerRank)}
     shared = {name: value for name, value in (extra or {}).items() if name not in own and (is_alone or rank == 0)}
     kept = own | shared
@@ -523,6 +566,15 @@ def _extra(
     else:
         text, arrays = state.dump({name: kept[name] for name in extra or () if name in kept})
     return text, {name: array.copy() for name, array in arrays.items()} if copy else dict(arrays)
+
+
+def _digests(extra: Mapping[str, object] | None) -> dict[str, str]:
+    """A digest of each value of `extra` that all ranks share."""
+    return {
+        name: state.digest_of(value, f"extra[{name!r}]")
+        for name, value in (extra or {}).items()
+        if not isinstance(value, state.PerRank)
+    }
 
 
 def _host() -> str:

@@ -29,8 +29,6 @@ from reshard.write.iteration import JointProgress, write_descriptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-
     from reshard.formats.checkpoint2_common import CommonInfo
     from reshard.formats.manifest import Manifest
     from reshard.formats.save_log import SaveRecord
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from reshard.write.arrays import LocalArray
     from reshard.write.facts import RankFacts
     from reshard.write.iteration import IterationPlan
+    from reshard.write.replicas import Copies, Replicas, State
     from reshard.write.shard_files import ShardFile
 
 __all__ = [
@@ -130,7 +129,7 @@ class Own:
         layout: how they are cut; None: they say it themselves.
         common: the counters.
         record: the line of the log, but for what is known at the end.
-        extra: text and arrays of its state; None: it has none.
+        copies: what it holds copies of; and its state.
     """
 
     arrays: dict[str, LocalArray]
@@ -138,15 +137,16 @@ class Own:
     layout: ModelLayout | None
     common: CommonInfo
     record: SaveRecord
-    extra: tuple[str, dict[str, np.ndarray]] | None
+    copies: Copies
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What rank 0 decided, and how many bytes it makes."""
+    """What rank 0 decided, how many bytes it makes, and which ranks hold copies of what."""
 
     plan: IterationPlan
     n_bytes: int
+    replicas: Replicas
 
 
 @dataclass(frozen=True)
@@ -155,15 +155,18 @@ class Share:
 
     Attributes:
         files: its shard files, or the exception in which making them ended.
-        extra: text and arrays of its state files; None: it has none.
         common: the counters; rank 0's are written.
         record: the line of the log, but for what is known at the end; rank 0's is written.
+        copies: what this rank holds copies of; and its state.
+        extra: text and arrays of its state files, once copies were compared; None: it has none. Or the exception in
+            which making them ended.
     """
 
     files: list[ShardFile] | BaseException
-    extra: tuple[str, dict[str, np.ndarray]] | None
     common: CommonInfo
     record: SaveRecord
+    copies: Copies
+    extra: State | BaseException = None
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,8 @@ def carry_out(
     coordinator = None if planned is None else _Coordinator(terms, share, planned, channel.world_size)
     ranks = Collective(channel, terms.timeout)
     is_heard = True
+    # Before the root is touched: what differs is not saved.
+    share = replace(share, extra=share.copies.settle(channel, terms.timeout))
     try:
         begun = None if coordinator is None else capture(coordinator.begin)
         staging, is_read_back = ranks.share(begun)[0]
@@ -257,6 +262,8 @@ def _write_own(
     """Write this rank's files; what rank 0 must know of each that has sums, the arrays beside its state among them."""
     if isinstance(share.files, BaseException):
         raise share.files
+    if isinstance(share.extra, BaseException):
+        raise share.extra
     if not share.files and share.extra is None:
         return []
     # Not as long as rank 0 waits for this rank: it is to hear the reason.

@@ -1,0 +1,280 @@
+"""Copies of an array that several ranks hold: compared by their sums before anything is written.
+
+A layout says which ranks hold the same part of a tensor. That the bytes are the same is checked here: every rank sums
+its copies, and rank 0 compares the sums. Copies that differ are an error on all ranks. Where the caller allows them to
+differ, every rank keeps its own copy in its state, beside what else is rank-local.
+
+What the arrays mean, and how files are written, is not known here.
+"""
+
+from __future__ import annotations
+
+import base64
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from reshard import dtypes
+from reshard.collective import Collective, capture
+from reshard.errors import ArgumentError, MismatchError
+from reshard.formats import checkpoint1_state, state
+from reshard.layout.patterns import Pattern, glob_of
+from reshard.small_files import show
+from reshard.words import ranks_named
+from reshard.write.arrays import local_arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from reshard.group import Group
+    from reshard.write.arrays import LocalArray
+    from reshard.write.facts import RankFacts
+
+__all__ = ["Copies", "RankLocal", "Replicas", "State", "is_any_of"]
+
+State: TypeAlias = "tuple[str, Mapping[str, np.ndarray]] | None"
+"""Text and arrays of a rank's state files; None: it has none."""
+
+_THREADS = 4  # that sum at the same time, unless the caller says how many
+
+
+@dataclass(frozen=True)
+class RankLocal:
+    """What differs between ranks, and is kept for each: it comes back as `checkpoint.extra(rank)["rank_local"]`.
+
+    Attributes:
+        state: values as `extra` takes them; its tensors are read when they are written, if `ready` is given. None: no
+            rank has any.
+        copies: this rank's copies of arrays that another rank saves. They are compared with that rank's array; where
+            any of them differ, every rank keeps its own.
+        may_differ: names of arrays of which the same holds, although each rank gives them as replicas.
+
+    Example:
+        >>> RankLocal(state={"codes": np.zeros(2, np.uint8)}).copies
+        {}
+    """
+
+    state: Mapping[str, object] | None = None
+    copies: Mapping[str, object] = field(default_factory=dict)
+    may_differ: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Which ranks hold copies of what.
+
+    Attributes:
+        rows: `(names, groups, may_differ)`: each group of ranks holds copies of one part of each of these arrays.
+    """
+
+    rows: tuple[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], bool], ...] = ()
+
+    @classmethod
+    def of(cls, holders: Mapping[str, Sequence[tuple[int, ...]]], ranks: Sequence[RankFacts]) -> Replicas:
+        """The replicas of a plan, and the further copies that ranks have told of.
+
+        Example:
+            >>> from reshard.write.facts import Fact, RankFacts
+            >>> facts = [RankFacts("host", {}, (Fact("w", "model", "F32", (2,)),))] * 2
+            >>> Replicas.of({"w": [(0, 1)], "v": [(0,), (1,)]}, facts).rows
+            ((('w',), ((0, 1),), False),)
+        """
+        may_differ = {fact.name for one in ranks for fact in one.arrays if fact.may_differ}
+        groups = {name: tuple(tuple(group) for group in of_name) for name, of_name in holders.items()}
+        more: dict[str, set[int]] = {}
+        for rank, one in enumerate(ranks):
+            for name in one.copies:
+                more.setdefault(name, set()).add(rank)
+        for name, holding in more.items():
+            may_differ.add(name)
+            saved_by = {rank for group in groups.get(name, ()) for rank in group}
+            groups[name] = (tuple(sorted(holding | saved_by)),)
+        names_of: dict[tuple[tuple[tuple[int, ...], ...], bool], list[str]] = {}
+        for name, of_name in groups.items():
+            several = tuple(group for group in of_name if len(group) > 1)
+            if several:
+                names_of.setdefault((several, name in may_differ), []).append(name)
+        return cls(tuple((tuple(names), several, may) for (several, may), names in names_of.items()))
+
+    def names(self, rank: int) -> list[str]:
+        """The arrays of a rank that others hold copies of, in an order that all ranks know."""
+        return [name for names, groups, _ in self.rows if any(rank in group for group in groups) for name in names]
+
+    def to_json(self) -> list[Any]:
+        """The replicas as a value that ranks can exchange."""
+        return [[list(names), [list(group) for group in groups], may] for names, groups, may in self.rows]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Replicas:
+        """What `to_json` gave."""
+        return cls(tuple((tuple(names), tuple(map(tuple, groups)), may) for names, groups, may in value))
+
+    def differing(self, sums: Sequence[Mapping[str, int]]) -> list[str]:
+        """The arrays whose copies differ, and may.
+
+        Args:
+            sums: of each rank's copies, by name.
+
+        Raises:
+            MismatchError: others differ; the message names the first of them, the ranks and the sums.
+        """
+        found: list[str] = []
+        refused: list[tuple[str, dict[int, list[int]]]] = []
+        for names, groups, may in self.rows:
+            for name in names:
+                for group in groups:
+                    ranks_of: dict[int, list[int]] = {}
+                    for rank in group:
+                        ranks_of.setdefault(sums[rank][name], []).append(rank)
+                    if len(ranks_of) == 1:
+                        continue
+                    if not may:
+                        refused.append((name, ranks_of))
+                    elif name not in found[-1:]:
+                        found.append(name)
+        if refused:
+            name, ranks_of = refused[0]
+            copies = "; ".join(f"crc32c {one:08x} on {ranks_named(ranks)}" for one, ranks in ranks_of.items())
+            more = f". So do {len(refused) - 1} more shards" if len(refused) > 1 else ""
+            raise MismatchError(
+                f"{show(name)}: the copies on the ranks that hold it differ: {copies}{more}",
+                key=name,
+                hint="replicas must be equal: find out where they drifted apart. Arrays that differ on purpose are "
+                'listed in `may_differ=["<pattern>"]`: then each rank\'s copy is kept',
+            )
+        return found
+
+
+@dataclass(eq=False)
+class Copies:
+    """This rank's side of the comparison, and the state that it keeps for itself.
+
+    Attributes:
+        arrays: what this rank holds, by name: its arrays and its further copies.
+        extra: its share of `extra`, as it is written.
+        own: what it keeps for itself in any case; None: no rank has anything.
+        is_alone: whether the state is that of Checkpoint 1.0.
+        replicas: which ranks hold copies of what, once that is known.
+        ready: waits until the arrays have their content; None: they have it.
+        threads: threads that sum.
+    """
+
+    arrays: dict[str, LocalArray]
+    extra: State = None
+    own: Mapping[str, object] | None = None
+    is_alone: bool = False
+    replicas: Replicas = field(default_factory=Replicas)
+    ready: Callable[[], object] | None = None
+    threads: int | None = None
+    _sums: dict[str, int] | BaseException | None = None
+
+    @classmethod
+    def of(cls, arrays: dict[str, LocalArray], rank_local: RankLocal | None, **options: Any) -> Copies:
+        """Those of a save.
+
+        Raises:
+            ArgumentError: a further copy is no array, or one that is saved; a value cannot be kept.
+        """
+        given = rank_local or RankLocal()
+        copies = local_arrays(given.copies, None)
+        both = [name for name in copies if name in arrays]
+        if both:
+            raise ArgumentError(f"{show(both[0])} is in `copies`, and this rank saves it", key=both[0])
+        if given.state:
+            state.dump(given.state, "rank_local.state")  # refused before anything is written
+        return cls(arrays | copies, own=None if rank_local is None else rank_local.state, **options)
+
+    def freeze(self, rank: int) -> None:
+        """Sum and copy what the caller may change after the call."""
+        if self.own:
+            text, arrays = state.dump(self.own)
+            self.own = state.load(text, {name: array.copy() for name, array in arrays.items()})
+        self._sums = capture(lambda: self._summed(rank))
+        may = {name for names, _, may in self.replicas.rows if may for name in names}
+        self.arrays = {name: replace(one, array=one.array.copy()) for name, one in self.arrays.items() if name in may}
+
+    def settle(self, channel: Group, timeout: float) -> State | BaseException:
+        """Compare the copies, all ranks together; the state that this rank writes.
+
+        Args:
+            channel: the session of the save.
+            timeout: seconds that ranks wait for each other.
+
+        Returns:
+            The state; or the exception in which making it ended, which the other ranks do not know of.
+
+        Raises:
+            MismatchError: copies differ. Raised on all ranks.
+            GroupError: a rank did not answer in time.
+        """
+        differing = self._compare(channel, timeout) if self.replicas.rows else []
+        return capture(lambda: self._state(channel, differing))
+
+    def _compare(self, channel: Group, timeout: float) -> list[str]:
+        """The arrays whose copies differ, and may: decided by rank 0."""
+        own = capture(lambda: self._summed(channel.rank)) if self._sums is None else self._sums
+        told: str | dict[str, int] | BaseException = own
+        if not isinstance(own, BaseException):
+            told = base64.b64encode(np.array(list(own.values()), "<u4").tobytes()).decode()
+        differing: list[str] = Collective(channel, timeout).combine(told, self._decide if channel.rank == 0 else None)
+        return differing
+
+    def _decide(self, told: list[str]) -> list[str]:
+        sums = []
+        for rank, one in enumerate(told):
+            numbers = np.frombuffer(base64.b64decode(one), "<u4").tolist()
+            sums.append(dict(zip(self.replicas.names(rank), numbers, strict=True)))
+        return self.replicas.differing(sums)
+
+    def _summed(self, rank: int) -> dict[str, int]:
+        names = self.replicas.names(rank)
+        if not names:
+            return {}
+        if self.ready is not None:
+            self.ready()
+        with ThreadPoolExecutor(self.threads or _THREADS) as pool:
+            return dict(zip(names, pool.map(lambda name: self.arrays[name].crc32c(), names), strict=True))
+
+    def _state(self, channel: Group, differing: Sequence[str]) -> State:
+        if self.own is None and not differing:
+            return self.extra
+        if self.ready is not None:
+            self.ready()
+        copies = {
+            name: array.array.view(dtypes.numpy_dtype(array.dtype))
+            for name in differing
+            if (array := self.arrays.get(name)) is not None
+        }
+        kept = {
+            "rank": channel.rank,
+            "world_size": channel.world_size,
+            "state": dict(self.own or {}),
+            "differing": copies,
+        }
+        value = {} if self.extra is None else state.load(*self.extra)
+        if self.is_alone:
+            return checkpoint1_state.dump(value.get("all", {}), {**value.get("own", {}), state.RANK_LOCAL: kept})
+        return state.dump({**value, state.RANK_LOCAL: kept})
+
+
+def is_any_of(patterns: Collection[str]) -> Callable[[str], bool]:
+    """Whether a name is one of these, or matches a pattern among them.
+
+    Raises:
+        ArgumentError: one is no pattern.
+
+    Example:
+        >>> is_one = is_any_of(["*.running_mean", "scale"])
+        >>> is_one("norm.running_mean"), is_one("scale"), is_one("scales")
+        (True, True, False)
+    """
+    if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
+        raise ArgumentError("`may_differ` is not a collection of patterns", hint='write `may_differ=["<pattern>"]`')
+    exact = frozenset(patterns)
+    try:
+        compiled = [Pattern.compile(one) for one in patterns if glob_of(one) != one]
+    except ValueError as error:
+        raise ArgumentError(f"`may_differ`: {error}") from error
+    return lambda name: name in exact or any(one.matches(name) for one in compiled)
