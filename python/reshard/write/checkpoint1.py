@@ -345,9 +345,9 @@ class _Coordinator:
     # -- 1
 
     def check(self, told: list[Any]) -> tuple[list[RankFacts], list[RankView], list[int], Dealt, Shapes, IterationPlan]:
-        """What all ranks told, if it can be saved: facts, views, the first rank of each root, who keeps what, the plan."""
-        terms, how = self.terms, self.how
         """What all ranks reported, if it can be saved: facts, views, first rank of each root, who keeps what, plan."""
+        terms, how = self.terms, self.how
+        facts = [RankFacts.from_json(one["facts"]) for one in told]
         views = [RankView.from_json(one["view"]) for one in told]
         check_options(facts)
         check_state(facts)
