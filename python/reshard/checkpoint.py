@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import numpy as np
 
@@ -112,6 +112,29 @@ class TensorInfo:
     part: Literal["model", "optimizer"]
 
 
+class _Keys(Sequence[str]):
+    """The keys of an index, made when they are asked for: a file can have a million, and most are never looked at."""
+
+    def __init__(self, index: _core.Index) -> None:
+        self._index = index
+        self._n = len(index)
+
+    def __len__(self) -> int:
+        return self._n
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[str]: ...
+    def __getitem__(self, number: int | slice) -> str | list[str]:
+        if isinstance(number, slice):
+            return [self._index.key(n) for n in range(self._n)[number]]
+        return self._index.key(range(self._n)[number])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self._index.key, range(self._n))
+
+
 class Checkpoint:
     """An opened checkpoint: names, shapes, and the bytes on demand. Made by `open`; safe to read from several threads.
 
@@ -154,7 +177,7 @@ class Checkpoint:
         self.strings: tuple[str, ...] = ()
         self._index = index
         self._tiles: tiles.TilesFile | None = None
-        self._keys = index.keys()
+        self._keys: Sequence[str] = _Keys(index)
         self._is_scrubbed = False
         self._method: _core.ReadMethod = "auto"
         self._rank_files: Mapping[int, RankFile] = {}  # of rank folders: each rank's one file

@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
 from reshard.layout.file import Block, LayoutFile, Place, Rule, Uneven
-from reshard.layout.patterns import IndexPattern, Matcher, Pattern, natural_order
+from reshard.layout.patterns import IndexPattern, Matcher, natural_order
 from reshard.words import listed, nearest, show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["Join", "Resolved", "Spec", "resolve", "state_of"]
+
+_MAX_WARNINGS = 100  # about rules that match no key
+_MAX_PLACED = 10_000_000  # matches of all entries of `place`: real layouts have a few for each tensor
+_MAX_BLOCKS = 1 << 20  # of all tensors of different shape together: fused tensors have a few for each expert
+_MAX_LISTED = 1 << 24  # uneven parts of all tensors of different shape together; 65,536 ranks and 100 shapes are less
 
 
 @dataclass(frozen=True)
@@ -113,10 +118,12 @@ class _Resolver:
         in_optimizer = [key for key in self.tensors if key in optimizer]  # in order, not as a set has them
         self.parameter = state_of(in_optimizer, self.tensors.keys() - optimizer)
         self.own = [key for key in self.tensors if key not in self.parameter]
-        self.matcher = Matcher([[Pattern.compile(text) for text in rule.match] for rule in layout.rules])
+        self.matcher = Matcher([rule.match for rule in layout.rules])
         self.rule_of: dict[str, tuple[int, int]] = {}  # (rule, entry of its `match`)
         self.cuts: dict[tuple[int, tuple[int, ...]], Spec] = {}
         self.states: dict[Spec, tuple[Spec, tuple[int, ...]]] = {}
+        self.n_blocks = 0
+        self.n_listed = 0
         self.kept: dict[int, list[str]] = {}  # dim of `add`: state that keeps its parameter's cut
 
     def run(self) -> Resolved:
@@ -147,13 +154,13 @@ class _Resolver:
 
     def _unused_rules(self) -> Iterator[str]:
         used = {rule for rule, _ in self.rule_of.values()}
-        for n, rule in enumerate(self.layout.rules):
-            if n in used:
-                continue
-            # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
-            patterns = [Pattern.compile(text) for text in rule.match]
-            if not any(pattern.matches(key) for pattern in patterns for key in self.own):
-                yield f"rules[{n}], {_texts(rule.match)}, matches no key"
+        rest = [n for n in range(len(self.layout.rules)) if n not in used]
+        # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
+        unused = Matcher([self.layout.rules[n].match for n in rest]).unused(self.own)
+        for n in unused[:_MAX_WARNINGS]:
+            yield f"rules[{rest[n]}], {_texts(self.layout.rules[rest[n]].match)}, matches no key"
+        if len(unused) > _MAX_WARNINGS:
+            yield f"{len(unused) - _MAX_WARNINGS} more rules match no key"
 
     # -- how it is cut
 
@@ -192,11 +199,32 @@ class _Resolver:
         )
         for dim in range(len(shape)):
             self._refuse_misfit(key, spec, dim)
+        self._refuse_listed(key, spec)
         return spec
+
+    def _refuse_listed(self, key: str, spec: Spec) -> None:
+        """Where a dim does not divide, the bounds of all its parts are kept, for each shape."""
+        for extent, axes in zip(spec.shape, spec.cut, strict=False):
+            n_parts = math.prod(self.mesh[axis] for axis in axes)
+            self.n_listed += n_parts if extent % n_parts or spec.sizes else 0
+        if self.n_listed > _MAX_LISTED:
+            raise LayoutError(
+                f"the tensors are cut into more than {_MAX_LISTED} uneven parts in total, with those of {show(key)}",
+                key=key,
+                hint="cut over fewer ranks, or only dims that divide",
+            )
 
     def _equal_blocks(
         self, key: str, shape: tuple[int, ...], dim: int, blocks: tuple[Block, ...] | int
     ) -> tuple[Block, ...]:
+        self.n_blocks += blocks if isinstance(blocks, int) else len(blocks)
+        if self.n_blocks > _MAX_BLOCKS:
+            raise LayoutError(
+                f"the `blocks` of the tensors are more than {_MAX_BLOCKS} in total, with those of dim {dim} of "
+                f"{show(key)}",
+                key=key,
+                hint="cut with fewer blocks; `blocks` counts the parts of a fused tensor, not its elements",
+            )
         if not isinstance(blocks, int):
             return blocks
         if shape[dim] % blocks:
@@ -296,25 +324,54 @@ class _Resolver:
 
     def _places(self) -> tuple[dict[str, tuple[tuple[tuple[str, ...], int], ...]], list[str]]:
         """The place of each key that has one, and the entries that match nothing."""
-        place: dict[str, tuple[tuple[tuple[str, ...], int], ...]] = {}
+        place: dict[str, list[tuple[tuple[str, ...], int]]] = {}
         unused: list[str] = []
+        indexed = [
+            [] if entry.at is not None else [IndexPattern.compile(text) for text in entry.match]
+            for entry in self.layout.place
+        ]
+        matched = self._matched_by_place(indexed)
         for n, entry in enumerate(self.layout.place):
-            coordinates = self._coordinates_at(entry) if entry.at is not None else self._coordinates_of(n, entry)
+            if entry.at is not None:
+                coordinates = dict.fromkeys(matched[n], entry.at)
+            else:
+                coordinates = self._coordinates_of(n, entry, indexed[n], matched[n])
             if not coordinates:
                 unused.append(f"place[{n}], {_texts(entry.match)}, matches no key")
             for key, coordinate in coordinates.items():
-                place[key] = (*place.get(key, ()), (entry.axes, coordinate))
-        return place, unused
+                place.setdefault(key, []).append((entry.axes, coordinate))
+        return {key: tuple(entries) for key, entries in place.items()}, unused
 
-    def _coordinates_at(self, entry: Place) -> dict[str, int]:
-        assert entry.at is not None
-        matcher = Matcher([[Pattern.compile(text) for text in entry.match]])
-        return {key: entry.at for key in self.own if matcher.find(key) is not None}
-
-    def _coordinates_of(self, n: int, entry: Place) -> dict[str, int]:
-        patterns = [IndexPattern.compile(text) for text in entry.match]
-        index: dict[str, int] = {}
+    def _matched_by_place(self, indexed: Sequence[Sequence[IndexPattern]]) -> list[list[str]]:
+        """The keys that each entry of `place` matches; of one with an index perhaps too many."""
+        if not self.layout.place:
+            return []
+        matcher = Matcher(
+            [
+                [IndexPattern.any_index(pattern.text) for pattern in patterns] or entry.match
+                for entry, patterns in zip(self.layout.place, indexed, strict=True)
+            ]
+        )
+        matched: list[list[str]] = [[] for _ in self.layout.place]
+        n_matches = 0
         for key in self.own:
+            found = matcher.find_all(key)
+            n_matches += len(found)
+            if n_matches > _MAX_PLACED:
+                raise LayoutError(
+                    f"the {len(self.layout.place)} entries of `place` match the {len(self.own)} tensors more than "
+                    f"{_MAX_PLACED} times",
+                    hint="write entries that match fewer keys each",
+                )
+            for n in found:
+                matched[n].append(key)
+        return matched
+
+    def _coordinates_of(
+        self, n: int, entry: Place, patterns: Sequence[IndexPattern], keys: Sequence[str]
+    ) -> dict[str, int]:
+        index: dict[str, int] = {}
+        for key in keys:
             try:
                 found = set().union(*(pattern.indices(key) for pattern in patterns))
             except ValueError as error:
@@ -384,11 +441,13 @@ class _Resolver:
             slot = key[: len(key) - len(parameter)]
             members.setdefault((n, slot + flat.join), []).append((entry, natural_order(parameter), key))
         joins: list[Join] = []
+        names: set[str] = set()
         for (n, name), found in members.items():
             flat = self.layout.rules[n].flat
             assert flat is not None
-            if name in self.tensors or any(join.name == name for join in joins):
+            if name in self.tensors or name in names:
                 raise LayoutError(f"the join {show(name)} bears the name of something else", key=name)
+            names.add(name)
             joins.append(Join(name, tuple(key for *_, key in sorted(found)), flat.align, flat.axes))
         return joins
 

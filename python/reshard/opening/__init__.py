@@ -171,8 +171,7 @@ def _open_file(path: Path, method: _core.ReadMethod) -> Checkpoint:
             manifests.set_sums(index, path.parent, manifest)
         elif proof.is_damaged and checkpoint2.WRITER_KEY in (index.file_metadata(file) or {}):
             raise unfinished(path, path.name, proof)
-        for name, *_ in index.file_tensors(file):
-            index.add_whole(name, file)
+        index.add_whole_file(file)
         return Checkpoint("safetensors", path, index, manifest, proof.keep_lock() if manifest is not None else None)
 
 
@@ -193,8 +192,7 @@ def _open_huggingface(folder: Path, method: _core.ReadMethod) -> Checkpoint:
     weight_map = huggingface.read_weight_map(folder)
     if weight_map is None:
         file = index.add_file(str(folder / huggingface.SINGLE_FILE), method=method)
-        for name, *_ in index.file_tensors(file):
-            index.add_whole(name, file)
+        index.add_whole_file(file)
         return Checkpoint("huggingface", folder, index)
     # Files of a hub cache are symbolic links into its store: here links are followed.
     files = {name: index.add_file(str(folder / name), method=method) for name in dict.fromkeys(weight_map.values())}
