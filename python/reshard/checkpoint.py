@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import numpy as np
 
 from reshard import _core, dtypes
+from reshard.arguments import checked
 from reshard.errors import (
     ArgumentError,
     DamagedFileError,
@@ -37,8 +38,8 @@ from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.layout.strategy_like import device_layouts, named_mapping
 from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.small_files import close_read, show
+from reshard.words import check_text, listed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -188,7 +189,7 @@ class Checkpoint:
         self._chosen: object = None  # what `opening` needs to let other ranks open the same
         # The lock tells retention that somebody reads here; it ends with the object if nobody closes it.
         self._lock = lock
-        self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
+        self._unlock = None if lock is None else weakref.finalize(self, close_read, lock)
 
     def __enter__(self) -> Self:
         return self
@@ -227,6 +228,7 @@ class Checkpoint:
         """How the run cut its tensors, where rank folders were opened with their strategy."""
         return self._strategy
 
+    @checked
     def keys(self, part: Part = "all") -> list[str]:
         """Names of the tensors, in the order of the checkpoint's description.
 
@@ -287,8 +289,9 @@ class Checkpoint:
         return dict(self._unplaced)
 
     def _check_placed(self, *keys: str) -> None:
-        """Refuse tensors whose parts have no place."""
+        """Refuse tensors whose parts have no place, and what is no key of a tensor."""
         for key in keys:
+            check_text(key, "key of a tensor")
             if key in self._unplaced:
                 shapes = " or ".join(map(str, self._unplaced[key][1][:4]))
                 raise LayoutError(
@@ -365,6 +368,7 @@ class Checkpoint:
 
     # -- reading
 
+    @checked
     def read(
         self, key: str, index: object = None, out: np.ndarray | None = None, *, verify: Verify = "touched"
     ) -> np.ndarray:
@@ -410,6 +414,7 @@ class Checkpoint:
         out[...] = array
         return out
 
+    @checked
     def load(
         self,
         layout: LayoutLike | None = None,
@@ -537,6 +542,7 @@ class Checkpoint:
             verify=verify != "structure",
         )
 
+    @checked
     def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
         """Compare all bytes of the shard files with their sums, as the manifest tells them, or with their own.
 
@@ -612,6 +618,7 @@ class Checkpoint:
         made._method, made._rank_files = self._method, self._rank_files
         return made
 
+    @checked
     def renamed(
         self, names: NamesLike, *, reverse: bool = False, config: ConfigLike | None = None, part: Part = "all"
     ) -> Checkpoint:
@@ -682,6 +689,7 @@ class Checkpoint:
         """
         return [] if self._is_whole else list(self._own)
 
+    @checked
     def stored(
         self, rank: int, *, keys: Collection[str] | None = None, verify: Verify = "touched"
     ) -> dict[str, np.ndarray]:
@@ -806,6 +814,7 @@ class Checkpoint:
         first = self.path.parent.with_name(checkpoint1.rank_folder_name(0)) / parsed.of_rank(0).name
         return self.path, first if first.exists() else None
 
+    @checked
     def bind(self, layout: LayoutLike) -> BoundLayout:
         """Lay a layout over the tensors of this checkpoint: every key's rule applied, everything checked.
 

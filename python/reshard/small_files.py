@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from io import FileIO
 
 __all__ = [
+    "close_read",
     "component_fault",
     "fsync_folder",
     "parse_size",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 _MAX_NAME_BYTES = 255
-_PIECE_BYTES = 1 << 20  # of a file that grows while it is read
+_PIECE_BYTES = 1 << 16  # of a file that grows while it is read
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for suffix, base in (("B", 1000), ("iB", 1024))
@@ -156,7 +157,7 @@ def _read_end(path: str | os.PathLike[str], n_bytes: int, whence: int, *, follow
     except OSError as error:
         raise StorageError(f"reading {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
     finally:
-        os.close(handle)
+        close_read(handle)
 
 
 def _read_there(file: FileIO, expected_bytes: int, max_bytes: int) -> bytes:
@@ -169,6 +170,12 @@ def _read_there(file: FileIO, expected_bytes: int, max_bytes: int) -> bytes:
         n_bytes += len(piece)
         n_wanted = max(expected_bytes + 1 - n_bytes, _PIECE_BYTES)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def close_read(handle: int) -> None:
+    """Close a handle that was only read or locked. A failure, as on a lost network mount, changes nothing then."""
+    with contextlib.suppress(OSError):
+        os.close(handle)
 
 
 def write_file_atomically(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
 from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface, tiles
@@ -59,6 +60,7 @@ __all__ = [
 _log = logging.getLogger("reshard")
 
 
+@checked
 def open(  # noqa: A001
     path: str | os.PathLike[str],
     *,

@@ -21,7 +21,7 @@ from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchEr
 from reshard.formats import checkpoint2, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.own_files import MAX_METADATA_BYTES
-from reshard.small_files import read_small_file, show
+from reshard.small_files import close_read, read_small_file, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,7 +206,7 @@ class Proof:
     def release(self) -> None:
         """End the lock, if nobody keeps it."""
         if self._lock is not None:
-            os.close(self._lock)
+            close_read(self._lock)
             self._lock = None
 
 

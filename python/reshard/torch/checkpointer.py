@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
+from reshard.arguments import checked
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ReshardError
 from reshard.group import agree, resolve, session
@@ -152,6 +153,7 @@ class Checkpointer:
         4
     """
 
+    @checked
     def __init__(
         self,
         root: str | os.PathLike[str],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from reshard import _core, dtypes
+from reshard.arguments import checked
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import scalars
 from reshard.group import SingleProcess, agree, resolve, session
@@ -74,6 +75,7 @@ class ConvertReport:
     warnings: tuple[str, ...] = ()
 
 
+@checked
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

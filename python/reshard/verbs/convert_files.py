@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.arguments import checked
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -94,6 +95,7 @@ class _Planned:
     n_bytes: int
 
 
+@checked
 def convert_files(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str] | None = None,

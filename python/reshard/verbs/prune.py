@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.arguments import checked
 from reshard.errors import ReshardError
 from reshard.opening import reason_of
 from reshard.opening.folder import open_folder
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Removed", "pin", "prune", "unpin"]
 
 
+@checked
 def prune(
     root: str | os.PathLike[str],
     keep: int,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core, opening
+from reshard.arguments import checked
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats.rank_file import add_rank_file
@@ -94,6 +95,7 @@ class VerifyReport:
         return sum(one.n_bytes for one in self.checkpoints)
 
 
+@checked
 def verify(
     path: str | os.PathLike[str],
     *,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.arguments import checked
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import checkpoint2, save_log
 from reshard.formats import manifest as manifests
@@ -209,6 +210,7 @@ def apply(
     return Removed(tuple(done.iterations), done.n_bytes, dict(sorted(kept.items())), tuple(warnings))
 
 
+@checked
 def pin(root: str | os.PathLike[str], iteration: int) -> None:
     """Keep an iteration whatever retention is asked for; once is enough.
 
@@ -222,6 +224,7 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
             steps.make_file(folder / PINNED_FILE, durable=True)
 
 
+@checked
 def unpin(root: str | os.PathLike[str], iteration: int) -> None:
     """Let an iteration go the way of all others again.
 
