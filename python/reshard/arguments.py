@@ -218,7 +218,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
         ("layout", "config", "names", "strategy", "strategy_a", "strategy_b", "name_or_config", "name_map"),
         _described,
     ),
-    **dict.fromkeys(("run", "checkpoint"), _own),
+    "run": _own,
     **dict.fromkeys(("keys", "optimizer_keys", "drop", "save_trainable_params"), _texts),
     **dict.fromkeys(("model", "tensors"), _mapping),
     **dict.fromkeys(

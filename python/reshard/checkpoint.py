@@ -827,9 +827,9 @@ class Checkpoint:
         return as_layout(layout).bind(self._shapes(), optimizer_keys=set(self.keys("optimizer")))
 
     def _wanted(self, part: Part, keys: Collection[str] | None) -> list[str]:
-        wanted = self.keys(part)
         if keys is None:
-            return wanted
+            return self.keys(part)
+        wanted = self._keys if part == "all" else self.keys(part)  # of a million keys no list is made for a few
         chosen = {keys} if isinstance(keys, str) else set(keys)
         for key in chosen:
             if key not in self:

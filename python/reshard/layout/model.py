@@ -141,13 +141,15 @@ class ModelLayout(LayoutFile):
         return cls.from_mapping(presets.mapping_of_preset(name_or_config, tp=tp, pp=pp, ep=ep, dp=dp))
 
     @classmethod
-    @checked
     def like(cls, checkpoint: CheckpointLike) -> Self:
         """The layout in which a checkpoint is stored; `replicated()` for one that is stored whole.
 
         Raises:
+            ArgumentError: it is no opened checkpoint.
             LayoutError: its device matrices cannot be refined to one mesh, or its stages overlap.
         """
+        if not hasattr(checkpoint, "_layout_mapping"):
+            raise ArgumentError(f"`checkpoint` is of type {type(checkpoint).__name__}, expected an opened checkpoint")
         mapping = mapping_like(checkpoint)
         return cls.replicated() if mapping is None else cls.from_mapping(mapping)
 
