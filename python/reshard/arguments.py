@@ -102,12 +102,16 @@ def _path(name: str, value: object) -> None:
     except UnicodeEncodeError:
         raise _wrong(name, path, "a path: no file system has such characters") from None
     if b"\0" in encoded:
-        raise _wrong(name, path, "a path: it holds the character NUL")
+        raise StorageError(
+            f"`{name}` is {show(path)}: a path cannot hold the character NUL", path=path, errno=errno.EINVAL
+        )
     if any(len(component) > _MAX_NAME_BYTES for component in encoded.split(b"/")) or len(encoded) > 4095:
         hint = (
             "it holds lines: give the path of a file, or a mapping (`yaml.safe_load(text)`)" if "\n" in path else None
         )
-        raise StorageError(f"`{name}` is {show(path)}: the name is too long", errno=errno.ENAMETOOLONG, hint=hint)
+        raise StorageError(
+            f"`{name}` is {show(path)}: the name is too long", path=path, errno=errno.ENAMETOOLONG, hint=hint
+        )
 
 
 def _described(name: str, value: object) -> None:

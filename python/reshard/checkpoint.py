@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.arguments import checked
+from reshard.arguments import check_given, checked
 from reshard.errors import (
     ArgumentError,
     DamagedFileError,
@@ -368,7 +368,6 @@ class Checkpoint:
 
     # -- reading
 
-    @checked
     def read(
         self, key: str, index: object = None, out: np.ndarray | None = None, *, verify: Verify = "touched"
     ) -> np.ndarray:
@@ -532,6 +531,7 @@ class Checkpoint:
         Example:
             >>> checkpoint.plan(checkpoint.bind("layout.yaml").request(3)).n_bytes  # doctest: +SKIP
         """
+        check_given(verify=verify)
         if verify not in ("full", "touched", "structure"):
             raise ArgumentError(f'`verify` is {verify!r}; "full", "touched" or "structure" are accepted')
         if verify == "full":
