@@ -238,7 +238,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
         _text,
     ),
     **dict.fromkeys(
-        ("rank", "iteration", "threads", "keep", "keep_every", "sink_size", "steps_per_epoch", "tp", "pp", "ep", "dp"),
+        ("rank", "iteration", "threads", "keep", "keep_every", "sink_size", "steps_per_epoch"),
         _integer,
     ),
     **dict.fromkeys(("progress", "ready", "after"), _function),

@@ -764,9 +764,11 @@ impl Index {
                 }
                 Found::Kept(stored) => match &stored.form {
                     Form::Grid(grid) => {
-                        grid.select(&stored.key, tile, chosen_bytes, &mut needed)?
+                        grid.select(&stored.key, tile, chosen_bytes, &mut needed)?;
                     }
-                    Form::Tiles(tiles) => tiles.select(stored, tile, chosen_bytes, &mut needed)?,
+                    Form::Tiles(tiles) => {
+                        tiles.select(stored, tile, chosen_bytes, &mut needed)?;
+                    }
                 },
             }
         }
@@ -775,7 +777,7 @@ impl Index {
 }
 
 fn check_size(key: &str, shape: &[u64]) -> Result<()> {
-    if n_elements(shape).is_some_and(|n| n <= i64::MAX as u64) {
+    if n_elements(shape).is_some_and(|n| i64::try_from(n).is_ok()) {
         return Ok(());
     }
     let message = format!("{}: shape {} is too large", named(key), Dims(shape));
