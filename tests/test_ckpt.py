@@ -380,7 +380,7 @@ def test_files_of_a_tree_are_chosen(tmp_path: Path) -> None:
     check_equal(load(tmp_path / "some" / names_of(tmp_path / "some")[1]), {"w": W + 10, "step": np.array(1)})
     with pytest.raises(CheckpointNotFoundError, match="whose name matches"):
         reshard.convert_files(source, tmp_path / "none", name_regex="zzz")
-    with pytest.raises(ArgumentError, match="no regular expression"):
+    with pytest.raises(ArgumentError, match=r"not a regular expression: .* unclosed group"):
         reshard.convert_files(source, tmp_path / "none", name_regex="(")
     with pytest.raises(CheckpointNotFoundError, match=r"hold no \.ckpt file"):
         reshard.convert_files(tmp_path / "all", tmp_path / "none")

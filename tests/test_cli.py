@@ -416,7 +416,7 @@ def test_names_cannot_drive_a_terminal(tmp_path: Path) -> None:
             assert shown(name) in result.output or expected in result.output, name
         else:
             assert expected in result.stdout, name
-            assert expected in run("inspect", path, "re:(?!other).*").stdout, name
+            assert expected in run("inspect", path, "re:.{6,}|[^o].*").stdout, name
         assert all(c.isprintable() or c == "\n" for c in result.output), name
         assert result.output.isascii() or number > 1
 

@@ -13,7 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import reshard
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux")
 
@@ -138,3 +141,60 @@ def test_what_is_used_first_imports_no_framework(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, source], check=True, env=os.environ)
+
+
+def file_of_empty_tensors(path: Path, n_tensors: int = 600_000) -> int:
+    """A file whose header is all there is to it; the bytes of the header."""
+    entries = (f'"{i:06d}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(n_tensors))
+    text = ("{" + ",".join(entries) + "}").encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    return len(text)
+
+
+OPENS = {
+    "core": "index = _core.Index(); index.add_whole_file(index.add_file(sys.argv[1])); n = len(index)",
+    "open": "checkpoint = reshard.open(sys.argv[1]); n = len(checkpoint); checkpoint.read('000007')",
+    "safe_open": "file = reshard.safe_open(sys.argv[1], 'np'); n = 600_000; file.get_tensor('599999')",
+    "load_file of a key": "n = len(reshard.open(sys.argv[1]).load(keys=['000001', '000002'])) + 599_998",
+}
+OPEN = """
+import sys, time, numpy, reshard
+from reshard import _core, interop, opening
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+before = anonymous()
+{program}
+assert n == 600_000, n
+print(before)
+"""
+
+
+@pytest.mark.parametrize("program", OPENS.values(), ids=OPENS)
+def test_a_file_of_600_000_tensors_opens_in_twice_its_header(tmp_path: Path, program: str) -> None:
+    header_bytes = file_of_empty_tensors(tmp_path / "m.safetensors")
+    # What the interpreter and the imports take is measured by a run that opens nothing.
+    idle = peak_mib(OPEN.replace("{program}", "n = 600_000"), tmp_path / "m.safetensors")
+    peak = peak_mib(OPEN.replace("{program}", program), tmp_path / "m.safetensors") - idle
+    bound = 2 * header_bytes / MIB + 32
+    assert peak <= bound, f"{peak:.0f} MiB for a header of {header_bytes / MIB:.0f} MiB, allowed are {bound:.0f} MiB"
+
+
+def test_a_small_metadata_file_is_read_within_a_memory_limit(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys, numpy, reshard\n"
+        "from reshard import opening, checkpoint\n"
+        "from reshard.errors import ReshardError\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_AS)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, hard))\n"
+        "print(reshard.open(sys.argv[1]).read('w').sum())\n"
+    )
+    reshard.save(tmp_path / "root", 7, {"w": np.arange(8.0)}, durable=False)
+    folder = tmp_path / "root" / "iteration_00000007"
+    (folder / "manifest.json").unlink()
+    (folder / "checksums.bin").unlink(missing_ok=True)
+    for text in folder.glob("*.safetensors"):  # of a foreign writer, that has no manifest
+        reshard.save_file(reshard.load_file(text), text)
+    done = subprocess.run(
+        [sys.executable, "-c", program, folder], capture_output=True, text=True, check=False, env=os.environ
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "28.0"), done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,20 @@ def test_plain_components(name: str) -> None:
 )
 def test_what_is_no_plain_component(name: str) -> None:
     assert component_fault(name) is not None
+
+
+def test_a_file_is_read_in_memory_for_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * 5000)
+    tracemalloc.start()
+    try:
+        assert files.read_small_file(path, 4 << 30) == b"x" * 5000
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(DamagedFileError, match="larger than 4999 bytes"):
+        files.read_small_file(path, 4999)
+    assert files.read_head(path, 10) == b"x" * 10
+    assert files.read_tail(path, 10) == b"x" * 10
+    # The size of such a file is told as 0: it is read as one that grew.
+    assert files.read_small_file("/proc/self/status", 1 << 20).startswith(b"Name:")

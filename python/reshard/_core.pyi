@@ -15,9 +15,12 @@ ReadMethod: TypeAlias = Literal["auto", "map", "read"]
 __all__ = [
     "Buffer",
     "Buffers",
+    "Expression",
     "Index",
+    "IndexPattern",
     "Layout",
     "Mesh",
+    "Patterns",
     "Plan",
     "Request",
     "Snapshot",
@@ -106,6 +109,55 @@ class Layout:
         """The rank's tiles; empty if it holds nothing or an empty part."""
 
 @final
+class Expression:
+    """A regular expression that is searched in linear time: no look-around, no back-references.
+
+    Args:
+        text: the expression; its syntax is that of Rust's `regex` crate, which is Python's without those two.
+        whole: whether it has to match the whole text, or a part of it.
+
+    Raises:
+        ArgumentError: it is not valid or too large.
+    """
+
+    def __new__(cls, text: str, *, whole: bool = True) -> Expression: ...
+    def matches(self, text: str) -> bool: ...
+    def groups(self, text: str) -> list[str | None] | None:
+        """What its groups match; None: it does not match."""
+
+@final
+class Patterns:
+    """Patterns over keys: globs in which `*` and `?` are special, and `re:` with an expression for the whole key.
+
+    Raises:
+        ArgumentError: one is no pattern, or all expressions together are too large. A search raises it when the
+            searches of these patterns have taken a minute in total.
+    """
+
+    def __new__(cls, texts: Sequence[str]) -> Patterns: ...
+    @staticmethod
+    def check(text: str) -> bool:
+        """Check a pattern without compiling it; whether it is an expression with special characters."""
+
+    def __len__(self) -> int: ...
+    def find(self, key: str) -> int | None:
+        """The number of the first pattern that matches the key."""
+
+    def find_all(self, key: str) -> list[int]:
+        """The numbers of all patterns that match the key, ascending."""
+
+    def used(self, keys: Sequence[str]) -> list[bool]:
+        """Of each pattern whether it matches one of the keys."""
+
+@final
+class IndexPattern:
+    """A pattern in which `{i}` stands once, for the digits of an index."""
+
+    def __new__(cls, text: str) -> IndexPattern: ...
+    def indices(self, key: str) -> list[int]:
+        """The values that the index can have; two of them if there are more. ArgumentError: it has too many digits."""
+
+@final
 class Request:
     """The local arrays that a load or a file wants, each made of regions of tensors of an index."""
 
@@ -190,6 +242,9 @@ class Index:
         """
 
     # -- tensors
+    def add_whole_file(self, file: int) -> None:
+        """All tensors of a file lie whole in it under their own names; of a safetensors file this keeps nothing each."""
+
     def add_whole(self, key: str, file: int) -> None:
         """`key` is stored whole in `file` under its own name, be it in one part or several."""
 
@@ -217,6 +272,9 @@ class Index:
 
     def __len__(self) -> int: ...
     def __contains__(self, key: object, /) -> bool: ...
+    def key(self, number: int) -> str:
+        """The key of this number, in the order of `keys`; IndexError if there is none."""
+
     def keys(self) -> list[str]:
         """In the order in which they were added; of `from_metadata`, in the file's order."""
 

@@ -14,11 +14,12 @@ import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import numpy as np
 
 from reshard import _core, dtypes
+from reshard.arguments import check_given, checked
 from reshard.errors import (
     ArgumentError,
     KeyNotFoundError,
@@ -33,8 +34,8 @@ from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.small_files import close_read, show
+from reshard.words import check_text, listed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -105,6 +106,29 @@ class TensorInfo:
     part: Literal["model", "optimizer"]
 
 
+class _Keys(Sequence[str]):
+    """The keys of an index, made when they are asked for: a file can have a million, and most are never looked at."""
+
+    def __init__(self, index: _core.Index) -> None:
+        self._index = index
+        self._n = len(index)
+
+    def __len__(self) -> int:
+        return self._n
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[str]: ...
+    def __getitem__(self, number: int | slice) -> str | list[str]:
+        if isinstance(number, slice):
+            return [self._index.key(n) for n in range(self._n)[number]]
+        return self._index.key(range(self._n)[number])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self._index.key, range(self._n))
+
+
 class Checkpoint:
     """An opened checkpoint: names, shapes, and the bytes on demand. Made by `open`; safe to read from several threads.
 
@@ -142,11 +166,12 @@ class Checkpoint:
         self.strings = data.strings
         self.aliases = data.aliases
         self._index = data.index
-        self._keys = data.keys()
+        own_keys = data.keys()
+        self._keys: Sequence[str] = _Keys(data.index) if own_keys is None else own_keys
         self._unplaced = data.unplaced()
         self._is_scrubbed = False
         # The lock protects the files from retention while they are read. It ends with the object at the latest.
-        self._unlock = None if data.lock is None else weakref.finalize(self, os.close, data.lock)
+        self._unlock = None if data.lock is None else weakref.finalize(self, close_read, data.lock)
 
     def __enter__(self) -> Self:
         return self
@@ -185,6 +210,7 @@ class Checkpoint:
         """How the run cut its tensors, where rank folders were opened with their strategy."""
         return self.data.strategy()
 
+    @checked
     def keys(self, part: Part = "all") -> list[str]:
         """Names of the tensors, in the order of the checkpoint's description.
 
@@ -243,8 +269,9 @@ class Checkpoint:
         return dict(self._unplaced)
 
     def _check_placed(self, *keys: str) -> None:
-        """Refuse tensors whose parts have no place."""
+        """Refuse tensors whose parts have no place, and what is no key of a tensor."""
         for key in keys:
+            check_text(key, "key of a tensor")
             if key in self._unplaced:
                 shapes = " or ".join(map(str, self._unplaced[key][1][:4]))
                 raise LayoutError(
@@ -321,6 +348,7 @@ class Checkpoint:
         out[...] = array
         return out
 
+    @checked
     def load(
         self,
         layout: LayoutLike | None = None,
@@ -450,6 +478,7 @@ class Checkpoint:
         Example:
             >>> checkpoint.plan(checkpoint.bind("layout.yaml").request(3)).n_bytes  # doctest: +SKIP
         """
+        check_given(verify=verify)
         if verify not in ("full", "touched", "structure"):
             raise ArgumentError(f'`verify` is {verify!r}; "full", "touched" or "structure" are accepted')
         if verify == "full":
@@ -461,6 +490,7 @@ class Checkpoint:
             verify=verify != "structure",
         )
 
+    @checked
     def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
         """Compare all bytes of the shard files with their sums, as the manifest tells them, or with their own.
 
@@ -534,6 +564,7 @@ class Checkpoint:
         lock = os.dup(data.lock) if is_locked and data.lock is not None else None
         return Checkpoint(replace(data.view(index, lock), common=self.common, is_renamed=is_renamed))
 
+    @checked
     def renamed(
         self, names: NamesLike, *, reverse: bool = False, config: ConfigLike | None = None, part: Part = "all"
     ) -> Checkpoint:
@@ -603,6 +634,7 @@ class Checkpoint:
         """
         return [] if self._own is None else list(self._own)
 
+    @checked
     def stored(
         self, rank: int, *, keys: Collection[str] | None = None, verify: Verify = "touched"
     ) -> dict[str, np.ndarray]:
@@ -697,6 +729,7 @@ class Checkpoint:
         """
         return self.data.extra_state(rank)
 
+    @checked
     def bind(self, layout: LayoutLike) -> BoundLayout:
         """Lay a layout over the tensors of this checkpoint: every key's rule applied, everything checked.
 
@@ -709,9 +742,9 @@ class Checkpoint:
         return as_layout(layout).bind(self._shapes(), optimizer_keys=set(self.keys("optimizer")))
 
     def _wanted(self, part: Part, keys: Collection[str] | None) -> list[str]:
-        wanted = self.keys(part)
         if keys is None:
-            return wanted
+            return self.keys(part)
+        wanted = self._keys if part == "all" else self.keys(part)  # of a million keys no list is made for a few
         chosen = {keys} if isinstance(keys, str) else set(keys)
         for key in chosen:
             if key not in self:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, ove
 import numpy as np
 
 from reshard import _core, dtypes
+from reshard.arguments import checked
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.indexing import TensorIndexError, normalize_index
 from reshard.opening import open as open_checkpoint
@@ -51,6 +52,7 @@ def safe_open(
 def safe_open(
     filename: str | os.PathLike[str], framework: Torch, device: str | int = "cpu", *, backend: Backend | None = None
 ) -> SafeOpen[torch.Tensor]: ...
+@checked
 def safe_open(
     filename: str | os.PathLike[str],
     framework: Numpy | Torch,
@@ -97,6 +99,7 @@ def load_file(
 def load_file(
     filename: str | os.PathLike[str], framework: Torch, device: str | int = "cpu", *, backend: Backend | None = None
 ) -> dict[str, torch.Tensor]: ...
+@checked
 def load_file(
     filename: str | os.PathLike[str],
     framework: Any = "np",
@@ -125,6 +128,7 @@ def load_file(
         return f.get_tensors()
 
 
+@checked
 def save_file(
     tensors: Mapping[str, np.ndarray | torch.Tensor],
     filename: str | os.PathLike[str],
@@ -226,6 +230,7 @@ class SafeOpen(Generic[Array]):
         Raises:
             KeyNotFoundError: there is no tensor of this name.
         """
+        check_text(name, "key of a tensor")
         checkpoint = self._checkpoint
         dtype, _ = checkpoint.data.index.info(name)
         result: Array = _result(checkpoint.read(name), dtype, self._device)
@@ -252,6 +257,7 @@ class SafeOpen(Generic[Array]):
         Raises:
             KeyNotFoundError: there is no tensor of this name.
         """
+        check_text(name, "key of a tensor")
         return SafeSlice(self._checkpoint, name, self._device)
 
     @property

@@ -20,8 +20,10 @@ from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from io import FileIO
 
 __all__ = [
+    "close_read",
     "component_fault",
     "fsync_folder",
     "parse_size",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 _MAX_NAME_BYTES = 255
+_PIECE_BYTES = 1 << 16  # of a file that grows while it is read
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for suffix, base in (("B", 1000), ("iB", 1024))
@@ -145,12 +148,35 @@ def _read_end(path: str | os.PathLike[str], n_bytes: int, whence: int, *, follow
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
             raise DamagedFileError(f"{show(path)} is not a regular file", path=path)
-        with open(handle, "rb", closefd=False) as file:
-            file.seek(max(0, found.st_size - n_bytes) if whence == os.SEEK_END else 0)
-            return file.read(n_bytes)
+        start = max(0, found.st_size - n_bytes) if whence == os.SEEK_END else 0
+        with open(handle, "rb", buffering=0, closefd=False) as file:
+            file.seek(start)
+            return _read_there(file, found.st_size - start, n_bytes)
+    except MemoryError:
+        raise StorageError(
+            f"reading {show(path)}: no memory for its {found.st_size} bytes", path=path, errno=errno.ENOMEM
+        ) from None
     except OSError as error:
         raise StorageError(f"reading {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
     finally:
+        close_read(handle)
+
+
+def _read_there(file: FileIO, expected_bytes: int, max_bytes: int) -> bytes:
+    """Read up to a limit, in memory for what the file has: one that grows is read on, with the limit as before."""
+    pieces: list[bytes] = []
+    n_bytes = 0
+    n_wanted = expected_bytes + 1  # one more than expected: the same read finds the end
+    while n_bytes < max_bytes and (piece := file.read(min(n_wanted, max_bytes - n_bytes))):
+        pieces.append(piece)
+        n_bytes += len(piece)
+        n_wanted = max(expected_bytes + 1 - n_bytes, _PIECE_BYTES)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def close_read(handle: int) -> None:
+    """Close a handle that was only read or locked. A failure, as on a lost network mount, changes nothing then."""
+    with contextlib.suppress(OSError):
         os.close(handle)
 
 

@@ -11,13 +11,14 @@ use crate::checksum::Sums;
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
 use crate::factors::Factors;
+use crate::header::Entry;
 use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
 use crate::metadata::Metadata;
 use crate::plan::{Array, Plan, PlanSource};
 use crate::region::{Dims, Region};
 use crate::request::{Request, RequestedArray};
-use crate::shard_file::{Format, ShardFile};
+use crate::shard_file::{Format, ShardFile, Table};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
     Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, named, no_holder,
@@ -35,6 +36,7 @@ pub struct Index {
     files: Vec<FileSlot>,
     tensors: Vec<Stored>,
     by_key: HashMap<String, u32>,
+    wholes: Vec<Whole>,
     is_closed: std::sync::atomic::AtomicBool,
 }
 
@@ -55,6 +57,32 @@ impl fmt::Debug for FileSlot {
             .field("path", &self.path)
             .field("format", &self.format)
             .finish_non_exhaustive()
+    }
+}
+
+/// A file of which every tensor is one of the index, whole and under its own name.
+///
+/// There can be a million of them, so nothing is kept for each: the header that the file was checked by is the table.
+#[derive(Debug)]
+struct Whole {
+    file: u32,
+    table: Arc<Table>,
+    /// How many of `tensors` come before these.
+    n_before: usize,
+}
+
+/// A tensor of the index.
+enum Found<'a> {
+    Kept(&'a Stored),
+    Whole(u32, Entry<'a>),
+}
+
+impl Found<'_> {
+    fn shape(&self) -> &[u64] {
+        match self {
+            Self::Kept(stored) => &stored.shape,
+            Self::Whole(_, entry) => &entry.shape,
+        }
     }
 }
 
@@ -179,17 +207,34 @@ impl Index {
         let Some((dtype, shape, _)) = opened.tensor(key) else {
             return Err(self.missing_in(file, key));
         };
-        let cuts = shape
-            .iter()
-            .map(|&extent| Cuts::Even { extent, n_parts: 1 })
-            .collect();
-        let order = (0..shape.len()).collect();
-        let form = Form::Grid(Grid {
-            cuts,
-            order,
-            holders: Holders::File(file),
-        });
+        let form = Form::Grid(Grid::whole(&shape, file));
         self.insert(key, Some(dtype), shape, form)
+    }
+
+    /// All tensors of a file lie whole in it under their own names, in the order of their data.
+    pub fn add_whole_file(&mut self, file: u32) -> Result<()> {
+        let opened = self.open(file)?;
+        let table = Arc::clone(opened.table());
+        if let Table::Records(_) = &*table {
+            for array in table.arrays() {
+                self.add_whole(&array.name, file)?;
+            }
+            return Ok(());
+        }
+        for i in 0..table.len() {
+            let entry = table.entry(i);
+            check_size(entry.name, &entry.shape)?;
+            if self.contains(entry.name) {
+                return Err(stored_twice(entry.name));
+            }
+        }
+        let n_before = self.tensors.len();
+        self.wholes.push(Whole {
+            file,
+            table,
+            n_before,
+        });
+        Ok(())
     }
 
     /// `key` lies in the files of the ranks as a layout says, under its own name: one file a position.
@@ -264,21 +309,12 @@ impl Index {
         shape: Vec<u64>,
         form: Form,
     ) -> Result<()> {
-        if self
-            .by_key
-            .insert(key.to_owned(), self.tensors.len() as u32)
-            .is_some()
-        {
-            return Err(Error::damaged(format!("{} is stored twice", named(key))).key(key));
+        if self.contains(key) {
+            return Err(stored_twice(key));
         }
-        if n_elements(&shape).is_none_or(|n| n > i64::MAX as u64) {
-            return Err(Error::damaged(format!(
-                "{}: shape {} is too large",
-                named(key),
-                Dims(&shape)
-            ))
-            .key(key));
-        }
+        self.by_key
+            .insert(key.to_owned(), self.tensors.len() as u32);
+        check_size(key, &shape)?;
         let dtype = dtype.map_or_else(OnceLock::new, OnceLock::from);
         self.tensors.push(Stored {
             key: key.to_owned(),
@@ -291,22 +327,44 @@ impl Index {
 
     /// Keys in the order in which they were added.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
-        self.tensors.iter().map(|tensor| tensor.key.as_str())
+        (0..self.len()).filter_map(|i| self.key(i))
+    }
+
+    /// The key of a number, in the order in which they were added.
+    pub fn key(&self, i: usize) -> Option<&str> {
+        let mut n_in_wholes = 0;
+        for whole in &self.wholes {
+            let first = whole.n_before + n_in_wholes;
+            if i < first {
+                break;
+            }
+            if i < first + whole.table.len() {
+                return Some(whole.table.entry(i - first).name);
+            }
+            n_in_wholes += whole.table.len();
+        }
+        let stored = self.tensors.get(i - n_in_wholes)?;
+        Some(&stored.key)
     }
 
     /// Number of keys.
     pub fn len(&self) -> usize {
-        self.tensors.len()
+        let in_wholes: usize = self.wholes.iter().map(|whole| whole.table.len()).sum();
+        self.tensors.len() + in_wholes
     }
 
     /// Whether there is no key.
     pub fn is_empty(&self) -> bool {
-        self.tensors.is_empty()
+        self.len() == 0
     }
 
     /// Whether there is a key.
     pub fn contains(&self, key: &str) -> bool {
         self.by_key.contains_key(key)
+            || self
+                .wholes
+                .iter()
+                .any(|whole| whole.table.find(key).is_some())
     }
 
     /// Number of files.
@@ -361,29 +419,38 @@ impl Index {
         }
     }
 
-    fn stored(&self, key: &str) -> Result<&Stored> {
-        self.by_key
-            .get(key)
-            .map(|&i| &self.tensors[i as usize])
-            .ok_or_else(|| {
-                Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key)
-            })
+    fn found(&self, key: &str) -> Result<Found<'_>> {
+        if let Some(&i) = self.by_key.get(key) {
+            return Ok(Found::Kept(&self.tensors[i as usize]));
+        }
+        for whole in &self.wholes {
+            if let Some(i) = whole.table.find(key) {
+                return Ok(Found::Whole(whole.file, whole.table.entry(i)));
+            }
+        }
+        Err(Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key))
     }
 
     /// dtype and global shape of a key.
-    pub fn info(&self, key: &str) -> Result<(Dtype, &[u64])> {
-        let stored = self.stored(key)?;
-        Ok((self.dtype(stored)?, &stored.shape))
+    pub fn info(&self, key: &str) -> Result<(Dtype, Vec<u64>)> {
+        match self.found(key)? {
+            Found::Kept(stored) => Ok((self.dtype(stored)?, stored.shape.clone())),
+            Found::Whole(_, entry) => Ok((entry.dtype, entry.shape)),
+        }
     }
 
     /// Global shape of a key; opens nothing.
-    pub fn shape(&self, key: &str) -> Result<&[u64]> {
-        Ok(&self.stored(key)?.shape)
+    pub fn shape(&self, key: &str) -> Result<Vec<u64>> {
+        Ok(self.found(key)?.shape().to_vec())
     }
 
     /// The files that hold a part of a key, each once, ascending; opens nothing.
     pub fn holders(&self, key: &str) -> Result<Vec<u32>> {
-        let mut files: Vec<u32> = match &self.stored(key)?.form {
+        let stored = match self.found(key)? {
+            Found::Whole(file, _) => return Ok(vec![file]),
+            Found::Kept(stored) => stored,
+        };
+        let mut files: Vec<u32> = match &stored.form {
             Form::Grid(Grid {
                 holders: Holders::File(file),
                 ..
@@ -404,6 +471,13 @@ impl Index {
         files.sort_unstable();
         files.dedup();
         Ok(files)
+    }
+
+    fn dtype_of(&self, key: &str) -> Result<Dtype> {
+        match self.found(key)? {
+            Found::Kept(stored) => self.dtype(stored),
+            Found::Whole(_, entry) => Ok(entry.dtype),
+        }
     }
 
     fn dtype(&self, stored: &Stored) -> Result<Dtype> {
@@ -429,7 +503,12 @@ impl Index {
 
     /// Every stored region of a key and the files that hold it; of one in factored dims the box around it.
     pub fn shards(&self, key: &str) -> Result<Vec<(Region, Vec<u32>)>> {
-        let stored = self.stored(key)?;
+        let stored = match self.found(key)? {
+            Found::Whole(file, entry) => {
+                return Ok(vec![(Region::whole(&entry.shape), vec![file])]);
+            }
+            Found::Kept(stored) => stored,
+        };
         match &stored.form {
             Form::Grid(grid) => (0..grid.n_cells())
                 .map(|cell| grid.region(cell))
@@ -443,7 +522,12 @@ impl Index {
 
     /// Every stored array that holds a part of a key, and its tiles: what `add_tiles` takes without factors. Replicas are all told.
     pub fn stored_arrays(&self, key: &str) -> Result<Vec<(StoredTensor, Vec<Tile>)>> {
-        let stored = self.stored(key)?;
+        let stored = match self.found(key)? {
+            Found::Whole(file, entry) => {
+                return Ok(Grid::whole(&entry.shape, file).stored_arrays(key));
+            }
+            Found::Kept(stored) => stored,
+        };
         match &stored.form {
             Form::Grid(grid) => Ok(grid.stored_arrays(&stored.key)),
             Form::Tiles(tiles) => tiles.stored_arrays(&stored.key),
@@ -463,6 +547,10 @@ impl Index {
     /// Opens every file that holds a tensor and checks that it is as the index expects; `(file, name)` of what nobody expects.
     pub fn check(&self) -> Result<Vec<(u32, String)>> {
         self.prove()?;
+        // Their tensors were taken from their headers: that they open is all there is to check.
+        for whole in &self.wholes {
+            self.open(whole.file)?;
+        }
         let mut expected: Vec<Vec<(&Stored, &str, Vec<u64>)>> =
             (0..self.files.len()).map(|_| Vec::new()).collect();
         for stored in &self.tensors {
@@ -495,7 +583,8 @@ impl Index {
             .map(|(file, expected)| {
                 let file = file as u32;
                 let opened = self.open(file)?;
-                let mut is_known = vec![false; opened.table().len()];
+                let is_whole = self.wholes.iter().any(|whole| whole.file == file);
+                let mut is_known = vec![is_whole; opened.table().len()];
                 for (stored, name, shape) in expected {
                     let at = opened
                         .table()
@@ -579,9 +668,9 @@ impl Index {
                     self.learn_dtype(one)?;
                 }
             }
-            let stored_dtype = self.dtype(self.stored(first_key)?)?;
+            let stored_dtype = self.dtype_of(first_key)?;
             for (key, _) in &wanted.keys[1..] {
-                let dtype = self.dtype(self.stored(key)?)?;
+                let dtype = self.dtype_of(key)?;
                 if dtype != stored_dtype {
                     let message = format!(
                         "`{}` joins {} of {stored_dtype} and {} of {dtype}; one dtype is needed",
@@ -659,26 +748,26 @@ impl Index {
 
     fn check_requested(&self, wanted: &RequestedArray) -> Result<()> {
         for (key, shape) in &wanted.keys {
-            let stored = self.stored(key)?;
+            let found = self.found(key)?;
             if let Some(shape) = shape
-                && *shape != stored.shape
+                && *shape != found.shape()
             {
                 let message = format!(
                     "{} has shape {}, the layout was made for {}",
                     named(key),
-                    Dims(&stored.shape),
+                    Dims(found.shape()),
                     Dims(shape)
                 );
                 return Err(Error::new(Kind::Mismatch, message).key(key));
             }
         }
         for (key, tile) in &wanted.tiles {
-            let stored = self.stored(key)?;
-            if !tile.global.lies_in(&stored.shape) {
+            let found = self.found(key)?;
+            if !tile.global.lies_in(found.shape()) {
                 let message = format!(
                     "{} has shape {}; {} lies outside",
                     named(key),
-                    Dims(&stored.shape),
+                    Dims(found.shape()),
                     tile.global
                 );
                 return Err(Error::new(Kind::Argument, message).key(key));
@@ -698,14 +787,35 @@ impl Index {
             if tile.global.is_empty() {
                 continue;
             }
-            let stored = self.stored(key)?;
-            match &stored.form {
-                Form::Grid(grid) => grid.select(stored, tile, chosen_bytes, &mut selected)?,
-                Form::Tiles(tiles) => tiles.select(stored, tile, chosen_bytes, &mut selected)?,
+            match self.found(key)? {
+                Found::Whole(file, entry) => {
+                    let grid = Grid::whole(&entry.shape, file);
+                    grid.select(entry.name, tile, chosen_bytes, &mut selected)?;
+                }
+                Found::Kept(stored) => match &stored.form {
+                    Form::Grid(grid) => {
+                        grid.select(&stored.key, tile, chosen_bytes, &mut selected)?;
+                    }
+                    Form::Tiles(tiles) => {
+                        tiles.select(stored, tile, chosen_bytes, &mut selected)?;
+                    }
+                },
             }
         }
         Ok(selected)
     }
+}
+
+fn check_size(key: &str, shape: &[u64]) -> Result<()> {
+    if n_elements(shape).is_some_and(|n| i64::try_from(n).is_ok()) {
+        return Ok(());
+    }
+    let message = format!("{}: shape {} is too large", named(key), Dims(shape));
+    Err(Error::damaged(message).key(key))
+}
+
+fn stored_twice(key: &str) -> Error {
+    Error::damaged(format!("{} is stored twice", named(key))).key(key)
 }
 
 fn cast_target(stored: Dtype, cast: Option<Dtype>) -> Result<Dtype> {

@@ -17,6 +17,9 @@ use crate::region::{Dims, Region, flat_range_boxes, row_major_strides};
 use crate::tile::Tile;
 use std::sync::Arc;
 
+/// Most blocks of a tensor, multiplied over its dims: a rank can have a tile for each.
+const MAX_BLOCKS: u64 = 1 << 16;
+
 /// What happens to an extent that does not divide by its parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Uneven {
@@ -195,6 +198,16 @@ impl Layout {
                     format!("axis `{}` is used twice", mesh.axes()[axis].0),
                 ));
             }
+        }
+        let n_blocks = specs
+            .iter()
+            .filter_map(|dim| dim.blocks.as_ref())
+            .try_fold(1_u64, |n, blocks| n.checked_mul(blocks.len().max(1) as u64));
+        if n_blocks.is_none_or(|n| n > MAX_BLOCKS) {
+            return Err(Error::new(
+                Kind::Layout,
+                format!("`blocks` make more than {MAX_BLOCKS} blocks of the tensor"),
+            ));
         }
         let dims = specs
             .into_iter()

@@ -11,6 +11,7 @@ pub mod dtype;
 pub mod error;
 pub mod layout;
 pub mod mesh;
+pub mod patterns;
 pub mod region;
 pub mod tile;
 

@@ -4,7 +4,9 @@ use crate::error::{Error, Kind, Printable, Result};
 use std::collections::HashMap;
 
 /// More points than any machine has; keeps everything that is counted per rank in memory.
-const MAX_POINTS: u64 = 1 << 24;
+pub const MAX_POINTS: u64 = 1 << 20;
+/// Most axes: more than the sizes above 1 of so many points can have.
+const MAX_AXES: usize = 256;
 
 /// A device mesh. The first axis varies slowest; points are row-major.
 #[derive(Debug, PartialEq, Eq)]
@@ -25,6 +27,10 @@ struct Ranks {
 impl Mesh {
     /// A mesh of named axes; `ranks` is the global rank at each point, by default the point's position.
     pub fn new(axes: Vec<(String, u64)>, ranks: Option<Vec<u64>>) -> Result<Self> {
+        if axes.len() > MAX_AXES {
+            let message = format!("the mesh has {} axes, more than {MAX_AXES}", axes.len());
+            return Err(Error::new(Kind::Layout, message));
+        }
         let mut n_points: u64 = 1;
         for (i, (name, size)) in axes.iter().enumerate() {
             if name.is_empty() || *size == 0 {

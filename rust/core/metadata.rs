@@ -27,7 +27,7 @@ use std::collections::HashMap;
 /// Most shards of one tensor.
 pub const MAX_CELLS: u64 = 1 << 31;
 /// Most ranks of one layout.
-pub const MAX_RANKS: usize = 1 << 24;
+pub const MAX_RANKS: usize = crate::mesh::MAX_POINTS as usize;
 /// Longest spelling of a dtype.
 const MAX_DTYPE_BYTES: usize = 64;
 /// Longest name of a file, as of most file systems.

@@ -35,7 +35,7 @@ pub enum Table {
 #[derive(Debug)]
 pub struct ShardFile {
     source: Source,
-    table: Table,
+    table: Arc<Table>,
     sums: Option<Arc<Sums>>,
     /// Whether the whole file has been compared with what stands in it for that.
     is_proven: Mutex<bool>,
@@ -128,7 +128,7 @@ impl ShardFile {
         };
         Ok(Self {
             source,
-            table,
+            table: Arc::new(table),
             sums,
             is_proven: Mutex::new(false),
         })
@@ -140,7 +140,7 @@ impl ShardFile {
     }
 
     /// What it says of its tensors.
-    pub fn table(&self) -> &Table {
+    pub fn table(&self) -> &Arc<Table> {
         &self.table
     }
 
@@ -161,7 +161,7 @@ impl ShardFile {
 
     /// Whether the file itself has a sum of all its bytes.
     pub fn has_crc(&self) -> bool {
-        matches!(&self.table, Table::Records(records) if records.has_crc())
+        matches!(&*self.table, Table::Records(records) if records.has_crc())
     }
 
     /// Compares all bytes with the sum in the file, if it has one and that has not been done: an opened file is the
@@ -170,7 +170,7 @@ impl ShardFile {
     /// # Errors
     /// They differ, or cannot be read.
     pub fn prove(&self, control: &Control) -> Result<()> {
-        let Table::Records(records) = &self.table else {
+        let Table::Records(records) = &*self.table else {
             return Ok(());
         };
         if !records.has_crc() {

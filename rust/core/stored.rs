@@ -101,6 +101,18 @@ pub(crate) struct SelectedCopy<'a> {
 }
 
 impl Grid {
+    /// One cell: the whole tensor in one file.
+    pub(crate) fn whole(shape: &[u64], file: u32) -> Self {
+        let cuts = shape
+            .iter()
+            .map(|&extent| Cuts::Even { extent, n_parts: 1 });
+        Self {
+            cuts: cuts.collect(),
+            order: (0..shape.len()).collect(),
+            holders: Holders::File(file),
+        }
+    }
+
     pub(crate) fn n_cells(&self) -> u64 {
         self.cuts.iter().map(Cuts::n_parts).product()
     }
@@ -236,7 +248,7 @@ impl Grid {
 
     pub(crate) fn select<'a>(
         &self,
-        stored: &'a Stored,
+        key: &'a str,
         tile: &Tile,
         chosen: &mut [u64],
         selected: &mut Vec<SelectedCopy<'a>>,
@@ -255,11 +267,11 @@ impl Grid {
                 let cell = self.cell(&parts);
                 let n = common.n_elements();
                 let file = choose(&self.files(cell, MAX_CANDIDATES), chosen, n)
-                    .ok_or_else(|| no_holder(&stored.key, &region))?;
+                    .ok_or_else(|| no_holder(key, &region))?;
                 let (stored_shape, source) = self.stored_tile(region);
                 selected.push(selected_copy(
                     file,
-                    &stored.key,
+                    key,
                     stored_shape,
                     &common,
                     &source,

@@ -154,12 +154,19 @@ impl Checks {
     }
 }
 
+/// Whether [`prove_files`] has something to do.
+pub(crate) fn proves_files(plan: &Plan<'_>) -> bool {
+    let has_crc =
+        |source: &PlanSource| matches!(source, PlanSource::File(_, file) if file.has_crc());
+    plan.verify && plan.sources.iter().any(has_crc)
+}
+
 /// Proves the sources of a plan that have a sum of their own whole, if the plan is to be verified.
 ///
 /// # Errors
 /// One of them differs from its sum, or cannot be read.
 pub(crate) fn prove_files(plan: &Plan<'_>, control: &Control) -> Result<()> {
-    if !plan.verify {
+    if !proves_files(plan) {
         return Ok(());
     }
     plan.sources.par_iter().try_for_each(|source| match source {

@@ -17,7 +17,7 @@ use crate::fetch::Run;
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
-use crate::verify::{Checks, prove_files};
+use crate::verify::{Checks, prove_files, proves_files};
 use rayon::prelude::*;
 use rustix::fs::{FallocateFlags, Mode, OFlags};
 use std::fs::File;
@@ -101,6 +101,22 @@ pub trait Sink: Sync + Sized {
 
     /// Makes the file visible under its name, after all bytes were written.
     fn publish(self) -> Result<()>;
+}
+
+/// Whether a file is so small that the calling thread writes it alone, without a pool: it is one piece.
+pub fn is_small(plan: &Plan<'_>, options: &Options) -> bool {
+    const MAX_ARRAYS: usize = 256;
+    const MAX_BYTES: usize = 1 << 20;
+    // Of one array a name, whose characters can be escaped to six bytes each, and at most 32 extents.
+    const { assert!(MAX_BYTES + MAX_ARRAYS * 7168 + (64 << 10) * 6 <= PIECE_BYTES) };
+    let metadata = options.metadata.iter();
+    let metadata_bytes: usize = metadata
+        .map(|(key, value)| key.len() + value.len() + 8)
+        .sum();
+    plan.n_bytes() <= MAX_BYTES as u64
+        && plan.arrays().len() <= MAX_ARRAYS
+        && metadata_bytes <= 64 << 10
+        && !proves_files(plan)
 }
 
 /// Writes the arrays of a plan into one shard file, in their order and under their names.
@@ -306,13 +322,23 @@ impl<'a, S: Sink> Pieces<'a, S> {
             n_bytes,
             next: AtomicU64::new(0),
             sums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
-            fill_permits: Semaphore::new(rayon::current_num_threads()),
+            // Asking for their number starts the threads of a pool: a single piece needs none.
+            fill_permits: Semaphore::new(if n_bytes > PIECE_BYTES as u64 {
+                rayon::current_num_threads()
+            } else {
+                1
+            }),
             control,
         }
     }
 
     /// Writes them all by one thread a buffer, and returns the sums of the chunks.
-    fn write(self, buffers: Vec<&mut [u8]>) -> Result<Vec<u32>> {
+    fn write(self, mut buffers: Vec<&mut [u8]>) -> Result<Vec<u32>> {
+        if let [buffer] = &mut buffers[..] {
+            // A small file is written in the time that a thread takes to start.
+            self.write_some(buffer)?;
+            return Ok(self.sums.into_iter().map(AtomicU32::into_inner).collect());
+        }
         std::thread::scope(|scope| {
             let writers: Vec<_> = buffers
                 .into_iter()

@@ -17,7 +17,7 @@ from reshard.formats import scalars
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard import _core
     from reshard.formats.checkpoint2_common import CommonInfo
@@ -141,9 +141,9 @@ class CheckpointData:
     ckpt_files: Collection[int] = field(default_factory=frozenset)
     is_renamed: bool = False
 
-    def keys(self) -> list[str]:
-        """Names of all tensors in the order of the description, those without a position included."""
-        return self.index.keys()
+    def keys(self) -> Sequence[str] | None:
+        """Names of all tensors in order, those without a position included. None: those of the index."""
+        return None
 
     def unplaced(self) -> Mapping[str, Unplaced]:
         """Tensors that can only be read rank by rank."""

@@ -35,7 +35,7 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileEr
 from reshard.formats import metrics
 from reshard.formats.checkpoint2 import parse_iteration_folder
 from reshard.formats.opened_folder import OpenedFolder
-from reshard.small_files import component_fault, read_small_file, show, write_file_atomically
+from reshard.small_files import close_read, component_fault, read_small_file, show, write_file_atomically
 from reshard.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -561,10 +561,10 @@ def read_lock(folder: str | os.PathLike[str]) -> int:
         _lock_shared(handle, path)
         is_there = _is_at(handle, path)
     except BaseException:
-        os.close(handle)
+        close_read(handle)
         raise
     if not is_there:
-        os.close(handle)
+        close_read(handle)
         raise _removed(path)
     return handle
 

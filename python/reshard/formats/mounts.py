@@ -8,6 +8,7 @@ neither shared nor volatile.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def mount_of(path: str | os.PathLike[str]) -> Mount:
     except OSError:
         return Mount("", _UNKNOWN, "")
     finally:
-        os.close(handle)
+        with contextlib.suppress(OSError):
+            os.close(handle)
     number = re.search(rb"^mnt_id:\s*([0-9]{1,18})$", facts, re.MULTILINE)
     return mounts.get(int(number[1]) if number else -1, Mount("", _UNKNOWN, ""))
 

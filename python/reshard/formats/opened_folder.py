@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
-from reshard.small_files import show
+from reshard.small_files import close_read, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ class OpenedFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
+        close_read(self._handle)
 
     def path(self, name: str) -> str:
         """The path of an entry, for messages."""
@@ -112,7 +112,7 @@ class OpenedFolder:
         except OSError as error:
             raise _failed("reading", self.path(name), error) from None
         finally:
-            os.close(handle)
+            close_read(handle)
 
     def open(self, name: str, missing: _Missing) -> int:
         """Open an entry for reading.
@@ -140,7 +140,7 @@ class OpenedFolder:
                 raise self._not_regular(name) from None
             raise _failed("opening", self.path(name), error) from None
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
+            close_read(handle)
             raise self._not_regular(name)
         return handle
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError, StorageError
 from reshard.formats import metrics
-from reshard.small_files import fsync_folder, show
+from reshard.small_files import close_read, fsync_folder, show
 from reshard.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -133,9 +133,12 @@ def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = 
         if durable:
             os.fsync(handle)
     except OSError as error:
+        close_read(handle)
         raise _failed("writing", path, error) from None
-    finally:
-        os.close(handle)
+    try:
+        os.close(handle)  # where a network file system tells that it could not keep what was written
+    except OSError as error:
+        raise _failed("writing", path, error) from None
     if durable and n_bytes == 0:
         fsync_folder(root)
 
@@ -165,7 +168,7 @@ def read(root: str | os.PathLike[str]) -> list[SaveRecord]:
     except OSError as error:
         raise _failed("reading", path, error) from None
     finally:
-        os.close(handle)
+        close_read(handle)
     if start:
         lines.readline()  # the end of one
     records: dict[int, SaveRecord] = {}

@@ -7,10 +7,11 @@ a file is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self, TypeVar
 
+from reshard.errors import ReshardError
 from reshard.fields import (
     At,
     and_words,
@@ -22,7 +23,7 @@ from reshard.fields import (
     read_items,
     read_name,
 )
-from reshard.layout.patterns import IndexPattern, Pattern, expand_braces
+from reshard.layout.patterns import IndexPattern, Matcher, Pattern, expand_braces
 from reshard.strict_yaml import Lines, flow
 from reshard.words import nearest, show
 
@@ -31,7 +32,10 @@ __all__ = ["Block", "Flat", "LayoutFile", "Optimizer", "Place", "Rule", "Uneven"
 Uneven = Literal["refuse", "ceil"]
 T = TypeVar("T")
 
-_MAX_RANKS = 1 << 24
+_MAX_RANKS = 1 << 20
+_MAX_AXES = 256
+_MAX_BLOCKS = 1 << 16  # of one dim
+_MAX_EXPRESSIONS = 2000  # regular expressions of one layout
 _MAX_NAME = 256  # characters of an axis or a join
 _MAX_EXPANDED = 1 << 16  # patterns of a layout that come of braces
 
@@ -236,6 +240,8 @@ class LayoutFile:
 def _mesh(at: At, value: object) -> dict[str, int]:
     if not isinstance(value, Mapping) or not value:
         raise at.error(f"expected axes and their sizes, as in {{dp: 2, tp: 4}}, found {found(value)}")
+    if len(value) > _MAX_AXES:
+        raise at.error(f"has {len(value)} axes, more than {_MAX_AXES}")
     mesh = {read_name(at, axis): read_integer(at / str(axis), size, 1) for axis, size in value.items()}
     if (n_ranks := math.prod(mesh.values())) > _MAX_RANKS:
         raise at.error(f"has {n_ranks} ranks, more than {_MAX_RANKS}")
@@ -246,14 +252,14 @@ def _ranks(at: At, value: object, n_ranks: int) -> tuple[int, ...]:
     ranks = tuple(read_items(at, value, lambda a, v: read_integer(a, v, 0)))
     if len(ranks) != n_ranks:
         raise at.error(f"expected one rank for each of the {n_ranks} points of the mesh, found {len(ranks)}")
-    if len(set(ranks)) != len(ranks):
-        twice = next(rank for n, rank in enumerate(ranks) if rank in ranks[:n])
+    if (twice := _first_repeated(ranks)) is not None:
         raise at.error(f"rank {twice} stands here twice")
     return ranks
 
 
 def _rules(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> tuple[Rule, ...]:
     rules = tuple(read_items(at, value, lambda a, v: _rule(a, v, mesh, read)))
+    _refuse_expressions(at, rules)
     joins: dict[str, int] = {}
     for n, rule in enumerate(rules):
         if rule.flat and rule.flat.join is not None and joins.setdefault(rule.flat.join, n) != n:
@@ -266,7 +272,7 @@ def _rule(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) 
     fields = read_fields(
         at, value, required=("match",), optional=("cut", "uneven", "sizes", "blocks", "flat", "stored", "optional")
     )
-    match = read.patterns(at / "match", fields["match"], Pattern.compile)
+    match = read.patterns(at / "match", fields["match"], Pattern.check)
     cut: tuple[tuple[str, ...], ...] = ()
     if "cut" in fields:
         cut = tuple(read_items(at / "cut", fields["cut"], lambda a, v: _cut(a, v, mesh)))
@@ -297,6 +303,22 @@ def _rule(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) 
     )
 
 
+def _refuse_expressions(at: At, entries: Sequence[Rule | Place]) -> None:
+    """Refuse more or larger regular expressions than can be searched at once."""
+    texts = [_without_index(text) for entry in entries for text in entry.match]
+    expressions = [text for text in texts if text.startswith("re:") and Pattern.check(text)]
+    if len(expressions) > _MAX_EXPRESSIONS:
+        raise at.error(
+            f"has {len(expressions)} regular expressions, more than {_MAX_EXPRESSIONS}",
+            hint="write globs; a key with special characters escaped does not count",
+        )
+    try:
+        Matcher([expressions])
+    except ValueError as error:
+        message, hint = _told(error)
+        raise at.error(message, hint=hint) from None
+
+
 def _cut(at: At, value: object, mesh: Mapping[str, int]) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -312,8 +334,15 @@ def _sizes(at: At, value: object) -> tuple[int, ...]:
 
 
 def _blocks(at: At, value: object) -> tuple[Block, ...] | int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return read_integer(at, value, 1)
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    n_blocks = read_integer(at, value, 1) if is_number else len(value) if isinstance(value, Sequence) else 0
+    if n_blocks > _MAX_BLOCKS:
+        raise at.error(
+            f"has {n_blocks} blocks, more than {_MAX_BLOCKS}",
+            hint="`blocks` is how many parts a fused dim has, or the size of each",
+        )
+    if is_number:
+        return n_blocks
     blocks = tuple(read_items(at, value, _block))
     if not blocks:
         raise at.error("expected at least one block")
@@ -370,7 +399,9 @@ def _optimizer(at: At, value: object, mesh: Mapping[str, int]) -> Optimizer:
 
 
 def _places(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> tuple[Place, ...]:
-    return tuple(read_items(at, value, lambda a, v: _place(a, v, mesh, read)))
+    places = tuple(read_items(at, value, lambda a, v: _place(a, v, mesh, read)))
+    _refuse_expressions(at, places)
+    return places
 
 
 def _place(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> Place:
@@ -412,13 +443,17 @@ def _place(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader)
 def _pattern_without_index(text: str) -> None:
     if "{i}" in text:
         raise ValueError(f"{show(text)} holds `{{i}}`, and `at` gives the coordinate without it")
-    Pattern.compile(text)
+    Pattern.check(text)
 
 
 def _pattern_with_index(text: str) -> None:
     if "{i}" not in text:
         raise ValueError(f"{show(text)} must hold `{{i}}`, the index of a layer or an expert, or the entry say `at`")
-    IndexPattern.compile(text)
+    Pattern.check(IndexPattern.any_index(text))
+
+
+def _without_index(text: str) -> str:
+    return IndexPattern.any_index(text) if text.count("{i}") == 1 else text
 
 
 class _PatternReader:
@@ -440,7 +475,8 @@ class _PatternReader:
                 for one in expanded:
                     check(one)
             except ValueError as error:
-                raise where.error(str(error)) from None
+                message, hint = _told(error)
+                raise where.error(message, hint=hint) from None
             if expanded != [text]:
                 self.n_expanded += len(expanded)
             if self.n_expanded > _MAX_EXPANDED:
@@ -453,6 +489,11 @@ def _flag(at: At, value: object) -> bool:
     if not isinstance(value, bool):
         raise at.error(f"expected true or false, found {found(value)}")
     return value
+
+
+def _told(error: ValueError) -> tuple[str, str | None]:
+    """Message and hint of an error about a pattern."""
+    return (error.message, error.hint) if isinstance(error, ReshardError) else (str(error), None)
 
 
 def _axes(at: At, value: object, mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -474,9 +515,17 @@ def _axis(at: At, value: object, mesh: Mapping[str, int]) -> str:
 
 
 def _refuse_twice(at: At, axes: Sequence[str], where: str) -> None:
-    for n, axis in enumerate(axes):
-        if axis in axes[:n]:
-            raise at.error(f"axis {show(axis)} is used twice {where}")
+    if (axis := _first_repeated(axes)) is not None:
+        raise at.error(f"axis {show(axis)} is used twice {where}")
+
+
+def _first_repeated(items: Iterable[T]) -> T | None:
+    seen: set[T] = set()
+    for item in items:
+        if item in seen:
+            return item
+        seen.add(item)
+    return None
 
 
 def _axes_text(axes: Sequence[str], mesh: Mapping[str, int]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import LayoutError, MismatchError
 from reshard.layout.bind import core_layout
-from reshard.layout.patterns import Matcher, Pattern
+from reshard.layout.patterns import Matcher
 from reshard.layout.resolve import is_counter, resolve, state_of
 from reshard.words import show
 
@@ -279,4 +279,4 @@ class _Inverter:
 
 
 def _matcher(layout: LayoutFile) -> Matcher:
-    return Matcher([[Pattern.compile(text) for text in rule.match] for rule in layout.rules])
+    return Matcher([rule.match for rule in layout.rules])

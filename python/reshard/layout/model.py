@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from reshard import _core
+from reshard.arguments import check, check_shapes, checked
 from reshard.errors import ArgumentError
 from reshard.layout import presets, tp_plan
 from reshard.layout.bind import BoundLayout, bind, bound_of
@@ -51,6 +52,7 @@ class ModelLayout(LayoutFile):
     uncertain: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
+    @checked
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
         r"""Read a layout file.
 
@@ -83,6 +85,7 @@ class ModelLayout(LayoutFile):
         return cls.from_mapping({"mesh": {"dp": 1}, "rules": [{"match": "*"}]})
 
     @classmethod
+    @checked
     def from_tp_plan(cls, plan: Mapping[str, str], tp: int) -> Self:
         """The layout of a tensor-parallel plan as transformers has it (`base_model_tp_plan`, `model.tp_plan`).
 
@@ -108,6 +111,7 @@ class ModelLayout(LayoutFile):
         return cls.from_mapping(tp_plan.mapping_of_plan(plan, tp))
 
     @classmethod
+    @checked
     def preset(
         cls,
         name_or_config: str | os.PathLike[str] | Mapping[str, object],
@@ -142,12 +146,16 @@ class ModelLayout(LayoutFile):
         """The layout in which a checkpoint is stored; `replicated()` for one that is stored whole.
 
         Raises:
+            ArgumentError: it is no opened checkpoint.
             LayoutError: its device matrices cannot be refined to one mesh, or its stages overlap.
         """
+        if not hasattr(checkpoint, "_layout_mapping"):
+            raise ArgumentError(f"`checkpoint` is of type {type(checkpoint).__name__}, expected an opened checkpoint")
         mapping = mapping_like(checkpoint)
         return cls.replicated() if mapping is None else cls.from_mapping(mapping)
 
     @classmethod
+    @checked
     def from_strategy(cls, path: str | os.PathLike[str] | Strategy) -> Self:
         """The layout of a strategy of the original: what each of its ranks holds.
 
@@ -187,6 +195,7 @@ class ModelLayout(LayoutFile):
         notes = [f"# not certain without its shape: {quote(key)}\n" for key in self.uncertain]
         return "".join([*notes, super().to_yaml()])
 
+    @checked
     def settled(self, tensors: Mapping[str, Sequence[int]]) -> ModelLayout:
         """This layout in words that are right for these tensors: that of a strategy can need their shapes.
 
@@ -200,6 +209,7 @@ class ModelLayout(LayoutFile):
             return self
         return ModelLayout.from_mapping(specs_of(self.strategy, tensors).mapping(), source=self.strategy.source)
 
+    @checked
     def to_strategy(self, tensors: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()) -> Strategy:
         """The strategy of the original that says what this layout says of the tensors of a checkpoint.
 
@@ -218,6 +228,7 @@ class ModelLayout(LayoutFile):
         """
         return self.strategy or strategy_of(self.bind(tensors, optimizer_keys=optimizer_keys))
 
+    @checked
     def bind(
         self, tensors: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = (), strict: bool = False
     ) -> BoundLayout:
@@ -240,6 +251,7 @@ class ModelLayout(LayoutFile):
             >>> layout.bind({"w": (6, 4)}).layouts["w"].local_shape(1)
             (3, 4)
         """
+        check_shapes("tensors", tensors)
         if self.strategy is not None:
             found = specs_of(self.strategy, tensors)
             return bound_of(_core.Mesh(list(found.mesh.items())), found.resolved(), strict=strict)
@@ -265,6 +277,7 @@ def as_layout(value: LayoutLike) -> ModelLayout:
     if isinstance(value, Mapping):
         return ModelLayout.from_mapping(value)
     if isinstance(value, str | os.PathLike):
+        check(layout=value)
         path = Path(value)
         if path.is_dir() or (path.exists() and is_strategy(path)):
             return ModelLayout.from_strategy(path)

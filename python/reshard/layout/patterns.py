@@ -1,25 +1,26 @@
 """Patterns over tensor keys: globs, regular expressions, the index `{i}` of a `place` entry, and the order of keys.
 
 A pattern is a glob over the whole key in which `*` and `?` are special (both match dots), or `re:` and a regular
-expression that must match the whole key. This module knows nothing of meshes or tensors.
+expression that must match the whole key. The core compiles and searches them, in time linear in the key. This module
+knows nothing of meshes or tensors.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reshard import _core
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 __all__ = ["IndexPattern", "Matcher", "Pattern", "expand_braces", "glob_of", "natural_order"]
 
-_MAX_PATTERN = 4096  # characters
-_MAX_INDEX_DIGITS = 18
 _INDEX = "{i}"
+_MAX_PATTERN = 4096  # characters
 _MAX_EXPANDED = 1024  # patterns that one with braces stands for
 _MAX_EXPANDED_LENGTH = 1 << 16  # characters of all of them
 _MAX_DEPTH = 16
@@ -34,7 +35,6 @@ class Pattern:
     Attributes:
         text: as written.
         key: the only key it matches, or None if it holds a wildcard or is a regular expression.
-        regex: matches the whole key.
 
     Example:
         >>> Pattern.compile("*.bias").matches("layers.0.attn.bias")
@@ -43,7 +43,7 @@ class Pattern:
 
     text: str
     key: str | None
-    regex: re.Pattern[str]
+    _compiled: _core.Patterns = field(repr=False, compare=False)
 
     @classmethod
     def compile(cls, text: str) -> Pattern:
@@ -52,15 +52,22 @@ class Pattern:
         Raises:
             ValueError: it is empty, too long, or its regular expression does not compile; the text says which.
         """
-        _refuse_length(text)
-        if text.startswith("re:"):
-            return cls(text, None, _compile_re(text[3:]))
-        special = "*" in text or "?" in text
-        return cls(text, None if special else text, re.compile(_glob_regex(text), re.DOTALL))
+        compiled = _core.Patterns([text])
+        has_special = text.startswith("re:") or "*" in text or "?" in text
+        return cls(text, None if has_special else text, compiled)
+
+    @staticmethod
+    def check(text: str) -> bool:
+        """Check a pattern without compiling it; whether it is a regular expression with special characters.
+
+        Raises:
+            ValueError: it is empty, too long, or no regular expression; the text says which.
+        """
+        return _core.Patterns.check(text)
 
     def matches(self, key: str) -> bool:
         """Whether it matches the whole key."""
-        return self.regex.fullmatch(key) is not None
+        return self._compiled.find(key) is not None
 
 
 @dataclass(frozen=True)
@@ -75,9 +82,7 @@ class IndexPattern:
     """
 
     text: str
-    before: re.Pattern[str] | None  # of a glob: what stands left and right of the index
-    after: re.Pattern[str] | None
-    whole: re.Pattern[str] | None  # of a regular expression
+    _compiled: _core.IndexPattern = field(repr=False, compare=False)
 
     @classmethod
     def compile(cls, text: str) -> IndexPattern:
@@ -86,15 +91,18 @@ class IndexPattern:
         Raises:
             ValueError: it does not hold `{i}` exactly once, or is no pattern.
         """
-        _refuse_length(text)
+        return cls(text, _core.IndexPattern(text))
+
+    @staticmethod
+    def any_index(text: str) -> str:
+        """A pattern without `{i}` that matches every key that the one with it matches, and possibly others.
+
+        Raises:
+            ValueError: it does not hold `{i}` exactly once.
+        """
         if text.count(_INDEX) != 1:
             raise ValueError(f"{show(text)} must hold `{_INDEX}` exactly once")
-        if text.startswith("re:"):
-            return cls(text, None, None, _compile_re(text[3:].replace(_INDEX, "(?:[0-9]+)")))
-        before, after = text.split(_INDEX)
-        return cls(
-            text, re.compile(_glob_regex(before), re.DOTALL), re.compile(_glob_regex(after), re.DOTALL), whole=None
-        )
+        return text.replace(_INDEX, "(?:[0-9]+)" if text.startswith("re:") else "*")
 
     def indices(self, key: str) -> set[int]:
         """Every value that `{i}` can have when the pattern matches the key; more than one means that it is ambiguous.
@@ -102,76 +110,46 @@ class IndexPattern:
         Raises:
             ValueError: an index is too long to be one.
         """
-        if self.whole is not None:
-            return self._indices_re(key)
-        assert self.before is not None
-        assert self.after is not None
-        found: set[int] = set()
-        for run in _DIGITS.finditer(key):
-            ends = [e for e in range(run.start() + 1, run.end() + 1) if self.after.fullmatch(key, e)]
-            if not ends:
-                continue
-            for start in range(run.start(), run.end()):
-                if not self.before.fullmatch(key, 0, start):
-                    continue
-                for end in ends:
-                    if end > start:
-                        found.add(_index(key[start:end]))
-                    if len(found) > 1:
-                        return found
-        return found
-
-    def _indices_re(self, key: str) -> set[int]:
-        """A regular expression cannot be taken apart: try each number that the key holds in the place of `{i}`."""
-        assert self.whole is not None
-        found: set[int] = set()
-        if self.whole.fullmatch(key) is None:
-            return found
-        numbers = {
-            key[start:end]
-            for run in _DIGITS.finditer(key)
-            for start in range(run.start(), run.end())
-            for end in range(start + 1, min(run.end(), start + _MAX_INDEX_DIGITS) + 1)
-        }
-        for number in sorted(numbers, key=lambda n: (len(n), n)):
-            if _compile_re(self.text[3:].replace(_INDEX, f"(?:{number})")).fullmatch(key):
-                found.add(_index(number))
-                if len(found) > 1:
-                    break
-        if not found:
-            raise ValueError(f"the index in {show(key)} has more than {_MAX_INDEX_DIGITS} digits")
-        return found
+        return set(self._compiled.indices(key))
 
 
 class Matcher:
-    """Finds the first of many pattern lists that matches a key; lists of thousands of plain keys cost a look-up.
+    """Finds which of many pattern lists match a key; 100,000 patterns cost little more than a few.
 
     Example:
-        >>> matcher = Matcher([[Pattern.compile("a.w")], [Pattern.compile("*.b"), Pattern.compile("*.w")]])
+        >>> matcher = Matcher([["a.w"], ["*.b", "*.w"]])
         >>> matcher.find("a.w"), matcher.find("c.w"), matcher.find("c")
         ((0, 0), (1, 1), None)
+        >>> matcher.find_all("a.w"), matcher.unused(["a.w"])
+        ([0, 1], [])
     """
 
-    def __init__(self, groups: Sequence[Sequence[Pattern]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[str]]) -> None:
+        """Compile the patterns.
+
+        Args:
+            groups: the patterns of each list, as written.
+
+        Raises:
+            ValueError: one is no pattern, or all regular expressions are too large together.
+        """
+        self._n_groups = len(groups)
         self._place = [(g, e) for g, group in enumerate(groups) for e in range(len(group))]
-        self._exact: dict[str, int] = {}
-        self._wild: list[tuple[int, Pattern]] = []
-        for n, (g, e) in enumerate(self._place):
-            pattern = groups[g][e]
-            if pattern.key is not None:
-                self._exact.setdefault(pattern.key, n)
-            else:
-                self._wild.append((n, pattern))
+        self._compiled = _core.Patterns([text for group in groups for text in group])
 
     def find(self, key: str) -> tuple[int, int] | None:
         """`(group, entry within it)` of the first pattern that matches the key, or None."""
-        exact = self._exact.get(key, len(self._place))
-        for n, pattern in self._wild:
-            if n > exact:
-                break
-            if pattern.matches(key):
-                return self._place[n]
-        return self._place[exact] if exact < len(self._place) else None
+        found = self._compiled.find(key)
+        return None if found is None else self._place[found]
+
+    def find_all(self, key: str) -> list[int]:
+        """Every group of which a pattern matches the key, ascending."""
+        return list(dict.fromkeys(self._place[n][0] for n in self._compiled.find_all(key)))
+
+    def unused(self, keys: Collection[str]) -> list[int]:
+        """The groups of which no pattern matches any of the keys, ascending."""
+        used = {self._place[n][0] for n, is_used in enumerate(self._compiled.used(list(keys))) if is_used}
+        return [group for group in range(self._n_groups) if group not in used]
 
 
 def glob_of(key: str) -> str:
@@ -201,7 +179,10 @@ def expand_braces(text: str) -> list[str]:
         >>> expand_braces("h.{08..10}.w"), expand_braces("layers.{i}.*")
         (['h.08.w', 'h.09.w', 'h.10.w'], ['layers.{i}.*'])
     """
-    _refuse_length(text)
+    if not text:
+        raise ValueError("a pattern cannot be empty")
+    if len(text) > _MAX_PATTERN:
+        raise ValueError(f"a pattern has at most {_MAX_PATTERN} characters, this one {len(text)}")
     if text.startswith("re:"):
         return [text]
     expanded = _Braces(text).expanded()
@@ -297,38 +278,3 @@ def natural_order(key: str) -> tuple[object, ...]:
         digits = part.lstrip("0")
         ordered.append((len(digits), digits) if n % 2 else part)
     return (tuple(ordered), key)
-
-
-def _refuse_length(text: str) -> None:
-    if not text:
-        raise ValueError("a pattern cannot be empty")
-    if len(text) > _MAX_PATTERN:
-        raise ValueError(f"a pattern has at most {_MAX_PATTERN} characters, this one {len(text)}")
-
-
-def _glob_regex(glob: str) -> str:
-    """The regular expression of a glob.
-
-    What stands between two stars is taken at its first occurrence, and never tried again (an atomic group): for a glob
-    the leftmost choice is as good as any, and time stays linear however many stars there are.
-    """
-    first, *rest = ("".join("." if c == "?" else re.escape(c) for c in chunk) for chunk in glob.split("*"))
-    if not rest:
-        return first
-    *middle, last = rest
-    return first + "".join(f"(?>.*?{chunk})" for chunk in middle if chunk) + ".*" + last
-
-
-def _compile_re(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ValueError(f"{show(f're:{text}')} does not compile: {error}") from None
-    except (RecursionError, OverflowError, MemoryError):
-        raise ValueError(f"{show(f're:{text}')} does not compile: it is nested too deeply or too large") from None
-
-
-def _index(digits: str) -> int:
-    if len(digits) > _MAX_INDEX_DIGITS:
-        raise ValueError(f"the index {show(digits)} has more than {_MAX_INDEX_DIGITS} digits")
-    return int(digits)

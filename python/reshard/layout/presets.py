@@ -22,6 +22,7 @@ from reshard.words import nearest, show
 
 __all__ = ["FAMILIES", "mapping_of_preset"]
 
+_MAX_LISTED_LAYERS = 10_000
 _MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -271,23 +272,40 @@ def _places(family: _Family, config: _Config, pp: int, ep: int) -> list[dict[str
 def _stages(family: _Family, config: _Config, pp: int) -> list[dict[str, object]]:
     n_layers = config.number("n_layer" if family.fused == "gpt2" else "num_hidden_layers")
     n_extra = config.number("num_nextn_predict_layers") or 0 if family is _DEEPSEEK else 0
-    layers: list[str] = list(family.layers)
     last = list(family.last)
-    if n_layers is not None and n_extra:
+    if n_layers is None or not n_extra:
+        by_layer: dict[str, object] = {"match": list(family.layers), "axis": "pp"}
+        if n_layers is not None and n_layers % pp:
+            by_layer["sizes"] = _layers_of_stages(n_layers, pp)
+        of_layers = [by_layer]
+    else:
         # DeepSeek stores its multi-token prediction layers behind the last layer, or not at all; they go with the head.
-        extra = "|".join(str(n) for n in range(n_layers, n_layers + min(n_extra, 64)))
-        layers = [rf"re:model\.layers\.(?!(?:{extra})\.){{i}}\..*"]
         last += [f"model.layers.{n}.*" for n in range(n_layers, n_layers + min(n_extra, 64))]
-    by_layer: dict[str, object] = {"match": layers, "axis": "pp"}
-    if n_layers is not None and n_layers % pp:
-        # The first stages take one layer more than the others.
-        by_layer["sizes"] = [n_layers // pp + (stage < n_layers % pp) for stage in range(pp)]
+        of_layers = _listed_layers(n_layers, pp)
     tied = config.values.get("tie_word_embeddings", family.tied)
     # A tied embedding is the last stage's head too: every stage holds it, since no entry can name two of them.
     first = [name for name in family.first if not (tied and ("embed" in name or "wte" in name))]
     entries: list[dict[str, object]] = [
-        by_layer,
+        *of_layers,
         {"match": first, "axis": "pp", "at": 0, "optional": True},
         {"match": last, "axis": "pp", "at": -1, "optional": True},
     ]
     return [entry for entry in entries if entry["match"]]
+
+
+def _layers_of_stages(n_layers: int, pp: int) -> list[int]:
+    """How many layers each stage has: the first ones have one more than the others."""
+    return [n_layers // pp + (stage < n_layers % pp) for stage in range(pp)]
+
+
+def _listed_layers(n_layers: int, pp: int) -> list[dict[str, object]]:
+    """The layers of each stage, one by one: `{i}` would take in the layers behind the last."""
+    if n_layers > _MAX_LISTED_LAYERS:
+        raise ArgumentError(f"the config says {n_layers} layers, more than {_MAX_LISTED_LAYERS}")
+    entries: list[dict[str, object]] = []
+    first = 0
+    for stage, n_of_stage in enumerate(_layers_of_stages(n_layers, pp)):
+        layers = [f"model.layers.{n}.*" for n in range(first, first + n_of_stage)]
+        entries.append({"match": layers, "axis": "pp", "at": stage})
+        first += n_of_stage
+    return entries

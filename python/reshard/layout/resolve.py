@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
 from reshard.layout.file import Block, LayoutFile, Place, Rule, Uneven
-from reshard.layout.patterns import IndexPattern, Matcher, Pattern, natural_order
+from reshard.layout.patterns import IndexPattern, Matcher, natural_order
 from reshard.words import listed, nearest, show
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ COUNTERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_
 
 OF_NO_PARAMETER = frozenset((*COUNTERS, "beta1_power", "beta2_power", "learning_rate", "momentum"))
 """Counters, and state of the optimizer that belongs to no parameter."""
+
+_MAX_WARNINGS = 100  # about rules that match no key
+_MAX_PLACED = 10_000_000  # matches of all entries of `place`: real layouts have a few for each tensor
+_MAX_BLOCKS = 1 << 20  # of all tensors of different shape together: fused tensors have a few for each expert
+_MAX_LISTED = 1 << 24  # uneven parts of all tensors of different shape together; 65,536 ranks and 100 shapes are less
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class Unused:
 
     def matches(self, keys: Collection[str]) -> bool:
         """Whether it matches one of these keys, which were left out before."""
-        return any(pattern.matches(key) for pattern in map(Pattern.compile, self.match) for key in keys)
+        matcher = Matcher([self.match])
+        return any(matcher.find(key) is not None for key in keys)
 
 
 @dataclass(frozen=True)
@@ -146,10 +152,12 @@ class _Resolver:
         in_optimizer = [key for key in self.tensors if key in optimizer]  # in order, not as a set has them
         self.parameter = state_of(in_optimizer, self.tensors.keys() - optimizer)
         self.own = [key for key in self.tensors if key not in self.parameter]
-        self.matcher = Matcher([[Pattern.compile(text) for text in rule.match] for rule in layout.rules])
+        self.matcher = Matcher([rule.match for rule in layout.rules])
         self.rule_of: dict[str, tuple[int, int]] = {}  # (rule, entry of its `match`)
         self.cuts: dict[tuple[int, tuple[int, ...]], Spec] = {}
         self.states: dict[Spec, tuple[Spec, tuple[int, ...]]] = {}
+        self.n_blocks = 0
+        self.n_listed = 0
         self.kept: dict[int, list[str]] = {}  # dim of `add`: state that keeps its parameter's cut
 
     def run(self) -> Resolved:
@@ -165,7 +173,9 @@ class _Resolver:
             specs[key] = self._state(key, specs[parameter])
         joins = self._joins(specs)
         unused = [*self._unused_rules(), *unused_places]
-        warnings = [*(one.text for one in unused), *self._kept()]
+        n_more = len(unused) - _MAX_WARNINGS
+        more = [f"{n_more} more rules match no key"] if n_more > 0 else []
+        warnings = [*(one.text for one in unused[:_MAX_WARNINGS]), *more, *self._kept()]
         return Resolved({key: specs[key] for key in self.tensors}, joins, warnings, unused)
 
     # -- which rule
@@ -187,28 +197,28 @@ class _Resolver:
             texts = tuple(text for n in cutting for text in self.layout.rules[n].match)
             what = f"none of the rules that cut, such as {_texts(texts[:3])}, matches a key"
             yield Unused(what, self._hint(texts[0]), texts)
-        for n, rule in enumerate(self.layout.rules):
-            if n in used or rule.optional:
-                continue
-            # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
-            patterns = [Pattern.compile(text) for text in rule.match]
-            if not any(pattern.matches(key) for pattern in patterns for key in self.own):
-                yield Unused(f"rules[{n}], {_texts(rule.match)}, matches no key", self._hint_of(patterns), rule.match)
+        rest = [n for n, rule in enumerate(self.layout.rules) if n not in used and not rule.optional]
+        # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
+        for n in Matcher([self.layout.rules[n].match for n in rest]).unused(self.own):
+            match = self.layout.rules[rest[n]].match
+            hint = self._hint_of(match) if n < _MAX_WARNINGS else ""
+            yield Unused(f"rules[{rest[n]}], {_texts(match)}, matches no key", hint, match)
 
     def _cuts(self, rule: Rule) -> bool:
         """Whether a rule divides what it matches over ranks."""
         axes = {axis for axes in rule.cut for axis in axes} | set(rule.flat.axes if rule.flat else ())
         return any(self.mesh[axis] > 1 for axis in axes)
 
-    def _hint_of(self, patterns: Sequence[Pattern]) -> str:
+    def _hint_of(self, match: Sequence[str]) -> str:
         """What to do about patterns that match no key that has a rule of its own."""
-        state = next((key for key in self.parameter if any(pattern.matches(key) for pattern in patterns)), None)
+        matcher = Matcher([match])
+        state = next((key for key in self.parameter if matcher.find(key) is not None), None)
         if state is not None:
             return (
                 f"it matches state of the optimizer, such as {show(state)}, which is cut as its parameter; for "
                 "rules of its own write `optimizer: {follow: false}`"
             )
-        return self._hint(patterns[0].text)
+        return self._hint(match[0])
 
     def _hint(self, pattern: str) -> str:
         near = ", ".join(show(key) for key in _nearest_keys(pattern, self.own))
@@ -251,11 +261,32 @@ class _Resolver:
         )
         for dim in range(len(shape)):
             self._refuse_misfit(key, spec, dim)
+        self._refuse_listed(key, spec)
         return spec
+
+    def _refuse_listed(self, key: str, spec: Spec) -> None:
+        """Where a dim does not divide, the bounds of all its parts are kept, for each shape."""
+        for extent, axes in zip(spec.shape, spec.cut, strict=False):
+            n_parts = math.prod(self.mesh[axis] for axis in axes)
+            self.n_listed += n_parts if extent % n_parts or spec.sizes else 0
+        if self.n_listed > _MAX_LISTED:
+            raise LayoutError(
+                f"the tensors are cut into more than {_MAX_LISTED} uneven parts in total, with those of {show(key)}",
+                key=key,
+                hint="cut over fewer ranks, or only dims that divide",
+            )
 
     def _equal_blocks(
         self, key: str, shape: tuple[int, ...], dim: int, blocks: tuple[Block, ...] | int
     ) -> tuple[Block, ...]:
+        self.n_blocks += blocks if isinstance(blocks, int) else len(blocks)
+        if self.n_blocks > _MAX_BLOCKS:
+            raise LayoutError(
+                f"the `blocks` of the tensors are more than {_MAX_BLOCKS} in total, with those of dim {dim} of "
+                f"{show(key)}",
+                key=key,
+                hint="cut with fewer blocks; `blocks` counts the parts of a fused tensor, not its elements",
+            )
         if not isinstance(blocks, int):
             return blocks
         if shape[dim] % blocks:
@@ -355,27 +386,55 @@ class _Resolver:
 
     def _places(self) -> tuple[dict[str, tuple[tuple[tuple[str, ...], int], ...]], list[Unused]]:
         """The place of each key that has one, and the entries that match nothing."""
-        place: dict[str, tuple[tuple[tuple[str, ...], int], ...]] = {}
+        place: dict[str, list[tuple[tuple[str, ...], int]]] = {}
         unused: list[Unused] = []
+        indexed = [
+            [] if entry.at is not None else [IndexPattern.compile(text) for text in entry.match]
+            for entry in self.layout.place
+        ]
+        matched = self._matched_by_place(indexed)
         for n, entry in enumerate(self.layout.place):
-            coordinates = self._coordinates_at(entry) if entry.at is not None else self._coordinates_of(n, entry)
+            if entry.at is not None:
+                coordinates = dict.fromkeys(matched[n], entry.at)
+            else:
+                coordinates = self._coordinates_of(n, entry, indexed[n], matched[n])
             if not coordinates and not entry.optional:
-                match = tuple(text.replace("{i}", "[0-9]+" if text[:3] == "re:" else "*") for text in entry.match)
-                hint = self._hint_of([Pattern.compile(text) for text in match])
-                unused.append(Unused(f"place[{n}], {_texts(entry.match)}, matches no key", hint, match))
+                match = tuple(IndexPattern.any_index(text) if entry.at is None else text for text in entry.match)
+                unused.append(Unused(f"place[{n}], {_texts(entry.match)}, matches no key", self._hint_of(match), match))
             for key, coordinate in coordinates.items():
-                place[key] = (*place.get(key, ()), (entry.axes, coordinate))
-        return place, unused
+                place.setdefault(key, []).append((entry.axes, coordinate))
+        return {key: tuple(entries) for key, entries in place.items()}, unused
 
-    def _coordinates_at(self, entry: Place) -> dict[str, int]:
-        assert entry.at is not None
-        matcher = Matcher([[Pattern.compile(text) for text in entry.match]])
-        return {key: entry.at for key in self.own if matcher.find(key) is not None}
-
-    def _coordinates_of(self, n: int, entry: Place) -> dict[str, int]:
-        patterns = [IndexPattern.compile(text) for text in entry.match]
-        index: dict[str, int] = {}
+    def _matched_by_place(self, indexed: Sequence[Sequence[IndexPattern]]) -> list[list[str]]:
+        """The keys that each entry of `place` matches; of one with an index perhaps too many."""
+        if not self.layout.place:
+            return []
+        matcher = Matcher(
+            [
+                [IndexPattern.any_index(pattern.text) for pattern in patterns] or entry.match
+                for entry, patterns in zip(self.layout.place, indexed, strict=True)
+            ]
+        )
+        matched: list[list[str]] = [[] for _ in self.layout.place]
+        n_matches = 0
         for key in self.own:
+            found = matcher.find_all(key)
+            n_matches += len(found)
+            if n_matches > _MAX_PLACED:
+                raise LayoutError(
+                    f"the {len(self.layout.place)} entries of `place` match the {len(self.own)} tensors more than "
+                    f"{_MAX_PLACED} times",
+                    hint="write entries that match fewer keys each",
+                )
+            for n in found:
+                matched[n].append(key)
+        return matched
+
+    def _coordinates_of(
+        self, n: int, entry: Place, patterns: Sequence[IndexPattern], keys: Sequence[str]
+    ) -> dict[str, int]:
+        index: dict[str, int] = {}
+        for key in keys:
             try:
                 found = set().union(*(pattern.indices(key) for pattern in patterns))
             except ValueError as error:
@@ -447,11 +506,13 @@ class _Resolver:
             slot = key[: len(key) - len(parameter)]
             members.setdefault((n, slot + flat.join), []).append((entry, natural_order(parameter), key))
         joins: list[Join] = []
+        names: set[str] = set()
         for (n, name), found in members.items():
             flat = self.layout.rules[n].flat
             assert flat is not None
-            if name in self.tensors or any(join.name == name for join in joins):
+            if name in self.tensors or name in names:
                 raise LayoutError(f"the join {show(name)} bears the name of something else", key=name)
+            names.add(name)
             joins.append(Join(name, tuple(key for *_, key in sorted(found)), flat.align, flat.axes))
         return joins
 

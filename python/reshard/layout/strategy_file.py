@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 _MAX_PROTOBUF_BYTES = 32 << 20
 _MAX_JSON_BYTES = 64 << 20
-_MAX_DEVICES = 1 << 24
+_MAX_DEVICES = 1 << 20
 _MAX_NAME = 4096
 _PREFIX_BYTES = 4096
 _FIELDS = ("current_stage", "parallel_strategy_item", "parallel_layout_item")

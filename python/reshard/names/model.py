@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self, TypeAlias, TypeGuard
 
+from reshard.arguments import checked
 from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError
 from reshard.fields import found
 from reshard.names import presets
@@ -43,6 +44,7 @@ class NameMap(NamesFile):
     """
 
     @classmethod
+    @checked
     def from_yaml(cls, path: str | os.PathLike[str], config: ConfigLike | None = None) -> Self:
         r"""Read a name map.
 
@@ -68,6 +70,7 @@ class NameMap(NamesFile):
         return names if config is None else names.with_config(config)
 
     @classmethod
+    @checked
     def preset(cls, name: str, config: ConfigLike | None = None) -> Self:
         """The map from Hugging Face names to those of MindSpore Transformers (mcore) or Megatron-core.
 
@@ -94,6 +97,7 @@ class NameMap(NamesFile):
         """Whether a size is to be taken from a config."""
         return any(choice.names for size in self.sizes.values() for choice in size.choices)
 
+    @checked
     def with_config(self, config: ConfigLike) -> Self:
         """The same map with numbers for the sizes that a model's config says; the others stay as they are.
 

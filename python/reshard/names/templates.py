@@ -7,9 +7,10 @@ gives back for the same numbers, and renaming there and back is the identity. Kn
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from reshard import _core
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ class Template:
     Attributes:
         text: as written.
         variables: the names in braces, in the order in which they stand.
-        regex: matches the whole name, a group a variable.
 
     Example:
         >>> template = Template.compile("layers.{i}.w")
@@ -43,7 +43,7 @@ class Template:
 
     text: str
     variables: tuple[str, ...]
-    regex: re.Pattern[str]
+    _compiled: _core.Expression = field(repr=False, compare=False)
 
     @classmethod
     def compile(cls, text: str) -> Template:
@@ -67,12 +67,12 @@ class Template:
         if len(variables) > _MAX_VARIABLES or len(set(variables)) != len(variables):
             raise ValueError(f"{show(text)}: each index stands once, and at most {_MAX_VARIABLES} do")
         regex = "".join(_NUMBER if n % 2 else re.escape(part) for n, part in enumerate(parts))
-        return cls(text, variables, re.compile(regex))
+        return cls(text, variables, _core.Expression(regex))
 
     def match(self, name: str) -> dict[str, int] | None:
         """The numbers for which this template gives the name; None if there are none."""
-        match = self.regex.fullmatch(name)
-        return None if match is None else dict(zip(self.variables, map(int, match.groups()), strict=True))
+        numbers = self._compiled.groups(name)
+        return None if numbers is None else dict(zip(self.variables, map(int, filter(None, numbers)), strict=True))
 
     def format(self, numbers: Mapping[str, int]) -> str:
         """The name for these numbers."""

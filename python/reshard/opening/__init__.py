@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, StorageError
 from reshard.formats import checkpoint2
@@ -49,6 +50,7 @@ __all__ = [
 _log = logging.getLogger("reshard")
 
 
+@checked
 def open(  # noqa: A001
     path: str | os.PathLike[str],
     *,

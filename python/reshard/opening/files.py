@@ -84,8 +84,7 @@ def _open_file(path: Path, method: _core.ReadMethod) -> CheckpointData:
             manifests.set_sums(index, path.parent, manifest)
         elif proof.is_damaged and checkpoint2.WRITER_KEY in (index.file_metadata(file) or {}):
             raise unfinished(path, path.name, proof)
-        for name, *_ in index.file_tensors(file):
-            index.add_whole(name, file)
+        index.add_whole_file(file)
         aliases = add_aliases(index)
         lock = proof.keep_lock() if manifest is not None else None
         return CheckpointData(
@@ -124,8 +123,7 @@ def _open_huggingface(folder: Path, method: _core.ReadMethod) -> CheckpointData:
     weight_map = huggingface.read_weight_map(folder)
     if weight_map is None:
         file = index.add_file(str(folder / huggingface.SINGLE_FILE), method=method)
-        for name, *_ in index.file_tensors(file):
-            index.add_whole(name, file)
+        index.add_whole_file(file)
     else:
         # Files of a hub cache are symbolic links into its store: here links are followed.
         names = dict.fromkeys(weight_map.values())

@@ -21,7 +21,7 @@ from reshard.formats import checkpoint2, state_files, tiles
 from reshard.formats import manifest as manifests
 from reshard.formats.base import CheckpointData, Traits
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
-from reshard.small_files import read_small_file, show
+from reshard.small_files import close_read, read_small_file, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -286,7 +286,7 @@ class Proof:
     def release(self) -> None:
         """End the lock, if nobody keeps it."""
         if self._lock is not None:
-            os.close(self._lock)
+            close_read(self._lock)
             self._lock = None
 
 

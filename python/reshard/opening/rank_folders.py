@@ -120,9 +120,9 @@ class RankFoldersData(CheckpointData):
     replicas: AssumedReplicas
     replicas_of: Mapping[str, frozenset[str]]
 
-    def keys(self) -> list[str]:
+    def keys(self) -> Sequence[str] | None:
         """All tensors in the order of the files."""
-        return super().keys() if self.all_keys is None else list(self.all_keys)
+        return self.all_keys
 
     def unplaced(self) -> Mapping[str, Unplaced]:
         """Tensors that no strategy describes."""

@@ -64,8 +64,7 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
     # Files of a download cache are symbolic links into its store: here links are followed.
     if weight_map is None:
         file = index.add_file(str(folder / full_weights.file_name(0)), method=method)
-        for name, *_ in index.file_tensors(file):
-            index.add_whole(name, file)
+        index.add_whole_file(file)
     else:
         files = {name: index.add_file(str(folder / name), method=method) for name in dict.fromkeys(weight_map.values())}
         for key, name in weight_map.items():

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 
+from reshard.arguments import checked
 from reshard.checkpoint import Verify as VerifyOption
 from reshard.collective import Collective
 from reshard.config import Config, as_config
@@ -182,6 +183,7 @@ class Checkpointer:
         4
     """
 
+    @checked
     def __init__(
         self,
         root: str | os.PathLike[str],

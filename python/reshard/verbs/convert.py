@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from reshard import _core, dtypes
+from reshard.arguments import checked
 from reshard.collective import Collective
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import scalars
@@ -75,6 +76,7 @@ class ConvertReport:
     warnings: tuple[str, ...] = ()
 
 
+@checked
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.arguments import checked
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -95,6 +95,7 @@ class _Planned:
     n_bytes: int
 
 
+@checked
 def convert_files(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str] | None = None,
@@ -174,9 +175,13 @@ def _pairs(source: Path, target: Path | None, name_regex: str | None) -> list[tu
         is_file_name = target.suffix == _SUFFIX and not target.is_dir()
         return [(source, target if is_file_name else target / name)]
     pattern = _compiled(name_regex)
-    found = [path for path in _ckpt_files(source) if pattern is None or pattern.search(path.name)]
+    found = [
+        path
+        for path in _ckpt_files(source)
+        if pattern is None or pattern.matches(os.fsencode(path.name).decode(errors="replace"))
+    ]
     if not found:
-        among = "" if pattern is None else f" whose name matches {show(pattern.pattern)}"
+        among = "" if name_regex is None else f" whose name matches {show(name_regex)}"
         raise CheckpointNotFoundError(
             f"{show(str(source))} and its folders {_RANK_FOLDER}* hold no {ckpt.SUFFIX} file{among}", path=str(source)
         )
@@ -184,13 +189,15 @@ def _pairs(source: Path, target: Path | None, name_regex: str | None) -> list[tu
     return [(path, to / path.relative_to(source).with_suffix(_SUFFIX)) for path in found]
 
 
-def _compiled(name_regex: str | None) -> re.Pattern[str] | None:
+def _compiled(name_regex: str | None) -> _core.Expression | None:
     if name_regex is None:
         return None
+    check_text(name_regex, "`name_regex`")
     try:
-        return re.compile(name_regex)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ArgumentError(f"`name_regex` {show(name_regex)} is no regular expression: {error}") from None
+        return _core.Expression(name_regex, whole=False)
+    except ArgumentError as error:
+        message = f"`name_regex` is not a regular expression: {error.message}"
+        raise ArgumentError(message, hint=error.hint) from None
 
 
 def _ckpt_files(folder: Path) -> list[Path]:

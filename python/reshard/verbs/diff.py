@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from reshard import _core, dtypes, opening
+from reshard.arguments import checked
 from reshard.small_files import parse_size
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class DiffReport:
         return not self.differences
 
 
+@checked
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

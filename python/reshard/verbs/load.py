@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from reshard import opening
+from reshard.arguments import check as check_arguments
+from reshard.arguments import check_given
 from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective, capture
 from reshard.config import Config, as_config, split_iteration
@@ -162,11 +164,30 @@ def load(
         >>> got.iteration, got.state["w"].shape, got.decision.fresh
         (100, (2, 3), False)
     """
+    check_given(timeout=timeout)
+    check_arguments(root=root)
     members = resolve(group)
     # In a world of one a layout of several ranks is somebody else's: which of them is meant has to be said.
     own = members.rank if rank is None and members.world_size > 1 else rank
 
     def check() -> None:
+        check_arguments(
+            layout=layout,
+            rank=rank,
+            strategy=strategy,
+            config=config,
+            run=run,
+            iteration=iteration,
+            compatible=compatible,
+            allow_fresh=allow_fresh,
+            part=part,
+            keys=keys,
+            out=out,
+            copy=copy,
+            threads=threads,
+            progress=progress,
+        )
+        check_given(verify=verify, method=method)
         if members.world_size > 1:
             resolve(group, rank)
 
@@ -195,7 +216,7 @@ def load(
         own_file=own if layout is None and strategy is None else None,
         group=members,
         check=check,
-        scrub=verify == "full",
+        scrub=isinstance(verify, str) and verify == "full",
         config=config,
         run=run,
         iteration=iteration,

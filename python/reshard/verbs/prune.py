@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import checkpoint2
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Removed", "pin", "prune", "unpin"]
 
 
+@checked
 def prune(
     root: str | os.PathLike[str],
     keep: int,

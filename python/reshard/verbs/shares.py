@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
-from reshard.small_files import write_file_atomically
+from reshard.small_files import close_read, write_file_atomically
 from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def committing(folder: Path) -> Iterator[bool]:
         yield True
         shutil.rmtree(folder, ignore_errors=True)
     finally:
-        os.close(handle)
+        close_read(handle)
 
 
 def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> dict[str, Told]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard import _core, opening
+from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import manifest as manifests
@@ -88,6 +89,7 @@ class VerifyReport:
         return sum(one.n_bytes for one in self.checkpoints)
 
 
+@checked
 def verify(
     path: str | os.PathLike[str],
     *,

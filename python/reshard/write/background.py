@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reshard import _core
+from reshard.arguments import check_seconds
 from reshard.errors import ArgumentError, ReshardError
 from reshard.write import process_end
 
@@ -86,6 +87,9 @@ class PendingSave(Generic[T]):
             ReshardError: the save failed: whatever a blocking one raises.
         """
         self._check_process()
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        self._refuse_own_thread()
         self._thread.join(timeout)
         if not self._is_done():
             raise TimeoutError(f"the save of iteration {self.iteration} has not ended within {timeout:g} s")
@@ -128,6 +132,14 @@ class PendingSave(Generic[T]):
 
     def _is_done(self) -> bool:
         return not self._thread.is_alive()
+
+    def _refuse_own_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise ArgumentError(
+                f"the save of iteration {self.iteration} has not ended: this is called from within it, by `after`, "
+                "`ready` or `progress`",
+                hint="wait for it, or start the next save, in the thread of the training loop",
+            )
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -175,6 +187,7 @@ def finish_previous(timeout: float) -> None:
         previous = _pending
     if previous is None:
         return
+    previous._refuse_own_thread()  # noqa: SLF001
     previous._thread.join(timeout)  # noqa: SLF001
     if not previous._is_done():  # noqa: SLF001
         raise ReshardError(

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
-from reshard.small_files import read_small_file, show
+from reshard.small_files import close_read, read_small_file, show
 from reshard.strict_json import parse_json
 from reshard.write import process_end, steps
 
@@ -107,7 +107,7 @@ def locked(root: Path) -> Iterator[bool]:
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
-        os.close(handle)
+        close_read(handle)
 
 
 def _lock(handle: int, path: Path) -> bool:
@@ -256,7 +256,7 @@ def _is_same(root: Path, key: tuple[int, int]) -> bool:
 def _drop(claim: Claim) -> None:
     claim.stop.set()
     claim.beat.join()  # before the close: its handle must not touch a file that takes the number over
-    os.close(claim.handle)
+    close_read(claim.handle)
 
 
 def _forget() -> None:
@@ -265,7 +265,7 @@ def _forget() -> None:
     _held_lock = threading.Lock()
     for claim in _held.values():
         with contextlib.suppress(OSError):
-            os.close(claim.handle)
+            close_read(claim.handle)
     _held.clear()
 
 
@@ -363,7 +363,7 @@ def _beat(path: Path) -> int | None:
         try:
             return os.fstat(handle).st_mtime_ns
         finally:
-            os.close(handle)
+            close_read(handle)
 
 
 # -- who

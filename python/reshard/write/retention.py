@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.arguments import checked
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import checkpoint2, proofs, save_log
 from reshard.formats import manifest as manifests
@@ -410,6 +411,7 @@ def remove(
     return Removed(tuple(done.iterations), done.n_bytes, kept, tuple(done.warnings), tuple(done.failed))
 
 
+@checked
 def pin(root: str | os.PathLike[str], iteration: int) -> None:
     """Keep an iteration whatever retention is asked for; once is enough.
 
@@ -423,6 +425,7 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
             steps.make_file(folder / PINNED_FILE, durable=True)
 
 
+@checked
 def unpin(root: str | os.PathLike[str], iteration: int) -> None:
     """Let an iteration go the way of all others again.
 

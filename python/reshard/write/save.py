@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from reshard import _core
+from reshard.arguments import check, check_given
 from reshard.collective import Collective, capture
 from reshard.errors import ArgumentError
 from reshard.formats import checkpoint1_state, checkpoint2, mounts, state
@@ -301,6 +302,22 @@ def save(  # noqa: PLR0917
         '20_2'
     """
     started = time.monotonic()
+    check_given(
+        root=root,
+        format=format,
+        dedup=dedup,
+        blocking=blocking,
+        durable=durable,
+        check_replicas=check_replicas,
+        verify_after_save=verify_after_save,
+        strict_format=strict_format,
+        rollback=rollback,
+        takeover=takeover,
+        save_network_params=save_network_params,
+        only_save_strategy=only_save_strategy,
+        timeout=timeout,
+    )
+    check(rank=rank, save_trainable_params=save_trainable_params)
     members = resolve(group, rank)
     channel = session(members, f"save {iteration}"[:200])
     terms = Terms(
@@ -336,6 +353,23 @@ def save(  # noqa: PLR0917
     }
 
     def prepare() -> Own:
+        check_given(model=model)
+        check(
+            optimizer=optimizer,
+            extra=extra,
+            layout=layout,
+            shapes=shapes,
+            prefix=prefix,
+            keep=keep,
+            keep_every=keep_every,
+            metrics=metrics,
+            ready=ready,
+            after=after,
+            sink_size=sink_size,
+            steps_per_epoch=steps_per_epoch,
+            threads=threads,
+            progress=progress,
+        )
         if not dry_run:
             background.finish_previous(timeout)
         checkpoint2.iteration_folder_name(iteration)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import ReshardError, StorageError
 from reshard.formats.manifest import MANIFEST_FILE
-from reshard.small_files import fsync_folder, show
+from reshard.small_files import close_read, fsync_folder, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -131,13 +131,16 @@ def make_file(path: Path, data: bytes = b"", mode: int = 0o666, *, durable: bool
             if durable:
                 _step(f"sync {path.name}")
                 os.fsync(handle)
+            # A network file system tells here that it could not keep what was written. After that there is no handle.
+            open_handle, handle = handle, -1
+            os.close(open_handle)
     except BaseException:
         # After a failed sync the pages may count as clean: the file is dropped, never synced a second time.
         with contextlib.suppress(OSError):
             path.unlink()
+        if handle >= 0:
+            close_read(handle)
         raise
-    finally:
-        os.close(handle)
     if durable:
         sync(path.parent)
 

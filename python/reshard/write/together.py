@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import _core
 from reshard.collective import Collective, capture
-from reshard.errors import DamagedFileError, GroupError, ReshardError, StorageError
+from reshard.errors import ArgumentError, DamagedFileError, GroupError, ReshardError, StorageError
 from reshard.formats import checkpoint2, mounts, proofs, save_log, state
 from reshard.small_files import show, write_file_atomically
 from reshard.write import protocol, retention, taken
@@ -250,7 +250,13 @@ def carry_out(
         report = _aftermath(terms, coordinator.attempt, coordinator.proven, share.record, report)
     if after is None or not is_heard:
         return report
-    return replace(report, warnings=(*report.warnings, *after(report)))
+    told = after(report)
+    if told is not None and not (isinstance(told, list | tuple) and all(isinstance(text, str) for text in told)):
+        raise ArgumentError(
+            f"iteration {terms.iteration} is saved, but `after` returned a {type(told).__name__}, expected a list of "
+            "texts that become warnings of the report"
+        )
+    return replace(report, warnings=(*report.warnings, *(told or ())))
 
 
 # -- every rank

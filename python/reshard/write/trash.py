@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import StorageError
 from reshard.formats.manifest import MANIFEST_FILE
-from reshard.small_files import show
+from reshard.small_files import close_read, show
 from reshard.write import steps
 from reshard.write.steps import UNFINISHED_FILE
 
@@ -125,4 +125,4 @@ def reader_held_off(folder: Path) -> Iterator[bool]:
                 with contextlib.suppress(OSError):
                     fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
-        os.close(handle)
+        close_read(handle)

@@ -4,6 +4,7 @@ use crate::errors::raise;
 use crate::geometry::{Layout, Request, TileTuple, tile_tuple};
 use crate::plan::Plan;
 use crate::run::run;
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use reshard_core::checksum::Sums;
@@ -257,6 +258,11 @@ impl Index {
         raise(py, self.index.add_whole(key, file))
     }
 
+    fn add_whole_file(&mut self, py: Python<'_>, file: u32) -> PyResult<()> {
+        let added = py.detach(|| self.index.add_whole_file(file));
+        raise(py, added)
+    }
+
     fn add_layout(
         &mut self,
         py: Python<'_>,
@@ -322,6 +328,11 @@ impl Index {
 
     fn keys(&self) -> Vec<&str> {
         self.index.keys().collect()
+    }
+
+    fn key(&self, number: usize) -> PyResult<&str> {
+        let key = self.index.key(number);
+        key.ok_or_else(|| PyIndexError::new_err("there is no key of this number"))
     }
 
     fn info<'py>(

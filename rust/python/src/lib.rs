@@ -11,6 +11,7 @@ mod buffer;
 mod errors;
 mod geometry;
 mod index;
+mod patterns;
 mod plan;
 mod run;
 mod strategy;
@@ -28,6 +29,7 @@ mod _core {
         default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},
         index::Index,
+        patterns::{Expression, IndexPattern, Patterns},
         plan::Plan,
         strategy::{decode_strategy, encode_strategy},
         verify::{crc32c, scrub},

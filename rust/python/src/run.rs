@@ -74,13 +74,8 @@ pub(crate) fn run<T: Send>(
     Ok(value)
 }
 
-/// A pool of a size, made once a process: threads do not survive a fork, so a child makes its own.
-///
-/// The lock is only taken with the interpreter attached, and a fork happens with it attached to the forking thread: no
-/// child finds the lock taken.
-fn pool(py: Python<'_>, threads: Option<i64>) -> PyResult<Arc<rayon::ThreadPool>> {
-    type Pools = Mutex<HashMap<(u32, usize), Arc<rayon::ThreadPool>>>;
-    static POOLS: OnceLock<Pools> = OnceLock::new();
+/// How many threads are meant: those that are asked for, or one for each processor.
+pub(crate) fn n_threads(py: Python<'_>, threads: Option<i64>) -> PyResult<usize> {
     let asked = threads.map_or_else(|| Ok(default_threads().min(MAX_THREADS)), usize::try_from);
     let Some(n_threads) = asked.ok().filter(|n| (1..=MAX_THREADS).contains(n)) else {
         let message = format!(
@@ -89,6 +84,17 @@ fn pool(py: Python<'_>, threads: Option<i64>) -> PyResult<Arc<rayon::ThreadPool>
         );
         return raise(py, Err(Error::new(Kind::Argument, message)));
     };
+    Ok(n_threads)
+}
+
+/// A pool of a size, made once a process: threads do not survive a fork, so a child makes its own.
+///
+/// The lock is only taken with the interpreter attached, and a fork happens with it attached to the forking thread: no
+/// child finds the lock taken.
+fn pool(py: Python<'_>, threads: Option<i64>) -> PyResult<Arc<rayon::ThreadPool>> {
+    type Pools = Mutex<HashMap<(u32, usize), Arc<rayon::ThreadPool>>>;
+    static POOLS: OnceLock<Pools> = OnceLock::new();
+    let n_threads = n_threads(py, threads)?;
     let mut pools = POOLS
         .get_or_init(Pools::default)
         .lock()

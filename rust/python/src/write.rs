@@ -2,7 +2,7 @@
 
 use crate::buffer::Borrowed;
 use crate::errors::raise;
-use crate::run::run;
+use crate::run::{n_threads, run};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use reshard_core::checksum::Sums;
@@ -87,6 +87,21 @@ pub(crate) fn write_plan(
     };
     let buffers = &mut *raise(py, buffers.0.try_lock().map_err(busy))?;
     let control = Control::default();
+    n_threads(py, threads)?;
+    if writer::is_small(plan, options) {
+        // Thousands of ranks have thousands of small files: handing each to a pool takes longer than writing it.
+        let report = |done: u64| {
+            progress.map_or(Ok(()), |call| {
+                call.call1((done, plan.n_bytes())).map(|_| ())
+            })
+        };
+        report(0)?;
+        let written = py.detach(|| writer::write(path, plan, options, buffers, &control));
+        let written = raise(py, written)?;
+        py.check_signals()?;
+        report(plan.n_bytes())?;
+        return Ok(Written(written));
+    }
     // Whatever its size, a write waits for the disk: signals are heeded.
     let written = run(py, threads, plan.n_bytes(), progress, &control, || {
         writer::write(path, plan, options, buffers, &control)

@@ -1,0 +1,275 @@
+"""Checks of the arguments of public functions, by the names of their parameters: a wrong type is an `ArgumentError`.
+
+A parameter of one name takes the same kind of value in every public function, so one table serves all of them. What a
+value means is checked where it is used; here only values are refused with which nothing could be done. Functions that
+all ranks call together check their arguments where a fault of one rank reaches the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import math
+import operator
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import ParamSpec, TypeVar
+
+from reshard.errors import ArgumentError, StorageError
+from reshard.words import check_text, show
+
+__all__ = ["check", "check_given", "check_seconds", "check_shapes", "checked"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_MAX_SECONDS = 1e9  # threading refuses to wait for much longer
+_MAX_NAME_BYTES = 255
+_MAX_INTEGER = 1 << 63
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Check the arguments of every call of a function.
+
+    Example:
+        >>> @checked
+        ... def wait(timeout: float = 1.0) -> float:
+        ...     return timeout
+        >>> wait(timeout=None)
+        Traceback (most recent call last):
+        reshard.errors.ArgumentError: `timeout` is None, expected a number of seconds from 0 on
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # Python's own message names the function
+        for name, value in bound.arguments.items():
+            if name in _CHECKS and not (value is None and signature.parameters[name].default is None):
+                _CHECKS[name](name, value)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check(**arguments: object) -> None:
+    """Check arguments by their names; None is taken for every one of them.
+
+    Raises:
+        ArgumentError: a value is of no type that a parameter of this name takes.
+        StorageError: a path has a name in it that is longer than any file system takes.
+
+    Example:
+        >>> check(path="model.safetensors", threads=4, progress=None)
+    """
+    check_given(**{name: value for name, value in arguments.items() if value is not None})
+
+
+def check_given(**arguments: object) -> None:
+    """Check arguments by their names, where None is no value. Raises as `check`."""
+    for name, value in arguments.items():
+        _CHECKS[name](name, value)
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Refuse what is no time to wait."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or math.isnan(value) or value < 0:  # type: ignore[arg-type,operator]
+        raise _wrong(name, value, "a number of seconds from 0 on")
+    if value > _MAX_SECONDS:  # type: ignore[operator]
+        raise _wrong(name, value, f"at most {_MAX_SECONDS:.0f} seconds", "give a large number, such as 1e9")
+
+
+def _wrong(name: str, value: object, expected: str, hint: str | None = None) -> ArgumentError:
+    is_plain = value is None or isinstance(value, bool | float | str)
+    found = show(repr(value))[1:-1] if is_plain else f"of type {type(value).__name__}"
+    return ArgumentError(f"`{name}` is {found}, expected {expected}", hint=hint)
+
+
+def _path(name: str, value: object) -> None:
+    try:
+        path = os.fspath(value)  # type: ignore[call-overload]
+    except TypeError:
+        raise _wrong(name, value, "a path: text or an os.PathLike") from None
+    if not isinstance(path, str):
+        raise _wrong(name, value, "a path as text, not as bytes")
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        raise _wrong(name, path, "a path: no file system has such characters") from None
+    if b"\0" in encoded:
+        raise StorageError(
+            f"`{name}` is {show(path)}: a path cannot hold the character NUL", path=path, errno=errno.EINVAL
+        )
+    if any(len(component) > _MAX_NAME_BYTES for component in encoded.split(b"/")) or len(encoded) > 4095:
+        hint = (
+            "it holds lines: give the path of a file, or a mapping (`yaml.safe_load(text)`)" if "\n" in path else None
+        )
+        raise StorageError(
+            f"`{name}` is {show(path)}: the name is too long", path=path, errno=errno.ENAMETOOLONG, hint=hint
+        )
+
+
+def _described(name: str, value: object) -> None:
+    """A path, a mapping, or a value of one of this package's classes."""
+    if isinstance(value, str | os.PathLike):
+        _path(name, value)
+    elif not isinstance(value, Mapping) and not type(value).__module__.startswith("reshard."):
+        raise _wrong(name, value, "a path, a mapping, or an object of this package that is made of one")
+
+
+def _own(name: str, value: object) -> None:
+    if not type(value).__module__.startswith("reshard."):
+        raise _wrong(name, value, "an object of this package")
+
+
+def check_shapes(name: str, value: object) -> None:
+    """Refuse what does not give a shape for each of some keys."""
+    _mapping(name, value)
+    for key, shape in value.items():  # type: ignore[attr-defined]
+        check_text(key, f"key of `{name}`")
+        is_list = isinstance(shape, Sequence) and not isinstance(shape, str | bytes)
+        if not is_list or not all(type(extent) is int and 0 <= extent < _MAX_INTEGER for extent in shape):
+            raise ArgumentError(f"`{name}` gives {show(key)} no shape: expected whole numbers from 0 on", key=key)
+
+
+def _mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, "a mapping")
+
+
+def _text_mapping(name: str, value: object) -> None:
+    _mapping(name, value)
+    for key, item in value.items():  # type: ignore[attr-defined]
+        check_text(key, f"key of `{name}`")
+        check_text(item, f"value of `{name}`")
+
+
+def _metric_and_number(name: str, value: object) -> None:
+    if not isinstance(value, tuple | list) or len(value) != 2 or not isinstance(value[0], str):
+        raise _wrong(name, value, 'the name of a metric and a number, as in ("loss", 3)')
+    _integer(name, value[1])
+
+
+def _device(name: str, value: object) -> None:
+    if not isinstance(value, str | int) and not hasattr(value, "type"):
+        raise _wrong(name, value, 'a device, such as "cpu"')
+
+
+def _texts(name: str, value: object) -> None:
+    if isinstance(value, str):
+        check_text(value, f"value of `{name}`")
+        return
+    if not isinstance(value, Collection) or isinstance(value, bytes | bytearray | memoryview):
+        raise _wrong(name, value, "a list or a set of names")
+    for item in value:
+        check_text(item, f"name in `{name}`")
+
+
+def _text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise _wrong(name, value, "text")
+    check_text(value, f"value of `{name}`")
+
+
+def _integer(name: str, value: object) -> None:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise _wrong(name, value, "a whole number") from None
+    if isinstance(value, bool) or not -_MAX_INTEGER <= number < _MAX_INTEGER:
+        raise _wrong(name, value, "a whole number of at most 63 bits")
+
+
+def _function(name: str, value: object) -> None:
+    if not callable(value) or isinstance(value, type):
+        raise _wrong(name, value, "a function")
+
+
+def _flag(name: str, value: object) -> None:
+    if type(value).__name__ not in ("bool", "bool_"):  # numpy's is called either
+        raise _wrong(name, value, "True or False")
+
+
+def _integers(name: str, value: object) -> None:
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+        raise _wrong(name, value, "a list of whole numbers")
+    for item in value:
+        _integer(name, item)
+
+
+def _object(name: str, value: object) -> None:
+    try:
+        bool(value == 0)
+    except (TypeError, ValueError):
+        raise _wrong(name, value, "an object with the methods that its documentation names") from None
+
+
+def _pair_of_integers(name: str, value: object) -> None:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise _wrong(name, value, "two whole numbers, as in (0, 4)")
+    for item in value:
+        _integer(name, item)
+
+
+_CHECKS: dict[str, Callable[[str, object], None]] = {
+    **dict.fromkeys(("root", "path", "src", "dst", "filename", "a", "b", "folder"), _path),
+    **dict.fromkeys(
+        ("layout", "config", "names", "strategy", "strategy_a", "strategy_b", "name_or_config", "name_map"),
+        _described,
+    ),
+    "run": _own,
+    **dict.fromkeys(("keys", "optimizer_keys", "drop", "save_trainable_params"), _texts),
+    **dict.fromkeys(("model", "tensors"), _mapping),
+    **dict.fromkeys(
+        ("environment", "coordinate", "optimizer", "extra", "shapes", "metrics", "rename", "out"), _mapping
+    ),
+    "metadata": _text_mapping,
+    "plan": _text_mapping,
+    "name": _text,
+    "keep_best": _metric_and_number,
+    "device": _device,
+    **dict.fromkeys(
+        ("part", "format", "to", "method", "framework", "backend", "modes", "prefix", "suffix", "name_regex", "verify"),
+        _text,
+    ),
+    **dict.fromkeys(
+        ("rank", "iteration", "threads", "keep", "keep_every", "sink_size", "steps_per_epoch"),
+        _integer,
+    ),
+    **dict.fromkeys(("progress", "ready", "after"), _function),
+    **dict.fromkeys(
+        (
+            "allow_fresh",
+            "blocking",
+            "async_save",
+            "check_replicas",
+            "compatible",
+            "copy",
+            "dedup",
+            "direct",
+            "dry_run",
+            "durable",
+            "integrated_save",
+            "only_save_strategy",
+            "overlap",
+            "overwrite",
+            "reverse",
+            "rollback",
+            "save_network_params",
+            "strict",
+            "strict_format",
+            "takeover",
+            "verify_after_save",
+        ),
+        _flag,
+    ),
+    **dict.fromkeys(("group", "health"), _object),
+    "signals": _integers,
+    "share": _pair_of_integers,
+    "timeout": check_seconds,
+}
