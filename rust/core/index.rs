@@ -7,7 +7,7 @@
 //! what is read.
 
 use crate::cast::can_cast;
-use crate::checksum::Sums;
+use crate::checksum::Checksums;
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
 use crate::factors::Factors;
@@ -45,7 +45,7 @@ struct FileSlot {
     path: PathBuf,
     open: Open,
     format: Format,
-    sums: Option<Arc<Sums>>,
+    checksums: Option<Arc<Checksums>>,
     opened: Mutex<Option<Arc<ShardFile>>>,
 }
 
@@ -128,7 +128,7 @@ impl Index {
             path,
             open: Box::new(open),
             format,
-            sums: None,
+            checksums: None,
             opened: Mutex::new(None),
         });
         self.files.len() as u32 - 1
@@ -138,7 +138,7 @@ impl Index {
     ///
     /// # Errors
     /// There is no such file, it is open already, or it is no safetensors file.
-    pub fn set_sums(&mut self, file: u32, sums: Sums) -> Result<()> {
+    pub fn set_checksums(&mut self, file: u32, checksums: Checksums) -> Result<()> {
         let n_files = self.files.len();
         let slot = self
             .files
@@ -151,12 +151,12 @@ impl Index {
         }
         if slot.format != Format::Safetensors {
             let message = format!(
-                "{} is no safetensors file: no sums belong to it",
+                "{} is no safetensors file: no checksums belong to it",
                 slot.path.display()
             );
             return Err(Error::new(Kind::Argument, message));
         }
-        slot.sums = Some(Arc::new(sums));
+        slot.checksums = Some(Arc::new(checksums));
         Ok(())
     }
 
@@ -343,7 +343,7 @@ impl Index {
         if let Some(opened) = &*opened {
             return Ok(Arc::clone(opened));
         }
-        let shard_file = ShardFile::open((slot.open)()?, slot.format, slot.sums.clone())?;
+        let shard_file = ShardFile::open((slot.open)()?, slot.format, slot.checksums.clone())?;
         let shard_file = Arc::new(shard_file);
         *opened = Some(Arc::clone(&shard_file));
         Ok(shard_file)
@@ -450,19 +450,19 @@ impl Index {
         }
     }
 
-    /// Proves that the stored regions of every key cover it without hole or overlap.
-    pub fn prove(&self) -> Result<()> {
+    /// Checks that the stored regions of every key cover it without hole or overlap.
+    pub fn check_coverage(&self) -> Result<()> {
         self.tensors
             .par_iter()
             .try_for_each(|stored| match &stored.form {
-                Form::Grid(grid) => grid.prove(stored),
-                Form::Tiles(tiles) => tiles.prove(stored),
+                Form::Grid(grid) => grid.check_coverage(stored),
+                Form::Tiles(tiles) => tiles.check_coverage(stored),
             })
     }
 
     /// Opens every file that holds a tensor and checks that it is as the index expects; `(file, name)` of what nobody expects.
     pub fn check(&self) -> Result<Vec<(u32, String)>> {
-        self.prove()?;
+        self.check_coverage()?;
         let mut expected: Vec<Vec<(&Stored, &str, Vec<u64>)>> =
             (0..self.files.len()).map(|_| Vec::new()).collect();
         for stored in &self.tensors {
@@ -551,7 +551,7 @@ impl Index {
     }
 
     /// The checked plan of a request. `cast`: floating-point tensors are cast to it, others stay as they are. `verify`:
-    /// carrying it out compares every chunk that it touches with its sum, where sums are known.
+    /// carrying it out compares every chunk that it touches with its sum, where checksums are known.
     pub fn plan(
         &self,
         request: &Request,

@@ -6,7 +6,7 @@ use crate::plan::Plan;
 use crate::run::run;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use reshard_core::checksum::Sums;
+use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::Dtype;
 use reshard_core::metadata::{CellTable, Metadata, decode};
@@ -157,9 +157,9 @@ impl Index {
     ) -> PyResult<()> {
         let sums = raise(
             py,
-            Sums::from_bytes(n_bytes, header_bytes, header_sum, sums),
+            Checksums::from_bytes(n_bytes, header_bytes, header_sum, sums),
         )?;
-        raise(py, self.index.set_sums(file, sums))
+        raise(py, self.index.set_checksums(file, sums))
     }
 
     fn file_path(&self, py: Python<'_>, file: u32) -> PyResult<PathBuf> {
@@ -249,7 +249,9 @@ impl Index {
         let opened = raise(py, self.opened(py, file))?;
         let control = Control::default();
         let n_bytes = opened.source().n_bytes();
-        run(py, None, n_bytes, None, &control, || opened.prove(&control))?;
+        run(py, None, n_bytes, None, &control, || {
+            opened.verify(&control)
+        })?;
         Ok(opened.has_crc())
     }
 
@@ -392,7 +394,7 @@ impl Index {
     fn prove(&self, py: Python<'_>) -> PyResult<()> {
         // Never on rayon's global pool: a forked child would wait for threads that only its parent has.
         run(py, None, 0, None, &Control::default(), || {
-            self.index.prove()
+            self.index.check_coverage()
         })
     }
 
