@@ -16,7 +16,7 @@ mod build;
 mod tokens;
 
 pub use build::build;
-pub(crate) use tokens::NUMBER_END;
+pub use tokens::NUMBER_END;
 
 use crate::checksum::crc32c;
 use crate::dtype::Dtype;
@@ -537,8 +537,8 @@ impl Pass<'_> {
     }
 }
 
-/// A name that is safe to keep, show and compare.
-pub(crate) fn check_name(name: &str) -> Result<()> {
+/// Checks that the name of a tensor is safe to keep, show and compare.
+pub fn check_name(name: &str) -> Result<()> {
     let n_bytes = name.len();
     if name.is_empty() {
         return Err(Error::damaged("the name of a tensor is empty"));

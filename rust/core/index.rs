@@ -13,7 +13,6 @@ use crate::error::{Error, Kind, Printable, Result};
 use crate::factors::Factors;
 use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
-use crate::metadata::Metadata;
 use crate::plan::{Array, Plan, PlanSource};
 use crate::region::{Dims, Region};
 use crate::request::{Request, RequestedArray};
@@ -62,37 +61,6 @@ impl Index {
     /// An empty index.
     pub fn new() -> Self {
         Self::default()
-    }
-
-    /// The index that a decoded `metadata.json` tells; its files lie in `folder`.
-    pub fn from_metadata(metadata: &Metadata, folder: &Path, method: Method) -> Result<Self> {
-        let mut index = Self::new();
-        for name in &metadata.files {
-            index.add_file(folder.join(name), false, method);
-        }
-        for tensor in &metadata.tensors {
-            let cuts = tensor.shape.iter().zip(&tensor.fragmentations);
-            let cuts = cuts
-                .map(|(&extent, &n_parts)| Cuts::Even { extent, n_parts })
-                .collect();
-            let files = tensor.cells.holders.iter().map(|(file, _)| *file).collect();
-            let holders = Holders::Table {
-                starts: tensor.cells.starts.clone(),
-                files,
-            };
-            let order = (0..tensor.shape.len()).collect();
-            index.insert(
-                &tensor.name,
-                None,
-                tensor.shape.clone(),
-                Form::Grid(Grid {
-                    cuts,
-                    order,
-                    holders,
-                }),
-            )?;
-        }
-        Ok(index)
     }
 
     /// Adds a shard file, to be opened when it is needed; its number.
@@ -237,6 +205,45 @@ impl Index {
             stored,
             true,
         )
+    }
+
+    /// `key` is partitioned into `n_parts` equal parts along each dim. The files of cell `i`, row-major over the parts, are
+    /// `files[starts[i]..starts[i + 1]]`; its dtype is the one in the first file that is opened.
+    pub fn add_table(
+        &mut self,
+        key: &str,
+        shape: &[u64],
+        n_parts: &[u64],
+        starts: Vec<u32>,
+        files: Vec<u32>,
+    ) -> Result<()> {
+        let n_cells = n_parts
+            .iter()
+            .try_fold(1_u64, |n, &parts| n.checked_mul(parts));
+        let is_table = shape.len() == n_parts.len()
+            && n_cells.and_then(|n| n.checked_add(1)) == Some(starts.len() as u64)
+            && starts.is_sorted()
+            && starts
+                .last()
+                .is_some_and(|&end| end as usize == files.len())
+            && files.iter().all(|&file| (file as usize) < self.files.len());
+        if !is_table {
+            let message = format!(
+                "{}: the table of its files does not fit its parts",
+                named(key)
+            );
+            return Err(Error::new(Kind::Argument, message).key(key));
+        }
+        let cuts = shape.iter().zip(n_parts);
+        let cuts = cuts
+            .map(|(&extent, &n_parts)| Cuts::Even { extent, n_parts })
+            .collect();
+        let form = Form::Grid(Grid {
+            cuts,
+            order: (0..shape.len()).collect(),
+            holders: Holders::Table { starts, files },
+        });
+        self.insert(key, None, shape.to_vec(), form)
     }
 
     /// `key` consists of explicit tiles. Equal regions are replicas; other overlaps are refused unless `overlapping`.

@@ -9,13 +9,13 @@ use pyo3::types::PyTuple;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::Dtype;
-use reshard_core::metadata::{CellTable, Metadata, decode};
 use reshard_core::region::Region;
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind};
+use reshard_formats::metadata::{CellTable, Metadata, decode, index_of};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -97,7 +97,7 @@ impl Index {
                 data.map_or_else(|| read_whole(&path).map(Cow::Owned), |data| Ok(data.into()));
             let metadata = decode(&text?).map_err(|error| error.within(path.display()))?;
             let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
-            let index = reshard_core::index::Index::from_metadata(&metadata, &folder, method)?;
+            let index = index_of(&metadata, &folder, method)?;
             Ok((metadata, index))
         });
         let (mut metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
