@@ -316,6 +316,6 @@ proptest! {
         let mut holed = Index::new();
         holed.add_file(folder.path().join("cells.safetensors"), false, Method::Map);
         holed.add_tiles("w", dtype, from.shape.clone(), from.factors.clone(), all[1..].to_vec(), false).unwrap();
-        prop_assert_eq!(holed.prove().unwrap_err().kind(), reshard_core::Kind::Coverage);
+        prop_assert_eq!(holed.check_coverage().unwrap_err().kind(), reshard_core::Kind::Coverage);
     }
 }

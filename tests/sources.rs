@@ -1,7 +1,7 @@
 //! A second kind of source, bytes in memory that are served by ranges, and a second kind of sink: header, plan, copy,
 //! verification and writing work over them as over local files.
 
-use reshard_core::checksum::Sums;
+use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::copy::fill;
 use reshard_core::dtype::Dtype;
@@ -74,8 +74,8 @@ fn name() -> PathBuf {
 
 const SHAPE: [u64; 2] = [600, 1000];
 
-/// A shard file with a matrix and a vector, and its sums.
-fn shard_file() -> (Vec<u8>, Sums) {
+/// A shard file with a matrix and a vector, and its checksums.
+fn shard_file() -> (Vec<u8>, Checksums) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     let options = Options {
@@ -85,10 +85,10 @@ fn shard_file() -> (Vec<u8>, Sums) {
         mode: 0o600,
     };
     let mut buffers = Buffers::new(16 << 20).unwrap();
-    let sums = with_plan(|plan| {
+    let checksums = with_plan(|plan| {
         writer::write(&path, plan, &options, &mut buffers, &Control::default()).unwrap()
     });
-    (std::fs::read(path).unwrap(), sums)
+    (std::fs::read(path).unwrap(), checksums)
 }
 
 fn metadata() -> Vec<(String, String)> {
@@ -136,12 +136,12 @@ fn request() -> Request {
 
 fn index_over(
     open: impl Fn() -> Result<Source> + Send + Sync + 'static,
-    sums: Option<Sums>,
+    checksums: Option<Checksums>,
 ) -> Index {
     let mut index = Index::new();
     let file = index.add_source(name(), Format::Safetensors, open);
-    if let Some(sums) = sums {
-        index.set_sums(file, sums).unwrap();
+    if let Some(checksums) = checksums {
+        index.set_checksums(file, checksums).unwrap();
     }
     for key in ["matrix", "vector"] {
         index.add_whole(key, file).unwrap();
@@ -162,18 +162,18 @@ fn filled(plan: &Plan<'_>) -> Result<Vec<Vec<u8>>> {
 
 #[test]
 fn a_plan_over_ranges_copies_what_a_plan_over_a_local_file_copies() {
-    let (bytes, sums) = shard_file();
+    let (bytes, checksums) = shard_file();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     std::fs::write(&path, &bytes).unwrap();
     let local = index_over(move || Source::open(&path, false, Method::Map), None);
     let expected = filled(&local.plan(&request(), None, false).unwrap()).unwrap();
     for is_lending in [false, true] {
-        for sums in [None, Some(sums.clone())] {
+        for checksums in [None, Some(checksums.clone())] {
             let object = Object::new(bytes.clone(), is_lending);
             let opened = object.clone();
-            let index = index_over(move || Ok(opened.source()), sums);
-            index.prove().unwrap();
+            let index = index_over(move || Ok(opened.source()), checksums);
+            index.check_coverage().unwrap();
             assert_eq!(index.check().unwrap(), []);
             let plan = index.plan(&request(), None, true).unwrap();
             assert!(filled(&plan).unwrap() == expected, "lending: {is_lending}");
@@ -183,17 +183,17 @@ fn a_plan_over_ranges_copies_what_a_plan_over_a_local_file_copies() {
 
 #[test]
 fn opening_a_file_reads_its_header_alone() {
-    let (bytes, sums) = shard_file();
+    let (bytes, checksums) = shard_file();
     let object = Object::new(bytes, false);
     let header = Header::read(&object.source()).unwrap();
     assert_eq!(header.len(), 2);
     assert_eq!(object.n_read.load(Relaxed), header.data_start());
-    assert_eq!(header.sum(), sums.header_sum());
+    assert_eq!(header.checksum(), checksums.header_checksum());
 }
 
 #[test]
 fn damage_in_a_range_is_found_by_copies_by_verification_and_by_a_scrub() {
-    let (bytes, sums) = shard_file();
+    let (bytes, checksums) = shard_file();
     let at = bytes.len() - 300_000;
     let mut damaged = bytes.clone();
     damaged[at] ^= 4;
@@ -202,14 +202,14 @@ fn damage_in_a_range_is_found_by_copies_by_verification_and_by_a_scrub() {
         let whole = Object::new(bytes.clone(), is_lending).source();
         let object = Object::new(damaged.clone(), is_lending);
         for direct in [false, true] {
-            assert_eq!(scrub(&whole, &sums, direct, &control).unwrap(), []);
-            let ranges = scrub(&object.source(), &sums, direct, &control).unwrap();
+            assert_eq!(scrub(&whole, &checksums, direct, &control).unwrap(), []);
+            let ranges = scrub(&object.source(), &checksums, direct, &control).unwrap();
             assert!(
                 matches!(ranges[..], [(start, end)] if (start..end).contains(&(at as u64))),
                 "{ranges:?}"
             );
         }
-        let index = index_over(move || Ok(object.source()), Some(sums.clone()));
+        let index = index_over(move || Ok(object.source()), Some(checksums.clone()));
         let plan = index.plan(&request(), None, true).unwrap();
         for error in [
             filled(&plan).unwrap_err(),
@@ -265,7 +265,7 @@ fn a_ckpt_file_over_ranges_has_the_table_and_the_crc_of_the_local_file() {
             let file = ShardFile::open(object.source(), Format::Ckpt, None).unwrap();
             assert_eq!(file.table().arrays(), expected.table().arrays());
             assert_eq!(file.has_crc(), expected.has_crc());
-            file.prove(&Control::default()).unwrap();
+            file.verify(&Control::default()).unwrap();
         }
         n_files += 1;
         n_with_crc += usize::from(expected.has_crc());
@@ -301,7 +301,7 @@ impl Sink for Upload<'_> {
 
 #[test]
 fn a_sink_gets_the_bytes_of_the_local_file_and_nothing_is_published_after_an_error() {
-    let (bytes, sums) = shard_file();
+    let (bytes, checksums) = shard_file();
     for fails_from in [u64::MAX, 0] {
         let store = Mutex::new(None);
         let create = |n_bytes| {
@@ -320,7 +320,7 @@ fn a_sink_gets_the_bytes_of_the_local_file_and_nothing_is_published_after_an_err
             assert_eq!(written.unwrap_err().message(), "the store does not answer");
             assert!(published.is_none());
         } else {
-            assert_eq!(written.unwrap(), sums);
+            assert_eq!(written.unwrap(), checksums);
             assert!(published.unwrap() == bytes);
         }
     }

@@ -19,22 +19,27 @@ pub fn crc32c(before: u32, bytes: &[u8]) -> u32 {
 
 /// What a shard file must be.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sums {
+pub struct Checksums {
     n_bytes: u64,
     header_bytes: u64,
-    header_sum: u32,
+    header_checksum: u32,
     chunks: Vec<u32>,
 }
 
-impl Sums {
-    /// Sums of a file of `n_bytes`, of which the first `header_bytes` come before the data.
+impl Checksums {
+    /// Checksums of a file of `n_bytes`, of which the first `header_bytes` come before the data.
     ///
     /// # Errors
-    /// There are not as many sums as chunks, or the header is larger than the file.
-    pub fn new(n_bytes: u64, header_bytes: u64, header_sum: u32, chunks: Vec<u32>) -> Result<Self> {
+    /// There are not as many checksums as chunks, or the header is larger than the file.
+    pub fn new(
+        n_bytes: u64,
+        header_bytes: u64,
+        header_checksum: u32,
+        chunks: Vec<u32>,
+    ) -> Result<Self> {
         if n_bytes.div_ceil(CHUNK_BYTES as u64) != chunks.len() as u64 || header_bytes > n_bytes {
             let message = format!(
-                "{} sums and {header_bytes} header bytes do not belong to a file of {n_bytes} bytes",
+                "{} checksums and {header_bytes} header bytes do not belong to a file of {n_bytes} bytes",
                 chunks.len()
             );
             return Err(Error::new(Kind::Argument, message));
@@ -42,31 +47,34 @@ impl Sums {
         Ok(Self {
             n_bytes,
             header_bytes,
-            header_sum,
+            header_checksum,
             chunks,
         })
     }
 
-    /// Sums as they are stored: little-endian, 4 bytes each.
+    /// Checksums as they are stored: little-endian, 4 bytes each.
     ///
     /// # Errors
     /// As `new`.
     pub fn from_bytes(
         n_bytes: u64,
         header_bytes: u64,
-        header_sum: u32,
-        sums: &[u8],
+        header_checksum: u32,
+        checksums: &[u8],
     ) -> Result<Self> {
-        let (chunks, rest) = sums.as_chunks::<4>();
+        let (chunks, rest) = checksums.as_chunks::<4>();
         if !rest.is_empty() {
-            let message = format!("{} bytes of sums are no multiple of 4", sums.len());
+            let message = format!(
+                "{} bytes of checksums are no multiple of 4",
+                checksums.len()
+            );
             return Err(Error::new(Kind::Argument, message));
         }
         let chunks = chunks.iter().map(|sum| u32::from_le_bytes(*sum)).collect();
-        Self::new(n_bytes, header_bytes, header_sum, chunks)
+        Self::new(n_bytes, header_bytes, header_checksum, chunks)
     }
 
-    /// The sums as they are stored.
+    /// The checksums as they are stored.
     pub fn to_bytes(&self) -> Vec<u8> {
         self.chunks
             .iter()
@@ -85,8 +93,8 @@ impl Sums {
     }
 
     /// crc32c of the bytes before the data.
-    pub fn header_sum(&self) -> u32 {
-        self.header_sum
+    pub fn header_checksum(&self) -> u32 {
+        self.header_checksum
     }
 
     /// Number of chunks.

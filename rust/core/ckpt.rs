@@ -15,7 +15,7 @@
 //! the file claims: at most 200 bytes a value, of which there may be [`MAX_TENSORS`], and four times the bytes between the
 //! contents, of which there may be [`MAX_HEADER_BYTES`].
 //!
-//! This module knows one file's framing. It does not know what the tensors mean, and proves no content but by the CRC.
+//! This module knows one file's framing. It does not know what the tensors mean, and verifies no content but by the CRC.
 
 use crate::control::Control;
 use crate::dtype::Dtype;
@@ -55,7 +55,7 @@ mod tag {
     pub(super) const OF_STRATEGY: u8 = 0x08;
 }
 
-/// The table of a `.ckpt` file that has proved right.
+/// The checked table of a `.ckpt` file.
 ///
 /// A *record* is the content of one value. A tensor in one record has the tag as its stored name; the records of one
 /// that was split are one-dimensional and called `<tag>#<number>`.
@@ -207,7 +207,7 @@ impl Records {
     ///
     /// # Errors
     /// It differs, or cannot be read.
-    pub fn prove(&self, source: &Source, control: &Control) -> Result<()> {
+    pub fn verify(&self, source: &Source, control: &Control) -> Result<()> {
         let Some(crc) = self.crc else {
             return Ok(());
         };

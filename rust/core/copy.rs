@@ -23,7 +23,7 @@ use crate::fetch::{BoxCopy, Run};
 use crate::memory::{Stores, finish_stores};
 use crate::plan::{Array, Plan};
 use crate::strided::restrict;
-use crate::verify::{Checks, prove_files};
+use crate::verify::{Checks, verify_files};
 use rayon::prelude::*;
 
 const BAND_BYTES: u64 = 2 << 20;
@@ -75,7 +75,7 @@ pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Cont
             }
         }
     }
-    prove_files(plan, control)?;
+    verify_files(plan, control)?;
     let run = Run {
         plan,
         checks: &Checks::new(plan),

@@ -1,14 +1,14 @@
 //! Where the bytes of a copy are fetched from, and how: borrowed from a map, read to where they belong, or read into
-//! scratch memory; compared with their sums before they are copied, where sums are known.
+//! scratch memory; compared with their checksums before they are copied, where checksums are known.
 
-use crate::checksum::{CHUNK_BYTES, Sums};
+use crate::checksum::{CHUNK_BYTES, Checksums};
 use crate::control::Control;
 use crate::error::Result;
 use crate::memory::{Stores, copy_run};
 use crate::plan::{CopyOp, Plan, PlanSource};
 use crate::shard_file::ShardFile;
 use crate::strided::{Dim, copy_box, is_one_run, source_run, src_span, widest, without};
-use crate::verify::{Checks, ResidentRange, prove, read_chunks};
+use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
 use std::cell::RefCell;
 
 /// Gaps between runs of at least this size are not fetched.
@@ -38,7 +38,7 @@ pub(crate) struct BoxCopy<'a> {
     source: &'a PlanSource<'a>,
     copy_op: &'a CopyOp,
     unit_bytes: u64,
-    /// What of a mapped source that is proven is in memory already.
+    /// What of a mapped source that is verified is in memory already.
     resident: Option<ResidentRange<'a>>,
     to: &'a mut [u8],
 }
@@ -64,16 +64,16 @@ impl<'a> BoxCopy<'a> {
     /// Copies a box at unit `src` of the copy to unit `dst` of the slice.
     pub(crate) fn copy(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
         if let PlanSource::File(_, file) = self.source
-            && let Some(sums) = self.run.checks.sums(self.copy_op.source, file)
+            && let Some(checksums) = self.run.checks.checksums(self.copy_op.source, file)
         {
             // Where the rows lie so far apart that whole chunks are left out, each part brings in its own.
             let is_dense = dims
                 .iter()
                 .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
             if is_dense && file.source().is_mapped() {
-                self.resident = Checks::prefault(file, sums, self.source_range(dims, src))?;
+                self.resident = Checks::prefault(file, checksums, self.source_range(dims, src))?;
             }
-            return self.proven_parts(file, sums, dims, src, dst);
+            return self.verified_parts(file, checksums, dims, src, dst);
         }
         self.dense_parts(dims, src, dst, false)
     }
@@ -86,11 +86,11 @@ impl<'a> BoxCopy<'a> {
         )
     }
 
-    /// Copies a box out of chunks that are proven first, in parts no larger than a chunk, which then lies in the cache.
-    fn proven_parts(
+    /// Copies a box out of chunks that are verified first, in parts no larger than a chunk, which then lies in the cache.
+    fn verified_parts(
         &mut self,
         file: &'a ShardFile,
-        sums: &Sums,
+        checksums: &Checksums,
         dims: &[Dim],
         src: u64,
         dst: u64,
@@ -105,14 +105,14 @@ impl<'a> BoxCopy<'a> {
             }
             _ => CHUNK_BYTES as u64,
         };
-        // Into fresh pages a long run is copied at once, after all its chunks are proven: the system's memcpy goes past the
+        // Into fresh pages a long run is copied at once, after all its chunks are verified: the system's memcpy goes past the
         // cache for lengths like that, which gains more than is lost by fetching the source again, from the last cache.
         let is_long_run =
             self.run.stores == Stores::Fresh && is_one_run(dims) && file.source().is_mapped();
         let is_one_part = is_long_run || start / part == (start + span - 1) / part;
         if let (false, Some((widest, dim))) = (is_one_part, widest) {
             if !file.source().is_mapped() && is_one_run(dims) {
-                return self.proven_run(file, sums, start, (dst * unit) as usize, span);
+                return self.verified_run(file, checksums, start, (dst * unit) as usize, span);
             }
             let inner = without(dims, widest);
             let (stride, row_span) = (dim.src * unit, src_span(&inner) * unit);
@@ -128,24 +128,24 @@ impl<'a> BoxCopy<'a> {
                 };
                 let (at, to) = (src + k * dim.src, dst + k * dim.dst);
                 if n == 1 {
-                    self.proven_parts(file, sums, &inner, at, to)?;
+                    self.verified_parts(file, checksums, &inner, at, to)?;
                 } else {
                     let mut rows = dims.to_vec();
                     rows[widest].len = n;
-                    self.proven_part(file, sums, &rows, at, to)?;
+                    self.verified_part(file, checksums, &rows, at, to)?;
                 }
                 k += n;
             }
             return Ok(());
         }
-        self.proven_part(file, sums, dims, src, dst)
+        self.verified_part(file, checksums, dims, src, dst)
     }
 
     /// A box that lies in one part.
-    fn proven_part(
+    fn verified_part(
         &mut self,
         file: &'a ShardFile,
-        sums: &Sums,
+        checksums: &Checksums,
         dims: &[Dim],
         src: u64,
         dst: u64,
@@ -162,26 +162,26 @@ impl<'a> BoxCopy<'a> {
         if is_one_run(dims) {
             let at = (dst * self.unit_bytes) as usize;
             let to = (&mut self.to[at..at + span as usize], stores);
-            if checks.copy_run(self.copy_op.source, mapped, sums, start, to, control)? {
+            if checks.copy_run(self.copy_op.source, mapped, checksums, start, to, control)? {
                 return Ok(());
             }
         }
-        if let Some(from) = checks.mapped(self.copy_op.source, mapped, sums, range, control)? {
+        if let Some(from) = checks.mapped(self.copy_op.source, mapped, checksums, range, control)? {
             self.copy_from(from, dims, dst);
             return Ok(());
         }
         SCRATCH.with_borrow_mut(|scratch| {
-            let at = read_chunks(file, sums, range, scratch, control)?;
+            let at = read_chunks(file, checksums, range, scratch, control)?;
             self.copy_from(&scratch[at..], dims, dst);
             Ok(())
         })
     }
 
     /// One long run, read: whole chunks to where they belong, and the two ends by way of scratch memory.
-    fn proven_run(
+    fn verified_run(
         &mut self,
         file: &'a ShardFile,
-        sums: &Sums,
+        checksums: &Checksums,
         start: u64,
         at: usize,
         n_bytes: u64,
@@ -190,7 +190,7 @@ impl<'a> BoxCopy<'a> {
         let end = start + n_bytes;
         let first = start.next_multiple_of(chunk).min(end);
         // The last chunk of the file is shorter, and whole all the same.
-        let last = if end == sums.n_bytes() {
+        let last = if end == checksums.n_bytes() {
             end
         } else {
             (end / chunk * chunk).max(first)
@@ -204,13 +204,13 @@ impl<'a> BoxCopy<'a> {
         if !middle.is_empty() {
             file.source().read_at(first, middle)?;
             control.fetched(middle.len() as u64);
-            prove(file, sums, (first / chunk) as usize, middle)?;
+            verify_chunks(file, checksums, (first / chunk) as usize, middle)?;
         }
         for (from, to) in [(start, head), (last, tail)] {
             if !to.is_empty() {
                 SCRATCH.with_borrow_mut(|scratch| {
                     let range = (from, to.len() as u64);
-                    let at = read_chunks(file, sums, range, scratch, control)?;
+                    let at = read_chunks(file, checksums, range, scratch, control)?;
                     copy_run(to, &scratch[at..at + to.len()], stores);
                     Ok(())
                 })?;

@@ -16,7 +16,7 @@ mod build;
 mod tokens;
 
 pub use build::build;
-pub(crate) use tokens::NUMBER_END;
+pub use tokens::NUMBER_END;
 
 use crate::checksum::crc32c;
 use crate::dtype::Dtype;
@@ -42,7 +42,7 @@ const LENGTH_BYTES: u64 = 8;
 /// The one key of a header that is no tensor.
 const METADATA: &str = "__metadata__";
 
-/// A header that has proved right: the tensors in it tile the data of their file exactly.
+/// A header that was checked: the tensors in it tile the data of their file exactly.
 ///
 /// Tensors are numbered in the order of their data; one without elements stands where its data would be.
 ///
@@ -69,7 +69,7 @@ pub struct Header {
     /// Sorted by key.
     metadata: Option<Vec<Pair>>,
     /// crc32c of everything before the data.
-    sum: u32,
+    checksum: u32,
 }
 
 /// One tensor of a header.
@@ -161,15 +161,15 @@ impl Header {
             read(LENGTH_BYTES + at as u64, &mut text[at..])?;
             piece_bytes *= 2;
         }
-        let sum = crc32c(crc32c(0, &length), &text);
+        let checksum = crc32c(crc32c(0, &length), &text);
         let mut header = Self::parse(text, rest_bytes - header_bytes)?;
-        header.sum = sum;
+        header.checksum = checksum;
         Ok(header)
     }
 
     /// crc32c of everything before the data, as it was read; 0 of a header that was parsed alone.
-    pub fn sum(&self) -> u32 {
-        self.sum
+    pub fn checksum(&self) -> u32 {
+        self.checksum
     }
 
     /// Checks the text of a header that `data_bytes` bytes of data follow.
@@ -217,7 +217,7 @@ impl Header {
             by_hash: Vec::new(),
             hasher: RandomState::new(),
             metadata,
-            sum: 0,
+            checksum: 0,
         };
         if has_escapes {
             this.decode_in_place()?;
@@ -537,8 +537,8 @@ impl Pass<'_> {
     }
 }
 
-/// A name that is safe to keep, show and compare.
-pub(crate) fn check_name(name: &str) -> Result<()> {
+/// Checks that the name of a tensor is safe to keep, show and compare.
+pub fn check_name(name: &str) -> Result<()> {
     let n_bytes = name.len();
     if name.is_empty() {
         return Err(Error::damaged("the name of a tensor is empty"));

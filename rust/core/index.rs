@@ -7,14 +7,13 @@
 //! what is read.
 
 use crate::cast::can_cast;
-use crate::checksum::Sums;
+use crate::checksum::Checksums;
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
 use crate::factors::Factors;
 use crate::header::Entry;
 use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
-use crate::metadata::Metadata;
 use crate::plan::{Array, Plan, PlanSource};
 use crate::region::{Dims, Region};
 use crate::request::{Request, RequestedArray};
@@ -47,7 +46,7 @@ struct FileSlot {
     path: PathBuf,
     open: Open,
     format: Format,
-    sums: Option<Arc<Sums>>,
+    checksums: Option<Arc<Checksums>>,
     opened: Mutex<Option<Arc<ShardFile>>>,
 }
 
@@ -92,37 +91,6 @@ impl Index {
         Self::default()
     }
 
-    /// The index that a decoded `metadata.json` tells; its files lie in `folder`.
-    pub fn from_metadata(metadata: &Metadata, folder: &Path, method: Method) -> Result<Self> {
-        let mut index = Self::new();
-        for name in &metadata.files {
-            index.add_file(folder.join(name), false, method);
-        }
-        for tensor in &metadata.tensors {
-            let cuts = tensor.shape.iter().zip(&tensor.fragmentations);
-            let cuts = cuts
-                .map(|(&extent, &n_parts)| Cuts::Even { extent, n_parts })
-                .collect();
-            let files = tensor.cells.holders.iter().map(|(file, _)| *file).collect();
-            let holders = Holders::Table {
-                starts: tensor.cells.starts.clone(),
-                files,
-            };
-            let order = (0..tensor.shape.len()).collect();
-            index.insert(
-                &tensor.name,
-                None,
-                tensor.shape.clone(),
-                Form::Grid(Grid {
-                    cuts,
-                    order,
-                    holders,
-                }),
-            )?;
-        }
-        Ok(index)
-    }
-
     /// Adds a shard file, to be opened when it is needed; its number.
     pub fn add_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
         self.add_local(path, follow_links, method, Format::Safetensors)
@@ -156,7 +124,7 @@ impl Index {
             path,
             open: Box::new(open),
             format,
-            sums: None,
+            checksums: None,
             opened: Mutex::new(None),
         });
         self.files.len() as u32 - 1
@@ -166,7 +134,7 @@ impl Index {
     ///
     /// # Errors
     /// There is no such file, it is open already, or it is no safetensors file.
-    pub fn set_sums(&mut self, file: u32, sums: Sums) -> Result<()> {
+    pub fn set_checksums(&mut self, file: u32, checksums: Checksums) -> Result<()> {
         let n_files = self.files.len();
         let slot = self
             .files
@@ -179,12 +147,12 @@ impl Index {
         }
         if slot.format != Format::Safetensors {
             let message = format!(
-                "{} is no safetensors file: no sums belong to it",
+                "{} is no safetensors file: no checksums belong to it",
                 slot.path.display()
             );
             return Err(Error::new(Kind::Argument, message));
         }
-        slot.sums = Some(Arc::new(sums));
+        slot.checksums = Some(Arc::new(checksums));
         Ok(())
     }
 
@@ -282,6 +250,45 @@ impl Index {
             stored,
             true,
         )
+    }
+
+    /// `key` is partitioned into `n_parts` equal parts along each dim. The files of cell `i`, row-major over the parts, are
+    /// `files[starts[i]..starts[i + 1]]`; its dtype is the one in the first file that is opened.
+    pub fn add_table(
+        &mut self,
+        key: &str,
+        shape: &[u64],
+        n_parts: &[u64],
+        starts: Vec<u32>,
+        files: Vec<u32>,
+    ) -> Result<()> {
+        let n_cells = n_parts
+            .iter()
+            .try_fold(1_u64, |n, &parts| n.checked_mul(parts));
+        let is_table = shape.len() == n_parts.len()
+            && n_cells.and_then(|n| n.checked_add(1)) == Some(starts.len() as u64)
+            && starts.is_sorted()
+            && starts
+                .last()
+                .is_some_and(|&end| end as usize == files.len())
+            && files.iter().all(|&file| (file as usize) < self.files.len());
+        if !is_table {
+            let message = format!(
+                "{}: the table of its files does not fit its parts",
+                named(key)
+            );
+            return Err(Error::new(Kind::Argument, message).key(key));
+        }
+        let cuts = shape.iter().zip(n_parts);
+        let cuts = cuts
+            .map(|(&extent, &n_parts)| Cuts::Even { extent, n_parts })
+            .collect();
+        let form = Form::Grid(Grid {
+            cuts,
+            order: (0..shape.len()).collect(),
+            holders: Holders::Table { starts, files },
+        });
+        self.insert(key, None, shape.to_vec(), form)
     }
 
     /// `key` consists of explicit tiles. Equal regions are replicas; other overlaps are refused unless `overlapping`.
@@ -401,7 +408,7 @@ impl Index {
         if let Some(opened) = &*opened {
             return Ok(Arc::clone(opened));
         }
-        let shard_file = ShardFile::open((slot.open)()?, slot.format, slot.sums.clone())?;
+        let shard_file = ShardFile::open((slot.open)()?, slot.format, slot.checksums.clone())?;
         let shard_file = Arc::new(shard_file);
         *opened = Some(Arc::clone(&shard_file));
         Ok(shard_file)
@@ -534,19 +541,19 @@ impl Index {
         }
     }
 
-    /// Proves that the stored regions of every key cover it without hole or overlap.
-    pub fn prove(&self) -> Result<()> {
+    /// Checks that the stored regions of every key cover it without hole or overlap.
+    pub fn check_coverage(&self) -> Result<()> {
         self.tensors
             .par_iter()
             .try_for_each(|stored| match &stored.form {
-                Form::Grid(grid) => grid.prove(stored),
-                Form::Tiles(tiles) => tiles.prove(stored),
+                Form::Grid(grid) => grid.check_coverage(stored),
+                Form::Tiles(tiles) => tiles.check_coverage(stored),
             })
     }
 
     /// Opens every file that holds a tensor and checks that it is as the index expects; `(file, name)` of what nobody expects.
     pub fn check(&self) -> Result<Vec<(u32, String)>> {
-        self.prove()?;
+        self.check_coverage()?;
         // Their tensors were taken from their headers: that they open is all there is to check.
         for whole in &self.wholes {
             self.open(whole.file)?;
@@ -640,7 +647,7 @@ impl Index {
     }
 
     /// The checked plan of a request. `cast`: floating-point tensors are cast to it, others stay as they are. `verify`:
-    /// carrying it out compares every chunk that it touches with its sum, where sums are known.
+    /// carrying it out compares every chunk that it touches with its sum, where checksums are known.
     pub fn plan(
         &self,
         request: &Request,

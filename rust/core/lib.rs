@@ -1,7 +1,7 @@
 //! Bytes and geometry of sharded checkpoints: shard files, layouts, checked plans, parallel copies.
 //!
 //! This crate knows shard files, tiles and plans. It knows nothing of checkpoints, steps or frameworks, reads no
-//! environment variable and prints nothing. Offsets and shapes are in elements unless a name ends in `_bytes`.
+//! environment variable and prints nothing. The files that describe checkpoints are decoded by `reshard-formats`. Offsets and shapes are in elements unless a name ends in `_bytes`.
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("reshard addresses files of any size: 64-bit targets only");
@@ -19,7 +19,6 @@ pub mod tile;
 pub mod ckpt;
 pub mod header;
 pub mod local_array;
-pub mod metadata;
 pub mod shard_file;
 pub mod source;
 

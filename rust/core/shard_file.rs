@@ -3,7 +3,7 @@
 //! A safetensors file tells its table at its beginning; that of a `.ckpt` is put together by a walk over the file. What
 //! differs ends here: to everybody else a file has tensors with a name, a dtype, a shape and a place.
 
-use crate::checksum::Sums;
+use crate::checksum::Checksums;
 use crate::ckpt::Records;
 use crate::control::Control;
 use crate::dtype::Dtype;
@@ -31,14 +31,14 @@ pub enum Table {
     Records(Records),
 }
 
-/// An opened shard file whose table has proved right.
+/// An opened shard file whose table was checked.
 #[derive(Debug)]
 pub struct ShardFile {
     source: Source,
     table: Arc<Table>,
-    sums: Option<Arc<Sums>>,
+    checksums: Option<Arc<Checksums>>,
     /// Whether the whole file has been compared with what stands in it for that.
-    is_proven: Mutex<bool>,
+    is_verified: Mutex<bool>,
 }
 
 impl Table {
@@ -118,10 +118,10 @@ impl Table {
 }
 
 impl ShardFile {
-    /// Reads and checks the table of a file; where sums are told, also that it has their size and header.
-    pub fn open(source: Source, format: Format, sums: Option<Arc<Sums>>) -> Result<Self> {
+    /// Reads and checks the table of a file; where checksums are told, also that it has their size and header.
+    pub fn open(source: Source, format: Format, checksums: Option<Arc<Checksums>>) -> Result<Self> {
         let table = match format {
-            Format::Safetensors => Table::Header(read_header(&source, sums.as_deref())?),
+            Format::Safetensors => Table::Header(read_header(&source, checksums.as_deref())?),
             Format::Ckpt => Table::Records(
                 Records::read(&source).map_err(|error| error.within(source.path().display()))?,
             ),
@@ -129,14 +129,14 @@ impl ShardFile {
         Ok(Self {
             source,
             table: Arc::new(table),
-            sums,
-            is_proven: Mutex::new(false),
+            checksums,
+            is_verified: Mutex::new(false),
         })
     }
 
-    /// The sums of its chunks, where they are known.
-    pub fn sums(&self) -> Option<&Arc<Sums>> {
-        self.sums.as_ref()
+    /// The checksums of its chunks, where they are known.
+    pub fn checksums(&self) -> Option<&Arc<Checksums>> {
+        self.checksums.as_ref()
     }
 
     /// What it says of its tensors.
@@ -169,7 +169,7 @@ impl ShardFile {
     ///
     /// # Errors
     /// They differ, or cannot be read.
-    pub fn prove(&self, control: &Control) -> Result<()> {
+    pub fn verify(&self, control: &Control) -> Result<()> {
         let Table::Records(records) = &*self.table else {
             return Ok(());
         };
@@ -177,28 +177,28 @@ impl ShardFile {
             return Ok(());
         }
         // Others wait here rather than read the file a second time.
-        let mut is_proven = self
-            .is_proven
+        let mut is_verified = self
+            .is_verified
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        if !*is_proven {
-            records.prove(&self.source, control)?;
-            *is_proven = true;
+        if !*is_verified {
+            records.verify(&self.source, control)?;
+            *is_verified = true;
         }
         Ok(())
     }
 }
 
-fn read_header(source: &Source, sums: Option<&Sums>) -> Result<Header> {
+fn read_header(source: &Source, checksums: Option<&Checksums>) -> Result<Header> {
     let path = source.path();
-    if let Some(sums) = sums
-        && source.n_bytes() != sums.n_bytes()
+    if let Some(checksums) = checksums
+        && source.n_bytes() != checksums.n_bytes()
     {
         let message = format!(
             "{} has {} bytes, {} were written",
             path.display(),
             source.n_bytes(),
-            sums.n_bytes()
+            checksums.n_bytes()
         );
         return Err(Error::damaged(message).path(path));
     }
@@ -210,16 +210,16 @@ fn read_header(source: &Source, sums: Option<&Sums>) -> Result<Header> {
         );
         Error::damaged(message).path(path)
     };
-    if let Some(sums) = sums {
+    if let Some(checksums) = checksums {
         // A header that is not the one that was written is best told so, whatever else is wrong with it.
         match &header {
-            Ok(header) if header.sum() == sums.header_sum() => {}
+            Ok(header) if header.checksum() == checksums.header_checksum() => {}
             Err(error) if error.kind() == crate::Kind::Io => {}
             _ => return Err(altered()),
         }
     }
     let header = header.map_err(|error| error.within(path.display()))?;
-    if sums.is_some_and(|sums| sums.header_bytes() != header.data_start()) {
+    if checksums.is_some_and(|checksums| checksums.header_bytes() != header.data_start()) {
         return Err(altered());
     }
     Ok(header)

@@ -3,7 +3,7 @@
 //! An image is the whole file, header included, so that it goes to disk straight from where it lies. Its memory comes
 //! from a pool: touching fresh pages costs more than the copy, and a trainer saves the same state again and again.
 
-use crate::checksum::Sums;
+use crate::checksum::Checksums;
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
 use crate::memory::{Memory, Stores};
@@ -125,7 +125,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// As there, or this is a child of the process that took it.
-    pub fn write(&self, path: &Path, options: &Options, control: &Control) -> Result<Sums> {
+    pub fn write(&self, path: &Path, options: &Options, control: &Control) -> Result<Checksums> {
         check_process(&self.pool)?;
         let memory = self.memory.as_ref().expect("taken out by drop alone");
         let image = &memory.as_slice()[..self.n_bytes as usize];

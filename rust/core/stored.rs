@@ -1,8 +1,8 @@
 //! The stored tiles of one tensor, in one of two forms, and the copies that a wanted tile needs of them.
 //!
 //! A *grid* is symbolic: per dim where it is cut, and for a cell of the grid who holds it, either the ranks of a mesh
-//! (whose files are known by rank) or a table. Everything irregular is a list of *explicit tiles*, sorted, and proven
-//! disjoint by a sweep; some of their dims can be described by factors, in which all of that is done. Files are numbers here; who opens them is the index.
+//! (whose files are known by rank) or a table. Everything irregular is a list of *explicit tiles*, sorted, and checked
+//! to be disjoint by a sweep; some of their dims can be described by factors, in which all of that is done. Files are numbers here; who opens them is the index.
 
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
@@ -17,7 +17,7 @@ use std::sync::{Arc, OnceLock};
 /// Holders of one shard that are weighed against each other; beyond that the choice gains nothing.
 const MAX_CANDIDATES: u64 = 16;
 
-/// Work bound of the proof that explicit tiles are disjoint, per tile: real layouts need a few steps.
+/// Work bound of the check that explicit tiles are disjoint, per tile: real layouts need a few steps.
 const MAX_SWEEP_STEPS: u64 = 4096;
 
 /// Most tiles that are told of a tensor whose tiles are given in factored dims.
@@ -212,7 +212,7 @@ impl Grid {
             .collect()
     }
 
-    pub(crate) fn prove(&self, stored: &Stored) -> Result<()> {
+    pub(crate) fn check_coverage(&self, stored: &Stored) -> Result<()> {
         for (d, cuts) in self.cuts.iter().enumerate() {
             let is_whole = match cuts {
                 Cuts::Even { extent, n_parts } => {
@@ -442,7 +442,7 @@ impl Tiles {
         first..last.max(first)
     }
 
-    pub(crate) fn prove(&self, stored: &Stored) -> Result<()> {
+    pub(crate) fn check_coverage(&self, stored: &Stored) -> Result<()> {
         if n_elements(&stored.shape) == Some(0) {
             return Ok(());
         }

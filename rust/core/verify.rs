@@ -1,10 +1,10 @@
-//! Proof of what is read: every chunk that a plan touches against its sum, and whole files past the page cache.
+//! Verification of what is read: every chunk that a plan touches against its checksum, and whole files past the page cache.
 //!
-//! Out of a map a chunk is proven once in the run of a plan, by the first band that touches it, just before it is copied:
-//! so it is read from memory once and copied out of the cache. What is fetched by positioned reads is proven where it
+//! Out of a map a chunk is verified once in the run of a plan, by the first band that touches it, just before it is copied:
+//! so it is read from memory once and copied out of the cache. What is fetched by positioned reads is verified where it
 //! was read to, every time: other bytes might come the next time.
 
-use crate::checksum::{CHUNK_BYTES, Sums, crc32c};
+use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::control::Control;
 use crate::error::{Error, Printable, Result};
 use crate::memory::{Memory, Stores, copy_run};
@@ -38,7 +38,7 @@ impl<'a> ResidentRange<'a> {
     }
 }
 
-/// Which chunks of a plan's sources have been proven in this run of it.
+/// Which chunks of a plan's sources have been verified in this run of it.
 #[derive(Debug)]
 pub(crate) struct Checks {
     /// One bit a chunk, one entry a source; none where nothing is known to compare with.
@@ -48,8 +48,8 @@ pub(crate) struct Checks {
 impl Checks {
     pub(crate) fn new(plan: &Plan<'_>) -> Self {
         let claims = plan.sources.iter().map(|source| match source {
-            PlanSource::File(_, file) if plan.verify => file.sums().map(|sums| {
-                (0..sums.n_chunks().div_ceil(64))
+            PlanSource::File(_, file) if plan.verify => file.checksums().map(|checksums| {
+                (0..checksums.n_chunks().div_ceil(64))
                     .map(|_| AtomicU64::new(0))
                     .collect()
             }),
@@ -60,13 +60,13 @@ impl Checks {
         }
     }
 
-    /// The sums to compare a source with, if it is to be proven.
-    pub(crate) fn sums<'a>(&self, source: u32, file: &'a ShardFile) -> Option<&'a Sums> {
+    /// The checksums to compare a source with, if it is to be verified.
+    pub(crate) fn checksums<'a>(&self, source: u32, file: &'a ShardFile) -> Option<&'a Checksums> {
         self.claims[source as usize].as_ref()?;
-        file.sums().map(AsRef::as_ref)
+        file.checksums().map(AsRef::as_ref)
     }
 
-    /// Whether the caller is the first to ask for a chunk, and so the one to prove it.
+    /// Whether the caller is the first to ask for a chunk, and so the one to verify it.
     fn claim(&self, source: u32, chunk: usize) -> bool {
         let bit = 1 << (chunk % 64);
         self.claims[source as usize]
@@ -75,35 +75,35 @@ impl Checks {
     }
 
     /// All chunks of a mapped file that hold a byte of a range, brought in by one call: many small ones cost more than the
-    /// sums. None where the file is not mapped.
+    /// checksums. None where the file is not mapped.
     pub(crate) fn prefault<'a>(
         file: &'a ShardFile,
-        sums: &Sums,
+        checksums: &Checksums,
         (start, len): (u64, u64),
     ) -> Result<Option<ResidentRange<'a>>> {
-        let chunks = sums.chunks_over(start, len);
-        let (first, _) = sums.chunk(chunks.start);
-        let (last, last_len) = sums.chunk(chunks.end - 1);
+        let chunks = checksums.chunks_over(start, len);
+        let (first, _) = checksums.chunk(chunks.start);
+        let (last, last_len) = checksums.chunk(chunks.end - 1);
         let bytes = file.source().bytes(first, last - first + last_len as u64)?;
         Ok(bytes.map(|bytes| ResidentRange { first, bytes }))
     }
 
-    /// Proves a chunk of a mapped file while a run inside it is copied, a cache line's neighbourhood after the other: the
-    /// copy finds every block where the sum has just been. False if another thread proves the chunk, or there is no map.
+    /// Verifies a chunk of a mapped file while a run inside it is copied, a cache line's neighbourhood after the other: the
+    /// copy finds every block where the checksum was just computed. False if another thread verifies the chunk, or there is no map.
     pub(crate) fn copy_run(
         &self,
         source: u32,
         (file, resident): (&ShardFile, Option<ResidentRange<'_>>),
-        sums: &Sums,
+        checksums: &Checksums,
         start: u64,
         (to, stores): (&mut [u8], Stores),
         control: &Control,
     ) -> Result<bool> {
-        let chunks = sums.chunks_over(start, to.len() as u64);
+        let chunks = checksums.chunks_over(start, to.len() as u64);
         if chunks.len() != 1 || !self.claim(source, chunks.start) {
             return Ok(false);
         }
-        let (at, n) = sums.chunk(chunks.start);
+        let (at, n) = checksums.chunk(chunks.start);
         let Some(bytes) = ResidentRange::bytes(resident, file, at, n as u64)? else {
             return Ok(false);
         };
@@ -115,33 +115,33 @@ impl Checks {
             sum = crc32c(sum, from);
             copy_run(to, from, stores);
         }
-        if !sums.is(chunks.start, crc32c(sum, after)) {
+        if !checksums.is(chunks.start, crc32c(sum, after)) {
             return Err(differs(file.source(), at, n));
         }
         Ok(true)
     }
 
-    /// A range of a mapped file whose chunks are proven, here or by another thread of the run.
+    /// A range of a mapped file whose chunks are verified, here or by another thread of the run.
     ///
     /// If that other thread finds damage the whole run fails, whatever was copied meanwhile.
     pub(crate) fn mapped<'a>(
         &self,
         source: u32,
         (file, resident): (&'a ShardFile, Option<ResidentRange<'a>>),
-        sums: &Sums,
+        checksums: &Checksums,
         (start, len): (u64, u64),
         control: &Control,
     ) -> Result<Option<&'a [u8]>> {
-        for chunk in sums.chunks_over(start, len) {
+        for chunk in checksums.chunks_over(start, len) {
             if !self.claim(source, chunk) {
                 continue;
             }
-            let (at, n) = sums.chunk(chunk);
+            let (at, n) = checksums.chunk(chunk);
             let Some(bytes) = ResidentRange::bytes(resident, file, at, n as u64)? else {
                 return Ok(None);
             };
             control.fetched(n as u64);
-            if !sums.matches(chunk, bytes) {
+            if !checksums.matches(chunk, bytes) {
                 return Err(differs(file.source(), at, n));
             }
             if at <= start && start + len <= at + n as u64 {
@@ -154,63 +154,68 @@ impl Checks {
     }
 }
 
-/// Whether [`prove_files`] has something to do.
-pub(crate) fn proves_files(plan: &Plan<'_>) -> bool {
+/// Whether [`verify_files`] has something to do.
+pub(crate) fn verifies_files(plan: &Plan<'_>) -> bool {
     let has_crc =
         |source: &PlanSource| matches!(source, PlanSource::File(_, file) if file.has_crc());
     plan.verify && plan.sources.iter().any(has_crc)
 }
 
-/// Proves the sources of a plan that have a sum of their own whole, if the plan is to be verified.
+/// Verifies the sources of a plan that have a checksum of their own whole, if the plan is to be verified.
 ///
 /// # Errors
-/// One of them differs from its sum, or cannot be read.
-pub(crate) fn prove_files(plan: &Plan<'_>, control: &Control) -> Result<()> {
-    if !proves_files(plan) {
+/// One of them differs from its checksum, or cannot be read.
+pub(crate) fn verify_files(plan: &Plan<'_>, control: &Control) -> Result<()> {
+    if !verifies_files(plan) {
         return Ok(());
     }
     plan.sources.par_iter().try_for_each(|source| match source {
-        PlanSource::File(_, file) => file.prove(control),
+        PlanSource::File(_, file) => file.verify(control),
         PlanSource::Memory(_) => Ok(()),
     })
 }
 
-/// Reads the chunks that hold a range into scratch memory and proves them there; where in it the range begins.
+/// Reads the chunks that hold a range into scratch memory and verifies them there; where in it the range begins.
 pub(crate) fn read_chunks(
     file: &ShardFile,
-    sums: &Sums,
+    checksums: &Checksums,
     (start, len): (u64, u64),
     scratch: &mut Vec<u8>,
     control: &Control,
 ) -> Result<usize> {
-    let chunks = sums.chunks_over(start, len);
-    let (first, _) = sums.chunk(chunks.start);
-    let (last, last_len) = sums.chunk(chunks.end - 1);
+    let chunks = checksums.chunks_over(start, len);
+    let (first, _) = checksums.chunk(chunks.start);
+    let (last, last_len) = checksums.chunk(chunks.end - 1);
     scratch.resize((last - first) as usize + last_len, 0);
     file.source().read_at(first, scratch)?;
     control.fetched(scratch.len() as u64);
-    prove(file, sums, chunks.start, scratch)?;
+    verify_chunks(file, checksums, chunks.start, scratch)?;
     Ok((start - first) as usize)
 }
 
-/// Proves whole chunks, from chunk `first` on, in memory.
-pub(crate) fn prove(file: &ShardFile, sums: &Sums, first: usize, bytes: &[u8]) -> Result<()> {
+/// Verifies whole chunks, from chunk `first` on, in memory.
+pub(crate) fn verify_chunks(
+    file: &ShardFile,
+    checksums: &Checksums,
+    first: usize,
+    bytes: &[u8],
+) -> Result<()> {
     for (i, chunk) in bytes.chunks(CHUNK_BYTES).enumerate() {
-        if !sums.matches(first + i, chunk) {
-            let (at, n) = sums.chunk(first + i);
+        if !checksums.matches(first + i, chunk) {
+            let (at, n) = checksums.chunk(first + i);
             return Err(differs(file.source(), at, n));
         }
     }
     Ok(())
 }
 
-/// Proves every chunk that holds a byte of these contiguous arrays, and files with a sum of their own, without copying
+/// Verifies every chunk that holds a byte of these contiguous arrays, and files with a checksum of their own, without copying
 /// anything.
 ///
 /// # Errors
-/// A chunk differs from its sum, or cannot be read.
+/// A chunk differs from its checksum, or cannot be read.
 pub fn verify(plan: &Plan<'_>, arrays: &[usize], control: &Control) -> Result<()> {
-    prove_files(plan, control)?;
+    verify_files(plan, control)?;
     let checks = Checks::new(plan);
     let mut chunks = Vec::new();
     for array in arrays.iter().map(|&i| &plan.arrays()[i]) {
@@ -218,26 +223,26 @@ pub fn verify(plan: &Plan<'_>, arrays: &[usize], control: &Control) -> Result<()
             continue;
         };
         if let PlanSource::File(_, file) = plan.source(copy_op)
-            && let Some(sums) = checks.sums(copy_op.source, file)
+            && let Some(checksums) = checks.checksums(copy_op.source, file)
         {
-            let range = sums.chunks_over(copy_op.src_start_bytes, array.n_bytes());
-            chunks.extend(range.map(|chunk| (copy_op.source, file, sums, chunk, array)));
+            let range = checksums.chunks_over(copy_op.src_start_bytes, array.n_bytes());
+            chunks.extend(range.map(|chunk| (copy_op.source, file, checksums, chunk, array)));
         }
     }
     chunks
         .into_par_iter()
-        .try_for_each(|(source, file, sums, chunk, array)| {
+        .try_for_each(|(source, file, checksums, chunk, array)| {
             control.check()?;
-            let (at, n) = sums.chunk(chunk);
-            let proven = if file.source().is_mapped() {
+            let (at, n) = checksums.chunk(chunk);
+            let verified = if file.source().is_mapped() {
                 checks
-                    .mapped(source, (file, None), sums, (at, n as u64), control)
+                    .mapped(source, (file, None), checksums, (at, n as u64), control)
                     .map(|_| ())
             } else {
                 let mut scratch = Vec::new();
-                read_chunks(file, sums, (at, n as u64), &mut scratch, control).map(|_| ())
+                read_chunks(file, checksums, (at, n as u64), &mut scratch, control).map(|_| ())
             };
-            proven.map_err(|error| error.key(&array.name))
+            verified.map_err(|error| error.key(&array.name))
         })
 }
 
@@ -253,38 +258,38 @@ fn differs(source: &Source, at: u64, n: usize) -> Error {
     )
 }
 
-/// Reads a whole file and compares it with its sums: the ranges that differ, neighbours joined.
+/// Reads a whole file and compares it with its checksums: the ranges that differ, neighbours joined.
 ///
-/// With `direct` the page cache is passed by, where the file system allows it, so that what is proven is what the disk
+/// With `direct` the page cache is passed by, where the file system allows it, so that what is verified is what the disk
 /// returns.
 ///
 /// # Errors
 /// The file has another size, or cannot be read.
 pub fn scrub(
     source: &Source,
-    sums: &Sums,
+    checksums: &Checksums,
     direct: bool,
     control: &Control,
 ) -> Result<Vec<(u64, u64)>> {
     let path = source.path();
-    if source.n_bytes() != sums.n_bytes() {
+    if source.n_bytes() != checksums.n_bytes() {
         let message = format!(
             "{} has {} bytes, {} were written",
             Printable(&path.to_string_lossy()),
             source.n_bytes(),
-            sums.n_bytes()
+            checksums.n_bytes()
         );
         return Err(Error::damaged(message).path(path));
     }
     let uncached = direct.then(|| source.uncached()).transpose()?;
     let buffers: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
-    let n_pieces = sums.n_bytes().div_ceil(PIECE_BYTES as u64);
+    let n_pieces = checksums.n_bytes().div_ceil(PIECE_BYTES as u64);
     let damaged: Vec<Vec<usize>> = (0..n_pieces)
         .into_par_iter()
         .map(|piece| {
             control.check()?;
             let start = piece * PIECE_BYTES as u64;
-            let len = (sums.n_bytes() - start).min(PIECE_BYTES as u64) as usize;
+            let len = (checksums.n_bytes() - start).min(PIECE_BYTES as u64) as usize;
             let kept = buffers.lock().map_or(None, |mut kept| kept.pop());
             let mut memory = match kept {
                 Some(memory) => memory,
@@ -299,7 +304,7 @@ pub fn scrub(
             let bad = buffer[..len]
                 .chunks(CHUNK_BYTES)
                 .enumerate()
-                .filter(|(i, chunk)| !sums.matches(first + i, chunk))
+                .filter(|(i, chunk)| !checksums.matches(first + i, chunk))
                 .map(|(i, _)| first + i)
                 .collect();
             control.advance(len as u64);
@@ -310,7 +315,11 @@ pub fn scrub(
         })
         .collect::<Result<_>>()?;
     let mut ranges: Vec<(u64, u64)> = Vec::new();
-    for (start, len) in damaged.into_iter().flatten().map(|chunk| sums.chunk(chunk)) {
+    for (start, len) in damaged
+        .into_iter()
+        .flatten()
+        .map(|chunk| checksums.chunk(chunk))
+    {
         let end = start + len as u64;
         match ranges.last_mut() {
             Some(last) if last.1 == start => last.1 = end,

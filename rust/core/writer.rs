@@ -1,15 +1,15 @@
 //! Writing one shard file: streamed, within a memory budget, whole or not at all.
 //!
 //! The file is produced front to back in pieces of 4 MiB, eight in flight. Each writer thread has memory for one: it
-//! takes the next piece, fills it straight from the sources of a plan, sums its 256 KiB chunks while they lie in the
-//! cache, writes it, and takes another; so nobody waits for anybody else, and the disk is never without work. The sums
+//! takes the next piece, fills it straight from the sources of a plan, checksums its 256 KiB chunks while they lie in the
+//! cache, writes it, and takes another; so nobody waits for anybody else, and the disk is never without work. The checksums
 //! are taken before the bytes are written: they speak of what was meant, not of what the disk returned. The bytes go to
 //! a temporary sibling, which is synced and then renamed: under its name the file is whole.
 //!
 //! `O_DIRECT` is the fast way to durable bytes and leaves the page cache to others; where a file system refuses it, and
 //! for the tail that is no multiple of its block, writes are buffered.
 
-use crate::checksum::{CHUNK_BYTES, Sums, crc32c};
+use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::control::Control;
 use crate::copy::fill_bytes;
 use crate::error::{Error, Kind, Result};
@@ -17,7 +17,7 @@ use crate::fetch::Run;
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
-use crate::verify::{Checks, prove_files, proves_files};
+use crate::verify::{Checks, verifies_files, verify_files};
 use rayon::prelude::*;
 use rustix::fs::{FallocateFlags, Mode, OFlags};
 use std::fs::File;
@@ -116,7 +116,7 @@ pub fn is_small(plan: &Plan<'_>, options: &Options) -> bool {
     plan.n_bytes() <= MAX_BYTES as u64
         && plan.arrays().len() <= MAX_ARRAYS
         && metadata_bytes <= 64 << 10
-        && !proves_files(plan)
+        && !verifies_files(plan)
 }
 
 /// Writes the arrays of a plan into one shard file, in their order and under their names.
@@ -129,7 +129,7 @@ pub fn write(
     options: &Options,
     buffers: &mut Buffers,
     control: &Control,
-) -> Result<Sums> {
+) -> Result<Checksums> {
     let content = Content::new(plan, &options.metadata).map_err(|error| error.path(path))?;
     let create = |n_bytes| Temporary::create(path, n_bytes, options);
     write_content(&content, create, buffers, control)
@@ -145,7 +145,7 @@ pub fn write_to<S: Sink>(
     metadata: &[(String, String)],
     buffers: &mut Buffers,
     control: &Control,
-) -> Result<Sums> {
+) -> Result<Checksums> {
     let content = Content::new(plan, metadata)?;
     write_content(&content, create, buffers, control)
 }
@@ -155,15 +155,15 @@ fn write_content<S: Sink>(
     create: impl FnOnce(u64) -> Result<S>,
     buffers: &mut Buffers,
     control: &Control,
-) -> Result<Sums> {
-    prove_files(content.plan, control)?;
+) -> Result<Checksums> {
+    verify_files(content.plan, control)?;
     let n_bytes = content.n_bytes();
     let sink = create(n_bytes)?;
     let buffers = buffers.for_file(n_bytes)?;
     let pieces = Pieces::new(&sink, Bytes::Planned(content), n_bytes, control);
     let chunks = pieces.write(buffers)?;
     sink.publish()?;
-    content.sums(chunks)
+    content.checksums(chunks)
 }
 
 /// Writes the image of a file that lies in memory, from a page on. See [`write()`].
@@ -176,7 +176,7 @@ pub fn write_image(
     header_bytes: u64,
     options: &Options,
     control: &Control,
-) -> Result<Sums> {
+) -> Result<Checksums> {
     let n_bytes = image.len() as u64;
     let temporary = Temporary::create(path, n_bytes, options)?;
     let pieces = Pieces::new(&temporary, Bytes::InMemory(image), n_bytes, control);
@@ -187,7 +187,7 @@ pub fn write_image(
     )?;
     temporary.publish()?;
     let header = &image[..header_bytes as usize];
-    Sums::new(n_bytes, header_bytes, crc32c(0, header), chunks)
+    Checksums::new(n_bytes, header_bytes, crc32c(0, header), chunks)
 }
 
 /// The bytes of the file to be.
@@ -228,9 +228,9 @@ impl<'a> Content<'a> {
         self.header_bytes() + self.plan.n_bytes()
     }
 
-    fn sums(&self, chunks: Vec<u32>) -> Result<Sums> {
-        let header_sum = crc32c(0, &self.header);
-        Sums::new(self.n_bytes(), self.header_bytes(), header_sum, chunks)
+    fn checksums(&self, chunks: Vec<u32>) -> Result<Checksums> {
+        let header_checksum = crc32c(0, &self.header);
+        Checksums::new(self.n_bytes(), self.header_bytes(), header_checksum, chunks)
     }
 }
 
@@ -307,7 +307,7 @@ struct Pieces<'a, S> {
     bytes: Bytes<'a>,
     n_bytes: u64,
     next: AtomicU64,
-    sums: Vec<AtomicU32>,
+    checksums: Vec<AtomicU32>,
     fill_permits: Semaphore,
     control: &'a Control,
 }
@@ -321,7 +321,7 @@ impl<'a, S: Sink> Pieces<'a, S> {
             bytes,
             n_bytes,
             next: AtomicU64::new(0),
-            sums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
+            checksums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
             // Asking for their number starts the threads of a pool: a single piece needs none.
             fill_permits: Semaphore::new(if n_bytes > PIECE_BYTES as u64 {
                 rayon::current_num_threads()
@@ -332,12 +332,16 @@ impl<'a, S: Sink> Pieces<'a, S> {
         }
     }
 
-    /// Writes them all by one thread a buffer, and returns the sums of the chunks.
+    /// Writes them all by one thread a buffer, and returns the checksums of the chunks.
     fn write(self, mut buffers: Vec<&mut [u8]>) -> Result<Vec<u32>> {
         if let [buffer] = &mut buffers[..] {
             // A small file is written in the time that a thread takes to start.
             self.write_some(buffer)?;
-            return Ok(self.sums.into_iter().map(AtomicU32::into_inner).collect());
+            return Ok(self
+                .checksums
+                .into_iter()
+                .map(AtomicU32::into_inner)
+                .collect());
         }
         std::thread::scope(|scope| {
             let writers: Vec<_> = buffers
@@ -354,7 +358,11 @@ impl<'a, S: Sink> Pieces<'a, S> {
                 result.unwrap_or(Err(died))
             })
         })?;
-        Ok(self.sums.into_iter().map(AtomicU32::into_inner).collect())
+        Ok(self
+            .checksums
+            .into_iter()
+            .map(AtomicU32::into_inner)
+            .collect())
     }
 
     fn write_some(&self, buffer: &mut [u8]) -> Result<()> {
@@ -390,7 +398,7 @@ impl<'a, S: Sink> Pieces<'a, S> {
         // Of what is meant to be written, whatever the disk makes of it.
         for (chunk, sum) in piece
             .chunks(CHUNK_BYTES)
-            .zip(&self.sums[at as usize / CHUNK_BYTES..])
+            .zip(&self.checksums[at as usize / CHUNK_BYTES..])
         {
             sum.store(crc32c(0, chunk), Ordering::Relaxed);
         }

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 /// Numbers in a header are below this, so that every implementation can hold them.
-pub(crate) const NUMBER_END: u64 = 1 << 63;
+pub const NUMBER_END: u64 = 1 << 63;
 /// The longest spelling of one byte of text: `\u0061`.
 const ESCAPE_BYTES: usize = 6;
 

@@ -7,16 +7,16 @@ use crate::run::run;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use reshard_core::checksum::Sums;
+use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::Dtype;
-use reshard_core::metadata::{CellTable, Metadata, decode};
 use reshard_core::region::Region;
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind};
+use reshard_formats::metadata::{CellTable, Metadata, decode, index_of};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -98,7 +98,7 @@ impl Index {
                 data.map_or_else(|| read_whole(&path).map(Cow::Owned), |data| Ok(data.into()));
             let metadata = decode(&text?).map_err(|error| error.within(path.display()))?;
             let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
-            let index = reshard_core::index::Index::from_metadata(&metadata, &folder, method)?;
+            let index = index_of(&metadata, &folder, method)?;
             Ok((metadata, index))
         });
         let (mut metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
@@ -158,9 +158,9 @@ impl Index {
     ) -> PyResult<()> {
         let sums = raise(
             py,
-            Sums::from_bytes(n_bytes, header_bytes, header_sum, sums),
+            Checksums::from_bytes(n_bytes, header_bytes, header_sum, sums),
         )?;
-        raise(py, self.index.set_sums(file, sums))
+        raise(py, self.index.set_checksums(file, sums))
     }
 
     fn file_path(&self, py: Python<'_>, file: u32) -> PyResult<PathBuf> {
@@ -250,7 +250,9 @@ impl Index {
         let opened = raise(py, self.opened(py, file))?;
         let control = Control::default();
         let n_bytes = opened.source().n_bytes();
-        run(py, None, n_bytes, None, &control, || opened.prove(&control))?;
+        run(py, None, n_bytes, None, &control, || {
+            opened.verify(&control)
+        })?;
         Ok(opened.has_crc())
     }
 
@@ -403,7 +405,7 @@ impl Index {
     fn prove(&self, py: Python<'_>) -> PyResult<()> {
         // Never on rayon's global pool: a forked child would wait for threads that only its parent has.
         run(py, None, 0, None, &Control::default(), || {
-            self.index.prove()
+            self.index.check_coverage()
         })
     }
 

@@ -4,7 +4,7 @@ use crate::buffer::Borrowed;
 use crate::errors::raise;
 use crate::run::run;
 use pyo3::prelude::*;
-use reshard_core::checksum::Sums;
+use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::source::{Method, Source};
 use reshard_core::verify;
@@ -34,7 +34,7 @@ pub(crate) fn scrub(
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Vec<(u64, u64)>> {
     // The header is part of the first chunks.
-    let sums = raise(py, Sums::from_bytes(n_bytes, 0, 0, sums))?;
+    let sums = raise(py, Checksums::from_bytes(n_bytes, 0, 0, sums))?;
     let control = Control::default();
     run(py, threads, n_bytes, progress, &control, || {
         let source = Source::open(&path, false, Method::Read)?;

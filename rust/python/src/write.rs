@@ -5,7 +5,7 @@ use crate::errors::raise;
 use crate::run::{n_threads, run};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use reshard_core::checksum::Sums;
+use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::Dtype;
 use reshard_core::plan::{MemoryTensor, Plan as CorePlan};
@@ -21,7 +21,7 @@ type Tensors<'py> = Vec<(String, String, Vec<u64>, Bound<'py, PyAny>)>;
 
 /// A file that was written, and what it must be when it is read.
 #[pyclass(frozen, module = "reshard._core")]
-pub(crate) struct Written(Sums);
+pub(crate) struct Written(Checksums);
 
 #[pymethods]
 impl Written {
@@ -37,7 +37,7 @@ impl Written {
 
     #[getter]
     fn header_sum(&self) -> u32 {
-        self.0.header_sum()
+        self.0.header_checksum()
     }
 
     #[getter]

@@ -1,7 +1,7 @@
 //! Strict reading of JSON into plain records over a streaming parser: fields in any order, none of them twice,
 //! integers that are plain, lists and nesting that end. What is unknown is skipped, under the same limits.
 
-use crate::header::NUMBER_END;
+use reshard_core::header::NUMBER_END;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -316,7 +316,9 @@ impl<'de> Visitor<'de> for TensorMap {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<Vec<u64>>, A::Error> {
-        collect(seq, crate::header::MAX_RANK, || Axes { is_nested: false })
+        collect(seq, reshard_core::header::MAX_RANK, || Axes {
+            is_nested: false,
+        })
     }
 }
 
@@ -360,7 +362,10 @@ impl<'de> Visitor<'de> for Axes {
         if self.is_nested {
             return Err(A::Error::invalid_type(de::Unexpected::Seq, &self));
         }
-        Ok(collect(seq, crate::header::MAX_RANK, || Axes { is_nested: true })?.concat())
+        Ok(collect(seq, reshard_core::header::MAX_RANK, || Axes {
+            is_nested: true,
+        })?
+        .concat())
     }
 }
 

@@ -15,19 +15,22 @@ mod storage_key;
 
 pub use storage_key::{parse_storage_key, storage_key};
 
-use crate::dtype::n_elements;
-use crate::error::{Error, Kind, Printable, Result};
-use crate::header::{NUMBER_END, check_name};
 use json::{Map, Members, Object, Record, Records, Skip};
 use records::{ChunkRecord, HolderRecord, LayoutRecord, TensorRecord};
+use reshard_core::dtype::n_elements;
+use reshard_core::error::{Error, Kind, Printable, Result};
+use reshard_core::header::{NUMBER_END, check_name};
+use reshard_core::index::Index;
+use reshard_core::source::Method;
 use serde::de::{DeserializeSeed, MapAccess};
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::path::Path;
 
 /// Most shards of one tensor.
 pub const MAX_CELLS: u64 = 1 << 31;
 /// Most ranks of one layout.
-pub const MAX_RANKS: usize = crate::mesh::MAX_POINTS as usize;
+pub const MAX_RANKS: usize = reshard_core::mesh::MAX_POINTS as usize;
 /// Longest spelling of a dtype.
 const MAX_DTYPE_BYTES: usize = 64;
 /// Longest name of a file, as of most file systems.
@@ -36,7 +39,7 @@ const MAX_FILE_NAME_BYTES: usize = 255;
 /// What a `metadata.json` says.
 ///
 /// ```
-/// use reshard_core::metadata::decode;
+/// use reshard_formats::metadata::decode;
 ///
 /// let metadata = decode(br#"{
 ///     "state_dict_metadata": {"w": {
@@ -129,6 +132,26 @@ impl CellTable {
     pub fn holders(&self, cell: usize) -> &[(u32, u64)] {
         &self.holders[self.starts[cell] as usize..self.starts[cell + 1] as usize]
     }
+}
+
+/// The index of the tensors of a checkpoint; its files lie in `folder`.
+pub fn index_of(metadata: &Metadata, folder: &Path, method: Method) -> Result<Index> {
+    let mut index = Index::new();
+    for name in &metadata.files {
+        index.add_file(folder.join(name), false, method);
+    }
+    for tensor in &metadata.tensors {
+        let files = tensor.cells.holders.iter().map(|(file, _)| *file).collect();
+        let starts = tensor.cells.starts.clone();
+        index.add_table(
+            &tensor.name,
+            &tensor.shape,
+            &tensor.fragmentations,
+            starts,
+            files,
+        )?;
+    }
+    Ok(index)
 }
 
 /// Decodes the text of a `metadata.json`.

@@ -4,8 +4,8 @@ use super::json::{
     Nullable, Number, Numbers, Object, Record, Records, Skip, TensorMap, Text, Texts,
 };
 use super::{DeviceLayout, MAX_RANKS};
-use crate::error::{Error, Kind, Printable, Result};
-use crate::header::MAX_RANK;
+use reshard_core::error::{Error, Kind, Printable, Result};
+use reshard_core::header::MAX_RANK;
 use serde::de::MapAccess;
 use std::borrow::Cow;
 

@@ -1,6 +1,6 @@
 //! The keys of `storage_data`: the text that Python gives for the pair of a tensor's name and its shard's number.
 
-use crate::error::{Error, Printable, Result};
+use reshard_core::error::{Error, Printable, Result};
 use std::borrow::Cow;
 use std::fmt::Write;
 
@@ -10,7 +10,7 @@ use std::fmt::Write;
 /// Unicode says is not printable.
 ///
 /// ```
-/// use reshard_core::metadata::storage_key;
+/// use reshard_formats::metadata::storage_key;
 ///
 /// assert_eq!(storage_key("decoder.w", 2), "('decoder.w', (2,))");
 /// assert_eq!(storage_key("it's", 0), r#"("it's", (0,))"#);
@@ -65,7 +65,7 @@ fn is_printable(c: char) -> bool {
 /// `Kind::Damaged` if the text is nothing that Python prints for such a pair.
 ///
 /// ```
-/// use reshard_core::metadata::parse_storage_key;
+/// use reshard_formats::metadata::parse_storage_key;
 ///
 /// assert_eq!(parse_storage_key("('a, (1,))', (2,))")?, ("a, (1,))".into(), 2));
 /// # Ok::<(), reshard_core::Error>(())

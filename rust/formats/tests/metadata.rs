@@ -5,7 +5,7 @@
 use proptest::prelude::*;
 use reshard_core::Result;
 use reshard_core::error::Kind;
-use reshard_core::metadata::{Metadata, decode, parse_storage_key, storage_key};
+use reshard_formats::metadata::{Metadata, decode, parse_storage_key, storage_key};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
@@ -335,7 +335,7 @@ fn storage_keys_that_python_does_not_print() {
 }
 
 fn samples() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/mindspore")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/mindspore")
 }
 
 #[test]
