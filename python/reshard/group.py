@@ -108,7 +108,7 @@ def resolve(group: object = None, rank: int | None = None) -> Group:
         found = torch_group(group)
     elif _is_group(group):
         found = group  # type: ignore[assignment]
-    elif distributed is not None and group == distributed.GroupMember.NON_GROUP_MEMBER:
+    elif distributed is not None and _is_non_member(group, distributed.GroupMember.NON_GROUP_MEMBER):
         raise ArgumentError("this process is not a member of the process group that was given as `group`")
     else:
         raise ArgumentError(
@@ -228,6 +228,11 @@ class _MarkedGroup:
                 hint="give the group a method `session(label)` that makes a channel of its own for each session",
             )
         return value
+
+
+def _is_non_member(group: object, sentinel: object) -> bool:
+    # The type first: an array compares elementwise.
+    return isinstance(group, type(sentinel)) and group == sentinel
 
 
 def _is_group(group: object) -> bool:
