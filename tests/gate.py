@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from reshard.write import protocol
+from reshard.storage import protocol
 
 if TYPE_CHECKING:
     import pytest

@@ -23,7 +23,8 @@ from tests.crc32c import crc32c
 
 from reshard import _core
 from reshard.errors import StorageError
-from reshard.write import claims, protocol, steps
+from reshard.storage import claims, protocol
+from reshard.storage import filesystem as steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

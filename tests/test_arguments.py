@@ -15,7 +15,8 @@ import reshard
 from reshard.arguments import check, checked
 from reshard.errors import ArgumentError, ReshardError, StorageError
 from reshard.names import NameMap
-from reshard.write import background, steps
+from reshard.storage import filesystem as steps
+from reshard.write import background
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -26,7 +26,8 @@ from tests.threads import ThreadGroup
 import reshard
 from reshard import _core
 from reshard.errors import GroupError, ReshardError
-from reshard.write import checkpoint1, claims, protocol
+from reshard.formats.checkpoint1 import save as checkpoint1
+from reshard.storage import claims, protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.formats.checkpoint1 import (
+from reshard.formats.checkpoint1.names import (
     EXTENSIONS,
     FileKind,
     FileName,

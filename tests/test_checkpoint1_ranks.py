@@ -20,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 
 import reshard
 from reshard.errors import ArgumentError, GroupError, ReshardError
+from reshard.formats.checkpoint1 import save as checkpoint1
+from reshard.storage import protocol
 from reshard.torch import Checkpointer
-from reshard.write import checkpoint1, protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

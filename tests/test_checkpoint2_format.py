@@ -12,8 +12,8 @@ import pytest
 from tests import original_reader
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
-from reshard.formats import checkpoint2
-from reshard.formats.checkpoint2 import CommonInfo
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.names import CommonInfo
 from reshard.strict_json import parse_json
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"

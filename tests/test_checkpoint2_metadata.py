@@ -20,10 +20,10 @@ from safetensors.numpy import save_file
 from tests import original_reader
 
 from reshard.errors import ArgumentError, LayoutError, UnsupportedError
-from reshard.formats import checkpoint2
-from reshard.formats.checkpoint2 import CommonInfo, Part
-from reshard.formats.checkpoint2_metadata import expressible, write_metadata
-from reshard.formats.checkpoint2_shards import FilePlan, Shard, TensorRecord, World, assign, shards_of
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.metadata import expressible, write_metadata
+from reshard.formats.checkpoint2.names import CommonInfo, Part
+from reshard.formats.checkpoint2.shards import FilePlan, Shard, TensorRecord, World, assign, shards_of
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 

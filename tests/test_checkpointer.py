@@ -29,7 +29,7 @@ from reshard.resume import View
 from reshard.torch import Checkpointer, ElasticSampler, LossHealth
 from reshard.torch.run import interval
 from reshard.torch.state import describe
-from reshard.write import together
+from reshard.write import collective_save as together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -26,8 +26,8 @@ from reshard.cli import output
 from reshard.errors import ClaimedError, adapt_hint, hints_without
 from reshard.layout import BoundLayout
 from reshard.opening.near import near
+from reshard.storage import claims, protocol
 from reshard.verbs.demo import demo
-from reshard.write import claims, protocol
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 
 import reshard
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DestinationExistsError, ReshardError, StorageError
-from reshard.write import filling
+from reshard.storage import filling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

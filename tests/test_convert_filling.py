@@ -20,7 +20,7 @@ from tests.test_convert_failures import KINDS, W, snapshot
 
 import reshard
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError, StorageError
-from reshard.write import filling
+from reshard.storage import filling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

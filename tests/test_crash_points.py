@@ -16,8 +16,9 @@ import pytest
 from tests.small_saves import all_held, debris, folders, found, found_by_the_original, killed_at, killed_at_step, save
 
 from reshard import _core
-from reshard.write import protocol, retention, staging
-from reshard.write.staging import Abilities
+from reshard.storage import protocol, staging
+from reshard.storage.staging import Abilities
+from reshard.write import retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

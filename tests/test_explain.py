@@ -17,8 +17,8 @@ from tests.sealed import FILES
 
 from reshard.config import Config
 from reshard.errors import ReshardError, StorageError
-from reshard.opening.facts import gather
-from reshard.opening.folder import open_folder
+from reshard.formats.checkpoint2.reader import open_folder
+from reshard.opening.gather import gather
 from reshard.resume import RunFacts, decide
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def test_older_candidates_are_not_opened_once_one_is_taken(work: Path, monkeypat
         opened.append(path.name)
         return open_folder(path, *rest)
 
-    monkeypatch.setattr("reshard.opening.facts.open_folder", watched)
+    monkeypatch.setattr("reshard.opening.gather.open_folder", watched)
     config = Config(str(work / "root"), resume=True)
     facts = gather(config)
     assert opened == ["iteration_00000010"]

@@ -24,7 +24,8 @@ from tests.small_saves import fork, stopped_at
 import reshard
 from reshard import _core
 from reshard.errors import StorageError
-from reshard.write import protocol, retention
+from reshard.storage import protocol
+from reshard.write import retention
 from reshard.write import save as saving
 
 if TYPE_CHECKING:

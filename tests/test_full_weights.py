@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import reshard
+from reshard.conversion.selection import new_names
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -24,8 +25,7 @@ from reshard.errors import (
     DestinationExistsError,
     ReshardError,
 )
-from reshard.formats import full_weights
-from reshard.verbs.selection import new_names
+from reshard.formats.full_weights import names as full_weights
 
 if TYPE_CHECKING:
     from reshard.verbs.convert import Target

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.formats import huggingface
 from reshard.formats import weight_map as maps
-from reshard.formats.huggingface import INDEX_FILE, SINGLE_FILE
+from reshard.formats.huggingface import names as huggingface
+from reshard.formats.huggingface.names import INDEX_FILE, SINGLE_FILE
 
 SAMPLE = Path(__file__).parent / "data" / "mindspore" / "full_hf"
 

@@ -44,7 +44,7 @@ from torch._C import _distributed_c10d as c10d
 
 import reshard
 from reshard.group import resolve
-from reshard.write import protocol
+from reshard.storage import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

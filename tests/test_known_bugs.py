@@ -60,10 +60,12 @@ from tests.threads import in_threads
 import reshard
 from reshard import _core
 from reshard.errors import DamagedFileError, StorageError
-from reshard.formats.checkpoint2 import write_tracker
+from reshard.formats.checkpoint2.names import write_tracker
 from reshard.small_files import write_file_atomically
+from reshard.storage import protocol
 from reshard.write import iteration as plans
-from reshard.write import protocol, retention, taken
+from reshard.write import pending_rollback as taken
+from reshard.write import retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -231,7 +233,7 @@ def test_mindformers_4_metadata_comes_before_the_shards(root: Path, monkeypatch:
         seen.append({path.name for path in staging.iterdir()})
         real(plan, staging, **options)
 
-    monkeypatch.setattr("reshard.write.together.write_descriptions", spy)
+    monkeypatch.setattr("reshard.write.collective_save.write_descriptions", spy)
     layout = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]}
     work = partial(_save_a_row, root, 500, layout)
     assert not [one for one in in_threads(4, work) if isinstance(one, Exception)]

@@ -33,7 +33,7 @@ from reshard.errors import (
 )
 from reshard.formats import manifest as manifests
 from reshard.resume import RunFacts
-from reshard.write import taken
+from reshard.write import pending_rollback as taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -366,7 +366,7 @@ def test_other_ranks_look_only_at_what_they_use(root: Path, monkeypatch: pytest.
 
 def test_a_rank_that_sees_another_checkpoint_waits_and_then_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never loads what rank 0 has not chosen. Here the folder is replaced once rank 0 has opened it."""
-    from reshard.opening.facts import gather as real
+    from reshard.opening.gather import gather as real
     from reshard.verbs import load as module
 
     monkeypatch.setattr(module, "_SIGHT_SECONDS", 0.05)

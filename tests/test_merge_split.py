@@ -29,9 +29,9 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.formats import checkpoint1
+from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.layout import read_strategy
-from reshard.write import commit
+from reshard.storage import publication as commit
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 STRATEGY = SAMPLES / "strategy"

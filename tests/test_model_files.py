@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import reshard
 from reshard.cli import main
+from reshard.conversion import model_files
 from reshard.errors import ArgumentError, DestinationExistsError
-from reshard.verbs import model_files
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reshard.formats import mounts
-from reshard.formats.mounts import Mount, filesystem_type, is_network, is_shared, parse_mountinfo, volatile
+from reshard.storage import mounts
+from reshard.storage.mounts import Mount, filesystem_type, is_network, is_shared, parse_mountinfo, volatile
 
 if TYPE_CHECKING:
     from pathlib import Path

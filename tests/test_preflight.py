@@ -29,10 +29,10 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
+from reshard.storage import protocol
 from reshard.torch import Checkpointer, ElasticSampler
 from reshard.torch.state import describe
 from reshard.verbs.load import load_with
-from reshard.write import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -360,7 +360,7 @@ HAVE_NOT_BUT_ALLOWED = {
     ("checkpoint.py", "dtype"): "`numpy` reads alone",
     ("checkpoint.py", "strategy"): "the hint says first where the files can be put",
     ("checkpoint.py", "rank"): "`Checkpoint.load` alone",
-    ("formats/replicas.py", "keys"): "an argument of `load`, named beside another way",
+    ("formats/checkpoint1/replicas.py", "keys"): "an argument of `load`, named beside another way",
     ("group.py", "rank"): "a checkpointer gives no rank",
     ("layout/invert.py", "shapes"): "a checkpointer gives all shapes",
     ("torch/checkpointer.py", "config"): "an entry of `environment`",
@@ -370,13 +370,13 @@ HAVE_NOT_BUT_ALLOWED = {
     ("verbs/load.py", "layout"): "own files and Hugging Face folders by layout: `load` alone",
     ("verbs/load.py", "rank"): "as above",
     ("verbs/load.py", "strategy"): "as above",
-    ("write/checkpoint1.py", "layout"): "a checkpointer refuses that before",
-    ("write/facts.py", "layout"): "a checkpointer gives shards, or a layout",
-    ("write/facts.py", "shapes"): "a checkpointer gives all shapes",
+    ("formats/checkpoint1/save.py", "layout"): "a checkpointer refuses that before",
+    ("write/rank_facts.py", "layout"): "a checkpointer gives shards, or a layout",
+    ("write/rank_facts.py", "shapes"): "a checkpointer gives all shapes",
     ("write/iteration.py", "strict_format"): "a checkpointer does not give it",
-    ("write/protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
+    ("storage/protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
 }
-NOT_OF_A_CHECKPOINTER = ("cli", "names", "interop.py", "verbs/convert", "verbs/destinations", "verbs/to_")
+NOT_OF_A_CHECKPOINTER = ("cli", "names", "interop.py", "verbs/convert", "conversion")
 
 
 def parameters(*functions: Any) -> set[str]:

@@ -19,7 +19,10 @@ from reshard.cli import main
 from reshard.errors import DamagedFileError, StorageError
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs
-from reshard.write import checkpoint1, protocol, rank_side, together
+from reshard.formats.checkpoint1 import save as checkpoint1
+from reshard.formats.checkpoint1 import save_rank as rank_side
+from reshard.storage import protocol
+from reshard.write import collective_save as together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -485,7 +488,7 @@ def test_prune_without_permission_is_refused(foreign: Path) -> None:
 
 
 def test_prune_tells_of_each_that_the_system_would_not_remove(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard.write import trash
+    from reshard.storage import trash
 
     def refuse(_: Path, folder: Path, *__: object, **___: object) -> None:
         raise StorageError(f"renaming {folder}: Operation not permitted", path=str(folder))

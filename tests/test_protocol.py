@@ -44,9 +44,10 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats import manifest as manifests
-from reshard.formats.checkpoint2 import write_tracker
-from reshard.write import claims, protocol, staging, steps
-from reshard.write.staging import Abilities
+from reshard.formats.checkpoint2.names import write_tracker
+from reshard.storage import claims, protocol, staging
+from reshard.storage import filesystem as steps
+from reshard.storage.staging import Abilities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -414,7 +415,7 @@ def test_what_a_failed_replacement_left_goes_with_the_next_save(root: Path, monk
     """Of this process, which goes on: a whole iteration on the disk that nobody would remove before it ends."""
     save(root, 100)
     with monkeypatch.context() as patch:
-        patch.setattr("reshard.write.trash.discard", lambda *_, **__: steps.rename(root / "nothing", root / "there"))
+        patch.setattr("reshard.storage.trash.discard", lambda *_, **__: steps.rename(root / "nothing", root / "there"))
         with pytest.raises(StorageError):
             save(root, 100, 1)
     (left,) = (root / ".staging").iterdir()

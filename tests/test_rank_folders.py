@@ -37,7 +37,7 @@ from reshard.errors import (
     MismatchError,
     ReshardError,
 )
-from reshard.formats import replicas
+from reshard.formats.checkpoint1 import replicas
 from reshard.opening import rank_saves
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"

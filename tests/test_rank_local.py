@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import reshard
 from reshard.errors import MismatchError
 from reshard.torch import Checkpointer
-from reshard.torch.state import Report, apply, describe
+from reshard.torch.restore import Report, apply
+from reshard.torch.state import describe
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,12 +29,13 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
-from reshard.formats import checkpoint1
-from reshard.formats.checkpoint1 import Meta, list_weight_files, parse_file_name, read_meta, write_meta
-from reshard.opening import rank_facts, rank_folders
-from reshard.opening.facts import gather
+from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats.checkpoint1 import reader as rank_folders
+from reshard.formats.checkpoint1.candidates import RankFolder, name_of_rank, order_saves
+from reshard.formats.checkpoint1.names import Meta, list_weight_files, parse_file_name, read_meta, write_meta
+from reshard.opening import gather_ranks as rank_facts
+from reshard.opening.gather import gather
 from reshard.resume import ResumeDecision, RunFacts, decide
-from reshard.resume.checkpoint1 import RankFolder, name_of_rank, order_saves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -381,7 +382,7 @@ def test_what_is_nobodys_damage_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object, **__: object) -> None:
         raise StorageError("too many open files", errno=24)
 
-    monkeypatch.setattr("reshard.opening.rank_facts.open_rank_files", fail)
+    monkeypatch.setattr("reshard.opening.gather_ranks.open_rank_files", fail)
     with pytest.raises(StorageError, match="too many"):
         resume(copy("ckpt1", tmp_path))
 
@@ -693,8 +694,8 @@ def test_every_rank_looks_at_its_own_folder_alone(tmp_path: Path, monkeypatch: p
         opened.append(path.name)
         return real_open(path, method)
 
-    monkeypatch.setattr("reshard.opening.rank_facts.look_at", look)
-    monkeypatch.setattr("reshard.opening.rank_facts.open_own", open_own)
+    monkeypatch.setattr("reshard.opening.gather_ranks.look_at", look)
+    monkeypatch.setattr("reshard.opening.gather_ranks.open_own", open_own)
     for world_size in (1, 4, 6):
         looked.clear()
         opened.clear()

@@ -29,9 +29,10 @@ from tests.small_saves import (
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import manifest as manifests
 from reshard.formats import save_log
-from reshard.formats.checkpoint2 import write_tracker
+from reshard.formats.checkpoint2.names import write_tracker
 from reshard.formats.save_log import SaveRecord
-from reshard.write import claims, protocol, retention
+from reshard.storage import claims, protocol
+from reshard.write import retention
 from reshard.write.retention import Facts
 
 if TYPE_CHECKING:
@@ -212,8 +213,8 @@ def test_iterations_of_the_original_count_if_their_files_are_there(root: Path) -
 
 
 def test_with_metadata_the_files_that_it_names_must_be_there(root: Path) -> None:
-    from reshard.formats.checkpoint2_metadata import write_metadata
-    from reshard.formats.checkpoint2_shards import TensorRecord, World, assign, shards_of
+    from reshard.formats.checkpoint2.metadata import write_metadata
+    from reshard.formats.checkpoint2.shards import TensorRecord, World, assign, shards_of
 
     world = World((("tp", 2),))
     records = [TensorRecord("w", "U8", (2,), cut=(("tp",),))]

@@ -27,7 +27,8 @@ import reshard
 from reshard.cli import main
 from reshard.errors import CheckpointNotFoundError, ClaimedError, DamagedFileError, ReshardError
 from reshard.formats import manifest as manifests
-from reshard.write import claims, protocol, taken
+from reshard.storage import claims, protocol
+from reshard.write import pending_rollback as taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -37,8 +37,8 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats import manifest
-from reshard.write import protocol
-from reshard.write.facts import LastMade, plan_iteration
+from reshard.storage import protocol
+from reshard.write.rank_facts import LastMade, plan_iteration
 from reshard.write.replicas import RankLocal
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def test_an_iteration_is_replaced_and_lower_ones_are_refused(tmp_path: Path) -> 
 
 
 def test_the_first_save_after_an_older_iteration_was_taken_goes_back(tmp_path: Path) -> None:
-    from reshard.write import taken
+    from reshard.write import pending_rollback as taken
 
     for iteration in (5, 6, 7):
         reshard.save(tmp_path, iteration, {"w": SQUARE}, durable=False)

@@ -21,7 +21,8 @@ from tests.ranks import Job
 
 import reshard
 from reshard.errors import ArgumentError, StorageError
-from reshard.write import background, protocol
+from reshard.storage import protocol
+from reshard.write import background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -349,7 +350,7 @@ def test_an_error_in_the_background_is_told_on_all_ranks(tmp_path: Path) -> None
         return told
 
     def fail_writing(group: Any) -> None:
-        from reshard.write import together
+        from reshard.write import collective_save as together
 
         def write(*args: Any) -> None:
             raise StorageError("the disk is gone")

@@ -24,14 +24,17 @@ from tests.threads import in_threads
 
 import reshard
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
-from reshard.formats.checkpoint1 import FileName, parse_file_name
-from reshard.write import background, checkpoint1, protocol, rank_plan
-from reshard.write.rank_plan import Naming, RankView
+from reshard.formats.checkpoint1 import save as checkpoint1
+from reshard.formats.checkpoint1 import save_plan as rank_plan
+from reshard.formats.checkpoint1.names import FileName, parse_file_name
+from reshard.formats.checkpoint1.save_plan import Naming, RankView
+from reshard.storage import protocol
+from reshard.write import background
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.formats.checkpoint1 import FileKind
+    from reshard.formats.checkpoint1.names import FileKind
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore" / "ckpt1"
 TP4 = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]}

@@ -22,7 +22,7 @@ from tests.strategies import cases, content
 from tests.threads import in_threads
 
 import reshard
-from reshard.write import protocol
+from reshard.storage import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable

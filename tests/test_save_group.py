@@ -15,7 +15,7 @@ from tests.ranks import Job, Signal
 import reshard
 from reshard.errors import GroupError
 from reshard.formats import manifest
-from reshard.write import protocol
+from reshard.storage import protocol
 
 if TYPE_CHECKING:
     from pathlib import Path

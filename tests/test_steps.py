@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import StorageError
-from reshard.write import steps
+from reshard.storage import filesystem as steps
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
-from reshard.formats import tiles
+from reshard.formats.tiled import names as tiles
 
 if TYPE_CHECKING:
     from pathlib import Path

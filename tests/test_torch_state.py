@@ -17,7 +17,8 @@ from torch.optim import lr_scheduler
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import state as state_format
 from reshard.torch import from_tensor
-from reshard.torch.state import Described, Report, apply, describe
+from reshard.torch.restore import Report, apply
+from reshard.torch.state import Described, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

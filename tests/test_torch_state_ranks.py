@@ -21,7 +21,8 @@ import reshard
 from reshard.errors import ReshardError
 from reshard.group import SingleProcess
 from reshard.layout import ModelLayout
-from reshard.torch.state import Described, Report, apply, describe
+from reshard.torch.restore import Report, apply
+from reshard.torch.state import Described, describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 import reshard
 from reshard import _core
 from reshard.cli import main
+from reshard.formats import registry
 from reshard.formats.base import CheckpointData, Format, Match, Traits
-from reshard.opening import registry
 from reshard.verbs.convert import Target
 
 if TYPE_CHECKING:

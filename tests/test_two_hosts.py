@@ -29,8 +29,8 @@ import reshard
 from reshard import _core
 from reshard.errors import ReshardError
 from reshard.examples.train_gpt import arguments, train
+from reshard.storage import claims
 from reshard.torch import Checkpointer
-from reshard.write import claims
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -446,7 +446,7 @@ def test_what_was_left_behind_on_purpose_stays_behind(root: Path) -> None:
 
 def test_an_iteration_that_is_saved_again_while_it_is_opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its manifest was read before and the rest after the folders were exchanged: nothing is damaged."""
-    from reshard.opening import folder as rooms
+    from reshard.formats.checkpoint2 import reader as rooms
 
     folder, other = root / "iteration_00000010", root / "other"
     sealed.make(other, 10, previous_tracker=5, epoch=2)
@@ -471,8 +471,8 @@ def test_an_iteration_that_is_saved_again_while_it_is_opened(root: Path, monkeyp
 
 def test_a_root_that_changes_while_it_is_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention of one: 15 is published and everything older removed after 10 was listed and before it is opened."""
-    from reshard.opening import folder as rooms
-    from reshard.opening import root as module
+    from reshard.formats.checkpoint2 import reader as rooms
+    from reshard.formats.checkpoint2 import root as module
 
     real = rooms.open_folder
 

@@ -23,11 +23,12 @@ from tests.threads import in_threads
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, MismatchError, UnsupportedError
-from reshard.formats import replicas
+from reshard.formats.checkpoint1 import replicas
+from reshard.formats.checkpoint1 import save as checkpoint1
+from reshard.formats.checkpoint1 import tensors as rank_tensors
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_folder import read_strategy
-from reshard.opening import rank_tensors
-from reshard.write import checkpoint1, protocol
+from reshard.storage import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

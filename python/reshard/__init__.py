@@ -19,7 +19,7 @@ from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, StoredShard, TensorInfo
-    from reshard.formats.checkpoint2 import CommonInfo
+    from reshard.formats.checkpoint2.names import CommonInfo
     from reshard.formats.state import per_rank
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
@@ -76,7 +76,7 @@ __all__ = [
 
 _HOMES = {
     "Checkpoint": "reshard.checkpoint",
-    "CommonInfo": "reshard.formats.checkpoint2",
+    "CommonInfo": "reshard.formats.checkpoint2.names",
     "ConvertFilesReport": "reshard.verbs.convert_files",
     "ConvertReport": "reshard.verbs.convert",
     "DiffReport": "reshard.verbs.diff",

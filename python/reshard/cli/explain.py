@@ -22,7 +22,7 @@ from reshard.cli.output import (
     shown,
     size,
 )
-from reshard.formats.checkpoint1 import parse_file_name
+from reshard.formats.checkpoint1.names import parse_file_name
 from reshard.resume.choose import NOT_NEEDED, NOT_REACHED, UNREADABLE
 
 if TYPE_CHECKING:

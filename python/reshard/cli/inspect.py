@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.facts import gather
+from reshard.cli.contents import gather
 from reshard.cli.output import (
     PATH,
     STRATEGY_HELP,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
-    from reshard.cli.facts import Facts, Iteration, RankSaveState, Row
+    from reshard.cli.contents import Facts, Iteration, RankSaveState, Row
     from reshard.cli.leftovers import Leftover
     from reshard.formats.manifest import Manifest
     from reshard.formats.save_log import SaveRecord

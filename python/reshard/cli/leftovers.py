@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError
-from reshard.formats import checkpoint2, save_log
 from reshard.formats import manifest as manifests
-from reshard.write import claims, staging, steps, trash
+from reshard.formats import save_log
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.storage import claims, staging, trash
+from reshard.storage import filesystem as steps
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from reshard import _core
-    from reshard.formats.checkpoint2_common import CommonInfo
+    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.manifest import Manifest
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy

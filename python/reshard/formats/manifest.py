@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any
 from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.formats import metrics
-from reshard.formats.checkpoint2 import parse_iteration_folder
-from reshard.formats.opened_folder import OpenedFolder
+from reshard.formats.checkpoint2.names import parse_iteration_folder
 from reshard.small_files import close_read, component_fault, read_small_file, show, write_file_atomically
+from reshard.storage.opened_folder import OpenedFolder
 from reshard.strict_json import parse_json
 
 if TYPE_CHECKING:

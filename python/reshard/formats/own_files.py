@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.formats import checkpoint2
 from reshard.formats import manifest as manifests
+from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.small_files import read_small_file, show
 from reshard.strict_json import parse_json
 

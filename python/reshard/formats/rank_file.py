@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard.errors import DamagedFileError, KeyNotFoundError
-from reshard.formats import ckpt
+from reshard.formats.ckpt import names as ckpt
 from reshard.small_files import read_head, read_tail, show
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.formats.checkpoint2_common import CommonInfo
+from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.layout.resolve import COUNTERS, OF_NO_PARAMETER
 from reshard.small_files import show
 

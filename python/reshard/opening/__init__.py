@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, StorageError
-from reshard.formats import checkpoint2
+from reshard.formats import registry
 from reshard.formats.base import OpenOptions, StrategyLike
-from reshard.opening import rank_folders, registry
-from reshard.opening.folder import Chosen, chosen, marks, open_chosen
-from reshard.opening.rank_folders import CHECKPOINT1, RankSave, open_rank_files, strategy_for
-from reshard.opening.root import CHECKPOINT2, best_of, is_damage, newer_than, order_of, reason_of
+from reshard.formats.checkpoint1 import reader as rank_folders
+from reshard.formats.checkpoint1.reader import CHECKPOINT1, RankSave, open_rank_files, strategy_for
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.reader import Chosen, chosen, marks, open_chosen
+from reshard.formats.checkpoint2.root import CHECKPOINT2, best_of, is_damage, newer_than, order_of, reason_of
 from reshard.small_files import show
 
 if TYPE_CHECKING:
     from reshard import _core
+    from reshard.formats.checkpoint2.candidates import Order
     from reshard.names import NamesLike
-    from reshard.resume.resolve import Order
 
 __all__ = [
     "Chosen",

@@ -11,7 +11,10 @@ from collections import deque
 from pathlib import Path
 
 from reshard.errors import ReshardError
-from reshard.formats import checkpoint1, checkpoint2, full_weights, huggingface
+from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.full_weights import names as full_weights
+from reshard.formats.huggingface import names as huggingface
 from reshard.words import nearest
 
 __all__ = ["near"]

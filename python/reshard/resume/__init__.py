@@ -7,11 +7,11 @@ into a decision and what comes out), `decision` (the one function), `choose` (wh
 
 from __future__ import annotations
 
+from reshard.formats.checkpoint2.candidates import Candidate, Folder, Order, order
 from reshard.resume.choose import weigh
 from reshard.resume.counters import BatchSchedule, Scaling, View
 from reshard.resume.decision import decide
 from reshard.resume.facts import CandidateFacts, Facts, RankView, ResumeDecision, RunFacts, Verdict
-from reshard.resume.resolve import Candidate, Folder, Order, order
 
 __all__ = [
     "BatchSchedule",

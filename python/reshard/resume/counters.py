@@ -18,7 +18,7 @@ import numpy as np
 from reshard.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from reshard.formats.checkpoint2_common import CommonInfo
+    from reshard.formats.checkpoint2.common import CommonInfo
 
 __all__ = ["Arithmetic", "BatchSchedule", "Scaling", "View", "initial_epoch", "saved_steps", "scale_steps", "view_of"]
 

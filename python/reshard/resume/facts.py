@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from reshard.formats.checkpoint2_common import CommonInfo
+    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.resume.counters import Scaling, View
 
 __all__ = ["CandidateFacts", "Facts", "Kind", "RankView", "Restored", "ResumeDecision", "RunFacts", "Verdict"]

@@ -23,7 +23,7 @@ from reshard.resume.facts import CandidateFacts, Facts, Restored, ResumeDecision
 
 if TYPE_CHECKING:
     from reshard.config import Config
-    from reshard.formats.checkpoint2_common import CommonInfo
+    from reshard.formats.checkpoint2.common import CommonInfo
 
 __all__ = ["fresh", "loading", "resumed"]
 

@@ -34,6 +34,7 @@ from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
 from reshard.group import resolve, session
 from reshard.resume import RunFacts
+from reshard.storage import protocol
 from reshard.torch import environment as environments
 from reshard.torch.checks import MAX_SEED, count, seconds
 from reshard.torch.emergency import LAST_WORDS_S, Rendezvous, Signals, board_of
@@ -57,7 +58,6 @@ from reshard.torch.saving import Saver
 from reshard.torch.state import describe
 from reshard.verbs.load import load_with, pass_over
 from reshard.words import show
-from reshard.write import protocol
 from reshard.write.save import check_save_options
 
 if TYPE_CHECKING:

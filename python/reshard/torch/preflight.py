@@ -15,12 +15,13 @@ import torch
 from reshard import dtypes
 from reshard.config import split_iteration
 from reshard.errors import ArgumentError, ClaimedError, ReshardError, UnsupportedError
-from reshard.formats import checkpoint2
+from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.state import dump
-from reshard.opening.facts import gather
+from reshard.opening.gather import gather
 from reshard.resume import decide
+from reshard.storage import protocol
 from reshard.words import listed, show
-from reshard.write import protocol, taken
+from reshard.write import pending_rollback as taken
 from reshard.write.save import save
 
 if TYPE_CHECKING:

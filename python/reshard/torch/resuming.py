@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import MismatchError
 from reshard.resume import View
 from reshard.torch import rng
+from reshard.torch.restore import apply
 from reshard.torch.sampler import ElasticSampler
-from reshard.torch.state import apply
 from reshard.words import listed, show
 
 if TYPE_CHECKING:

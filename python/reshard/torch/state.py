@@ -1,8 +1,8 @@
 """The state of a trainer as arrays and back: what `save` takes and `load` gives, for live models and optimizers.
 
 `describe` looks and copies nothing: every array is over the memory of a live tensor, and where it lies in the whole is
-read off the placements. All ranks then agree on one layout. `apply` puts loaded arrays into the live tensors; what the
-arrays were loaded into already (`Described.out`) is not copied again, and what does not exist yet (parameters on the
+read off the placements. All ranks then agree on one layout. `restore.apply` puts loaded arrays into the live tensors; what
+the arrays were loaded into already (`Described.out`) is not copied again, and what does not exist yet (parameters on the
 device `meta`, the state of an optimizer that has made no step) becomes the array itself.
 
 Nothing here reads or writes a file, or knows which checkpoint is taken and when one is saved.
@@ -25,7 +25,6 @@ from reshard.torch.common_layout import distinct, layout_of
 from reshard.torch.modules import Named, named
 from reshard.torch.optimizers import Live, Record, live_optimizers, merged, plain, record_of
 from reshard.torch.placements import Partition, Placed, Row, is_sharded, place, row_of
-from reshard.torch.restore import Report, apply
 from reshard.torch.tensors import from_tensor
 from reshard.words import ranks_named, show
 from reshard.write.arrays import Shard
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from reshard.group import Group
     from reshard.torch.common_layout import Known
 
-__all__ = ["Described", "LiveState", "Report", "apply", "describe"]
+__all__ = ["Described", "LiveState", "describe"]
 
 _MAX_SENT_BYTES = 65536  # of arrays that are no tensors of the state, such as a learning rate that is a tensor
 

@@ -12,29 +12,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from reshard import _core, dtypes
+from reshard import _core, dtypes, opening
 from reshard.arguments import checked
+from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
+from reshard.conversion.destinations import SHARED_PREFIX, WRITER_KEY, Job, Options, to_huggingface, to_safetensors
+from reshard.conversion.selection import select
+from reshard.conversion.shares import Share, Shared, digest_of
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import scalars
+from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
+from reshard.formats.checkpoint1.writer import to_checkpoint1
+from reshard.formats.checkpoint2.writer import to_checkpoint2
+from reshard.formats.full_weights.writer import to_mindspore
 from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
 from reshard.names import as_names, config_beside
 from reshard.small_files import parse_size
-from reshard.verbs.destinations import SHARED_PREFIX, WRITER_KEY, Job, Options, to_huggingface, to_safetensors
-from reshard.verbs.selection import open_source, select
-from reshard.verbs.shares import Share, Shared, digest_of
-from reshard.verbs.to_checkpoint1 import to_checkpoint1
-from reshard.verbs.to_checkpoint2 import to_checkpoint2
-from reshard.verbs.to_mindspore import to_mindspore
-from reshard.write.filling import staging_name
-from reshard.write.staging import STAGING_FOLDER
+from reshard.storage.filling import staging_name
+from reshard.storage.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from reshard.checkpoint import Checkpoint, LayoutLike, Part
+    from reshard.checkpoint import LayoutLike, Part
     from reshard.names import ConfigLike, NamesLike
 
 __all__ = ["ConvertReport", "Target", "convert"]
@@ -210,7 +213,7 @@ def convert(
             progress=progress,
         )
         max_bytes = None if max_shard_size is None else parse_size(max_shard_size)
-        with open_source(source, strategy=strategy, suffix=suffix) as whole, contextlib.ExitStack() as views:
+        with _open_source(source, strategy=strategy, suffix=suffix) as whole, contextlib.ExitStack() as views:
             part_written = part or ("model" if chosen == "huggingface" else "all")
             known = None
             if names is not None:
@@ -292,6 +295,30 @@ def convert(
         not_expressible=written.not_expressible,
         warnings=tuple(written.warnings),
     )
+
+
+def _open_source(
+    path: Path, *, strategy: str | os.PathLike[str] | None = None, suffix: str | None = None
+) -> Checkpoint:
+    """Open what a conversion reads.
+
+    Args:
+        path: whatever `reshard.open` opens.
+        strategy: of rank folders, how they are cut.
+        suffix: of rank folders, which file of each is read.
+
+    Raises:
+        ArgumentError: `suffix`, and there are no rank folders.
+        ReshardError: as `reshard.open`.
+    """
+    if suffix is None:
+        return opening.open(path, strategy=strategy)
+    if not path.is_dir() or not checkpoint1.is_root(path):
+        raise ArgumentError(
+            f"{path} holds no folders `rank_<number>`: `suffix` says which of their files are read", path=str(path)
+        )
+    files = checkpoint1.choose_by_suffix(path, suffix)
+    return Checkpoint(open_rank_files(path, files, strategy_for(path, strategy)))
 
 
 def _shared(job: Job, share: Share, asked: list[object], *, in_root: bool) -> Shared:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.arguments import checked
+from reshard.conversion.destinations import WRITER_KEY
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -25,13 +26,13 @@ from reshard.errors import (
     DestinationExistsError,
     StorageError,
 )
-from reshard.formats import checkpoint1, ckpt
+from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats.ckpt import names as ckpt
 from reshard.formats.rank_file import RankFile, add_rank_file
 from reshard.small_files import parse_size, show
+from reshard.storage.publication import made_folder
 from reshard.strict_yaml import read_yaml
-from reshard.verbs.destinations import WRITER_KEY
 from reshard.words import check_text, listed
-from reshard.write.commit import made_folder
 from reshard.write.iteration import JointProgress
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from reshard import _core, opening
 from reshard.errors import ReshardError, StorageError
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, scrub_folder, scrub_plain
-from reshard.opening.facts import gather
-from reshard.opening.rank_facts import path_of
+from reshard.opening.gather import gather
+from reshard.opening.gather_ranks import path_of
 from reshard.resume import decide, weigh
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError
-from reshard.formats import checkpoint2
+from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.small_files import show
 from reshard.verbs.convert import convert
 

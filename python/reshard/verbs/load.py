@@ -34,20 +34,21 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
-from reshard.formats import checkpoint2, proofs
 from reshard.formats import manifest as manifests
-from reshard.formats.checkpoint2 import CommonInfo
+from reshard.formats import proofs, registry
+from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.names import CommonInfo
 from reshard.formats.scrub import scrub_plain
 from reshard.group import resolve, session
 from reshard.layout import ModelLayout
-from reshard.opening import registry
-from reshard.opening.facts import gather
-from reshard.opening.rank_facts import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
-from reshard.opening.rank_folders import open_rank_files, strategy_for
+from reshard.opening.gather import gather
+from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, decide
 from reshard.small_files import show
+from reshard.storage import protocol
 from reshard.verbs.pending_load import PendingLoad
-from reshard.write import protocol, taken
+from reshard.write import pending_rollback as taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -537,8 +538,8 @@ def pass_over(root: Path, number: int) -> None:
 # -- in the background
 
 
-def _in_background(function: Callable[P, Loaded]) -> Callable[P, PendingLoad]:
-    def start(*args: P.args, **kwargs: P.kwargs) -> PendingLoad:
+def _in_background(function: Callable[P, Loaded]) -> Callable[P, PendingLoad[Loaded]]:
+    def start(*args: P.args, **kwargs: P.kwargs) -> PendingLoad[Loaded]:
         """Begin to load in the background: as `load`, and `result()` gives what it returns.
 
         Example:

@@ -1,26 +1,24 @@
-"""A load that goes on in the background: one thread a load, its error kept for whoever asks.
-
-Knows threads and forks, and nothing of checkpoints: it runs what it is given.
-"""
+"""A load in the background: a `concurrent.futures.Future` that one daemon thread completes."""
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.verbs.load import Loaded
-
 __all__ = ["PendingLoad"]
 
+T = TypeVar("T")
 
-class PendingLoad:
-    """A load under way in the background. What `load_async` returns.
+
+class PendingLoad(Future[T]):
+    """A load in the background, returned by `load_async`. It cannot be cancelled.
 
     Example:
         >>> import numpy as np, reshard
@@ -30,29 +28,31 @@ class PendingLoad:
         (5, True)
     """
 
-    def __init__(self, work: Callable[[], Loaded]) -> None:
+    def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__()
         self._pid = os.getpid()
-        self._result: Loaded | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="reshard-load", daemon=True)
-        self._thread.start()
+        self.set_running_or_notify_cancel()
+        # A daemon: the interpreter does not wait for a load that nobody waits for.
+        threading.Thread(target=self._run, args=(work,), name="reshard-load", daemon=True).start()
 
-    def _run(self, work: Callable[[], Loaded]) -> None:
+    def _run(self, work: Callable[[], T]) -> None:
         try:
-            self._result = work()
-        except BaseException as error:  # noqa: BLE001  raised where somebody waits for it
-            self._error = error
+            result = work()
+        except BaseException as error:  # noqa: BLE001  raised by `result`
+            self.set_exception(error)
+        else:
+            self.set_result(result)
 
     def done(self) -> bool:
-        """Whether the load has ended, well or not.
+        """Whether the load has ended, with a result or an error.
 
         Raises:
-            ArgumentError: this process is a forked child of the one that loads.
+            ArgumentError: this process was forked from the one that loads.
         """
         self._check_process()
-        return not self._thread.is_alive()
+        return super().done()
 
-    def result(self, timeout: float | None = None) -> Loaded:
+    def result(self, timeout: float | None = None) -> T:
         """Wait for the load to end.
 
         Args:
@@ -63,21 +63,25 @@ class PendingLoad:
 
         Raises:
             TimeoutError: it has not ended in time. It goes on.
-            ArgumentError: this process is a forked child of the one that loads.
+            ArgumentError: this process was forked from the one that loads.
             ReshardError: whatever `load` raises.
         """
         self._check_process()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the load has not ended within {timeout:g} s")
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            if super().done():
+                raise  # the load itself raised it
+            raise TimeoutError(f"the load has not ended within {timeout:g} s") from None
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the load to end; its error, or None. Raises as `result` does, except for that error."""
+        self._check_process()
+        return super().exception(timeout)
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise ArgumentError(
-                f"this load belongs to process {self._pid}, of which this one is a forked child",
+                f"this load belongs to process {self._pid}, from which this one was forked",
                 hint="ask for it in the process that loads",
             )

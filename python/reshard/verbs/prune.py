@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, ReshardError
-from reshard.formats import checkpoint2
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
-from reshard.opening.folder import open_folder
 from reshard.small_files import show
 from reshard.write import retention
 from reshard.write.retention import Removed, pin, unpin

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from reshard import opening
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, hints_without
-from reshard.formats import checkpoint1, checkpoint2
 from reshard.formats import manifest as manifests
-from reshard.opening.folder import open_folder
+from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.reader import open_folder
 from reshard.small_files import show
+from reshard.storage import claims, protocol, recovery, staging
 from reshard.verbs.verify import verify as verify_checkpoint
 from reshard.words import listed
-from reshard.write import claims, protocol, recovery, staging
 
 if TYPE_CHECKING:
     from reshard import _core

@@ -19,7 +19,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs
-from reshard.formats.checkpoint2 import parse_iteration_folder
+from reshard.formats.checkpoint2.names import parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, scrub_folder
 from reshard.small_files import show

@@ -22,7 +22,7 @@ from reshard.small_files import show
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.formats.checkpoint2 import Part
+    from reshard.formats.checkpoint2.names import Part
 
 __all__ = ["LocalArray", "Shard", "as_array", "local_arrays"]
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
 from reshard.errors import ReshardError, UnsupportedError
-from reshard.formats import checkpoint2, tiles
-from reshard.formats.checkpoint2_metadata import expressible, write_metadata
-from reshard.formats.checkpoint2_shards import FilePlan, Shard, TensorRecord, World, assign, shards_of
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.metadata import expressible, write_metadata
+from reshard.formats.checkpoint2.shards import FilePlan, Shard, TensorRecord, World, assign, shards_of
+from reshard.formats.tiled import names as tiles
 from reshard.small_files import show
 from reshard.words import listed
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from reshard.formats.checkpoint2 import Part
+    from reshard.formats.checkpoint2.names import Part
     from reshard.layout import BoundLayout
 
 __all__ = [

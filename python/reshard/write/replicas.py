@@ -19,7 +19,8 @@ import numpy as np
 from reshard import dtypes
 from reshard.collective import Collective, capture
 from reshard.errors import ArgumentError, MismatchError
-from reshard.formats import checkpoint1_state, state
+from reshard.formats import state
+from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.layout.patterns import Pattern, glob_of
 from reshard.small_files import show
 from reshard.words import ranks_named
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from reshard.group import Group
     from reshard.write.arrays import LocalArray
-    from reshard.write.facts import RankFacts
+    from reshard.write.rank_facts import RankFacts
 
 __all__ = ["Copies", "RankLocal", "Replicas", "State", "is_any_of"]
 

@@ -33,15 +33,17 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.arguments import checked
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.formats import checkpoint2, proofs, save_log
 from reshard.formats import manifest as manifests
+from reshard.formats import proofs, save_log
+from reshard.formats.checkpoint2 import candidates as resolve
+from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE, TRACKED_FILE
 from reshard.formats.scrub import is_damage, scrub_folder
-from reshard.resume import resolve
 from reshard.small_files import show
-from reshard.write import claims, staging, steps, trash
-from reshard.write.steps import UNFINISHED_FILE
-from reshard.write.trash import REMOVED, TRASH_FOLDER
+from reshard.storage import claims, staging, trash
+from reshard.storage import filesystem as steps
+from reshard.storage.filesystem import UNFINISHED_FILE
+from reshard.storage.trash import REMOVED, TRASH_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -25,19 +25,31 @@ from reshard import _core
 from reshard.arguments import check, check_given
 from reshard.collective import Collective, capture
 from reshard.errors import ArgumentError
-from reshard.formats import checkpoint1_state, checkpoint2, mounts, state
-from reshard.formats.checkpoint2_common import CommonInfo
+from reshard.formats import state
+from reshard.formats.checkpoint1 import save as checkpoint1
+from reshard.formats.checkpoint1 import state as checkpoint1_state
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
 from reshard.small_files import show
-from reshard.write import background, checkpoint1, retention
+from reshard.storage import mounts
+from reshard.write import background, retention
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
-from reshard.write.facts import LastMade, RankFacts, check_options, check_state, facts_of, plan_iteration, planned_bytes
+from reshard.write.collective_save import Own, Planned, SaveReport, Share, Terms, carry_out
+from reshard.write.rank_facts import (
+    LastMade,
+    RankFacts,
+    check_options,
+    check_state,
+    facts_of,
+    plan_iteration,
+    planned_bytes,
+)
 from reshard.write.replicas import Copies, RankLocal, Replicas, is_any_of
 from reshard.write.shard_files import maker
-from reshard.write.together import Own, Planned, SaveReport, Share, Terms, carry_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -1,0 +1,445 @@
+"""Destinations of a conversion: which file holds which arrays; how Hugging Face folders and plain files are written.
+
+A `Job` is the source and where it goes; its files are planned first, then streamed one after the other by the core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.conversion.model_files import ModelFiles, find_model_files, told_dtype
+from reshard.conversion.shares import assign, committing, missing, place, record, told
+from reshard.errors import DestinationExistsError, ReshardError
+from reshard.formats import weight_map
+from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
+from reshard.formats.full_weights import names as full_weights
+from reshard.formats.huggingface import names as huggingface
+from reshard.formats.tiled import names as tiles
+from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.small_files import write_file_atomically
+from reshard.storage.filling import filled_folder, is_staging
+from reshard.storage.publication import as_storage_error, made_folder, published_file, published_folder
+from reshard.write.iteration import JointProgress, RankFile, WholeTensor, describe_cut, file_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+    from pathlib import Path
+
+    import numpy as np
+
+    from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.conversion.shares import Shared
+    from reshard.storage.protocol import Told as FileTold
+
+    Produce = Callable[[Path], Mapping[str, FileTold]]
+
+__all__ = [
+    "SHARED_PREFIX",
+    "WRITER_KEY",
+    "File",
+    "Job",
+    "Options",
+    "Written",
+    "as_file",
+    "bind",
+    "check_folder_free",
+    "destination_folder",
+    "file_sizes",
+    "is_our_file",
+    "n_bytes_of",
+    "produced",
+    "set_original_modes",
+    "settled_mapping",
+    "to_huggingface",
+    "to_safetensors",
+    "whole_request",
+    "whole_tensors",
+    "write_files",
+]
+
+# Named in the `__metadata__` of what is written: by it an earlier conversion is known again.
+WRITER_KEY = "reshard"
+SHARED_PREFIX = "share-"
+# What makes files a checkpoint, in the order in which it is published. Readers find no checkpoint without it.
+_COMMITS = (
+    STRATEGY_FOLDER,
+    tiles.TILES_FILE,
+    full_weights.MAP_FILE,
+    huggingface.SINGLE_FILE,
+    huggingface.INDEX_FILE,
+)
+
+_log = logging.getLogger("reshard")
+
+
+@dataclass(frozen=True)
+class File:
+    """One shard file to be: its name, in a folder of its own or not, and what the core is asked for."""
+
+    name: str
+    request: _core.Request
+
+
+@dataclass(frozen=True)
+class Options:
+    """What holds for every file."""
+
+    metadata: dict[str, str]
+    dtype: str | None
+    buffers: _core.Buffers
+    threads: int | None
+    durable: bool
+    file_mode: int
+    folder_mode: int
+    keep_modes: bool  # whether a file that is replaced passes on its permission bits
+    progress: _core.Progress | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A conversion: the source's tensors that are written, and where.
+
+    Attributes:
+        source: the opened source.
+        keys: its tensors that are written.
+        target: where to.
+        options: what holds for every file.
+        overwrite: whether what an earlier conversion wrote is replaced.
+        counters: those that the source knows and has no tensors of, as tensors: formats that keep them so write them.
+        shared: which share of the work this is.
+        left_out: names of tensors that were left out, of which a layout may speak.
+    """
+
+    source: Checkpoint
+    keys: list[str]
+    target: Path
+    options: Options
+    overwrite: bool
+    counters: Mapping[str, np.ndarray] = field(default_factory=dict)
+    shared: Shared | None = None
+    left_out: Collection[str] = ()
+
+    def plan(self, request: _core.Request) -> _core.Plan:
+        """The copies of a request for some of the tensors that are written."""
+        return self.source.plan(request, dtype=self.options.dtype, keys=self.keys)
+
+
+@dataclass
+class Written:
+    """What was written where; `pending`: shares that others have yet to write before anything is published."""
+
+    path: Path
+    n_files: int
+    n_bytes: int
+    pending: list[int] = field(default_factory=list)
+    not_expressible: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def bind(job: Job, layout: LayoutLike | None) -> BoundLayout:
+    """The layout laid over the source; none: everything whole on one rank.
+
+    Raises:
+        LayoutError: it does not fit the tensors, or a rule or a place of it matches none.
+    """
+    bound = job.source.bind(ModelLayout.replicated() if layout is None else layout)
+    bound.refuse_unused(job.left_out)
+    return bound
+
+
+def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]:
+    """The layout as a mapping that is right for the tensors of the source: it is kept beside them."""
+    return as_layout(layout).settled({key: source.shape(key) for key in source.keys()}).to_mapping()  # noqa: SIM118
+
+
+def file_sizes(job: Job, files: list[File]) -> list[int]:
+    """Bytes of the arrays of each file."""
+    # Plans are cheap and hold what they open: they are made one by one, and once more to be carried out.
+    return [sum(array[3] for array in job.plan(file.request).arrays) for file in files]
+
+
+def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
+    """Stream the files; what was written, by name."""
+    options = job.options
+    progress = JointProgress(options.progress, sum(sizes))
+    for name in {file.name.rpartition("/")[0] for file in files} - {""}:
+        with as_storage_error("make", folder / name):
+            (folder / name).mkdir(mode=options.folder_mode, exist_ok=True)
+    return {
+        file.name: job.plan(file.request).write(
+            str(folder / file.name),
+            metadata=options.metadata,
+            buffers=options.buffers,
+            threads=options.threads,
+            durable=options.durable,
+            mode=options.file_mode,
+            progress=progress.of_file(n_bytes),
+        )
+        for file, n_bytes in zip(files, sizes, strict=True)
+    }
+
+
+@contextlib.contextmanager
+def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
+    """How the folder that is published gets its files: a function that fills it, or what to report instead.
+
+    Not shared: they are streamed into it. Shared: our share is written first, unless it is there, into the folder where
+    shares gather; if it was the last, all have their place. `published` is what the report names.
+    """
+    if job.shared is None:
+        yield lambda folder: write_files(job, folder, files, sizes)
+        return
+    share, gathered = job.shared.share, job.shared.folder
+    with as_storage_error("make", gathered):
+        gathered.mkdir(mode=job.options.folder_mode, parents=True, exist_ok=True)
+    own: Mapping[str, FileTold] | None = told(gathered, share)
+    if own is None:
+        chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
+        own = written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
+        record(gathered, share, written, mode=job.options.file_mode, durable=job.options.durable)
+    report = Written(published, len(own), n_bytes_of(own), missing(gathered, share.count))
+    if report.pending:
+        yield report
+        return
+    with committing(gathered) as is_ours:
+        names = [file.name for file in files]
+        yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
+
+
+# -- Hugging Face and plain files
+
+
+def to_huggingface(job: Job, max_shard_bytes: int, model_files: Path | None = None) -> Written:
+    """Write whole tensors in files of a largest size, the index of more than one, and what else makes a model.
+
+    Args:
+        job: the conversion.
+        max_shard_bytes: most bytes of a file, headers not counted.
+        model_files: the folder whose files that are no weights are copied; none if it is the destination itself.
+    """
+    check_folder_free(job)
+    beside = ModelFiles()
+    if model_files is not None and model_files.resolve() != job.target.resolve():
+        beside = find_model_files(model_files)
+        beside.check_free(job.target)
+    if model_files is not None and job.options.dtype is not None:
+        warning = told_dtype(model_files, job.options.dtype)
+        beside.warnings += [] if warning is None else [warning]
+    request = whole_request(job.source, job.keys)
+    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.plan(request).arrays]
+    shards = huggingface.plan_shards(sizes, max_shard_bytes)
+    files = [
+        File(huggingface.file_name(number, len(shards)), whole_request(job.source, keys))
+        for number, keys in enumerate(shards, 1)
+    ]
+    with produced(job, job.target, files, file_sizes(job, files)) as fill:
+        if isinstance(fill, Written):
+            return fill
+        return _publish_huggingface(job, files, shards, sizes, fill, beside=beside)
+
+
+def _publish_huggingface(
+    job: Job,
+    files: list[File],
+    shards: list[list[str]],
+    sizes: list[tuple[str, int]],
+    fill: Produce,
+    *,
+    beside: ModelFiles,
+) -> Written:
+    options = job.options
+    with destination_folder(job) as folder:
+        n_bytes = n_bytes_of(fill(folder))
+        beside.copy(folder, file_mode=options.file_mode, folder_mode=options.folder_mode, durable=options.durable)
+        if len(files) > 1:
+            file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
+            total = sum(size for _, size in sizes)
+            text = huggingface.index_text(file_of, total, _core.__version__)
+            write_file_atomically(folder / huggingface.INDEX_FILE, text, options.file_mode, durable=options.durable)
+    return Written(job.target, len(files), n_bytes, warnings=beside.warnings)
+
+
+def n_bytes_of(written: Mapping[str, FileTold]) -> int:
+    """Bytes of the files."""
+    return sum(one.n_bytes for one in written.values())
+
+
+def whole_request(source: Checkpoint, keys: list[str]) -> _core.Request:
+    """The tensors whole, in their order."""
+    request = _core.Request()
+    for key in keys:
+        shape = source.shape(key)
+        request.add_region(key, key, (0,) * len(shape), shape)
+    return request
+
+
+def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
+    """Write one file, or one a rank with tiles.json to tell what they hold."""
+    if job.target.suffix == ".safetensors":
+        _check_file_free(job)
+        durable, parent = job.options.durable, job.target.parent
+        with (
+            made_folder(parent, mode=job.options.folder_mode, durable=durable),
+            published_file(
+                job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes
+            ) as path,
+        ):
+            files = [File(path.name, whole_request(job.source, job.keys))]
+            n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
+        return Written(job.target, 1, n_bytes)
+    check_folder_free(job)
+    bound = bind(job, layout)
+    tensors = whole_tensors(job)
+    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
+    dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
+    builder = tiles.Builder()
+    files = []
+    for rank in bound.ranks:
+        names = bound.local_names(rank, job.keys)
+        if names:
+            file = RankFile(f"rank_{rank}.safetensors", rank, file_order(names, dtype_of))
+            describe_cut(builder, bound, tensors, file, tensors)
+            files.append(as_file(bound, file))
+    with produced(job, job.target, files, file_sizes(job, files)) as fill:
+        if isinstance(fill, Written):
+            return fill
+        with destination_folder(job) as folder:
+            n_bytes = n_bytes_of(fill(folder))
+            if len(builder):
+                content = builder.build(None if layout is None else settled_mapping(job.source, layout))
+                tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
+    return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
+
+
+def whole_tensors(job: Job) -> dict[str, WholeTensor]:
+    """What is known of the tensors that are written, after a cast. Casts and keys are checked here, for all of them."""
+    plan = job.plan(whole_request(job.source, job.keys))
+    optimizer = set(job.source.keys("optimizer"))
+    return {
+        key: WholeTensor(dtype, job.source.shape(key), "optimizer" if key in optimizer else "model")
+        for key, dtype, _, _ in plan.arrays
+    }
+
+
+def as_file(bound: BoundLayout, file: RankFile) -> File:
+    """A planned file as what the core is asked for."""
+    return File(file.name, bound.request_of(file.rank, file.arrays))
+
+
+# -- the destination
+
+
+def set_original_modes(folder: Path) -> None:
+    """Give the files of a folder, and itself, the permissions that MindSpore Transformers gives."""
+    for entry in folder.iterdir():
+        entry.chmod(0o400 if entry.suffix == ".safetensors" else 0o640)
+    folder.chmod(0o750)
+
+
+@contextlib.contextmanager
+def destination_folder(
+    job: Job, subfolders: Collection[str] = (), is_ours: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
+    """A folder whose entries are those of the destination when the block ends well.
+
+    A destination that exists is filled and keeps its mode and owner; what an earlier conversion wrote there goes.
+
+    Args:
+        job: the conversion.
+        subfolders: folders in it that are written too.
+        is_ours: which entries of a destination that exists are replaced.
+    """
+    options, target = job.options, job.target
+    if target.is_dir():
+        with filled_folder(
+            target,
+            replaces=(is_ours or is_our_file) if job.overwrite else None,
+            commits=_COMMITS,
+            durable=options.durable,
+            mode=options.folder_mode,
+            keep_modes=options.keep_modes,
+            subfolders=subfolders,
+        ) as folder:
+            yield folder
+        return
+    with (
+        made_folder(target.parent, mode=options.folder_mode, durable=options.durable),
+        published_folder(target, durable=options.durable, mode=options.folder_mode, subfolders=subfolders) as folder,
+    ):
+        yield folder
+
+
+def is_our_file(entry: Path) -> bool:
+    """Whether a file was written by an earlier conversion: it names its writer."""
+    if entry.is_symlink() or not entry.is_file():
+        return False
+    if entry.name == tiles.TILES_FILE:
+        with contextlib.suppress(ReshardError):
+            tiles.read(entry)
+            return True
+        return False
+    if entry.name in (huggingface.INDEX_FILE, full_weights.MAP_FILE):
+        return weight_map.writer(entry) is not None
+    if entry.suffix != ".safetensors":
+        return False
+    try:
+        index = _core.Index()
+        return WRITER_KEY in (index.file_metadata(index.add_file(str(entry), follow_links=False)) or {})
+    except ReshardError:
+        return False
+
+
+def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _: False) -> None:
+    """Refuse a destination folder that holds what is not to be replaced, or not to be mixed up with what is written.
+
+    Args:
+        job: the conversion.
+        would_be_lost: entries beside foreign weight files that are refused.
+    """
+    target = job.target
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise DestinationExistsError(f"{target} is a file; the destination is to be a folder", path=str(target))
+    entries = [entry for entry in target.iterdir() if not _is_left_over(entry)]
+    if not entries:
+        return
+    if not job.overwrite:
+        raise DestinationExistsError(
+            f"{target} holds {len(entries)} entries, such as {entries[0].name}",
+            path=str(target),
+            hint="choose another destination, or give `overwrite=True` to replace the files of an earlier conversion",
+        )
+    names = (huggingface.INDEX_FILE, full_weights.MAP_FILE, tiles.TILES_FILE)
+    for entry in entries:
+        if would_be_lost(entry) or ((entry.suffix == ".safetensors" or entry.name in names) and not is_our_file(entry)):
+            raise DestinationExistsError(
+                f"{entry} was not written by an earlier conversion and would be mixed up with what is written now",
+                path=str(entry),
+                hint="move it away, or choose another destination",
+            )
+
+
+def _is_left_over(entry: Path) -> bool:
+    """Whether an entry is of a conversion that was killed, or is not yet ended. Told, and not touched."""
+    if not is_staging(entry.name):
+        return False
+    if SHARED_PREFIX not in entry.name:
+        _log.warning("%s is left by a conversion that did not end: remove it if none is running", entry)
+    return True
+
+
+def _check_file_free(job: Job) -> None:
+    target = job.target
+    if not (target.exists() or target.is_symlink()):
+        return
+    if not job.overwrite:
+        raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite=True` to replace it")
+    if not is_our_file(target):
+        raise DestinationExistsError(
+            f"{target} was not written by an earlier conversion", path=str(target), hint="choose another destination"
+        )

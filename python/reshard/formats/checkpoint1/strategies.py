@@ -1,0 +1,227 @@
+"""The strategy files that a Checkpoint 1.0 root needs: without them nobody can put its tensors together again.
+
+They lie where the original looks for them, in `strategy` beside a root that is called `checkpoint`; beside any other
+root there may be more roots, so there they lie in it. A root has one strategy: what is saved into it later must be cut
+as what is there, or an older save would be put together by a newer one's cuts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from reshard.errors import (
+    CheckpointNotFoundError,
+    DamagedFileError,
+    LayoutError,
+    MismatchError,
+    StorageError,
+    UnsupportedError,
+)
+from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
+from reshard.layout.strategy_file import is_strategy
+from reshard.layout.strategy_folder import read_strategy
+from reshard.layout.strategy_writer import write_stage_files
+from reshard.small_files import show
+from reshard.storage import filesystem as steps
+from reshard.storage.protocol import make_root
+from reshard.words import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from reshard.layout import ModelLayout
+    from reshard.layout.strategy import DeviceCut, Strategy
+
+__all__ = ["Shapes", "Strategies", "make", "strategy_folder"]
+
+Shapes: TypeAlias = "Mapping[str, tuple[tuple[int, ...], bool]]"
+"""Of each tensor the global shape, and whether it belongs to the optimizer."""
+
+_ROOT = "checkpoint"  # what the original calls a root
+_DEBRIS = re.compile(rf"\.{STRATEGY_FOLDER}\.[0-9a-f]{{16}}\.tmp(\.old\.tmp)?")
+_MAX_NAMED = 3
+_log = logging.getLogger("reshard")
+
+
+def strategy_folder(root: Path) -> Path:
+    """Where the strategy of a root lies.
+
+    Example:
+        >>> import pathlib
+        >>> str(strategy_folder(pathlib.Path("output/checkpoint"))), str(strategy_folder(pathlib.Path("runs/7")))
+        ('output/strategy', 'runs/7/strategy')
+    """
+    return root.parent / STRATEGY_FOLDER if root.name == _ROOT else root / STRATEGY_FOLDER
+
+
+def make(layout: ModelLayout, shapes: Shapes, root: Path) -> Strategies:
+    """The strategy of what is saved into a root.
+
+    Args:
+        layout: how it is cut.
+        shapes: what it consists of.
+        root: the checkpoint root.
+
+    Raises:
+        UnsupportedError: a strategy cannot say how a tensor is cut; the message names it and the reason.
+    """
+    tensors = {key: shape for key, (shape, _) in shapes.items()}
+    states = [key for key, (_, is_state) in shapes.items() if is_state]
+    return Strategies(strategy_folder(root), layout.to_strategy(tensors, optimizer_keys=states), tensors)
+
+
+@dataclass(eq=False)
+class Strategies:
+    """How everything that is saved is cut, and where that is written.
+
+    Attributes:
+        folder: where.
+        strategy: how.
+        tensors: the global shapes.
+    """
+
+    folder: Path
+    strategy: Strategy
+    tensors: Mapping[str, tuple[int, ...]]
+    _written: tuple[int, int] | None = None  # the folder that said the same when it was looked at last
+
+    @property
+    def devices_per_stage(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.strategy.devices_per_stage
+
+    def check_same(self, *, is_used: bool) -> None:
+        """Refuse to save what is cut otherwise than what the root holds.
+
+        Args:
+            is_used: whether the root holds saves.
+
+        Raises:
+            MismatchError: it is.
+        """
+        there = None if self._is_known() else self._there()
+        if not is_used or there is None:
+            return
+        is_same = self._is_as(there)
+        differing = [key for key in self.tensors if not is_same(key)]
+        if differing:
+            named = listed(map(show, differing), _MAX_NAMED)
+            raise MismatchError(
+                f"{show(str(self.folder))} says that what was saved before is cut otherwise: {named}",
+                path=str(self.folder),
+                key=differing[0],
+                hint='save into another root: in Checkpoint 1.0 a root has one strategy; with `format="checkpoint2"` '
+                "every iteration has its own",
+            )
+
+    def write(self, mode: int, folder_mode: int, *, durable: bool) -> None:
+        """Write a file for each rank, unless the same is there.
+
+        Raises:
+            StorageError: the system failed; what was there is as it was, or already the new.
+        """
+        if self._is_known():
+            return
+        there = self._there()
+        is_there = there is not None and set(self.strategy.keys()) <= set(there.keys())
+        if there is None or not is_there or not all(map(self._is_as(there), self.tensors)):
+            steps.announce(f"write {STRATEGY_FOLDER}")
+            self._replace(mode, folder_mode, durable=durable)
+        self._written = self._state()
+
+    def files(self) -> list[tuple[str, int]]:
+        """Names and sizes of what is written."""
+        paths = [self.folder / name for name in steps.names(self.folder)]
+        return [(path.name, path.stat().st_size) for path in paths if is_strategy(path)]
+
+    def _is_known(self) -> bool:
+        """Whether the folder is the very one that was written, or found to say the same."""
+        return self._written is not None and self._written == self._state()
+
+    def _state(self) -> tuple[int, int] | None:
+        try:
+            found = self.folder.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    def _replace(self, mode: int, folder_mode: int, *, durable: bool) -> None:
+        """A new folder under a hidden name takes the place of the old one: files of two strategies never mix."""
+        make_root(self.folder.parent, folder_mode, durable=durable)
+        for name in steps.names(self.folder.parent):
+            if _DEBRIS.fullmatch(name):  # of a writer that was killed
+                shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
+        new = self.folder.with_name(f".{STRATEGY_FOLDER}.{secrets.token_hex(8)}.tmp")
+        try:
+            steps.make_folder(new, folder_mode, durable=False)
+            write_stage_files(self.strategy, new, mode=mode, durable=durable)
+            if os.path.lexists(self.folder):
+                self._exchange(new)
+            else:
+                steps.rename(new, self.folder)
+            if durable:
+                steps.sync(self.folder.parent)
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(new)  # the old one by now, unless something failed
+
+    def _exchange(self, new: Path) -> None:
+        try:
+            steps.exchange(new, self.folder)
+        except StorageError:
+            # Not every file system can. Ending between the two leaves none for a moment; the next save writes it.
+            old = new.with_name(f"{new.name}.old.tmp")
+            steps.rename(self.folder, old)
+            steps.rename(new, self.folder)
+            steps.rename(old, new)
+
+    def _there(self) -> Strategy | None:
+        """What lies in the folder; None if that is no strategy."""
+        try:
+            return read_strategy(self.folder)
+        except CheckpointNotFoundError:
+            return None
+        except (DamagedFileError, LayoutError) as error:
+            _log.warning("%s is written anew: %s", self.folder, error.message)
+            return None
+
+    def _is_as(self, there: Strategy) -> Callable[[str], bool]:
+        """Whether a tensor is cut there as here; one that is not listed there was not saved."""
+        known: dict[tuple[DeviceCut | None, DeviceCut | None], bool] = {}
+
+        def is_same(key: str) -> bool:
+            if there.world_size != self.strategy.world_size or there.n_stages != self.strategy.n_stages:
+                return False
+            if not there.stages_of(key):
+                return True
+            shape = self.tensors[key]
+            for stage in range(self.strategy.n_stages):
+                rank = stage * self.devices_per_stage
+                try:
+                    here = self.strategy.cut_of(key, rank, len(shape), shape)
+                    other = there.cut_of(key, rank, len(shape), shape)
+                except (MismatchError, UnsupportedError):
+                    return False
+                if (here, other) not in known:
+                    known[here, other] = _is_same(here, other, self.devices_per_stage)
+                if not known[here, other]:
+                    return False
+            return True
+
+        return is_same
+
+
+def _is_same(a: DeviceCut | None, b: DeviceCut | None, n_devices: int) -> bool:
+    if a is None or b is None:
+        return a is b
+    return (a.parts(), a.sizes) == (b.parts(), b.sizes) and all(
+        a.part_of(position) == b.part_of(position) for position in range(n_devices)
+    )

@@ -1,0 +1,257 @@
+"""Whole tensors out of the local arrays of all ranks: which array is which part, by the strategy, key by key.
+
+Copies that several ranks hold are replicas, whether each of them wrote its own or not. Keys that the strategy does not
+list are state that is cut as its parameter is, or whole on every rank. Knows nothing of which files are opened, nor how
+a strategy is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from reshard import _core, dtypes
+from reshard.errors import CoverageError, DamagedFileError, MismatchError
+from reshard.formats import scalars
+from reshard.formats.checkpoint1.agreement import SAME_ON_ALL, FileFacts, faults_of, lacking
+from reshard.formats.checkpoint1.replicas import AssumedReplicas
+from reshard.formats.rank_file import add_rank_file, placed
+from reshard.layout.strategy import Strategy, box_of
+from reshard.outputs import load_all
+from reshard.words import listed, show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from reshard.formats.checkpoint2.names import CommonInfo
+    from reshard.formats.rank_file import LocalTensor, Placed, RankFile
+
+__all__ = ["RankTensors"]
+
+_log = logging.getLogger("reshard")
+
+_SMALL_BYTES = 4096
+_SMALL_BYTES_OF_FILE = 1 << 20
+
+
+class RankTensors:
+    """What the files of all ranks hold, key by key."""
+
+    def __init__(self, root: Path, files: Mapping[int, RankFile], strategy: Strategy | None) -> None:
+        self.root = root
+        self.files = files
+        self.strategy = strategy
+        self.held: dict[str, dict[int, LocalTensor]] = {}
+        for rank, file in files.items():
+            for key, tensor in file.tensors.items():
+                self.held.setdefault(key, {})[rank] = tensor
+        self.keys = list(self.held)
+        self.unplaced: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
+        if strategy is None and len(files) > 1:
+            self.unplaced = {
+                key: (self._dtype(key), tuple(dict.fromkeys(one.shape for one in held.values())))
+                for key, held in self.held.items()
+                if not _is_counter(key, held.values())
+            }
+        self.unlisted = [] if strategy is None else [key for key in self.keys if not strategy.stages_of(key)]
+        self.followed = {key: parameter for key in self.unlisted if (parameter := self._followed(key)) is not None}
+        without_place = [key for key in self.keys if key not in self.unplaced] if strategy is None else self.unlisted
+        # A loss scale may differ, and the counters that may not are compared with each other by `faults_of`.
+        self.assumed = [key for key in without_place if key not in ("loss_scale", *SAME_ON_ALL) and len(files) > 1]
+        self.digests: dict[str, dict[int, bytes]] = {}
+
+    def name(self, rank: int) -> str:
+        """What messages call a rank's file."""
+        return show(os.path.relpath(self.files[rank].path, self.root))
+
+    def _followed(self, key: str) -> str | None:
+        """The parameter as which state is cut that the strategy does not name: every part is of that one's shape."""
+        state = scalars.parameter_of(key)
+        if self.strategy is None or state is None or not self.strategy.stages_of(state[1]):
+            return None
+        parts = self.held.get(state[1], {})
+        is_alike = all(rank in parts and parts[rank].shape == one.shape for rank, one in self.held[key].items())
+        return state[1] if is_alike else None
+
+    def placed(self, key: str) -> tuple[str, tuple[int, ...], Placed]:
+        """A whole tensor as dtype and shape, and where its parts lie: what `Index.add_tiles` takes.
+
+        Raises:
+            DamagedFileError: the ranks differ in its dtype.
+            MismatchError: their arrays are not parts of one tensor.
+        """
+        dtype = self._dtype(key)
+        found: dict[tuple[int, ...], int] = {}
+        stored: Placed = []
+        for rank, tensor in self.held[key].items():
+            shape, offset = self._box(key, rank, tensor.shape)
+            found.setdefault(shape, rank)
+            stored += placed(self.files[rank], key, offset)
+        if len(found) > 1:
+            (a, first), (b, second), *_ = found.items()
+            why = "is not in the strategy, so that every rank would hold the same" if key in self.unlisted else ""
+            why = why or "is a part of different tensors"
+            raise MismatchError(
+                f"{show(key)} {why}: by {self.name(first)} it has shape {a}, by {self.name(second)} {b}",
+                path=str(self.files[second].path),
+                key=key,
+                hint="is this the strategy with which the checkpoint was written?",
+            )
+        return dtype, next(iter(found)), stored
+
+    def _box(self, key: str, rank: int, local: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape of a whole tensor, and the offset of a rank's array in it."""
+        whole = local, (0,) * len(local)
+        if self.strategy is None:
+            return whole
+        if key in self.unlisted and key not in self.followed:
+            return whole
+        box = box_of(self.strategy, self.followed.get(key, key), rank, local)
+        if box is None:
+            stages = listed(self.strategy.stages_of(key))
+            raise MismatchError(
+                f"{self.name(rank)} holds {show(key)}, which {show(self.strategy.source)} places on stage {stages}",
+                path=str(self.files[rank].path),
+                key=key,
+                hint="is this the strategy with which the checkpoint was written?",
+            )
+        return box
+
+    def _dtype(self, key: str) -> str:
+        found: dict[str, int] = {}
+        for rank, tensor in self.held[key].items():
+            found.setdefault(tensor.dtype, rank)
+        if len(found) > 1:
+            (a, first), (b, second), *_ = found.items()
+            raise DamagedFileError(
+                f"{show(key)} is {a} in {self.name(first)} and {b} in {self.name(second)}",
+                path=str(self.files[second].path),
+                key=key,
+            )
+        return next(iter(found))
+
+    def prove(self, index: _core.Index) -> None:
+        """Prove that no tensor has a hole; the error says which ranks do not hold it.
+
+        Raises:
+            CoverageError: one has.
+        """
+        try:
+            index.prove()
+        except CoverageError as error:
+            if self.strategy is not None and error.key in self.held:
+                n = self.strategy.devices_per_stage
+                ranks = (s * n + i for s in self.strategy.stages_of(error.key) for i in range(n))
+                lacking = [rank for rank in ranks if rank not in self.held[error.key]]
+                error.path = str(self.root)
+                error.message += f"; it is missing in the file of rank {listed(lacking)}"
+            raise
+
+    def replicas(self) -> AssumedReplicas:
+        """What ranks are assumed to hold alike, since no strategy describes its partition."""
+        groups: dict[str, list[tuple[int, ...]]] = {}
+        for key in self.assumed:
+            at: dict[tuple[int, ...], list[int]] = {}
+            for rank, tensor in self.held[key].items():
+                at.setdefault(self._box(key, rank, tensor.shape)[1], []).append(rank)
+            groups[key] = [tuple(sorted(ranks)) for ranks in at.values()]
+        return AssumedReplicas(self.files, groups, {key: self._assumption(key) for key in self.assumed}, self.digests)
+
+    def _assumption(self, key: str) -> str:
+        if self.strategy is None:
+            return f"without a strategy {show(key)} is read as one value that all ranks hold"
+        if key in self.followed:
+            how = f"partitioned as {show(self.followed[key])}"
+        else:
+            how = "one that every rank holds whole"
+        return f"{show(self.strategy.source)} does not list {show(key)}; it is read as {how}"
+
+    def warn(self) -> None:
+        """Tell what is read otherwise than the files say."""
+        for rank, file in self.files.items():
+            if file.strings:
+                _log.warning(
+                    "%s holds text, which is passed over: %s", self.name(rank), listed(map(show, file.strings))
+                )
+        if self.strategy is None:
+            return
+        if self.followed:
+            told = listed(map(show, self.followed))
+            _log.warning("%s does not list %s: taken to be cut as its parameter", self.strategy.source, told)
+        whole = [
+            key for key in self.unlisted if key not in self.followed and not _is_counter(key, self.held[key].values())
+        ]
+        if whole:
+            told = listed(map(show, whole))
+            _log.warning("%s does not list %s: taken for whole on every rank", self.strategy.source, told)
+
+    def check(self, method: _core.ReadMethod) -> CommonInfo | None:
+        """Compare the files with each other and with the strategy; the counters, or None if there are none.
+
+        Raises:
+            DamagedFileError: a rank's file is cut short, or of another save than those of the others.
+            MismatchError: the strategy names keys otherwise than they do.
+        """
+        found = self._counters(method)
+        facts = {rank: FileFacts.of(found.get(rank), has_sum=file.has_sum) for rank, file in self.files.items()}
+        faults = faults_of(facts)
+        if self.strategy is not None and not faults:
+            # Only a `.ckpt` can be cut between two tensors, and be well-formed.
+            held = lacking(self.strategy, {rank: file.tensors.keys() for rank, file in self.files.items()})
+            faults = {rank: fault for rank, fault in held.items() if self.files[rank].kind == "ckpt"}
+        for rank, fault in faults.items():
+            more = f"; and so of {len(faults) - 1} more ranks" if len(faults) > 1 else ""
+            raise DamagedFileError(f"{self.name(rank)}: {fault}{more}", path=str(self.files[rank].path))
+        if self.strategy is not None:
+            whole = [key for key in self.unlisted if key not in self.followed]
+            self.strategy.check_unlisted(key for key in whole if any(one.shape for one in self.held[key].values()))
+        return next(iter(found.values()), None)
+
+    def _counters(self, method: _core.ReadMethod) -> dict[int, CommonInfo]:
+        """The counters of each rank's file that has any. Digests of small tensors are taken on the way."""
+        found: dict[int, CommonInfo] = {}
+        small = self._small()
+        for rank, file in self.files.items():
+            counters = [name for name in scalars.NAMES if name in file.tensors]
+            names = [*counters, *(key for key in small if key in file.tensors and key not in counters)]
+            if not names:
+                continue
+            index = _core.Index()
+            again = add_rank_file(index, file.path, method=method)
+            request = _core.Request()
+            for name in names:
+                shape = again.tensors[name].shape
+                if name in counters:
+                    scalars.check_shape(name, shape, str(file.path))  # before it is read: it can be of any size
+                index.add_tiles(name, again.tensors[name].dtype, shape, placed(again, name, (0,) * len(shape)))
+                request.add_region(name, name, (0,) * len(shape), shape)
+            # A sum of its own a file may have is not compared yet: that would read all of it.
+            plan = index.plan(request, verify=False)
+            arrays = load_all(plan)
+            if counters:
+                found[rank] = scalars.common_of(arrays, str(file.path))
+            for key in small & arrays.keys():
+                self.digests.setdefault(key, {})[rank] = blake2b(arrays[key].tobytes(), digest_size=16).digest()
+            index.close()
+        return found
+
+    def _small(self) -> set[str]:
+        """The assumed replicas that are compared at once: small ones, and of many only some."""
+        n_bytes = {key: max(map(_n_bytes, self.held[key].values())) for key in self.assumed}
+        sized = sorted((size, key) for key, size in n_bytes.items() if size <= _SMALL_BYTES)
+        ends = itertools.accumulate(size for size, _ in sized)
+        return {key for (_, key), end in zip(sized, ends, strict=True) if end <= _SMALL_BYTES_OF_FILE}
+
+
+def _n_bytes(tensor: LocalTensor) -> int:
+    return math.prod(tensor.shape) * dtypes.bits(tensor.dtype) // 8
+
+
+def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:
+    """Whether every rank holds one and the same number under a key, however it is cut."""
+    return all(not one.shape or (key in scalars.OF_NO_PARAMETER and one.shape == (1,)) for one in held)

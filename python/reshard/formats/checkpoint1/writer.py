@@ -1,0 +1,256 @@
+"""Writing rank folders: each rank's own part of every tensor, the counters in each, and the strategy that tells how.
+
+The files are `rank_<r>/net.safetensors`, as the original's tool that splits names them, or with a prefix those of a
+save of a training run, with `meta.json`. What a strategy has no words for is refused: nobody could put the parts
+together again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reshard import _core, dtypes
+from reshard.conversion.destinations import (
+    File,
+    Written,
+    bind,
+    check_folder_free,
+    destination_folder,
+    file_sizes,
+    is_our_file,
+    n_bytes_of,
+    produced,
+    set_original_modes,
+    whole_tensors,
+)
+from reshard.errors import ArgumentError, ReshardError, UnsupportedError
+from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats.checkpoint1 import save_plan as rank_plan
+from reshard.formats.checkpoint1.names import STRATEGY_FOLDER, FileName, Meta
+from reshard.formats.checkpoint1.save_plan import Dealt, check_prefix, deal
+from reshard.layout.strategy_file import read_strategy_file
+from reshard.layout.strategy_writer import strategy_of, write_stage_files
+from reshard.small_files import show
+from reshard.storage.publication import as_storage_error
+from reshard.write.iteration import file_order, plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from reshard.checkpoint import LayoutLike
+    from reshard.conversion.destinations import Job
+    from reshard.layout import BoundLayout
+    from reshard.layout.strategy import Strategy
+    from reshard.write.iteration import WholeTensor
+
+__all__ = ["to_checkpoint1"]
+
+_FILE = "net.safetensors"
+
+
+def to_checkpoint1(
+    job: Job,
+    layout: LayoutLike | None,
+    *,
+    prefix: str | None,
+    iteration: int | None,
+    dedup: bool,
+    original_modes: bool,
+) -> Written:
+    """Write a folder of rank folders; with `dedup` each shard once in a stage, which the files say of themselves.
+
+    Raises:
+        ArgumentError: an iteration without a prefix; a layout whose ranks are not numbered from 0; a counter that the
+            cast would change.
+        UnsupportedError: a strategy cannot tell how a tensor is cut.
+        DestinationExistsError, LayoutError, StorageError: as told at `convert`.
+    """
+    names = _file_name(job, prefix, iteration)
+    check_folder_free(job, functools.partial(_is_foreign, names=names))
+    bound = bind(job, layout)
+    ranks = sorted(bound.ranks)
+    if ranks != list(range(len(ranks))):
+        raise ArgumentError(f"rank folders are numbered from 0, and the layout has rank {ranks[-1]} of {len(ranks)}")
+    strategy = _strategy(job, bound)
+    _check_counters(job)
+    tensors = whole_tensors(job)
+    if dedup:
+        job = replace(job, options=replace(job.options, metadata=job.options.metadata | {"remove_redundancy": "True"}))
+    dealt = _dealt(tensors, bound, strategy) if dedup else Dealt()
+    subfolders = [checkpoint1.rank_folder_name(rank) for rank in ranks]
+    with _with_counters(job):
+        files = [
+            File(f"{folder}/{_name(names, rank)}", _request(job, bound, tensors, dealt, rank))
+            for rank, folder in zip(ranks, subfolders, strict=True)
+        ]
+        with produced(job, job.target, files, file_sizes(job, files)) as fill:
+            if isinstance(fill, Written):
+                return fill
+            more = [] if strategy is None else [STRATEGY_FOLDER]
+            with destination_folder(job, [*subfolders, *more], functools.partial(_is_ours, names=names)) as folder:
+                n_bytes = n_bytes_of(fill(folder))
+                if strategy is not None:
+                    of_stages = range(0, strategy.world_size, strategy.devices_per_stage)
+                    mode, durable = job.options.file_mode, job.options.durable
+                    write_stage_files(strategy, folder / STRATEGY_FOLDER, ranks=of_stages, mode=mode, durable=durable)
+                if names is not None:
+                    for rank, name in zip(ranks, subfolders, strict=True):
+                        meta = Meta(names.epoch, names.step, names.of_rank(rank).name)
+                        checkpoint1.write_meta(folder / name, meta, job.options.file_mode, durable=job.options.durable)
+                if original_modes:
+                    for name in subfolders:
+                        set_original_modes(folder / name)
+    return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
+
+
+def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
+    """What tells how the written tensors are cut; one rank holds all of them whole.
+
+    Raises:
+        UnsupportedError: it has no words for one.
+    """
+    joined = {key for join in bound.joins for key in join.keys}
+    specs = {key: bound.specs[key] for key in job.keys}
+    for key, spec in specs.items():
+        # Even over one rank these are other arrays than the tensor.
+        if key in joined or spec.flat or spec.stored not in ((), tuple(range(len(spec.shape)))):
+            how = "in one array with others" if key in joined else "flattened" if spec.flat else "in another order"
+            raise UnsupportedError(
+                f"{show(key)} would be stored {how}, and a strategy has no words for that",
+                key=key,
+                hint="choose another layout for it; `drop=` leaves it out",
+            )
+    return None if len(bound.ranks) == 1 else strategy_of(replace(bound, specs=specs, joins=[]))
+
+
+# -- names
+
+
+def _file_name(job: Job, prefix: str | None, iteration: int | None) -> FileName | None:
+    """The name of rank 0's file; None: every rank's is the same."""
+    if prefix is None:
+        if iteration is not None:
+            raise ArgumentError(
+                "`iteration` stands in the names of rank files only together with `prefix`",
+                hint=f"give `prefix=` too; without both the files are `rank_<r>/{_FILE}`",
+            )
+        return None
+    epoch, step = rank_plan.position(iteration) if iteration is not None else _position(job)
+    return FileName(check_prefix(prefix), 0, None, "full", epoch, step, "safetensors")
+
+
+def _position(job: Job) -> tuple[int, int]:
+    """Epoch and step of the destination: those in the source's names, or such as a save of its iteration gets."""
+    if job.source.data.traits.rank_folders:
+        for file in job.source.files():
+            name = checkpoint1.parse_file_name(Path(file.name).name)
+            if name is not None:
+                return name.epoch, name.step
+    return rank_plan.position(job.source.iteration or 0)
+
+
+def _name(names: FileName | None, rank: int) -> str:
+    return _FILE if names is None else names.of_rank(rank).name
+
+
+# -- what a file holds
+
+
+def _request(
+    job: Job, bound: BoundLayout, tensors: Mapping[str, WholeTensor], dealt: Dealt, rank: int
+) -> _core.Request:
+    """A rank's own arrays and the counters, wide elements first."""
+    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
+    dtype_of |= {name: dtypes.name_of(array.dtype) for name, array in job.counters.items()}
+    left_out = dealt.left_out(rank)
+    request = _core.Request()
+    held = [name for name in bound.local_names(rank, job.keys) if name not in left_out]
+    for name in file_order([*held, *job.counters], dtype_of):
+        if name in job.counters:
+            shape = job.counters[name].shape
+            request.add_region(name, name, (0,) * len(shape), shape)
+        else:
+            request.add(name, name, bound.layouts[name], rank)
+    return request
+
+
+def _dealt(tensors: Mapping[str, WholeTensor], bound: BoundLayout, strategy: Strategy | None) -> Dealt:
+    """Who keeps what, where each shard is kept once. What the strategy does not list, every rank keeps."""
+    if strategy is None:
+        return Dealt()
+    holders = {key: held for key, held in plan_layout(tensors, bound).holders.items() if strategy.stages_of(key)}
+    return deal(holders, [rank // strategy.devices_per_stage for rank in range(strategy.world_size)])
+
+
+@contextlib.contextmanager
+def _with_counters(job: Job) -> Iterator[None]:
+    """The counters as tensors of the source: a file streams what its source holds."""
+    if not job.counters:
+        yield
+        return
+    with contextlib.ExitStack() as made:
+        with as_storage_error("write", Path(tempfile.gettempdir())):
+            folder = made.enter_context(tempfile.TemporaryDirectory(prefix="reshard-"))
+        path = str(Path(folder) / "counters.safetensors")
+        arrays = [
+            (name, dtypes.name_of(array.dtype), array.shape, array) for name, array in sorted(job.counters.items())
+        ]
+        _core.write_arrays(path, arrays, durable=False)
+        index = job.source.data.index
+        file = index.add_file(path, follow_links=False)
+        for name in job.counters:
+            index.add_whole(name, file)
+        yield
+
+
+def _check_counters(job: Job) -> None:
+    """Refuse a cast that would change a counter, since all of a file is cast."""
+    if job.options.dtype is None:
+        return
+    to = dtypes.numpy_dtype(job.options.dtype)
+    for name, array in job.counters.items():
+        with np.errstate(all="ignore"):
+            cast = array.astype(to)
+        if np.issubdtype(array.dtype, np.floating) and cast.astype(array.dtype) != array:
+            raise ArgumentError(
+                f"the cast to {job.options.dtype} would turn the counter `{name}` from {array.item()} into "
+                f"{cast.item()}",
+                key=name,
+                hint=f'choose another dtype; `drop=["{name}"]` leaves it out',
+            )
+
+
+# -- the destination
+
+
+def _is_foreign(entry: Path, names: FileName | None) -> bool:
+    """Whether a folder stands where one is written, and holds what no earlier conversion to the same names wrote."""
+    has_name = checkpoint1.parse_rank_folder(entry.name) is not None or entry.name == STRATEGY_FOLDER
+    return has_name and not _is_ours(entry, names)
+
+
+def _is_ours(entry: Path, names: FileName | None) -> bool:
+    """Whether a folder holds what an earlier conversion to the same names wrote there, and nothing else."""
+    if entry.is_symlink() or not entry.is_dir():
+        return False
+    files = {one.name for one in entry.iterdir()} - {checkpoint1.META_FILE}
+    if (rank := checkpoint1.parse_rank_folder(entry.name)) is not None:
+        name = _name(names, rank)
+        return files == {name} and is_our_file(entry / name)
+    return entry.name == STRATEGY_FOLDER and all(_is_our_strategy(entry / name) for name in files)
+
+
+def _is_our_strategy(path: Path) -> bool:
+    """Whether a strategy was written here: it names no operators but those that stand for parameters."""
+    try:
+        content = read_strategy_file(path, follow_links=False)
+    except ReshardError:
+        return False
+    return all(one.node_name in content.layouts or not content.layouts for one in content.operators)

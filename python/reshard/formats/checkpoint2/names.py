@@ -1,0 +1,342 @@
+"""A Checkpoint 2.0 tree of MindSpore Transformers: names of folders and files, and the tracker.
+
+    <root>/latest_checkpointed_iteration.txt                       the tracker: the iteration a restart uses
+    <root>/iteration_<at least 8 digits>/
+        [<prefix>-]{model|opt}-<index>-<count>.safetensors         index and count of at least 7 digits
+        common.json                                                counters: `checkpoint2_common`
+        metadata.json                                              shards: `checkpoint2_metadata`; one device has none
+
+We write what the original reads: 8 digits and `.safetensors`. We read any width, and `.safetensor` as well, as its
+published documents show it. This module opens no shard file, and does not say whether an iteration is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
+from reshard.formats.checkpoint2.common import MAX_COMMON_BYTES, CommonInfo
+from reshard.small_files import component_fault, read_small_file, show, write_file_atomically
+from reshard.words import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "COMMON_FILE",
+    "MAX_COMMON_BYTES",
+    "METADATA_FILE",
+    "TRACKER_FILE",
+    "WRITER_KEY",
+    "Candidates",
+    "CommonInfo",
+    "Part",
+    "ShardFileName",
+    "check_prefix",
+    "is_root",
+    "iteration_folder_name",
+    "list_iterations",
+    "list_shard_files",
+    "parse_iteration_folder",
+    "parse_shard_file_name",
+    "read_tracker",
+    "resolve_candidates",
+    "shard_file_name",
+    "write_tracker",
+]
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+COMMON_FILE = "common.json"
+METADATA_FILE = "metadata.json"
+WRITER_KEY = "reshard"  # in the `__metadata__` of every shard file of ours: our version
+
+Part = Literal["model", "optimizer"]
+
+_TAGS: dict[Part, str] = {"model": "model", "optimizer": "opt"}
+_PARTS: dict[str, Part] = {tag: part for part, tag in _TAGS.items()}
+# At most 18 digits that count: what they say fits 64 bits.
+_ITERATION_FOLDER = re.compile(r"iteration_0*([0-9]{1,18})")
+_SHARD_FILE = re.compile(r"(?:(.+)-)?(model|opt)-([0-9]{7,18})-([0-9]{7,18})\.safetensors?")
+_MAX_TRACKER_BYTES = 32
+_TRACKER = re.compile(rb"0*([0-9]{1,18})\n?")
+_MAX_PREFIX_BYTES = 128
+_MAX_NAMED = 3  # names that a message lists before it only counts
+
+
+# -- names
+
+
+def iteration_folder_name(iteration: int) -> str:
+    """The folder of an iteration; numbers of more than 8 digits are not cut.
+
+    Raises:
+        ArgumentError: it is not an integer from 0 to 10**18 - 1.
+
+    Example:
+        >>> iteration_folder_name(5), iteration_folder_name(123456789)
+        ('iteration_00000005', 'iteration_123456789')
+    """
+    if isinstance(iteration, bool) or not isinstance(iteration, int) or not 0 <= iteration < 10**18:
+        raise ArgumentError(f"an iteration is an integer from 0 to 10**18 - 1, not {iteration!r}")
+    return f"iteration_{iteration:08d}"
+
+
+def parse_iteration_folder(name: str) -> int | None:
+    """The iteration that a folder's name says, of any width; None if it says none.
+
+    Example:
+        >>> parse_iteration_folder("iteration_0000005"), parse_iteration_folder("iteration_5.old")
+        (5, None)
+    """
+    match = _ITERATION_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class ShardFileName:
+    """What the name of a shard file says.
+
+    Attributes:
+        prefix: what stands before the part, or None.
+        part: "model" or "optimizer".
+        index: number of the file; the rank, unless the tree is de-duplicated.
+        count: number of files of the part.
+    """
+
+    prefix: str | None
+    part: Part
+    index: int
+    count: int
+
+
+def shard_file_name(part: Part, index: int, count: int, prefix: str | None = None) -> str:
+    """The name of a shard file.
+
+    Args:
+        part: "model" or "optimizer".
+        index: number of the file, from 0.
+        count: number of files of the part.
+        prefix: put before it with a dash.
+
+    Raises:
+        ArgumentError: the prefix cannot stand in a name, or the index is not below the count.
+
+    Example:
+        >>> shard_file_name("optimizer", 3, 8, "demo")
+        'demo-opt-0000003-0000008.safetensors'
+    """
+    if not 0 <= index < count:
+        raise ArgumentError(f"file {index} of {count}: the index is from 0 to the count less 1")
+    check_prefix(prefix)
+    return f"{'' if prefix is None else prefix + '-'}{_TAGS[part]}-{index:07d}-{count:07d}.safetensors"
+
+
+def parse_shard_file_name(name: str) -> ShardFileName | None:
+    """What the name of a shard file says, parsed from the right: a prefix may hold dashes. None if it is no such name.
+
+    Example:
+        >>> parse_shard_file_name("my-run-model-0000001-0000004.safetensors")
+        ShardFileName(prefix='my-run', part='model', index=1, count=4)
+    """
+    match = _SHARD_FILE.fullmatch(name)
+    if match is None or name.startswith("."):
+        return None
+    index, count = int(match[3]), int(match[4])
+    return ShardFileName(match[1], _PARTS[match[2]], index, count) if index < count else None
+
+
+def check_prefix(prefix: str | None) -> None:
+    """Refuse a prefix that cannot begin the name of a shard file.
+
+    Raises:
+        ArgumentError: it is empty, hidden, longer than 128 bytes, or holds a separator or a control character.
+    """
+    if prefix is None:
+        return
+    fault = component_fault(prefix)
+    if fault is None and prefix.startswith("."):
+        fault = "it begins with a dot, and hidden files are never read"
+    if fault is None and len(prefix.encode()) > _MAX_PREFIX_BYTES:
+        fault = f"it has more than {_MAX_PREFIX_BYTES} bytes"
+    if fault is not None:
+        raise ArgumentError(f"{show(prefix)} cannot begin the names of shard files: {fault}")
+
+
+# -- the tracker
+
+
+def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
+    """The iteration that the tracker names, and why there is none.
+
+    A tracker is a regular file of ASCII digits and at most one newline, 32 bytes at most. Anything else is as good as
+    no tracker, and the reason says so; only where there is no file at all there is no reason either.
+
+    Returns:
+        `(iteration, None)`, `(None, reason)` or, without a file, `(None, None)`.
+    """
+    path = Path(root) / TRACKER_FILE
+    try:
+        data = read_small_file(path, _MAX_TRACKER_BYTES)
+    except CheckpointNotFoundError:
+        return None, None
+    except ReshardError as error:
+        return None, error.message
+    match = _TRACKER.fullmatch(data)
+    if match is None:
+        return None, f"{show(str(path))} holds {data!r}, expected decimal digits and at most one newline"
+    return int(match[1]), None
+
+
+def write_tracker(root: str | os.PathLike[str], iteration: int, mode: int = 0o666, *, durable: bool = True) -> None:
+    """Make the tracker name an iteration, whose folder must already be durable.
+
+    Raises:
+        ArgumentError: the iteration is not an integer from 0 to 10**18 - 1.
+        StorageError: the system failed; the tracker is as it was.
+    """
+    iteration_folder_name(iteration)  # refuses what no folder can be named after
+    write_file_atomically(Path(root) / TRACKER_FILE, str(iteration), mode, durable=durable)
+
+
+# -- which iterations there are
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a root offers, best first.
+
+    Attributes:
+        tracker: the iteration that the tracker names; None without a tracker, or with one that is of no use.
+        tracker_reason: why a tracker that is there is of no use; else None.
+        folders: `(iteration, folder name)`: the tracker's iteration, then the others from the highest down.
+        ignored: `(folder name, reason)` of folders that repeat the number of another one.
+    """
+
+    tracker: int | None
+    tracker_reason: str | None
+    folders: tuple[tuple[int, str], ...]
+    ignored: tuple[tuple[str, str], ...] = ()
+
+
+def is_root(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is the root of a tree: it holds a tracker, whatever is in it, or an iteration folder."""
+    return os.path.lexists(Path(path) / TRACKER_FILE) or bool(_scan(path)[0])
+
+
+def list_iterations(root: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """`(iteration, folder name)` of the iteration folders of a root, by ascending number.
+
+    Hidden names, symbolic links and what is no folder are passed over. Of several folders of one number the 8-digit
+    one counts, since the original's tracker finds only that; without one the shortest name counts.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+    """
+    return _scan(root)[0]
+
+
+def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
+    """In which order the iterations of a root are tried.
+
+    The rule: the tracker's iteration first, then all others from the highest number down. So a newer folder than the
+    tracker's, which may be one that a crash left unfinished, comes only after the one that was named complete.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+    """
+    tracker, reason = read_tracker(root)
+    found, ignored = _scan(root)
+    if tracker is not None and tracker not in dict(found):
+        tracker, reason = None, f"it names iteration {tracker}, which has no folder"
+    folders = sorted(found, key=lambda one: (one[0] != tracker, -one[0]))
+    return Candidates(tracker, reason, tuple(folders), tuple(ignored))
+
+
+def _scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
+    """The iteration folders by ascending number, and the names that repeat a number, each with the reason."""
+    by_number: dict[int, list[str]] = {}
+    for name in _names(root, lambda entry: entry.is_dir(follow_symlinks=False)):
+        number = parse_iteration_folder(name)
+        if number is not None:
+            by_number.setdefault(number, []).append(name)
+    found, ignored = [], []
+    for number, names in sorted(by_number.items()):
+        canonical = iteration_folder_name(number)
+        chosen = canonical if canonical in names else min(names, key=len)
+        found.append((number, chosen))
+        ignored += [(name, f"iteration {number} is read from {chosen}") for name in sorted(names) if name != chosen]
+    return found, ignored
+
+
+def _names(folder: str | os.PathLike[str], is_kind: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    """Names of one kind of entry in a folder."""
+    path = os.fspath(folder)
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if is_kind(entry)]
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+    except OSError as error:
+        raise StorageError(f"listing {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+
+
+# -- the shard files of an iteration
+
+
+def list_shard_files(folder: str | os.PathLike[str]) -> list[str]:
+    """The shard files of an iteration folder that has no `metadata.json`: model files first, each part by index.
+
+    What is hidden (a temporary file) or has another kind of name is passed over; links are not followed.
+
+    Returns:
+        File names; none if there is no shard file at all.
+
+    Raises:
+        DamagedFileError: an index below the count is missing or there twice, or counts or prefixes disagree.
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+    """
+    path = os.fspath(folder)
+    found: dict[Part, dict[int, str]] = {"model": {}, "optimizer": {}}
+    first: dict[Part, tuple[str, ShardFileName]] = {}
+    for name in sorted(_names(folder, lambda entry: entry.is_file(follow_symlinks=False))):
+        parsed = parse_shard_file_name(name)
+        if parsed is None:
+            continue
+        other, expected = first.setdefault(parsed.part, (name, parsed))
+        if (parsed.prefix, parsed.count) != (expected.prefix, expected.count):
+            raise DamagedFileError(
+                f"{show(path)} holds shard files of more than one save: {show(other)} and {show(name)}",
+                path=path,
+                hint="keep the files of one prefix and one count",
+            )
+        twin = found[parsed.part].get(parsed.index)
+        if twin is not None:
+            raise DamagedFileError(
+                f"{show(path)} holds {parsed.part} file {parsed.index} twice: {show(twin)} and {show(name)}",
+                path=path,
+            )
+        found[parsed.part][parsed.index] = name
+    for part, (_, expected) in first.items():
+        _check_complete(path, part, expected, found[part])
+    return [name for part in found.values() for _, name in sorted(part.items())]
+
+
+def _check_complete(path: str, part: Part, expected: ShardFileName, found: dict[int, str]) -> None:
+    n_missing = expected.count - len(found)
+    if n_missing == 0:
+        return
+    # The count comes out of a name: only as many indices are looked at as files are there.
+    absent = (index for index in range(expected.count) if index not in found)
+    names = (show(shard_file_name(part, index, expected.count, expected.prefix)) for index in absent)
+    raise DamagedFileError(
+        f"{show(path)} lists {len(found)} of {expected.count} {part} files; "
+        f"{listed(names, _MAX_NAMED, n_items=n_missing)} {'is' if n_missing == 1 else 'are'} missing",
+        path=path,
+    )

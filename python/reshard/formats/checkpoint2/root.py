@@ -1,0 +1,176 @@
+"""The root of a tree: which of its iterations is opened.
+
+In which order they are tried is `resume.resolve`'s to say; here the facts for it are gathered, and the first that can
+be opened is taken. What changes meanwhile is looked at again, since a save that ends may remove what was listed before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.errors import DamagedFileError, ReshardError
+from reshard.formats import manifest as manifests
+from reshard.formats.base import Format, Match
+from reshard.formats.checkpoint2 import candidates as resolve
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2 import reader as folder
+from reshard.formats.checkpoint2.reader import marks, open_folder
+from reshard.formats.scrub import is_damage
+from reshard.formats.tiled import names as tiles
+from reshard.small_files import show
+
+if TYPE_CHECKING:
+    from reshard import _core
+    from reshard.formats.base import CheckpointData, OpenOptions
+
+__all__ = ["CHECKPOINT2", "MAX_LOOKS", "TILED", "best_of", "is_damage", "newer_than", "order_of", "reason_of"]
+
+_log = logging.getLogger("reshard")
+
+MAX_LOOKS = 5  # at a root that changes while it is looked at
+
+
+def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> resolve.Order:
+    """In which order the iterations of a root are tried, and which never are; no shard file is opened.
+
+    Args:
+        root: the root of a Checkpoint 2.0 tree.
+        exact: only this iteration.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> [one.name for one in order_of("output/checkpoint").candidates]  # doctest: +SKIP
+        ['iteration_00000010', 'iteration_00000005']
+    """
+    tracker, fault = checkpoint2.read_tracker(root)
+    return resolve.order(_folders(Path(root)), tracker, fault, exact=exact)
+
+
+def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
+    """Iterations above one that is taken, ascending: they are passed over. Those that a save has recorded are left out.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> newer_than("output/checkpoint", 300)  # doctest: +SKIP
+        (400,)
+    """
+    folders = _folders(Path(root))
+    recorded = resolve.left_behind(folders, checkpoint2.read_tracker(root)[0])
+    return tuple(one.iteration for one in folders if one.iteration > iteration and one.iteration not in recorded)
+
+
+def _folders(root: Path) -> tuple[resolve.Folder, ...]:
+    return tuple(_folder_facts(root, iteration, name) for iteration, name in checkpoint2.list_iterations(root))
+
+
+def _folder_facts(root: Path, iteration: int, name: str) -> resolve.Folder:
+    is_tracked, _ = marks(root / name)
+    try:
+        manifest = manifests.read(root / name)
+    except ReshardError:
+        return resolve.Folder(iteration, name, is_tracked)
+    return resolve.Folder(
+        iteration, name, is_tracked, manifest.epoch, manifest.previous_tracker, tuple(manifest.passed_over)
+    )
+
+
+def best_of(root: Path, method: _core.ReadMethod = "auto") -> CheckpointData:
+    """Open the first candidate of a root that is complete.
+
+    Args:
+        root: the root of a Checkpoint 2.0 tree.
+        method: as in `reshard.open`.
+
+    Raises:
+        DamagedFileError: no candidate is complete; the message names each and its fault.
+        UnsupportedError: a later release wrote the candidate whose turn it is.
+        StorageError: the root cannot be listed, or this process may not read or has no memory or handles left.
+
+    Example:
+        >>> best_of(Path("output/checkpoint")).iteration  # doctest: +SKIP
+        400
+    """
+    before: resolve.Order | None = None
+    for _ in range(MAX_LOOKS):
+        order = order_of(root)
+        if order == before:
+            break
+        before, faults = order, {}
+        for one in order.candidates:
+            try:
+                data = open_folder(root / one.name, method, one.iteration)
+            except ReshardError as error:
+                if not is_damage(error):
+                    raise
+                faults[one.name] = reason_of(error)
+                continue
+            for warning in order.warnings:
+                _log.warning("%s: %s", root, warning)
+            for name, reason in faults.items():
+                _log.warning("%s passed over: %s", root / name, reason)
+            return replace(data, skipped=tuple(faults.items()))
+        # A save that ended, and what retention then removed, may have gone unseen: look again until nothing changes.
+    lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
+    lines += [f"{one.name}: {one.reason}" for one in order.refused]
+    told = "".join(f"\n  {line}" for line in lines)
+    raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{told}", path=str(root))
+
+
+def reason_of(error: ReshardError) -> str:
+    """Why an iteration is passed over: what is said of a file alone is told together with its name."""
+    name = "" if error.path is None else Path(error.path).name
+    return error.message if name in error.message else f"{name}: {error.message}"
+
+
+# -- the formats of iteration folders
+
+
+class Checkpoint2(Format):
+    """A Checkpoint 2.0 tree or an iteration folder of one."""
+
+    traits = folder.CHECKPOINT2
+
+    def detect(self, path: Path) -> Match:
+        """A root for certain; any other folder if no other format matches."""
+        if not path.is_dir():
+            return Match.NO
+        return Match.YES if checkpoint2.is_root(path) else Match.FALLBACK
+
+    def is_root(self, path: Path) -> bool:
+        """Whether it holds iteration folders or a tracker."""
+        return checkpoint2.is_root(path)
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The best iteration of a root, or an iteration folder."""
+        return best_of(path, options.method) if self.is_root(path) else open_folder(path, options.method)
+
+
+class Tiled(Format):
+    """Files of ranks that tiles.json alone describes."""
+
+    traits = folder.TILED
+
+    def detect(self, path: Path) -> Match:
+        """By tiles.json without the files of Checkpoint 2.0."""
+        if not path.is_dir() or not os.path.lexists(path / tiles.TILES_FILE):
+            return Match.NO
+        others = (checkpoint2.METADATA_FILE, checkpoint2.COMMON_FILE)
+        return Match.NO if any(os.path.lexists(path / name) for name in others) else Match.YES
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The folder, as an iteration folder without metadata.json is opened."""
+        return open_folder(path, options.method)
+
+
+CHECKPOINT2 = Checkpoint2()
+TILED = Tiled()

@@ -1,0 +1,195 @@
+"""Writing a Checkpoint 2.0 iteration: what metadata.json can express goes there, the rest into tiles.json."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.conversion.destinations import (
+    Written,
+    as_file,
+    bind,
+    file_sizes,
+    produced,
+    set_original_modes,
+    settled_mapping,
+    whole_tensors,
+)
+from reshard.errors import DestinationExistsError, ReshardError, hints_without
+from reshard.formats import manifest
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.storage import filesystem as steps
+from reshard.storage import protocol
+from reshard.storage.claims import LOCK_FILE, WRITERS_FOLDER
+from reshard.storage.publication import made_folder
+from reshard.storage.staging import STAGING_FOLDER
+from reshard.storage.trash import TRASH_FOLDER
+from reshard.write.iteration import plan_layout, write_descriptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from reshard.checkpoint import LayoutLike
+    from reshard.conversion.destinations import Job, Produce
+    from reshard.write.iteration import IterationPlan
+
+__all__ = ["to_checkpoint2"]
+
+# What writers leave in a root to keep apart: it is nobody's checkpoint.
+_BOOKKEEPING = {STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
+
+_log = logging.getLogger("reshard")
+
+
+def to_checkpoint2(
+    job: Job,
+    layout: LayoutLike | None,
+    iteration: int,
+    prefix: str | None,
+    *,
+    dedup: bool,
+    strict_format: bool,
+    original_modes: bool,
+) -> Written:
+    """Write one iteration into the root `job.target`, and let the tracker name it.
+
+    Raises:
+        DestinationExistsError, LayoutError, UnsupportedError, StorageError: as told at `convert`.
+    """
+    checkpoint2.check_prefix(prefix)
+    folder_name = checkpoint2.iteration_folder_name(iteration)
+    _check_root_free(job, folder_name)
+    bound = bind(job, layout)
+    plan = plan_layout(
+        whole_tensors(job),
+        bound,
+        prefix=prefix,
+        dedup=dedup,
+        strict=strict_format,
+        mapping=None if layout is None else settled_mapping(job.source, layout),
+    )
+    files = [as_file(bound, file) for file in plan.files]
+    for warning in plan.warnings[len(bound.warnings) :]:  # those of the layout are in the log already
+        _log.warning("%s", warning)
+    sizes = file_sizes(job, files)
+    with produced(job, job.target / folder_name, files, sizes) as fill:
+        if isinstance(fill, Written):
+            return fill
+        return _publish(job, iteration, plan, sum(sizes), fill, n_ranks=len(bound.ranks), original_modes=original_modes)
+
+
+def _publish(
+    job: Job,
+    iteration: int,
+    plan: IterationPlan,
+    planned_bytes: int,
+    fill: Produce,
+    *,
+    n_ranks: int,
+    original_modes: bool,
+) -> Written:
+    folder_name = checkpoint2.iteration_folder_name(iteration)
+    warnings = list(plan.warnings)
+    options = job.options
+    is_new, was_there = not job.target.exists(), os.path.lexists(job.target / folder_name)
+    with (
+        hints_without("takeover"),
+        made_folder(job.target, mode=options.folder_mode, durable=options.durable),
+        _claimed(job.target, is_new=is_new),
+    ):
+        attempt = protocol.begin(
+            job.target,
+            iteration,
+            planned_bytes=0 if job.shared else planned_bytes,  # of shares they are written
+            durable=options.durable,
+            overwrite=job.overwrite,
+            rollback=True,
+            folder_mode=options.folder_mode,
+        )
+        try:
+            written = fill(attempt.staging)
+            write_descriptions(plan, attempt.staging, mode=options.file_mode, durable=options.durable)
+            common = job.source.common or CommonInfo()
+            common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=options.durable)
+            rank_of = {file.name: file.rank for file in plan.files}
+            sealed = protocol.seal(
+                attempt,
+                {name: (one, rank_of[name]) for name, one in written.items()},
+                world_size=n_ranks,
+                ckpt_status=common.ckpt_status,
+                file_mode=options.file_mode,
+            )
+            if original_modes:
+                set_original_modes(attempt.staging)
+            if attempt.previous_tracker is not None and attempt.previous_tracker > iteration:
+                # No run went back: a newer iteration that the tracker names is left there, as if it had just come.
+                attempt = replace(attempt, previous_tracker=None)
+            warnings += protocol.publish(attempt, sealed)
+        except BaseException:
+            protocol.abandon(attempt)
+            if not was_there:
+                _take_back(attempt)
+            raise
+        if original_modes:
+            if is_new:
+                job.target.chmod(0o750)
+            (job.target / checkpoint2.TRACKER_FILE).chmod(0o640)
+    n_bytes = sum(one.n_bytes for one in written.values())
+    return Written(
+        job.target / folder_name,
+        len(plan.files),
+        n_bytes,
+        not_expressible=dict(plan.not_expressible),
+        warnings=warnings,
+    )
+
+
+@contextlib.contextmanager
+def _claimed(root: Path, *, is_new: bool) -> Iterator[None]:
+    """The claim of a conversion ends with it; if it fails, nothing of it stays in a root that it has made."""
+    try:
+        yield
+    except BaseException:
+        protocol.release(root)
+        if is_new:
+            with contextlib.suppress(OSError):
+                _remove_bookkeeping(root)
+        raise
+    protocol.release(root)
+
+
+def _remove_bookkeeping(root: Path) -> None:
+    writers = root / WRITERS_FOLDER
+    claims = list(writers.iterdir())
+    if len(claims) <= 1:  # ours: nobody else has come
+        for claim in claims:
+            claim.unlink()
+        writers.rmdir()
+        (root / LOCK_FILE).unlink(missing_ok=True)
+
+
+def _take_back(attempt: protocol.Attempt) -> None:
+    """Remove an iteration that was published, and that the tracker could not be made to name."""
+    with contextlib.suppress(ReshardError, OSError):
+        if manifest.read(attempt.folder).attempt == attempt.id:
+            steps.remove_folder(attempt.folder, durable=False)
+
+
+def _check_root_free(job: Job, folder_name: str) -> None:
+    target = job.target
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise DestinationExistsError(f"{target} is a file; a checkpoint root is a folder", path=str(target))
+    entries = [entry.name for entry in target.iterdir() if entry.name not in _BOOKKEEPING]
+    if entries and not job.overwrite:
+        raise DestinationExistsError(
+            f"{target} holds {len(entries)} entries, such as {entries[0]}",
+            path=str(target),
+            hint=f"choose another root, or give `overwrite=True` to replace {folder_name} in this one and nothing else",
+        )

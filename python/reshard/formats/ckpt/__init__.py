@@ -1,0 +1,1 @@
+"""`.ckpt` files of MindSpore: weights in protobuf records."""

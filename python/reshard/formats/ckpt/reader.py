@@ -1,0 +1,57 @@
+"""A `.ckpt` file: its records as whole tensors."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.rank_file import add_rank_file, kind_of
+from reshard.small_files import show
+from reshard.words import listed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.formats.base import OpenOptions
+
+__all__ = ["CKPT"]
+
+_log = logging.getLogger("reshard")
+
+
+class Ckpt(Format):
+    """A `.ckpt` file of MindSpore."""
+
+    traits = Traits("ckpt", counters_as_tensors=True)
+
+    def detect(self, path: Path) -> Match:
+        """By the content of the file."""
+        return Match.YES if not path.is_dir() and kind_of(path, follow_links=True) == "ckpt" else Match.NO
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The tensors of the file; values that are text are listed in `strings`."""
+        return _open_ckpt(path, options.method)
+
+
+CKPT = Ckpt()
+
+
+def _open_ckpt(path: Path, method: _core.ReadMethod) -> CheckpointData:
+    index = _core.Index()
+    opened = add_rank_file(index, path, follow_links=True, method=method)
+    for key in opened.tensors:
+        index.add_whole(key, opened.file)
+    if opened.strings:
+        names = listed(map(show, opened.strings))
+        _log.warning("%s: %d values are text and no tensors, and are left out: %s", path, len(opened.strings), names)
+    return CheckpointData(
+        traits=Ckpt.traits,
+        path=path,
+        index=index,
+        method=method,
+        strings=opened.strings,
+        follow_links=True,
+        ckpt_files=frozenset({opened.file}),
+    )

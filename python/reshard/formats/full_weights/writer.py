@@ -1,0 +1,75 @@
+"""Writing full weights in the MindSpore layout: whole tensors in parts, the map of them, and the counters beside them.
+
+What was left out of the conversion is in none of the files: the counters' holds nothing but counters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard import _core, dtypes
+from reshard.conversion.destinations import (
+    File,
+    Written,
+    check_folder_free,
+    destination_folder,
+    file_sizes,
+    n_bytes_of,
+    produced,
+    set_original_modes,
+    whole_request,
+)
+from reshard.formats.full_weights import names as full_weights
+from reshard.small_files import write_file_atomically
+from reshard.write.iteration import file_order
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.conversion.destinations import Job
+
+__all__ = ["to_mindspore"]
+
+
+def to_mindspore(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Written:
+    """Write whole tensors in parts of a largest size, or as many as the original makes.
+
+    Raises:
+        DestinationExistsError, UnsupportedError, StorageError: as told at `convert`.
+    """
+    check_folder_free(job)
+    arrays = job.plan(whole_request(job.source, job.keys)).arrays
+    dtype_of = {name: dtype for name, dtype, _, _ in arrays}
+    parts = full_weights.plan_parts([(name, n_bytes) for name, _, _, n_bytes in arrays], max_part_bytes)
+    files = [
+        File(full_weights.file_name(number), whole_request(job.source, list(file_order(names, dtype_of))))
+        for number, names in enumerate(parts)
+    ]
+    with produced(job, job.target, files, file_sizes(job, files)) as fill:
+        if isinstance(fill, Written):
+            return fill
+        with destination_folder(job) as folder:
+            n_bytes = n_bytes_of(fill(folder))
+            file_of = {key: file.name for file, names in zip(files, parts, strict=True) for key in names}
+            text = full_weights.map_text(file_of, sum(one[3] for one in arrays), _core.__version__)
+            options = job.options
+            write_file_atomically(folder / full_weights.MAP_FILE, text, options.file_mode, durable=options.durable)
+            n_bytes += _write_counters(job, folder / full_weights.HYPER_FILE)
+            if original_modes:
+                set_original_modes(folder)
+    return Written(job.target, len(files) + bool(job.counters), n_bytes)
+
+
+def _write_counters(job: Job, path: Path) -> int:
+    """Write the file of the counters, if there are any; its bytes."""
+    if not job.counters:
+        return 0
+    counters = sorted(job.counters.items())
+    written = _core.write_arrays(
+        str(path),
+        [(name, dtypes.name_of(array.dtype), array.shape, array) for name, array in counters],
+        metadata=job.options.metadata,
+        durable=job.options.durable,
+        mode=job.options.file_mode,
+    )
+    return written.n_bytes

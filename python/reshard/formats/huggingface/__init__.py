@@ -1,0 +1,1 @@
+"""Hugging Face folders: `model.safetensors`, or several files and an index."""

@@ -1,0 +1,52 @@
+"""A Hugging Face folder: the tensors that the index names, or those of the one file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.formats.aliases import add_aliases
+from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.huggingface import names as huggingface
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.formats.base import OpenOptions
+
+__all__ = ["HUGGINGFACE"]
+
+
+class HuggingFace(Format):
+    """A Hugging Face folder."""
+
+    traits = Traits("huggingface", is_pretrained=True)
+
+    def detect(self, path: Path) -> Match:
+        """By the index, or the file of a model in one file."""
+        return Match.YES if path.is_dir() and huggingface.detect(path) else Match.NO
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The tensors that the index names, or those of the one file."""
+        return _open_huggingface(path, options.method)
+
+
+HUGGINGFACE = HuggingFace()
+
+
+def _open_huggingface(folder: Path, method: _core.ReadMethod) -> CheckpointData:
+    index = _core.Index()
+    weight_map = huggingface.read_weight_map(folder)
+    if weight_map is None:
+        file = index.add_file(str(folder / huggingface.SINGLE_FILE), method=method)
+        index.add_whole_file(file)
+    else:
+        # Files of a hub cache are symbolic links into its store: here links are followed.
+        names = dict.fromkeys(weight_map.values())
+        files = {name: index.add_file(str(folder / name), method=method) for name in names}
+        for key, name in weight_map.items():
+            index.add_whole(key, files[name])
+    aliases = add_aliases(index)
+    return CheckpointData(
+        traits=HuggingFace.traits, path=folder, index=index, method=method, aliases=aliases, follow_links=True
+    )

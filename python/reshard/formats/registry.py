@@ -1,0 +1,49 @@
+"""The formats that can be opened, in the order in which they are tried.
+
+A new format is a module with a subclass of `formats.base.Format` and one entry here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.formats.base import Match
+from reshard.formats.checkpoint1.reader import CHECKPOINT1
+from reshard.formats.checkpoint2.root import CHECKPOINT2, TILED
+from reshard.formats.ckpt.reader import CKPT
+from reshard.formats.full_weights.reader import FULL_WEIGHTS
+from reshard.formats.huggingface.reader import HUGGINGFACE
+from reshard.formats.single_file.reader import SINGLE_FILE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.formats.base import Format
+
+__all__ = ["FORMATS", "detect"]
+
+FORMATS: tuple[Format, ...] = (HUGGINGFACE, FULL_WEIGHTS, CHECKPOINT2, CHECKPOINT1, TILED, CKPT, SINGLE_FILE)
+
+
+def detect(path: Path) -> Format:
+    """The format of an existing path: the first that matches, else the first that opens what nothing matches.
+
+    Raises:
+        StorageError: the path cannot be looked at.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> from pathlib import Path
+        >>> reshard.save_file({"w": np.zeros(2)}, "w.safetensors")
+        >>> detect(Path("w.safetensors")).traits.name
+        'safetensors'
+    """
+    fallback = None
+    for one in FORMATS:
+        match = one.detect(path)
+        if match is Match.YES:
+            return one
+        if match is Match.FALLBACK and fallback is None:
+            fallback = one
+    assert fallback is not None  # every path is a folder or a file
+    return fallback

@@ -1,0 +1,1 @@
+"""Files of ranks that only tiles.json describes."""

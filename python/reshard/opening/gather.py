@@ -1,0 +1,194 @@
+"""What is on disk, as the facts of a decision: the kind of a path, and what each candidate holds.
+
+Candidates are opened as `open` does, best first, until one is taken; nothing is decided here, and no tensor is read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.checkpoint import Checkpoint
+from reshard.config import split_iteration
+from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError
+from reshard.formats import registry
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.reader import open_folder
+from reshard.formats.checkpoint2.root import MAX_LOOKS, is_damage, order_of, reason_of
+from reshard.layout import ModelLayout
+from reshard.opening import open as open_path
+from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
+from reshard.resume import CandidateFacts, Facts, RunFacts, weigh
+from reshard.resume.choose import is_settled
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard import _core
+    from reshard.config import Config
+    from reshard.resume import Candidate, Order
+    from reshard.resume.facts import Kind
+
+__all__ = ["gather"]
+
+
+def gather(
+    config: Config,
+    run: RunFacts | None = None,
+    *,
+    method: _core.ReadMethod = "auto",
+    faults: Mapping[str, str] | None = None,
+    opened: dict[str, Checkpoint] | None = None,
+    keep_going: bool = False,
+) -> Facts:
+    """Look at what a configuration wants to load.
+
+    A path that ends in `iteration_<number>` and is not there itself is looked for by its number, whatever the digits
+    of the folder's name; in a Checkpoint 1.0 tree it is the save that made so many steps.
+
+    Args:
+        config: what is to be loaded, and what is asked of it.
+        run: the run that is about to start.
+        method: how files are read, as in `reshard.open`.
+        faults: what has proven damaged already, while it was loaded: why, by its path.
+        opened: filled with the checkpoint that would be taken, opened, by its path; None: it is closed again. The
+            saves of a Checkpoint 1.0 tree are not opened as one: `rank_facts` tells their files.
+        keep_going: a candidate that cannot be looked at becomes an unreadable one instead of an error, and the others
+            are looked at all the same: to be shown, not to be loaded.
+
+    Raises:
+        StorageError: something cannot be looked at; that is nobody's fault, and no reason to pass a checkpoint over.
+        UnsupportedError: a later release wrote the candidate whose turn it is.
+
+    Example:
+        >>> from reshard.config import Config
+        >>> gather(Config(load_path="not/there", resume=True)).kind
+        'absent'
+    """
+    path = Path(config.load_path)
+    facts = Facts(config.load_path, "absent", run=run or RunFacts())
+    look = _Look(config, facts, method, faults or {}, opened, keep_going)
+    if not config.load_path:
+        return facts
+    tree = saves_root(config, facts.run.world_size or 1)
+    if tree is not None:
+        return gather_saves(config, facts.run, tree, method=method, faults=faults, keep_going=keep_going)
+    root, iteration = split_iteration(config.load_path)
+    if not path.exists() and iteration is not None and Path(root).is_dir() and checkpoint2.is_root(root):
+        return look.at_root(Path(root), iteration)
+    if not path.exists():
+        # A link that leads nowhere was meant to lead somewhere: a disk that is not mounted is no reason to start fresh.
+        return replace(facts, kind="other") if path.is_symlink() else facts
+    found = registry.detect(path)
+    if found.traits.has_metadata and found.is_root(path):
+        return look.at_root(path)
+    kind: Kind = "pretrained" if found.traits.is_pretrained else "single"
+    try:
+        return look.at_one(path, kind)
+    except EmptyRootError:
+        return replace(facts, kind="empty")
+    except CheckpointNotFoundError as error:
+        if error.path not in (None, str(path)):  # a file that it should have
+            candidate = CandidateFacts(str(path), iteration, "given by itself", fault=reason_of(error))
+            return replace(facts, kind=kind, candidates=(candidate,))
+        return replace(facts, kind="other")
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What is looked for, and what is known already."""
+
+    config: Config
+    facts: Facts
+    method: _core.ReadMethod
+    faults: Mapping[str, str]
+    opened: dict[str, Checkpoint] | None
+    keep_going: bool
+
+    def at_one(self, path: Path, kind: Kind) -> Facts:
+        """The facts of what is one checkpoint, if any."""
+        found = self._candidate(path, None, "given by itself", kind)
+        return replace(self.facts, kind=kind, candidates=(found,))
+
+    def at_root(self, root: Path, exact: int | None = None) -> Facts:
+        """The facts of a root, its candidates opened up to the one that is taken."""
+        before: Order | None = None
+        facts = replace(self.facts, path=str(root), kind="root")
+        for _ in range(MAX_LOOKS):
+            order = order_of(root, exact=exact)
+            if order == before:
+                break
+            before = order
+            found: list[CandidateFacts] = []
+            refused = tuple(replace(_unopened(root, one), refusal=one.reason) for one in order.refused)
+            for n, one in enumerate(order.candidates):
+                found.append(self._candidate(root / one.name, one.iteration, one.reason, "root"))
+                facts = replace(facts, candidates=tuple(found), warnings=order.warnings)
+                if is_settled(weigh(self.config, facts)):
+                    older = tuple(_unopened(root, one) for one in order.candidates[n + 1 :])
+                    return replace(facts, candidates=(*found, *older, *refused))
+            facts = replace(facts, candidates=(*found, *refused), warnings=order.warnings)
+            # A save that ended, and what retention then removed, may have gone unseen: look again.
+        return facts
+
+    def _candidate(self, path: Path, iteration: int | None, why: str, kind: Kind) -> CandidateFacts:
+        """What a candidate holds, or its fault."""
+        if str(path) in self.faults:
+            number = split_iteration(str(path))[1] if iteration is None else iteration
+            return CandidateFacts(str(path), number, why, fault=self.faults[str(path)])
+        try:
+            checkpoint = (
+                open_path(path, method=self.method)
+                if kind != "root"
+                else Checkpoint(open_folder(path, self.method, iteration))
+            )
+        except ReshardError as error:
+            number = split_iteration(str(path))[1] if iteration is None else iteration
+            if not is_damage(error) and self.keep_going:
+                return CandidateFacts(str(path), number, why, unreadable=reason_of(error))
+            if not is_damage(error) or (kind != "root" and isinstance(error, CheckpointNotFoundError)):
+                raise
+            return CandidateFacts(str(path), number, why, fault=reason_of(error))
+        facts = CandidateFacts(
+            str(path),
+            checkpoint.iteration if iteration is None else iteration,
+            why,
+            is_verified=checkpoint.verified,
+            common=checkpoint.common,
+            has_optimizer=bool(checkpoint.keys("optimizer")),
+            world_size=_world_size(checkpoint),
+            is_legacy=checkpoint.data.traits.counters_as_tensors,
+        )
+        if kind == "single" and not path.is_dir() and checkpoint.common is None:
+            # A rank's own file of Checkpoint 1.0, given by itself.
+            try:
+                checkpoint.common = counters_of(checkpoint)
+            except ReshardError as error:
+                if not is_damage(error):
+                    raise
+                return replace(facts, fault=reason_of(error))
+            is_legacy = checkpoint.common is not None
+            has_optimizer = holds_optimizer(checkpoint) if is_legacy else facts.has_optimizer
+            facts = replace(facts, common=checkpoint.common, is_legacy=is_legacy, has_optimizer=has_optimizer)
+        is_taken = weigh(self.config, replace(self.facts, kind=kind, candidates=(facts,)))[0].taken
+        if self.opened is not None and is_taken:
+            self.opened[str(path)] = checkpoint
+        else:
+            checkpoint.close()
+        return facts
+
+
+def _unopened(root: Path, one: Candidate) -> CandidateFacts:
+    return CandidateFacts(str(root / one.name), one.iteration, one.reason)
+
+
+def _world_size(checkpoint: Checkpoint) -> int | None:
+    """How many ranks saved it: as the manifest says, else as many as the mesh of its layout has, if it is one."""
+    if checkpoint.manifest is not None:
+        return checkpoint.manifest.world_size
+    try:
+        return math.prod(ModelLayout.like(checkpoint).mesh.values())
+    except ReshardError:
+        return None

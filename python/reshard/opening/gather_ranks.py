@@ -1,0 +1,338 @@
+"""A Checkpoint 1.0 tree as the facts of a decision: what each rank's folder holds, and which save all ranks have whole.
+
+Every process looks at the rank folders that are its own: number r belongs to process r modulo the number of processes.
+So it is the same work whether the folder is shared, and each could look at all, or whether each host has its own
+ranks' folders and no other: what was seen is put together by process 0, and the candidates are then checked by whose
+they are, one after the other, until one is whole on all ranks. A file is checked by opening it; of its content only
+the counters are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.checkpoint import Checkpoint
+from reshard.collective import ALONE, capture
+from reshard.config import split_iteration
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.formats import registry, scalars
+from reshard.formats.checkpoint1 import health as checkpoint1_health
+from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats.checkpoint1.agreement import FileFacts, faults_of
+from reshard.formats.checkpoint1.candidates import RankFolder, Save, SaveOrder, name_of_rank, order_saves
+from reshard.formats.checkpoint1.reader import look_at, open_rank_files, rank_files
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.checkpoint2.root import is_damage, reason_of
+from reshard.formats.full_weights import names as full_weights
+from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
+from reshard.resume.choose import is_settled
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard import _core
+    from reshard.collective import Collective
+    from reshard.config import Config
+
+__all__ = [
+    "SavesRoot",
+    "counters_of",
+    "gather_saves",
+    "holds_optimizer",
+    "is_deduplicated",
+    "open_own",
+    "path_of",
+    "saves_root",
+]
+
+
+# -- what is asked for
+
+
+@dataclass(frozen=True)
+class SavesRoot:
+    """A Checkpoint 1.0 tree, and what of it is wanted.
+
+    Attributes:
+        path: the folder of the rank folders.
+        named: the one save that is wanted, by the name of a file; None: any.
+        iteration: the one that is wanted, by the steps that it made; None: any.
+    """
+
+    path: str
+    named: str | None = None
+    iteration: int | None = None
+
+
+def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
+    """The Checkpoint 1.0 tree that a configuration wants to load; None: what it wants is none.
+
+    Args:
+        config: what is to be loaded. A file in a rank's folder means, where several ranks load, each rank's file of
+            the same save.
+        world_size: processes that load together.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    path = Path(config.load_path)
+    if not config.load_path:
+        return None
+    if path.is_dir():
+        found = registry.detect(path)
+        is_tree = found.traits.rank_folders and found.is_root(path)
+        # A merge that was cut short can have written this file before the first part.
+        is_whole = (path / full_weights.HYPER_FILE).is_file()
+        return SavesRoot(str(path), config.resume_file) if is_tree and not is_whole else None
+    root, iteration = split_iteration(config.load_path)
+    if iteration is not None and Path(root).is_dir() and not checkpoint2.is_root(root) and checkpoint1.is_root(root):
+        return SavesRoot(root, config.resume_file, iteration)
+    parsed = checkpoint1.parse_file_name(path.name)
+    if world_size > 1 and parsed is not None and path.parent.name == checkpoint1.rank_folder_name(parsed.rank):
+        return SavesRoot(str(path.parent.parent), path.name)
+    return None
+
+
+def path_of(root: str, save: str, rank: int) -> Path:
+    """The file of a rank.
+
+    Example:
+        >>> path_of("checkpoint", "x_rank_0-20_2.ckpt", 3).as_posix()
+        'checkpoint/rank_3/x_rank_3-20_2.ckpt'
+    """
+    return Path(root) / checkpoint1.rank_folder_name(rank) / name_of_rank(save, rank)
+
+
+# -- the facts
+
+
+def gather_saves(
+    config: Config,
+    run: RunFacts,
+    tree: SavesRoot,
+    *,
+    ranks: Collective = ALONE,
+    method: _core.ReadMethod = "auto",
+    faults: Mapping[str, str] | None = None,
+    keep_going: bool = False,
+) -> Facts:
+    """Look at a Checkpoint 1.0 tree: its saves, checked from the best on until one is whole.
+
+    Args:
+        config: what is asked of it.
+        run: the run that is about to start.
+        tree: where it is, and what of it is wanted.
+        ranks: the processes that look; all call this.
+        method: how files are read, as in `reshard.open`.
+        faults: what has proven damaged already, while it was loaded: why, by the path of rank 0's file.
+        keep_going: as in `opening.facts.gather`; only where one process looks.
+
+    Returns:
+        The facts, the same on all processes but for `ranks`, which only process 0 knows.
+
+    Raises:
+        StorageError: something cannot be looked at; that is nobody's fault, and no reason to pass a save over.
+    """
+    views: list[RankView] = []
+    root, exact = tree.path, tree.iteration
+
+    def combine(seen: list[dict[str, Any]]) -> dict[str, Any]:
+        folders = {int(rank): folder for one in seen for rank, folder in one.items()}
+        found = {rank: _folder_from(value) for rank, value in sorted(folders.items())}
+        order = order_saves(found, by_time=config.by_timestamp, extension=config.load_format, named=tree.named)
+        statuses, warning = _health(root) if config.healthy_only else ({}, None)
+        views.extend(_view(rank, folder) for rank, folder in found.items())
+        told = {**asdict(order), "statuses": {one.name: statuses.get(one.name) for one in order.candidates}}
+        return {**told, "warnings": [*order.warnings, *([warning] if warning else [])]}
+
+    own = (ranks.rank, ranks.world_size)
+    told = ranks.combine(capture(lambda: _look(root, own)), combine)
+    order = SaveOrder(
+        tuple(Save(**one) for one in told["candidates"]),
+        tuple(Save(**one) for one in told["refused"]),
+        told["n_ranks"],
+        tuple(told["warnings"]),
+    )
+    facts = Facts(root, "rank_folders", run=run, warnings=order.warnings)
+    refused = tuple(
+        CandidateFacts(str(path_of(root, one.name, 0)), why=one.reason, refusal=one.reason) for one in order.refused
+    )
+    found: list[CandidateFacts] = []
+    for n, save in enumerate(order.candidates):
+        known = (faults or {}).get(str(path_of(root, save.name, 0)))
+        one = _candidate(root, save, order.n_ranks, known)
+        if one.fault is None:
+            try:
+                reports = ranks.each(lambda: _check(root, save.name, own, method))  # noqa: B023  done at once
+                one = _checked(one, reports, told["statuses"].get(save.name))
+            except ReshardError as error:
+                if not keep_going or is_damage(error):
+                    raise
+                one = replace(one, unreadable=reason_of(error))
+            if exact is not None and one.fault is None and one.unreadable is None and one.iteration != exact:
+                one = replace(one, refusal=f"iteration {exact} was asked for")
+        found.append(one)
+        facts = replace(facts, candidates=tuple(found))
+        if is_settled(weigh(config, facts)):
+            found += [_candidate(root, other, order.n_ranks, None) for other in order.candidates[n + 1 :]]
+            break
+    return replace(facts, candidates=(*found, *refused), ranks=_with_faults(views, found))
+
+
+def _look(root: str, own: tuple[int, int]) -> dict[str, Any]:
+    """What this process sees of the rank folders that are its own, as JSON."""
+    number, count = own
+    try:
+        folders = checkpoint1.rank_folders(root)
+    except CheckpointNotFoundError:
+        return {}  # another host's ranks; whoever finds that theirs are missing tells it
+    seen: dict[str, Any] = {}
+    for rank, folder in folders.items():
+        if rank % count != number:
+            continue
+        found = look_at(folder)
+        meta = None if found.meta is None else asdict(found.meta)
+        seen[str(rank)] = {"files": found.files, "meta": meta, "fault": found.meta_fault}
+    return seen
+
+
+def _folder_from(value: dict[str, Any]) -> RankFolder:
+    meta = value["meta"]
+    return RankFolder(
+        tuple((name, time) for name, time in value["files"]),
+        None if meta is None else checkpoint1.Meta(**meta),
+        value["fault"],
+    )
+
+
+def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> CandidateFacts:
+    """What is known of a save before its files are opened."""
+    return CandidateFacts(
+        str(path_of(root, save.name, 0)),
+        why=save.reason,
+        fault=fault or save.fault,
+        world_size=n_ranks,
+        is_legacy=True,
+    )
+
+
+def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> dict[str, Any]:
+    """Open this process's own files of a save: what is wrong with them, and what they say of the run."""
+    number, count = own
+    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "files": []}
+    try:
+        ranks = [rank for rank in checkpoint1.rank_folders(root) if rank % count == number]
+    except CheckpointNotFoundError:
+        return told
+    for rank in ranks:
+        path = path_of(root, save, rank)
+        try:
+            checkpoint = open_own(path, method)
+        except ReshardError as error:
+            if not is_damage(error):
+                raise
+            told["faults"].append([rank, reason_of(error)])
+            continue
+        with checkpoint:
+            if not told["files"]:
+                told["common"] = None if checkpoint.common is None else asdict(checkpoint.common)
+            told["has_optimizer"] |= holds_optimizer(checkpoint)
+            (file,) = rank_files(checkpoint).values()
+            told["files"].append([rank, FileFacts.of(checkpoint.common, has_sum=file.has_sum).to_value()])
+    return told
+
+
+def _checked(candidate: CandidateFacts, reports: Sequence[dict[str, Any]], status: int | None) -> CandidateFacts:
+    """A candidate with what all processes found of it."""
+    faults = sorted((int(rank), fault) for report in reports for rank, fault in report["faults"])
+    common: dict[str, Any] | None = next((report["common"] for report in reports if report["files"]), None)
+    if not faults:
+        files = {int(rank): FileFacts.from_value(value) for report in reports for rank, value in report["files"]}
+        save = Path(candidate.path).name
+        faults = [
+            (rank, f"{name_of_rank(save, rank)}: {fault}")
+            for rank, fault in faults_of(dict(sorted(files.items()))).items()
+        ]
+    if faults:
+        rank, fault = faults[0]
+        more = f", and {len(faults) - 1} more ranks' files" if len(faults) > 1 else ""
+        return replace(candidate, fault=f"rank {rank}: {fault}{more}", rank_faults=tuple(faults))
+    made = None if common is None else CommonInfo(**{**common, "unknown": ()})
+    if made is not None and status is not None:
+        made = replace(made, ckpt_status=status)
+    return replace(
+        candidate,
+        iteration=None if made is None else made.step_num,
+        common=made,
+        has_optimizer=any(report["has_optimizer"] for report in reports),
+    )
+
+
+def _view(rank: int, folder: RankFolder) -> RankView:
+    meta = None if folder.meta is None else folder.meta.last_ckpt_file
+    return RankView(rank, meta, folder.meta_fault, tuple(sorted(name for name, _ in folder.files)))
+
+
+def _with_faults(views: list[RankView], found: list[CandidateFacts]) -> tuple[RankView, ...]:
+    """What was seen of each rank's folder, with what is wrong with its files."""
+    faults: dict[int, list[tuple[str, str]]] = {}
+    for candidate in found:
+        for rank, fault in candidate.rank_faults:
+            name = name_of_rank(Path(candidate.path).name, rank)
+            faults.setdefault(rank, []).append((name, fault))
+    return tuple(replace(view, faults=tuple(faults.get(view.rank, ()))) for view in views)
+
+
+# -- one rank's own file
+
+
+def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
+    """Open a rank's own file by itself: its local arrays are the tensors, and the counters in it `common`.
+
+    Raises:
+        CheckpointNotFoundError, DamagedFileError, UnsupportedError, StorageError: as `open_rank_files`.
+
+    Example:
+        >>> open_own(Path("checkpoint/rank_1/llama_rank_1-20_2.safetensors")).common.step_num  # doctest: +SKIP
+        40
+    """
+    return Checkpoint(open_rank_files(path.parent, {0: path}, None, method))
+
+
+def is_deduplicated(checkpoint: Checkpoint, *, default: bool) -> bool:
+    """Whether a rank's own file lacks what another rank wrote for it: as the file says, else as the caller does."""
+    flags = [file.metadata.get("remove_redundancy") for file in rank_files(checkpoint).values()]
+    return default if None in flags else "True" in flags
+
+
+def counters_of(checkpoint: Checkpoint) -> CommonInfo | None:
+    """The counters that a file of Checkpoint 1.0 keeps as tensors; None if it has none.
+
+    Raises:
+        DamagedFileError: one is no number.
+        StorageError: the file cannot be read.
+    """
+    names = [name for name in scalars.NAMES if name in checkpoint]
+    path = str(checkpoint.path)
+    for name in names:
+        scalars.check_shape(name, checkpoint.shape(name), path)  # before it is read: it can be of any size
+    return scalars.common_of(checkpoint.load(keys=names, threads=1), path) if names else None
+
+
+def holds_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint whose names alone tell holds state of an optimizer; its counters are none."""
+    return any(scalars.is_state(key) and key not in scalars.NAMES for key in checkpoint)
+
+
+def _health(root: str) -> tuple[dict[str, int], str | None]:
+    """What the health monitor found of each save, by rank 0's file (0: healthy), and why that is not known."""
+    try:
+        found = checkpoint1_health.read(root)
+    except CheckpointNotFoundError as error:
+        return {}, f"{error.message}: no save is known to be healthy"
+    except DamagedFileError as error:
+        return {}, error.message
+    return {name_of_rank(name, 0): status for name, status in found.items()}, None

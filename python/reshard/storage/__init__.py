@@ -1,0 +1,1 @@
+"""Files and folders: everything that creates, syncs, renames, publishes, locks or removes them."""

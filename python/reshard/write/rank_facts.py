@@ -1,0 +1,424 @@
+"""What each rank tells of its arrays, and the plan of an iteration that follows from what all of them told.
+
+The facts of a rank are one JSON value: names, dtypes and shapes, never contents. Rank 0 gathers them, finds the global
+shapes (told, or by the layout read backwards), proves that every rank has what it should, and plans. Everything here is
+pure; where ranks disagree, the error names the key and the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from reshard import dtypes
+from reshard.errors import ArgumentError, LayoutError, MismatchError
+from reshard.layout.invert import check_local_shapes, global_shapes, join_members
+from reshard.layout.resolve import is_counter
+from reshard.layout.strategy import box_of
+from reshard.small_files import show
+from reshard.words import ranks_named
+from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from reshard.formats.checkpoint2.names import Part
+    from reshard.layout import ModelLayout
+    from reshard.layout.strategy import Strategy
+    from reshard.write.arrays import LocalArray
+    from reshard.write.iteration import Box, IterationPlan
+
+__all__ = [
+    "Fact",
+    "LastMade",
+    "RankFacts",
+    "check_options",
+    "check_state",
+    "facts_of",
+    "plan_iteration",
+    "planned_bytes",
+]
+
+Shape = tuple[int, ...]
+T = TypeVar("T")
+
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a rank tells of one array.
+
+    Attributes:
+        name: its key, or the name of a join.
+        part: "model" or "optimizer".
+        dtype: its safetensors name.
+        shape: in elements.
+        offset: its first element in the tensor, where a `Shard` told that.
+        may_differ: whether copies of it may differ between ranks.
+    """
+
+    name: str
+    part: Part
+    dtype: str
+    shape: Shape
+    offset: Shape | None = None
+    may_differ: bool = False
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank tells.
+
+    Attributes:
+        host: the machine; different ones need a folder that they share.
+        options: what must be the same on all ranks, by name.
+        arrays: its arrays.
+        shapes: the global shapes that it was told.
+        state: a digest of each value of `extra` that all ranks share.
+        copies: names of arrays of which it has copies that another rank saves.
+    """
+
+    host: str
+    options: Mapping[str, object]
+    arrays: tuple[Fact, ...]
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    state: Mapping[str, str] = field(default_factory=dict)
+    copies: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as a value that ranks can exchange."""
+        rows = [[f.name, f.part, f.dtype, list(f.shape), _listed(f.offset), f.may_differ] for f in self.arrays]
+        shapes = {key: list(shape) for key, shape in self.shapes.items()}
+        return {
+            "host": self.host,
+            "options": dict(self.options),
+            "arrays": rows,
+            "shapes": shapes,
+            "state": dict(self.state),
+            "copies": list(self.copies),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RankFacts:
+        """What `to_json` of a rank gave."""
+        arrays = tuple(
+            Fact(name, part, dtype, tuple(shape), None if offset is None else tuple(offset), may_differ)
+            for name, part, dtype, shape, offset, may_differ in value["arrays"]
+        )
+        shapes = {key: tuple(shape) for key, shape in value["shapes"].items()}
+        return cls(value["host"], value["options"], arrays, shapes, value["state"], tuple(value["copies"]))
+
+
+def facts_of(
+    arrays: Iterable[LocalArray],
+    shapes: Mapping[str, Shape],
+    *,
+    host: str,
+    options: Mapping[str, object],
+    has_layout: bool,
+    may_differ: Callable[[str], bool],
+    state: Mapping[str, str],
+    copies: Iterable[str],
+) -> RankFacts:
+    """The facts of this rank.
+
+    Args:
+        arrays: what it gave.
+        shapes: the global shapes that the caller told.
+        host: the machine.
+        options: what must be the same on all ranks.
+        has_layout: whether a layout says where arrays lie; else their shards do.
+        may_differ: whether copies of an array may differ between ranks, by its name.
+        state: a digest of each value of `extra` that all ranks share.
+        copies: names of arrays of which it has copies that another rank saves.
+
+    Raises:
+        ArgumentError: an array says too much or too little about where it lies.
+        MismatchError: a shard and `shapes` tell different shapes.
+    """
+    if shapes and not has_layout:
+        raise ArgumentError("`shapes` was given without `layout`", hint="give `reshard.Shard(array, shape, offset)`")
+    told = dict(shapes)
+    facts = []
+    for array in arrays:
+        if array.offset is not None and has_layout:
+            raise ArgumentError(
+                f"{show(array.name)} is a shard with an offset, and the layout says where it lies",
+                key=array.name,
+                hint="leave out the offset, or the layout",
+            )
+        if array.global_shape is not None:
+            if array.offset is None and not has_layout:
+                raise ArgumentError(
+                    f"{show(array.name)} is a shard without an offset, and there is no layout to say where it lies",
+                    key=array.name,
+                    hint="write `reshard.Shard(array, global_shape, offset)`, or give `layout=`",
+                )
+            if told.setdefault(array.name, array.global_shape) != array.global_shape:
+                raise MismatchError(
+                    f"{show(array.name)} is of shape {told[array.name]} in `shapes`, and {array.global_shape} in its "
+                    "shard",
+                    key=array.name,
+                )
+        facts.append(Fact(array.name, array.part, array.dtype, array.shape, array.offset, may_differ(array.name)))
+    return RankFacts(host, options, tuple(facts), told, state, tuple(copies))
+
+
+def plan_iteration(
+    ranks: Sequence[RankFacts], layout: ModelLayout | None, *, prefix: str | None, dedup: bool, strict: bool
+) -> IterationPlan:
+    """Plan who writes what.
+
+    Args:
+        ranks: the facts of rank 0, 1, 2, ...
+        layout: how the tensors are cut; None: the shards say it, or there is one rank and its arrays are whole.
+        prefix: first part of the names of the shard files.
+        dedup: write each shard once instead of once for every rank that holds it.
+        strict: refuse a tensor whose layout metadata.json cannot express.
+
+    Raises:
+        ArgumentError, LayoutError, MismatchError, CoverageError, UnsupportedError: what the ranks told does not make
+            whole tensors, or they disagree; the message names key and ranks.
+
+    Example:
+        >>> facts = RankFacts("host", {}, (Fact("w", "model", "F32", (2, 3)),))
+        >>> plan_iteration([facts], None, prefix=None, dedup=True, strict=False).files[0].name
+        'model-0000000-0000001.safetensors'
+    """
+    found: dict[str, dict[int, Fact]] = {}
+    for rank, facts in enumerate(ranks):
+        for fact in facts.arrays:
+            found.setdefault(fact.name, {})[rank] = fact
+    for name, of_ranks in found.items():
+        _check_same(name, {rank: fact.part for rank, fact in of_ranks.items()}, "of the {}")
+        _check_same(name, {rank: fact.dtype for rank, fact in of_ranks.items()}, "{}")
+    told: dict[str, tuple[Shape, int]] = {}
+    for rank, facts in enumerate(ranks):
+        for name, shape in facts.shapes.items():
+            other, first = told.setdefault(name, (shape, rank))
+            if other != shape:
+                raise MismatchError(
+                    f"the global shape of {show(name)} is {other} on rank {first} and {shape} on rank {rank}", key=name
+                )
+    # The model's keys first, in the order in which ascending ranks first name them.
+    found = dict(sorted(found.items(), key=lambda item: next(iter(item[1].values())).part != "model"))
+    shapes = {name: shape for name, (shape, _) in told.items()}
+    if layout is None:
+        return _by_boxes(found, shapes, len(ranks), prefix=prefix, dedup=dedup, strict=strict)
+    return _by_layout(found, shapes, len(ranks), layout, prefix=prefix, dedup=dedup, strict=strict)
+
+
+def _by_boxes(
+    found: Mapping[str, Mapping[int, Fact]], shapes: Mapping[str, Shape], n_ranks: int, *,
+    prefix: str | None, dedup: bool, strict: bool,
+) -> IterationPlan:  # fmt: skip
+    tensors: dict[str, WholeTensor] = {}
+    boxes: dict[str, dict[int, Box]] = {}
+    for name, of_ranks in found.items():
+        boxes[name] = {}
+        for rank, fact in of_ranks.items():
+            if fact.offset is None and fact.shape and n_ranks > 1:
+                raise ArgumentError(
+                    f"rank {rank} of {n_ranks} gave {show(name)} as a plain array: whole, or a part of a tensor?",
+                    key=name,
+                    hint="give `layout=`, or `reshard.Shard(array, global_shape, offset)`",
+                )
+            offset = (0,) * len(fact.shape) if fact.offset is None else fact.offset
+            boxes[name][rank] = (offset, fact.shape)
+        first = next(iter(of_ranks.values()))
+        tensors[name] = WholeTensor(first.dtype, shapes.get(name, first.shape), first.part)
+    return plan_boxes(tensors, boxes, n_ranks, prefix=prefix, dedup=dedup, strict=strict)
+
+
+def _by_layout(
+    found: Mapping[str, Mapping[int, Fact]], told: Mapping[str, Shape], n_ranks: int, layout: ModelLayout, *,
+    prefix: str | None, dedup: bool, strict: bool,
+) -> IterationPlan:  # fmt: skip
+    ranks = sorted(layout.ranks or range(math.prod(layout.mesh.values())))
+    if ranks != list(range(n_ranks)):
+        raise LayoutError(
+            f"the layout is one of {len(ranks)} ranks, from {ranks[0]} to {ranks[-1]}; {n_ranks} ranks save together",
+            hint="every rank of the layout calls `save`, with what it holds",
+        )
+    parts: dict[str, Part] = {name: next(iter(of_ranks.values())).part for name, of_ranks in found.items()}
+    told, members = _with_members(layout, found, parts, told)
+    unknown = [key for key in told if key not in found and not any(key in keys for keys in members.values())]
+    if unknown:
+        some = ", ".join(show(key) for key in unknown[:_MAX_NAMED])
+        raise ArgumentError(f"`shapes` tells of {some}, of which no rank gave an array", key=unknown[0])
+    for name, keys in members.items():
+        parts |= dict.fromkeys(keys, parts[name])
+    optimizer_keys = {key for key, part in parts.items() if part == "optimizer"} - members.keys()
+    alone = {
+        name: {rank: fact.shape for rank, fact in of_ranks.items()}
+        for name, of_ranks in found.items()
+        if name not in members
+    }
+    if layout.strategy is not None:
+        # A strategy speaks of each tensor by its name, and tells a shape by that of any part.
+        told = {
+            name: shape for name, of_ranks in alone.items() if (shape := _shape_by(layout.strategy, name, of_ranks))
+        } | told
+    shapes = global_shapes(layout, alone, told, optimizer_keys)
+    bound = layout.bind(shapes, optimizer_keys=optimizer_keys)
+    layout = layout.settled(shapes)
+    check_local_shapes(
+        bound, {name: {rank: fact.shape for rank, fact in of_ranks.items()} for name, of_ranks in found.items()}
+    )
+    bound.refuse_unused()
+    dtype_of = {name: next(iter(of_ranks.values())).dtype for name, of_ranks in found.items()}
+    for name, keys in members.items():
+        dtype_of |= dict.fromkeys(keys, dtype_of[name])
+    # The model first here too: members of joins stand at the end otherwise.
+    keys_in_order = sorted(shapes, key=lambda key: parts[key] != "model")
+    tensors = {key: WholeTensor(dtype_of[key], shapes[key], parts[key]) for key in keys_in_order}
+    return plan_layout(tensors, bound, prefix=prefix, dedup=dedup, strict=strict, mapping=layout.to_mapping())
+
+
+def _shape_by(strategy: Strategy, key: str, local_shapes: Mapping[int, Shape]) -> Shape | None:
+    boxes = (box_of(strategy, key, rank, shape) for rank, shape in local_shapes.items())
+    return next((box[0] for box in boxes if box is not None), None)
+
+
+def _with_members(
+    layout: ModelLayout, found: Mapping[str, object], parts: Mapping[str, Part], told: Mapping[str, Shape]
+) -> tuple[dict[str, Shape], dict[str, list[str]]]:
+    """The shapes that are known, and the keys of each array that is a join.
+
+    State that is joined has its parameters' shapes, which need not be told once more. Where they are, that says which
+    parameters of the join have state.
+    """
+    joins = {rule.flat.join for rule in layout.rules if rule.flat is not None and rule.flat.join is not None}
+    alone = [key for key in told if key not in found]
+    slots = _slots(joins, found, parts, told) if layout.optimizer.follow else {}
+    states = {
+        name: [state for key in join_members(layout, name[len(slot) :], told) if (state := slot + key) in alone]
+        for name, slot in slots.items()
+    }
+    of_states = {state for named in states.values() for state in named}
+    parameters = [key for key in alone if key not in of_states and not is_counter(key, told[key])]
+    shapes = dict(told)
+    members: dict[str, list[str]] = {}
+    for name in found:
+        if name in slots:
+            slot = slots[name]
+            keys = join_members(layout, name[len(slot) :], parameters)
+            members[name] = states[name] or [slot + key for key in keys if slot + key not in found]
+            shapes |= {slot + key: told[key] for key in keys if slot + key in members[name] and slot + key not in told}
+        elif name in joins and name not in told:
+            members[name] = join_members(layout, name, parameters)
+        else:
+            continue
+        if not members[name]:
+            raise ArgumentError(
+                f"{show(name)} is several tensors joined into one array, and it does not tell which",
+                key=name,
+                hint="tell the global shape of each of them in `shapes=`",
+            )
+    return shapes, members
+
+
+def _slots(
+    joins: Collection[str], found: Iterable[str], parts: Mapping[str, Part], told: Mapping[str, Shape]
+) -> dict[str, str]:
+    """What stands before the name of the join, its dot included, in that of each array that is joined state."""
+    slots = {}
+    for name in found:
+        if parts[name] == "optimizer" and not (name in joins and name not in told):
+            fitting = [name[: -len(join)] for join in joins if name.endswith(f".{join}")]
+            if fitting:
+                slots[name] = min(fitting, key=len)  # the longest name of a join
+    return slots
+
+
+class LastMade(Generic[T]):
+    """The last of values that can be made again at any time: a step apart, a run saves the same tensors.
+
+    Example:
+        >>> plans = LastMade[list[int]]()
+        >>> plans.get({"n": 2}, lambda: [1, 2]) is plans.get({"n": 2}, lambda: [])
+        True
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[bytes, T] | None = None
+
+    def get(self, made_of: object, make: Callable[[], T]) -> T:
+        """The value that is made of this, which is JSON-able; `make` is called if it was something else before."""
+        key = hashlib.blake2b(json.dumps(made_of).encode()).digest()
+        last = self._last
+        if last is None or last[0] != key:
+            last = self._last = (key, make())
+        return last[1]
+
+
+def check_options(ranks: Sequence[RankFacts]) -> None:
+    """Refuse ranks that do not mean the same save. Raises ArgumentError, which names the option and the ranks."""
+    for name, value in ranks[0].options.items():
+        for rank, facts in enumerate(ranks):
+            other = facts.options.get(name)
+            if other != value:
+                raise ArgumentError(
+                    f"`{name}` is {value!r} on rank 0 and {other!r} on rank {rank}; all ranks save the same"
+                )
+
+
+def _check_same(name: str, values: Mapping[int, str], text: str) -> None:
+    (first, value), *others = values.items()
+    for rank, other in others:
+        if other != value:
+            raise MismatchError(
+                f"{show(name)} is {text.format(value)} on rank {first} and {text.format(other)} on rank {rank}",
+                key=name,
+            )
+
+
+def check_state(ranks: Sequence[RankFacts]) -> None:
+    """Refuse values of `extra` that all ranks are to share, and that differ. Raises MismatchError.
+
+    Rank 0's are saved, so it may be the only one that gives a value.
+
+    Example:
+        >>> check_state([RankFacts("host", {}, (), state={"loop": "1f"}), RankFacts("host", {}, ())])
+    """
+    ranks_of: dict[str, dict[str, list[int]]] = {}
+    for rank, facts in enumerate(ranks):
+        for name, digest in facts.state.items():
+            ranks_of.setdefault(name, {}).setdefault(digest, []).append(rank)
+    hint = (
+        "wrap it in `reshard.per_rank(...)` to keep each rank's (a Checkpointer takes objects so in "
+        "`resume(extra={...})`), or give it on rank 0 alone"
+    )
+    for name, of_name in ranks_of.items():
+        if name not in ranks[0].state:
+            with_it = [rank for ranks_with in of_name.values() for rank in ranks_with]
+            raise MismatchError(
+                f"`extra` has {show(name)} on {ranks_named(sorted(with_it))} and not on rank 0, whose values are saved",
+                key=name,
+                hint=hint,
+            )
+        if len(of_name) > 1:
+            told = "; ".join(f"digest {one} on {ranks_named(ranks_with)}" for one, ranks_with in of_name.items())
+            raise MismatchError(f"{show(name)} in `extra` differs between ranks: {told}", key=name, hint=hint)
+
+
+def _listed(numbers: Shape | None) -> list[int] | None:
+    return None if numbers is None else list(numbers)
+
+
+def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:
+    """Bytes of all arrays that the plan writes.
+
+    Example:
+        >>> facts = [RankFacts("host", {}, (Fact("w", "model", "F32", (2, 3)),))]
+        >>> planned_bytes(plan_iteration(facts, None, prefix=None, dedup=True, strict=False), facts)
+        24
+    """
+    sizes = [
+        {fact.name: math.prod(fact.shape) * dtypes.bits(fact.dtype) // 8 for fact in facts.arrays} for facts in ranks
+    ]
+    return sum(sizes[file.rank][name] for file in plan.files for name in file.arrays)
