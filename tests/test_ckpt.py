@@ -460,7 +460,7 @@ def test_rank_folders_of_ckpt_files_are_one_checkpoint(tmp_path: Path) -> None:
         ({"w": 1}, "must be text"),
         ({1: "w"}, "must be text"),
         ({"w": "a\ud800"}, "no UTF-8 form"),
-        (["w"], "not list"),
+        (["w"], "of type list"),
     ],
 )
 def test_name_maps_that_cannot_be_meant(name_map: object, message: str, tmp_path: Path) -> None:

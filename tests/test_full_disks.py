@@ -222,7 +222,8 @@ def test_retention_on_a_full_disk(disk: Path) -> None:
             used = os.statvfs(root)
             mount(disk, f"size={(used.f_blocks - used.f_bfree) * PAGE}", MS_REMOUNT)
             removed = retention.apply(root, keep=1)
-            assert removed.warnings == ()
+            # That 300 was verified cannot be recorded on a full disk; it is verified all the same.
+            assert all("the result is not recorded" in one for one in removed.warnings)
             assert not small_saves.debris(root)
             is_whole(root, (300, 4))
             return list(removed.iterations)

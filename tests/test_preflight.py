@@ -308,7 +308,7 @@ def test_start_below_what_the_root_holds_is_refused_by_resume(tmp_path: Path) ->
     reshard.save(root, 8, weights, common={"global_batch_size": 2})  # as many samples as 4 steps of the run
     reshard.save(given, 5, weights, common={"global_batch_size": 4})
     words = {"load_checkpoint": str(given), "resume_training": True}
-    with pytest.raises(ArgumentError, match=r"iteration 6 is below 8.*\n.*`rollback`"):
+    with pytest.raises(ArgumentError, match=r"iteration 6 is below 8.*\n.*`rollback=True`"):
         of_words(words, 9, root=root)
     assert of_words(words, 6, root=root, rollback=True).initial_step == 5
     assert reshard.open(root).iteration == 6

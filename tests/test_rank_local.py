@@ -129,7 +129,7 @@ def run(root: Path, kind: str, last: int, *, n_ranks: int = 2, strict: bool = Tr
             first = raw(model, own)
             blocking = not options.get("async_save", True)
             train(model, own, made, group.rank, range(decision.initial_step + 1, last + 1), blocking=blocking)
-        return [first, raw(model, own), list(decision.warnings)]
+        return [first, raw(model, own), [line for line in decision.warnings if "no sampler was given" not in line]]
 
     with Job(n_ranks, work) as job:
         return job.outcomes()

@@ -357,7 +357,7 @@ def test_outdated_never_names_the_save_itself() -> None:
         ({"keep": 0}, ArgumentError, "from 1 on, not 0"),
         ({"keep": 2, "keep_every": 10}, ArgumentError, "for Checkpoint 2.0"),
         ({"save_trainable_params": ["nope"]}, ArgumentError, "`nope`, which is not in `model`"),
-        ({"only_save_strategy": True}, ArgumentError, "give `layout`"),
+        ({"only_save_strategy": True}, ArgumentError, "give `layout=`"),
         ({"format": "checkpoint2", "sink_size": 2}, ArgumentError, '`sink_size` is for `format="checkpoint1"`'),
         ({"format": "checkpoint2", "only_save_strategy": True}, ArgumentError, "`only_save_strategy` is for"),
         ({"format": "ckpt"}, ArgumentError, '"checkpoint2" and "checkpoint1" are accepted'),
@@ -375,7 +375,7 @@ def test_refused(options: dict[str, Any], error: type[Exception], words: str, tm
 @pytest.mark.parametrize(
     ("layout", "arrays", "words"),
     [
-        (None, {"w": reshard.Shard(W[:2], (4, 3), (0, 0))}, "give `layout`"),
+        (None, {"w": reshard.Shard(W[:2], (4, 3), (0, 0))}, "give `layout=`"),
         ({"mesh": {"tp": 2}, "rules": [{"match": "*", "flat": ["tp"]}]}, {"w": W.reshape(-1)[:6]}, "`w`"),
         ({"mesh": {"a": 2, "b": 1}, "rules": [{"match": "*", "flat": ["b"]}]}, {"w": W.reshape(-1)}, "`w`"),
         ({"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"], "blocks": {0: 2}}]}, {"w": W[:2]}, "`w`"),

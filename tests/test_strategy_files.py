@@ -283,10 +283,10 @@ HOSTILE = {
     "no layout": (protobuf(field(1, b"w")), "`parallel_layouts` must stand once, it stands 0 times"),
     "no device matrix": (protobuf(layout(b"w", matrix=b"")), "w.dev_matrix: expected one list, found 0"),
     "two device matrices": (protobuf(layout(b"w", matrix=dims(1, 2) * 2)), "w.dev_matrix: expected one list, found 2"),
-    "an empty device matrix": (protobuf(layout(b"w", matrix=dims(1))), "expected sizes of 1 to 16777216 devices"),
-    "an axis of no device": (protobuf(layout(b"w", matrix=dims(1, 2, 0))), "expected sizes of 1 to 16777216 devices"),
+    "an empty device matrix": (protobuf(layout(b"w", matrix=dims(1))), "expected sizes of 1 to 1048576 devices"),
+    "an axis of no device": (protobuf(layout(b"w", matrix=dims(1, 2, 0))), "expected sizes of 1 to 1048576 devices"),
     "an axis of negative size": (protobuf(layout(b"w", matrix=dims(1, 2, -2))), "`dev_matrix` holds -2, expected 0 to"),
-    "a world too large": (protobuf(layout(b"w", matrix=dims(1, *[1 << 20] * 40))), "expected sizes of 1 to 16777216"),
+    "a world too large": (protobuf(layout(b"w", matrix=dims(1, *[1 << 20] * 40))), "expected sizes of 1 to 1048576"),
     "too many axes": (protobuf(layout(b"w", matrix=dims(1, *[1] * 2000))), "`dev_matrix` has 2000 numbers"),
     "an axis that is not there": (
         protobuf(layout(b"w", tensor_map=dims(2, 2, -1))),

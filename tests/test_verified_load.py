@@ -376,9 +376,9 @@ def test_files_of_others_without_a_valid_manifest_are_checked_as_they_are(root: 
 def test_a_later_version_is_not_fallen_back_from(root: Path) -> None:
     """The newest was written by a later release: a run of this one must not start again from an older iteration."""
     path = root / "iteration_00000010" / "manifest.json"
-    body = path.read_bytes().replace(b'"version":1', b'"version":2').rsplit(b',\n"digest"', 1)[0]
+    body = path.read_bytes().replace(b'"version":1', b'"version":3').rsplit(b',\n"digest"', 1)[0]
     path.write_bytes(body + f',\n"digest":"{manifests.digest_of(body)}"}}\n'.encode())
-    with pytest.raises(UnsupportedError, match="version 2"):
+    with pytest.raises(UnsupportedError, match="version 3"):
         reshard.open(root)
 
 

@@ -185,6 +185,17 @@ def _integer(name: str, value: object) -> None:
         raise _wrong(name, value, "a whole number of at most 63 bits")
 
 
+def _integer_or_none(name: str, value: object) -> None:
+    if value is not None:
+        _integer(name, value)
+
+
+def _flag_or_texts(name: str, value: object) -> None:
+    if isinstance(value, bool | None):
+        return
+    _texts(name, value)
+
+
 def _function(name: str, value: object) -> None:
     if not callable(value) or isinstance(value, type):
         raise _wrong(name, value, "a function")
@@ -217,13 +228,14 @@ def _pair_of_integers(name: str, value: object) -> None:
 
 
 _CHECKS: dict[str, Callable[[str, object], None]] = {
-    **dict.fromkeys(("root", "path", "src", "dst", "filename", "a", "b", "folder"), _path),
+    **dict.fromkeys(("root", "path", "src", "dst", "filename", "a", "b", "folder", "model_files"), _path),
     **dict.fromkeys(
         ("layout", "config", "names", "strategy", "strategy_a", "strategy_b", "name_or_config", "name_map"),
         _described,
     ),
     "run": _own,
-    **dict.fromkeys(("keys", "optimizer_keys", "drop", "save_trainable_params"), _texts),
+    "rank_local": _own,
+    **dict.fromkeys(("keys", "optimizer_keys", "drop", "may_differ"), _texts),
     **dict.fromkeys(("model", "tensors"), _mapping),
     **dict.fromkeys(
         ("environment", "coordinate", "optimizer", "extra", "shapes", "metrics", "rename", "out"), _mapping
@@ -237,10 +249,9 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
         ("part", "format", "to", "method", "framework", "backend", "modes", "prefix", "suffix", "name_regex", "verify"),
         _text,
     ),
-    **dict.fromkeys(
-        ("rank", "iteration", "threads", "keep", "keep_every", "sink_size", "steps_per_epoch"),
-        _integer,
-    ),
+    **dict.fromkeys(("rank", "iteration", "threads", "sink_size", "steps_per_epoch"), _integer),
+    **dict.fromkeys(("keep", "keep_every"), _integer_or_none),
+    "save_trainable_params": _flag_or_texts,
     **dict.fromkeys(("progress", "ready", "after"), _function),
     **dict.fromkeys(
         (
@@ -258,6 +269,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
             "only_save_strategy",
             "overlap",
             "overwrite",
+            "private",
             "reverse",
             "rollback",
             "save_network_params",

@@ -279,8 +279,8 @@ class Checkpoint:
                     "they make up the tensor",
                     path=str(self.path),
                     key=key,
-                    hint="put the strategy files of the run into a folder `strategy` beside it, or give `strategy=`; "
-                    "if every rank holds the whole model, open the folder of one rank",
+                    hint="put the strategy files of the run into a folder named strategy beside it, or give "
+                    "`strategy=`; if every rank holds the whole model, open the folder of one rank",
                 )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

@@ -66,6 +66,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "model_files": click.option(
         "--model-files",
         metavar="DIR",
+        type=PATH,
         help="Folder whose config.json, tokenizer and other files that are no weights go into DST, a Hugging Face "
         "folder. Default: SRC, if it is one.",
     ),

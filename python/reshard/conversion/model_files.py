@@ -66,8 +66,7 @@ class ModelFiles:
                         f"{target / name} is not the file that belongs to the weights that would be written beside it, "
                         f"{path}",
                         path=str(target / name),
-                        hint=f"remove it; or keep all such files of {target}: give that folder as `model_files` "
-                        "(on the command line `--model-files`)",
+                        hint=f"remove it; or keep all such files of {target}: give that folder as `model_files=`",
                     )
                 del self.files[name]
 

@@ -48,7 +48,6 @@ def add_aliases(index: _core.Index) -> dict[str, str]:
         DamagedFileError: the text is too long or no such mapping; a further name is a stored one or told twice, or what
             it stands for is not stored, but a further name itself for example.
     """
-    stored = set(index.keys())
     aliases: dict[str, str] = {}
     for file in range(index.n_files):
         text = (index.file_metadata(file) or {}).get(ALIASES)
@@ -56,10 +55,10 @@ def add_aliases(index: _core.Index) -> dict[str, str]:
             continue
         path = str(index.file_path(file))
         for alias, name in _parsed(text, path).items():
-            if not isinstance(name, str) or name not in stored:
+            if not isinstance(name, str) or name not in index:
                 found = show(name) if isinstance(name, str) else f"a {type(name).__name__}"
                 raise _damaged(path, f"has {found} for {show(alias)}, expected the name of a stored tensor")
-            if alias in stored or alias in aliases or alias == "__metadata__":
+            if alias in index or alias in aliases or alias == "__metadata__":
                 raise _damaged(path, f"has {show(alias)} as a further name, which is the name of another tensor")
             aliases[alias] = name
     if len(aliases) > _MAX_ALIASES:

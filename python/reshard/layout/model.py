@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from reshard import _core
-from reshard.arguments import check, check_shapes, checked
+from reshard.arguments import check, check_given, check_shapes, checked
 from reshard.errors import ArgumentError
 from reshard.layout import presets, tp_plan
 from reshard.layout.bind import BoundLayout, bind, bound_of
@@ -155,7 +155,6 @@ class ModelLayout(LayoutFile):
         return cls.replicated() if mapping is None else cls.from_mapping(mapping)
 
     @classmethod
-    @checked
     def from_strategy(cls, path: str | os.PathLike[str] | Strategy) -> Self:
         """The layout of a strategy of the original: what each of its ranks holds.
 
@@ -185,6 +184,8 @@ class ModelLayout(LayoutFile):
             optimizer: {follow: false}
             <BLANKLINE>
         """
+        if not isinstance(path, Strategy):
+            check_given(path=path)
         strategy = path if isinstance(path, Strategy) else read_strategy(path)
         found = specs_of(strategy)
         layout = cls.from_mapping(found.mapping(), source=strategy.source)

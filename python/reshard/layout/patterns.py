@@ -183,7 +183,7 @@ def expand_braces(text: str) -> list[str]:
         raise ValueError("a pattern cannot be empty")
     if len(text) > _MAX_PATTERN:
         raise ValueError(f"a pattern has at most {_MAX_PATTERN} characters, this one {len(text)}")
-    if text.startswith("re:"):
+    if text.startswith("re:") or "{" not in text:
         return [text]
     expanded = _Braces(text).expanded()
     for one in expanded:

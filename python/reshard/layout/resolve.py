@@ -28,6 +28,7 @@ COUNTERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_
 OF_NO_PARAMETER = frozenset((*COUNTERS, "beta1_power", "beta2_power", "learning_rate", "momentum"))
 """Counters, and state of the optimizer that belongs to no parameter."""
 
+_MAX_HINTS = 8  # finding the nearest keys takes time, and an error shows one hint
 _MAX_WARNINGS = 100  # about rules that match no key
 _MAX_PLACED = 10_000_000  # matches of all entries of `place`: real layouts have a few for each tensor
 _MAX_BLOCKS = 1 << 20  # of all tensors of different shape together: fused tensors have a few for each expert
@@ -199,9 +200,9 @@ class _Resolver:
             yield Unused(what, self._hint(texts[0]), texts)
         rest = [n for n, rule in enumerate(self.layout.rules) if n not in used and not rule.optional]
         # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
-        for n in Matcher([self.layout.rules[n].match for n in rest]).unused(self.own):
+        for count, n in enumerate(Matcher([self.layout.rules[n].match for n in rest]).unused(self.own)):
             match = self.layout.rules[rest[n]].match
-            hint = self._hint_of(match) if n < _MAX_WARNINGS else ""
+            hint = self._hint_of(match) if count < _MAX_HINTS else ""
             yield Unused(f"rules[{rest[n]}], {_texts(match)}, matches no key", hint, match)
 
     def _cuts(self, rule: Rule) -> bool:

@@ -1,9 +1,9 @@
 """The state of a trainer as arrays and back: what `save` takes and `load` gives, for live models and optimizers.
 
 `describe` looks and copies nothing: every array is over the memory of a live tensor, and where it lies in the whole is
-read off the placements. All ranks then agree on one layout. `restore.apply` puts loaded arrays into the live tensors; what
-the arrays were loaded into already (`Described.out`) is not copied again, and what does not exist yet (parameters on the
-device `meta`, the state of an optimizer that has made no step) becomes the array itself.
+read off the placements. All ranks then agree on one layout. `restore.apply` puts loaded arrays into the live tensors;
+what the arrays were loaded into already (`Described.out`) is not copied again, and what does not exist yet (parameters
+on the device `meta`, the state of an optimizer that has made no step) becomes the array itself.
 
 Nothing here reads or writes a file, or knows which checkpoint is taken and when one is saved.
 """
