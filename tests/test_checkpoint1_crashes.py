@@ -176,6 +176,7 @@ def signature(output: Path) -> frozenset[str]:
     return frozenset({re.sub("[0-9a-f]{16}", "*", name) for name in names} | metas)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends_all", [True, False], ids=["all", "one"])
 def test_ended_in_a_save(ends_all: bool, base: Path) -> None:  # noqa: FBT001
     seen: set[frozenset[str]] = set()
@@ -204,6 +205,7 @@ def test_ended_in_a_save(ends_all: bool, base: Path) -> None:  # noqa: FBT001
     assert len(seen) > 10
 
 
+@pytest.mark.slow
 def test_ended_in_the_first_save(base: Path) -> None:
     for number in range(1000):
         output = base.with_name(f"first{number}")

@@ -110,6 +110,7 @@ def _own(rank: int, iteration: int) -> np.ndarray:
     return whole[4 * (rank % 2) : 4 * (rank % 2) + 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, victim: int) -> None:
     writing, root = Signal(), tmp_path / "checkpoint"

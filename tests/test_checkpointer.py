@@ -640,6 +640,7 @@ def test_streams_and_private_state_of_ranks(tmp_path: Path) -> None:
         assert {one["error"] for one in job.outcomes() if one is not None} == {"MismatchError"}
 
 
+@pytest.mark.slow
 def test_optimizer_is_cut_anew_bit_for_bit(tmp_path: Path) -> None:
     """What ranks hold after a restart under another mesh is what they held, gathered."""
 

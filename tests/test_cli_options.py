@@ -118,6 +118,7 @@ def test_durations(seconds: float, expected: str) -> None:
     assert output._duration(seconds) == expected
 
 
+@pytest.mark.slow
 def test_no_color_is_without_bold(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     escape = re.compile("\x1b\\[[0-9;]*m")
     assert escape.search(on_terminal("inspect", tmp_path / "absent")[2])
@@ -152,6 +153,7 @@ def complete(words: str, word: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_completion_of_commands_options_and_file_names() -> None:
     assert complete("", "ver") == ["plain,verify"]
     assert "plain,--keep" in complete("prune", "--ke")

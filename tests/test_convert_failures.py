@@ -573,6 +573,7 @@ def test_a_hugging_face_folder_is_synced_before_it_is_named(source: Path, tmp_pa
     in_order(found, "sync /.hf.#.staging", "rename /hf", "sync ")
 
 
+@pytest.mark.slow
 def test_without_durable_nothing_is_synced(source: Path, tmp_path: Path) -> None:
     for name, options in KINDS.values():
         found = calls_of(source, tmp_path / "x" / name, tmp_path / "trace", {**options, "durable": False})

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from reshard.group import TorchGroup
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_ranks", "options", "signals"),
     [

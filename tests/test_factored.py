@@ -72,6 +72,7 @@ def read(index: Index, key: str, box: Box, shape: tuple[int, ...]) -> Array:
     return np.frombuffer(loaded(index.plan(request))["found"], np.int64).reshape(extents)
 
 
+@pytest.mark.slow
 @cases(150)
 @given(st.data())
 def test_factored_tiles_are_read_like_a_reshaped_array(data: st.DataObject) -> None:

@@ -520,6 +520,7 @@ def test_many_expressions_are_refused() -> None:
     assert len(ModelLayout.from_mapping({"mesh": {"tp": 1}, "rules": escaped}).rules) == 10_000
 
 
+@pytest.mark.slow
 def test_100_000_globs_over_a_model_take_seconds() -> None:
     tensors = {f"model.layers.{i}.experts.{j}.{w}": (8, 8) for i in range(60) for j in range(64) for w in ("w1", "w2")}
     globs = [f"*.layers.{n // 1000}.*.{n % 1000}.w?" for n in range(100_000)]

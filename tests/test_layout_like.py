@@ -311,6 +311,7 @@ def checkpoints(draw: st.DrawFn) -> Fake:
     return Fake(tensors, optimizer=optimizer)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(checkpoints())
 def test_whatever_is_stored_is_described(checkpoint: Fake) -> None:

@@ -65,6 +65,7 @@ def test_tiles_of_every_rank_equal_the_oracle() -> None:
     assert set(seen) == KINDS
 
 
+@pytest.mark.slow
 @cases(200)
 @given(st.data())
 def test_tiles_of_all_ranks_cover_every_tensor(data: st.DataObject) -> None:

@@ -81,6 +81,7 @@ def convert_peaks(folder: Path, layout: object) -> list[float]:
     return peaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [None, COLUMNS_TP4], ids=["whole", "columns of tp4"])
 def test_convert_takes_its_budget_and_a_constant(tmp_path: Path, layout: object) -> None:
     small, large = convert_peaks(tmp_path, layout)
@@ -97,6 +98,7 @@ with reshard.open(source, method=method) as checkpoint:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["map", "read"])
 @pytest.mark.parametrize(("layout", "result_mib"), [(None, 288), (COLUMNS_TP4, 72)], ids=["whole", "columns of tp4"])
 def test_load_takes_its_result_and_a_constant(tmp_path: Path, layout: object, result_mib: int, method: str) -> None:

@@ -456,6 +456,7 @@ reshard.convert(source, target, names=turns if "turns" in target else names, mem
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux")
 @pytest.mark.parametrize("what", ["one tensor of all", "turns"])
 def test_convert_with_names_takes_its_budget_and_a_constant(what: str, tmp_path: Path) -> None:
@@ -535,6 +536,7 @@ reshard.convert(source, target, names=names, config=config, layout=None if "reve
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux")
 def test_rows_that_take_turns_are_converted_within_the_budget(tmp_path: Path) -> None:
     """1.2 million rows, there (cut over ranks) and back."""
@@ -563,6 +565,7 @@ def test_parts_are_counted_in_all_tensors_before_one_is_made() -> None:
     assert time.monotonic() - started < 2
 
 
+@pytest.mark.slow
 def test_copies_count_as_parts_do() -> None:
     ties = [{"to": f"{{i}}.copy{n}", "tied": "{i}.w"} for n in range(5000)]
     names = NameMap.from_mapping({"rules": [{"from": "{i}.v", "to": "{i}.w"}, *ties]})

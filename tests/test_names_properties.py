@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -186,6 +187,7 @@ def check_equal(found: dict[str, Array], expected: dict[str, Array]) -> None:
         assert found[key].tolist() == array.tolist(), key
 
 
+@pytest.mark.slow
 def test_a_renamed_checkpoint_is_what_numpy_makes_of_it() -> None:
     seen: Counter[str] = Counter()
 

@@ -164,6 +164,7 @@ def test_right_to_left_cuts_and_flattened_dims() -> None:
 
 
 # The last two are cut differently by FSDP2 over TP and by the placements that it tells: 9 rows over 2 x 4.
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (3, 2), (2, 3), (4, 2)])
 def test_fsdp_over_tensor_parallel(dp: int, tp: int) -> None:
     def work(group: TorchGroup) -> Any:

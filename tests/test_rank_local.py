@@ -138,6 +138,7 @@ def run(root: Path, kind: str, last: int, *, n_ranks: int = 2, strict: bool = Tr
 MODES: list[dict[str, Any]] = [{"async_save": False}, {}, {"overlap": True}, {"format": "checkpoint1"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode"), [*(("TP", mode) for mode in MODES), *(("FSDP2", m) for m in MODES[:3])])
 def test_plain_state_of_sharded_parameters_goes_on_bit_for_bit(kind: str, mode: dict[str, Any], tmp_path: Path) -> None:
     whole = [one["value"][1] for one in run(tmp_path, kind, 4, **mode)]

@@ -411,6 +411,7 @@ def test_what_a_rollback_brings_back_is_a_candidate_again(root: Path) -> None:
     assert continued(root) == 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [100, 300])
 def test_a_rollback_that_is_killed_leaves_the_one_or_the_other(target: int, root: Path, tmp_path: Path) -> None:
     protocol.release(root)

@@ -548,6 +548,7 @@ def is_without_gaps(mapping: dict[str, Any]) -> bool:
     return sorted(ranks) == list(range(len(ranks)))
 
 
+@pytest.mark.slow
 def test_what_ranks_save_under_any_layout_is_the_checkpoint() -> None:
     seen: Counter[str] = Counter()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import original_reader
@@ -72,6 +73,7 @@ def as_bytes(arrays: dict[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, .
     return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
 
 
+@pytest.mark.slow
 def test_the_original_rebuilds_every_tensor() -> None:
     seen: Counter[str] = Counter()
 

@@ -130,6 +130,7 @@ def test_a_rank_that_fails_while_it_writes(tmp_path: Path) -> None:
     check(tmp_path, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed(tmp_path: Path, victim: int) -> None:
     writing = Signal()

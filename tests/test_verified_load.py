@@ -157,6 +157,7 @@ def test_every_bit_of_the_tracker(tiny: Path) -> None:
     assert 10 in taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["map", "read"])
 def test_random_bits_of_the_payload(method: Any, tmp_path: Path) -> None:
     """10,000 each way, in files of several chunks: found by whatever reads the chunk."""

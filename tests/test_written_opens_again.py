@@ -125,6 +125,7 @@ def check_opens(
                     assert as_bytes({name: got[name]}) == as_bytes({name: whole[name]})
 
 
+@pytest.mark.slow
 def test_what_ranks_save_opens_again() -> None:
     saved: Counter[str] = Counter({"checkpoint1": 0, "checkpoint2": 0})
     seen: Counter[str] = Counter()
@@ -168,6 +169,7 @@ def test_what_ranks_save_opens_again() -> None:
     assert any(kind.startswith("checkpoint1 place") for kind in seen)
 
 
+@pytest.mark.slow
 def test_what_is_converted_opens_again() -> None:
     written: Counter[str] = Counter(dict.fromkeys(TARGETS, 0))
 
@@ -205,6 +207,7 @@ def test_what_is_converted_opens_again() -> None:
     assert min(written.values()) >= 8, written
 
 
+@pytest.mark.slow
 def test_a_tensor_that_the_strategy_does_not_list_is_never_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes: Counter[str] = Counter()
 

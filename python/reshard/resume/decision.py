@@ -45,7 +45,7 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
 
     Example:
         >>> from reshard.config import Config
-        >>> from reshard.formats.checkpoint2 import CommonInfo
+        >>> from reshard.formats.checkpoint2.common import CommonInfo
         >>> from reshard.resume import CandidateFacts, Facts, RunFacts
         >>> common = CommonInfo(step_num=400, global_step=400, epoch_num=1, global_batch_size=64)
         >>> candidates = (

@@ -77,7 +77,7 @@ class Replicas:
         """The replicas of a plan, and the further copies that ranks have told of.
 
         Example:
-            >>> from reshard.write.facts import Fact, RankFacts
+            >>> from reshard.write.rank_facts import Fact, RankFacts
             >>> facts = [RankFacts("host", {}, (Fact("w", "model", "F32", (2,)),))] * 2
             >>> Replicas.of({"w": [(0, 1)], "v": [(0,), (1,)]}, facts).rows
             ((('w',), ((0, 1),), False),)

@@ -136,7 +136,8 @@ def plan(
         ([200], {100: 'one of the best', 300: 'one of the newest 2', 400: 'the tracker names it'})
     """
     for name, value in (("keep", keep), ("keep_every", keep_every)):
-        if value is not None and (type(value) is not int or value < 1):
+        is_left_out = value is None and name == "keep_every"
+        if not is_left_out and (type(value) is not int or value < 1):
             raise ArgumentError(f"`{name}` is a number of iterations from 1 on, not {value!r}")
     ordered = sorted(facts, key=lambda one: one.iteration)
     counted = _counted(ordered, tracker)

@@ -365,10 +365,12 @@ def save(  # noqa: PLR0917
     }
 
     def prepare() -> Own:
-        check_given(model=model)
+        check_given(model=model, may_differ=may_differ)
         check(
             optimizer=optimizer,
             extra=extra,
+            rank_local=rank_local,
+            private=private,
             layout=layout,
             shapes=shapes,
             prefix=prefix,
