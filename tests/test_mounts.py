@@ -104,7 +104,7 @@ def test_what_the_user_says_is_shared(
 
 def in_a_namespace(folder: Path, shell: str, code: str) -> str:
     """What Python prints in a mount namespace of its own, after some mounts."""
-    python = f"{sys.executable} -c 'from reshard.formats.mounts import *; {code}'"
+    python = f"{sys.executable} -c 'from reshard.storage.mounts import *; {code}'"
     command = ["unshare", *([] if os.geteuid() == 0 else ["-Ur"]), "-m", "sh", "-ec", f"{shell}\n{python}"]
     here = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     ended = subprocess.run(command, cwd=folder, env=here, capture_output=True, text=True, check=False)

@@ -75,7 +75,7 @@ def train(root: Path, last: int, **options: Any) -> Any:
 def other_job(root: Path) -> Iterator[int]:
     """A live process that has claimed a root."""
     program = (
-        "import sys, time; from reshard.write import protocol; protocol.claim_root(sys.argv[1], durable=False); "
+        "import sys, time; from reshard.storage import protocol; protocol.claim_root(sys.argv[1], durable=False); "
         "print('claimed', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(root)], stdout=subprocess.PIPE)
@@ -391,7 +391,7 @@ def test_hints_name_arguments_that_a_checkpointer_has() -> None:
     found = set()
     for path in sorted(package.rglob("*.py")):
         name = str(path.relative_to(package))
-        if name.startswith(NOT_OF_A_CHECKPOINTER):
+        if name.startswith(NOT_OF_A_CHECKPOINTER) or name.endswith("/writer.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if (isinstance(node, ast.keyword) and node.arg == "hint") or (

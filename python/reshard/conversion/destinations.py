@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.conversion.model_files import ModelFiles, find_model_files, told_dtype
 from reshard.conversion.shares import assign, committing, missing, place, record, told
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import weight_map
@@ -20,10 +19,9 @@ from reshard.formats.full_weights import names as full_weights
 from reshard.formats.huggingface import names as huggingface
 from reshard.formats.tiled import names as tiles
 from reshard.layout import BoundLayout, ModelLayout, as_layout
-from reshard.small_files import write_file_atomically
 from reshard.storage.filling import filled_folder, is_staging
-from reshard.storage.publication import as_storage_error, made_folder, published_file, published_folder
-from reshard.write.iteration import JointProgress, RankFile, WholeTensor, describe_cut, file_order
+from reshard.storage.publication import as_storage_error, made_folder, published_folder
+from reshard.write.iteration import JointProgress, RankFile, WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -54,8 +52,6 @@ __all__ = [
     "produced",
     "set_original_modes",
     "settled_mapping",
-    "to_huggingface",
-    "to_safetensors",
     "whole_request",
     "whole_tensors",
     "write_files",
@@ -210,59 +206,6 @@ def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> 
         yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
 
 
-# -- Hugging Face and plain files
-
-
-def to_huggingface(job: Job, max_shard_bytes: int, model_files: Path | None = None) -> Written:
-    """Write whole tensors in files of a largest size, the index of more than one, and what else makes a model.
-
-    Args:
-        job: the conversion.
-        max_shard_bytes: most bytes of a file, headers not counted.
-        model_files: the folder whose files that are no weights are copied; none if it is the destination itself.
-    """
-    check_folder_free(job)
-    beside = ModelFiles()
-    if model_files is not None and model_files.resolve() != job.target.resolve():
-        beside = find_model_files(model_files)
-        beside.check_free(job.target)
-    if model_files is not None and job.options.dtype is not None:
-        warning = told_dtype(model_files, job.options.dtype)
-        beside.warnings += [] if warning is None else [warning]
-    request = whole_request(job.source, job.keys)
-    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.plan(request).arrays]
-    shards = huggingface.plan_shards(sizes, max_shard_bytes)
-    files = [
-        File(huggingface.file_name(number, len(shards)), whole_request(job.source, keys))
-        for number, keys in enumerate(shards, 1)
-    ]
-    with produced(job, job.target, files, file_sizes(job, files)) as fill:
-        if isinstance(fill, Written):
-            return fill
-        return _publish_huggingface(job, files, shards, sizes, fill, beside=beside)
-
-
-def _publish_huggingface(
-    job: Job,
-    files: list[File],
-    shards: list[list[str]],
-    sizes: list[tuple[str, int]],
-    fill: Produce,
-    *,
-    beside: ModelFiles,
-) -> Written:
-    options = job.options
-    with destination_folder(job) as folder:
-        n_bytes = n_bytes_of(fill(folder))
-        beside.copy(folder, file_mode=options.file_mode, folder_mode=options.folder_mode, durable=options.durable)
-        if len(files) > 1:
-            file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
-            total = sum(size for _, size in sizes)
-            text = huggingface.index_text(file_of, total, _core.__version__)
-            write_file_atomically(folder / huggingface.INDEX_FILE, text, options.file_mode, durable=options.durable)
-    return Written(job.target, len(files), n_bytes, warnings=beside.warnings)
-
-
 def n_bytes_of(written: Mapping[str, FileTold]) -> int:
     """Bytes of the files."""
     return sum(one.n_bytes for one in written.values())
@@ -275,44 +218,6 @@ def whole_request(source: Checkpoint, keys: list[str]) -> _core.Request:
         shape = source.shape(key)
         request.add_region(key, key, (0,) * len(shape), shape)
     return request
-
-
-def to_safetensors(job: Job, layout: LayoutLike | None) -> Written:
-    """Write one file, or one a rank with tiles.json to tell what they hold."""
-    if job.target.suffix == ".safetensors":
-        _check_file_free(job)
-        durable, parent = job.options.durable, job.target.parent
-        with (
-            made_folder(parent, mode=job.options.folder_mode, durable=durable),
-            published_file(
-                job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes
-            ) as path,
-        ):
-            files = [File(path.name, whole_request(job.source, job.keys))]
-            n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
-        return Written(job.target, 1, n_bytes)
-    check_folder_free(job)
-    bound = bind(job, layout)
-    tensors = whole_tensors(job)
-    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
-    dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
-    builder = tiles.Builder()
-    files = []
-    for rank in bound.ranks:
-        names = bound.local_names(rank, job.keys)
-        if names:
-            file = RankFile(f"rank_{rank}.safetensors", rank, file_order(names, dtype_of))
-            describe_cut(builder, bound, tensors, file, tensors)
-            files.append(as_file(bound, file))
-    with produced(job, job.target, files, file_sizes(job, files)) as fill:
-        if isinstance(fill, Written):
-            return fill
-        with destination_folder(job) as folder:
-            n_bytes = n_bytes_of(fill(folder))
-            if len(builder):
-                content = builder.build(None if layout is None else settled_mapping(job.source, layout))
-                tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
-    return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
 
 
 def whole_tensors(job: Job) -> dict[str, WholeTensor]:
@@ -431,15 +336,3 @@ def _is_left_over(entry: Path) -> bool:
     if SHARED_PREFIX not in entry.name:
         _log.warning("%s is left by a conversion that did not end: remove it if none is running", entry)
     return True
-
-
-def _check_file_free(job: Job) -> None:
-    target = job.target
-    if not (target.exists() or target.is_symlink()):
-        return
-    if not job.overwrite:
-        raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite=True` to replace it")
-    if not is_our_file(target):
-        raise DestinationExistsError(
-            f"{target} was not written by an earlier conversion", path=str(target), hint="choose another destination"
-        )

@@ -158,7 +158,7 @@ def rehearse(saver: Saver, described: Described, extra: Mapping[str, Any], step:
     Raises:
         ReshardError: as `reshard.save`.
     """
-    if saver.options["format"] == "checkpoint1" and described.reason is not None:
+    if saver.has_rank_folders and described.reason is not None:
         raise UnsupportedError(
             f"Checkpoint 1.0 cannot say how the tensors are cut: {described.reason}",
             hint='save with `format="checkpoint2"`',
@@ -212,5 +212,5 @@ def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
         raise error
     folder_mode = 0o700 if saver.options["private"] else 0o777
     protocol.claim_root(root, takeover=takeover, durable=saver.options["durable"], folder_mode=folder_mode)
-    if saver.options["format"] == "checkpoint2" and not is_below and taken.recall(root) is None:
+    if not saver.has_rank_folders and not is_below and taken.recall(root) is None:
         protocol.check_above_tracker(root, step, checkpoint2.resolve_candidates(root).tracker)

@@ -22,6 +22,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats import state
+from reshard.formats.savable import save_traits
 from reshard.formats.state import per_rank
 from reshard.group import session
 from reshard.torch import rng
@@ -229,9 +230,14 @@ class Saver:
             timeout=self.timeout,
         )
 
+    @property
+    def has_rank_folders(self) -> bool:
+        """Whether each rank saves into a folder of its own."""
+        return save_traits(self.options["format"]).rank_folders
+
     def of_format(self, described: Described, saving: Mapping[str, Any]) -> dict[str, Any]:
         """What Checkpoint 1.0 alone is told."""
-        if self.options["format"] != "checkpoint1":
+        if not self.has_rank_folders:
             return {}
         sampler = self.run.sampler
         options: dict[str, Any] = {}
@@ -259,10 +265,10 @@ class Saver:
             extra["sampler"] = run.sampler.state_dict()
         if run.per_rank:
             extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
-        of_legacy = self.options["format"] == "checkpoint1"  # there every rank keeps what all share
-        if members.rank == 0 or of_legacy:
+        by_rank = self.has_rank_folders  # there every rank keeps what all share
+        if members.rank == 0 or by_rank:
             loss, metrics = run.loss, run.metrics
-            if of_legacy and members.world_size > 1:
+            if by_rank and members.world_size > 1:
                 text, _ = state.dump([loss, metrics])
                 loss, metrics = state.load(Collective(session(members, "run"), self.timeout).share(text)[0], {})
             extra["trainer"] = described.extra

@@ -10,22 +10,20 @@ import contextlib
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from reshard import _core, dtypes, opening
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
-from reshard.conversion.destinations import SHARED_PREFIX, WRITER_KEY, Job, Options, to_huggingface, to_safetensors
+from reshard.conversion.destinations import SHARED_PREFIX, WRITER_KEY, Job, Options
 from reshard.conversion.selection import select
 from reshard.conversion.shares import Share, Shared, digest_of
+from reshard.conversion.writer import Settings
 from reshard.errors import ArgumentError, CheckpointNotFoundError
-from reshard.formats import scalars
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
-from reshard.formats.checkpoint1.writer import to_checkpoint1
-from reshard.formats.checkpoint2.writer import to_checkpoint2
-from reshard.formats.full_weights.writer import to_mindspore
+from reshard.formats.writers import WRITERS, writer_for
 from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
 from reshard.names import as_names, config_beside
@@ -35,21 +33,15 @@ from reshard.storage.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.checkpoint import LayoutLike, Part
+    from reshard.conversion.writer import Writer
     from reshard.names import ConfigLike, NamesLike
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
 Target = Literal["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors"]
-
-_METADATA = {
-    "mindspore": {"format": "ms", "remove_redundancy": "False"},
-    "checkpoint2": {"format": "ms"},
-    "checkpoint1": {"format": "ms", "remove_redundancy": "False"},
-}
-_HUGGINGFACE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ class ConvertReport:
     """
 
     path: str
-    to: Target
+    to: str
     n_tensors: int
     n_files: int
     n_bytes: int
@@ -190,19 +182,17 @@ def convert(
     with _all_ranks(group, timeout) as share_of_rank:
         share = share or share_of_rank
         source, target = Path(src), Path(dst)
-        chosen = _target(to, target, layout)
-        of_format = {"iteration": iteration, "prefix": prefix, "modes": modes}
-        _check_options(chosen, target, layout, of_format, is_private=private)
+        writer = writer_for(to, target, has_layout=layout is not None)
+        of_format = {"iteration": iteration, "prefix": prefix, "modes": modes, "model_files": model_files}
+        _check_options(writer, target, layout, of_format, is_private=private)
         _check_apart(source, target)
-        is_one_file = chosen == "safetensors" and target.suffix == ".safetensors"
+        is_one_file = writer.is_one_file(target)
         if target.name in ("", "..") or (target.is_symlink() and not is_one_file):
             # What is published by a rename needs a name of its own, on the disk where it will lie.
             target = target.resolve()
         model_folder = None if model_files is None else Path(model_files)
-        if model_folder is not None and chosen != "huggingface":
-            raise ArgumentError(f'`model_files` belongs to to="huggingface"; the destination is "{chosen}"')
         options = Options(
-            metadata=_METADATA.get(chosen, {"format": "pt"}) | {WRITER_KEY: _core.__version__},
+            metadata={**writer.metadata, WRITER_KEY: _core.__version__},
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),
             buffers=_core.Buffers(parse_size(memory)),
             threads=threads,
@@ -214,13 +204,13 @@ def convert(
         )
         max_bytes = None if max_shard_size is None else parse_size(max_shard_size)
         with _open_source(source, strategy=strategy, suffix=suffix) as whole, contextlib.ExitStack() as views:
-            part_written = part or ("model" if chosen == "huggingface" else "all")
+            part_written = part or writer.default_part
             known = None
             if names is not None:
                 known = as_names(names, config_beside(source) if config is None else config)
             elif config is not None:
                 raise ArgumentError("`config` has a meaning only with `names`")
-            apart = _apart(chosen, whole)
+            apart = writer.apart(whole)
             selection = select(whole, part_written, drop=drop, rename=rename, names=known, apart=apart)
             opened = views.enter_context(selection.source)
             job = Job(
@@ -236,7 +226,7 @@ def convert(
                 if is_one_file:
                     raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
                 asked: list[object] = [
-                    chosen,
+                    writer.name,
                     part,
                     None if strategy is None else str(Path(strategy).resolve()),
                     suffix,
@@ -255,39 +245,23 @@ def convert(
                     None if model_folder is None else str(model_folder.resolve()),
                 ]
                 asked.append(None if layout is None else as_layout(layout).to_mapping())
-                job = replace(job, shared=_shared(job, Share(*share), asked, in_root=chosen == "checkpoint2"))
-            original_modes = modes == "original"
-            if chosen == "huggingface":
-                beside = model_folder if model_folder is not None or whole.format != "huggingface" else source
-                written = to_huggingface(job, max_bytes or _HUGGINGFACE_BYTES, beside)
-            elif chosen == "mindspore":
-                written = to_mindspore(job, max_bytes, original_modes=original_modes)
-            elif chosen == "safetensors":
-                written = to_safetensors(job, layout)
-            elif chosen == "checkpoint1":
-                written = to_checkpoint1(
-                    job,
-                    layout,
-                    prefix=prefix,
-                    iteration=iteration,
-                    dedup=dedup is True,
-                    original_modes=original_modes,
-                )
-            else:
-                number = iteration if iteration is not None else (opened.iteration or 0)
-                written = to_checkpoint2(
-                    job,
-                    layout,
-                    number,
-                    prefix,
-                    dedup=dedup is not False,
-                    strict_format=strict_format,
-                    original_modes=original_modes,
-                )
+                job = replace(job, shared=_shared(job, Share(*share), asked, in_root=writer.in_root))
+            settings = Settings(
+                layout=layout,
+                iteration=iteration,
+                prefix=prefix,
+                max_bytes=max_bytes,
+                dedup=dedup,
+                strict_format=strict_format,
+                original_modes=modes == "original",
+                model_files=model_folder,
+                source=source,
+            )
+            written = writer.write(job, settings)
     return ConvertReport(
         path=str(written.path),
-        to=chosen,
-        n_tensors=len(job.keys) + (len(job.counters) if chosen in ("mindspore", "checkpoint1") else 0),
+        to=writer.name,
+        n_tensors=len(job.keys) + (len(job.counters) if writer.counts_counters else 0),
         n_files=written.n_files,
         n_bytes=written.n_bytes,
         seconds=time.monotonic() - started,
@@ -349,45 +323,24 @@ def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None
     Collective(session(members, "convert"), timeout).share(outcome)
 
 
-def _target(to: Target | None, target: Path, layout: LayoutLike | None) -> Target:
-    if to is None and layout is None:
-        return "safetensors" if target.suffix == ".safetensors" else "huggingface"
-    if to is None:
-        return "checkpoint2"
-    if to not in (known := get_args(Target)):
-        accepted = ", ".join(f'"{one}"' for one in known[:-1]) + f' or "{known[-1]}"'
-        raise ArgumentError(f"`to` is {to!r}; {accepted} are accepted")
-    return to
-
-
-def _apart(to: Target, source: Checkpoint) -> Collection[str]:
-    """The counters that are no tensors of the destination like others."""
-    if to in ("mindspore", "checkpoint1"):
-        return scalars.OF_NO_PARAMETER
-    if to == "checkpoint2" and not source.data.traits.has_metadata:
-        # They go into common.json; of the original's own tensors there, this one is a tensor.
-        return [name for name in scalars.NAMES if name != "global_step"]
-    return ()
-
-
 def _check_options(
-    to: Target, target: Path, layout: LayoutLike | None, of_format: Mapping[str, object], *, is_private: bool
+    writer: Writer, target: Path, layout: LayoutLike | None, of_format: Mapping[str, object], *, is_private: bool
 ) -> None:
-    if to in ("huggingface", "mindspore") and layout is not None:
+    if writer.is_whole and layout is not None:
         raise ArgumentError(
-            f'`to="{to}"` holds whole tensors: `layout` has no meaning there',
+            f'`to="{writer.name}"` holds whole tensors: `layout` has no meaning there',
             hint='leave `layout=` out, or choose `to="checkpoint2"`, `to="checkpoint1"` or `to="safetensors"`',
         )
-    if to == "safetensors" and layout is not None and target.suffix == ".safetensors":
+    if writer.is_one_file(target) and layout is not None:
         raise ArgumentError(
             f"{target} is one file, a layout makes one a rank",
             hint="give a folder as the destination",
             path=str(target),
         )
     for name, value in of_format.items():
-        has_it = to in ("checkpoint2", "checkpoint1") or (name == "modes" and to == "mindspore")
-        if value is not None and not has_it:
-            raise ArgumentError(f'`{name}` belongs to `to="checkpoint2"`; the destination is "{to}"')
+        if value is not None and name not in writer.options:
+            owners = " or ".join(f'`to="{one.name}"`' for one in WRITERS if name in one.options)
+            raise ArgumentError(f'`{name}` belongs to {owners}; the destination is "{writer.name}"')
     if of_format["modes"] not in (None, "original"):
         raise ArgumentError(f'`modes` is {of_format["modes"]!r}; "original" is accepted')
     if of_format["modes"] is not None and is_private:

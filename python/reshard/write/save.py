@@ -30,6 +30,7 @@ from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.savable import save_traits
 from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
@@ -364,7 +365,11 @@ def save(  # noqa: PLR0917
         **how.agreed(),
     }
 
+    own_files = False  # whether each rank has files of its own, which hold all that the rank needs
+
     def prepare() -> Own:
+        nonlocal own_files
+        own_files = save_traits(format).rank_folders
         check_given(model=model, may_differ=may_differ)
         check(
             optimizer=optimizer,
@@ -396,8 +401,8 @@ def save(  # noqa: PLR0917
         copies = Copies.of(
             arrays,
             rank_local,
-            extra=_extra(extra, members.rank, copy=not blocking, is_alone=format == "checkpoint1"),
-            is_alone=format == "checkpoint1",
+            extra=_extra(extra, members.rank, copy=not blocking, is_alone=own_files),
+            is_alone=own_files,
             ready=ready,
             threads=threads,
         )
@@ -419,7 +424,7 @@ def save(  # noqa: PLR0917
 
     # What fails on this rank alone must reach the others as a value: they are waiting.
     own = capture(prepare)
-    if format == "checkpoint1":
+    if own_files:
         if dry_run:
             checkpoint1.check_ranks(terms, how, channel, own)
             return None
@@ -551,11 +556,10 @@ def _check_options(
     keep_every: int | None,
     keep_best: tuple[str, int] | None,
 ) -> None:
-    if format not in ("checkpoint2", "checkpoint1"):
-        raise ArgumentError(f'`format` is {format!r}; "checkpoint2" and "checkpoint1" are accepted')
+    own_files = save_traits(format).rank_folders
     _check_retention(keep, keep_every, keep_best)
-    how.check(is_chosen=format == "checkpoint1", model=model)
-    if format == "checkpoint2":
+    how.check(is_chosen=own_files, model=model)
+    if not own_files:
         checkpoint2.check_prefix(how.prefix)
     elif keep_every is not None or keep_best is not None:
         raise ArgumentError("`keep_every` and `keep_best` are for Checkpoint 2.0; of 1.0 the newest `keep` are kept")

@@ -12,7 +12,7 @@ import functools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -30,7 +30,9 @@ from reshard.conversion.destinations import (
     set_original_modes,
     whole_tensors,
 )
+from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
+from reshard.formats import scalars
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER, FileName, Meta
@@ -42,20 +44,44 @@ from reshard.storage.publication import as_storage_error
 from reshard.write.iteration import file_order, plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
-    from reshard.checkpoint import LayoutLike
+    from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.destinations import Job
     from reshard.layout import BoundLayout
     from reshard.layout.strategy import Strategy
     from reshard.write.iteration import WholeTensor
 
-__all__ = ["to_checkpoint1"]
+__all__ = ["Checkpoint1Writer"]
 
 _FILE = "net.safetensors"
 
 
-def to_checkpoint1(
+class Checkpoint1Writer(Writer):
+    """A folder for each rank, with the strategy files of the layout."""
+
+    name = "checkpoint1"
+    metadata: ClassVar[Mapping[str, str]] = {"format": "ms", "remove_redundancy": "False"}
+    options = frozenset({"iteration", "prefix", "modes"})
+    counts_counters = True
+
+    def write(self, job: Job, settings: Settings) -> Written:
+        """Write the folders; by default each rank has a copy of its own."""
+        return _write(
+            job,
+            settings.layout,
+            prefix=settings.prefix,
+            iteration=settings.iteration,
+            dedup=settings.dedup is True,
+            original_modes=settings.original_modes,
+        )
+
+    def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
+        """All counters: they are in the file of every rank."""
+        return scalars.OF_NO_PARAMETER
+
+
+def _write(
     job: Job,
     layout: LayoutLike | None,
     *,

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from reshard.conversion.destinations import (
     Written,
@@ -18,8 +18,9 @@ from reshard.conversion.destinations import (
     settled_mapping,
     whole_tensors,
 )
+from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
-from reshard.formats import manifest
+from reshard.formats import manifest, scalars
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.storage import filesystem as steps
@@ -31,14 +32,14 @@ from reshard.storage.trash import TRASH_FOLDER
 from reshard.write.iteration import plan_layout, write_descriptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
-    from reshard.checkpoint import LayoutLike
+    from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.destinations import Job, Produce
     from reshard.write.iteration import IterationPlan
 
-__all__ = ["to_checkpoint2"]
+__all__ = ["Checkpoint2Writer"]
 
 # What writers leave in a root to keep apart: it is nobody's checkpoint.
 _BOOKKEEPING = {STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
@@ -46,7 +47,32 @@ _BOOKKEEPING = {STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
 _log = logging.getLogger("reshard")
 
 
-def to_checkpoint2(
+class Checkpoint2Writer(Writer):
+    """An iteration of a Checkpoint 2.0 root."""
+
+    name = "checkpoint2"
+    metadata: ClassVar[Mapping[str, str]] = {"format": "ms"}
+    options = frozenset({"iteration", "prefix", "modes"})
+    in_root = True
+
+    def write(self, job: Job, settings: Settings) -> Written:
+        """Write the iteration; by default each shard once."""
+        return _write(
+            job,
+            settings.layout,
+            settings.iteration if settings.iteration is not None else (job.source.iteration or 0),
+            settings.prefix,
+            dedup=settings.dedup is not False,
+            strict_format=settings.strict_format,
+            original_modes=settings.original_modes,
+        )
+
+    def apart(self, source: Checkpoint) -> Collection[str]:
+        """Counters of other formats: they go into common.json. `global_step` is a tensor in MindSpore's trees, too."""
+        return () if source.data.traits.has_metadata else [name for name in scalars.NAMES if name != "global_step"]
+
+
+def _write(
     job: Job,
     layout: LayoutLike | None,
     iteration: int,

@@ -5,7 +5,7 @@ What was left out of the conversion is in none of the files: the counters' holds
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from reshard import _core, dtypes
 from reshard.conversion.destinations import (
@@ -19,19 +19,41 @@ from reshard.conversion.destinations import (
     set_original_modes,
     whole_request,
 )
+from reshard.conversion.writer import Settings, Writer
+from reshard.formats import scalars
 from reshard.formats.full_weights import names as full_weights
 from reshard.small_files import write_file_atomically
 from reshard.write.iteration import file_order
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
+    from reshard.checkpoint import Checkpoint
     from reshard.conversion.destinations import Job
 
-__all__ = ["to_mindspore"]
+__all__ = ["FullWeightsWriter"]
 
 
-def to_mindspore(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Written:
+class FullWeightsWriter(Writer):
+    """Full weights in the MindSpore layout."""
+
+    name = "mindspore"
+    metadata: ClassVar[Mapping[str, str]] = {"format": "ms", "remove_redundancy": "False"}
+    is_whole = True
+    options = frozenset({"modes"})
+    counts_counters = True
+
+    def write(self, job: Job, settings: Settings) -> Written:
+        """Write the parts, the name map and the counters."""
+        return _write(job, settings.max_bytes, original_modes=settings.original_modes)
+
+    def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
+        """All counters: they have a file of their own."""
+        return scalars.OF_NO_PARAMETER
+
+
+def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Written:
     """Write whole tensors in parts of a largest size, or as many as the original makes.
 
     Raises:

@@ -1,0 +1,81 @@
+"""The interface of a format that a conversion can write. `formats.writers.WRITERS` lists the instances."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.conversion.destinations import Job, Written
+
+__all__ = ["Settings", "Writer"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a conversion was asked for, beyond its job. Each writer uses what its format has; see `reshard.convert`.
+
+    Attributes:
+        layout: the layout of the destination; None: whole tensors.
+        iteration: number of the iteration, or None.
+        prefix: first part of the file names, or None.
+        max_bytes: largest size of a file in bytes, or None.
+        dedup: whether each shard is written once; None: the default of the format.
+        strict_format: refuse what metadata.json cannot express.
+        original_modes: give files the permissions that MindSpore Transformers gives.
+        model_files: a folder whose files that are no weights are copied, or None.
+        source: the path of the source.
+    """
+
+    layout: LayoutLike | None
+    iteration: int | None
+    prefix: str | None
+    max_bytes: int | None
+    dedup: bool | None
+    strict_format: bool
+    original_modes: bool
+    model_files: Path | None
+    source: Path
+
+
+class Writer(ABC):
+    """How a format is written.
+
+    Attributes:
+        name: the name of the format in the API and on the command line.
+        metadata: entries of the `__metadata__` of its files.
+        default_part: what is written if `part` is not given.
+        is_whole: it holds whole tensors, so a layout has no meaning.
+        options: names of the arguments of `convert` that only some formats have, among those that it has.
+        counts_counters: counters are tensors of the destination and are counted as such.
+        in_root: an iteration is added to a checkpoint root, and others can be there.
+    """
+
+    name: ClassVar[str]
+    metadata: ClassVar[Mapping[str, str]] = {"format": "pt"}
+    default_part: ClassVar[Literal["all", "model"]] = "all"
+    is_whole: ClassVar[bool] = False
+    options: ClassVar[frozenset[str]] = frozenset()
+    counts_counters: ClassVar[bool] = False
+    in_root: ClassVar[bool] = False
+
+    @abstractmethod
+    def write(self, job: Job, settings: Settings) -> Written:
+        """Write the tensors of a job and publish them.
+
+        Raises:
+            ReshardError: as `reshard.convert`.
+        """
+
+    def is_one_file(self, target: Path) -> bool:  # noqa: ARG002
+        """Whether the destination is a file, not a folder."""
+        return False
+
+    def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
+        """Names of counters that are not written as tensors like others."""
+        return ()

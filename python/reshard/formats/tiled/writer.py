@@ -1,0 +1,99 @@
+"""Writing plain `.safetensors`: one file, or one for each rank and tiles.json that describes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.conversion.destinations import (
+    File,
+    Written,
+    as_file,
+    bind,
+    check_folder_free,
+    destination_folder,
+    file_sizes,
+    is_our_file,
+    n_bytes_of,
+    produced,
+    settled_mapping,
+    whole_request,
+    whole_tensors,
+    write_files,
+)
+from reshard.conversion.writer import Settings, Writer
+from reshard.errors import DestinationExistsError
+from reshard.formats.tiled import names as tiles
+from reshard.storage.publication import made_folder, published_file
+from reshard.write.iteration import RankFile, describe_cut, file_order
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.checkpoint import LayoutLike
+    from reshard.conversion.destinations import Job
+
+__all__ = ["SafetensorsWriter"]
+
+
+class SafetensorsWriter(Writer):
+    """One `.safetensors` file, or one for each rank."""
+
+    name = "safetensors"
+
+    def is_one_file(self, target: Path) -> bool:
+        """By the suffix of the destination."""
+        return target.suffix == ".safetensors"
+
+    def write(self, job: Job, settings: Settings) -> Written:
+        """Write the file, or the files and tiles.json."""
+        return _write(job, settings.layout)
+
+
+def _write(job: Job, layout: LayoutLike | None) -> Written:
+    """Write one file, or one a rank with tiles.json to tell what they hold."""
+    if job.target.suffix == ".safetensors":
+        _check_file_free(job)
+        durable, parent = job.options.durable, job.target.parent
+        with (
+            made_folder(parent, mode=job.options.folder_mode, durable=durable),
+            published_file(
+                job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes
+            ) as path,
+        ):
+            files = [File(path.name, whole_request(job.source, job.keys))]
+            n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
+        return Written(job.target, 1, n_bytes)
+    check_folder_free(job)
+    bound = bind(job, layout)
+    tensors = whole_tensors(job)
+    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
+    dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
+    builder = tiles.Builder()
+    files = []
+    for rank in bound.ranks:
+        names = bound.local_names(rank, job.keys)
+        if names:
+            file = RankFile(f"rank_{rank}.safetensors", rank, file_order(names, dtype_of))
+            describe_cut(builder, bound, tensors, file, tensors)
+            files.append(as_file(bound, file))
+    with produced(job, job.target, files, file_sizes(job, files)) as fill:
+        if isinstance(fill, Written):
+            return fill
+        with destination_folder(job) as folder:
+            n_bytes = n_bytes_of(fill(folder))
+            if len(builder):
+                content = builder.build(None if layout is None else settled_mapping(job.source, layout))
+                tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
+    return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
+
+
+def _check_file_free(job: Job) -> None:
+    target = job.target
+    if not (target.exists() or target.is_symlink()):
+        return
+    if not job.overwrite:
+        raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite=True` to replace it")
+    if not is_our_file(target):
+        raise DestinationExistsError(
+            f"{target} was not written by an earlier conversion", path=str(target), hint="choose another destination"
+        )

@@ -1,0 +1,51 @@
+"""The formats that a conversion can write.
+
+A new one is a subclass of `conversion.writer.Writer` and one entry here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.errors import ArgumentError
+from reshard.formats.checkpoint1.writer import Checkpoint1Writer
+from reshard.formats.checkpoint2.writer import Checkpoint2Writer
+from reshard.formats.full_weights.writer import FullWeightsWriter
+from reshard.formats.huggingface.writer import HuggingFaceWriter
+from reshard.formats.tiled.writer import SafetensorsWriter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.conversion.writer import Writer
+
+__all__ = ["WRITERS", "writer_for"]
+
+WRITERS: tuple[Writer, ...] = (
+    HuggingFaceWriter(),
+    FullWeightsWriter(),
+    Checkpoint2Writer(),
+    Checkpoint1Writer(),
+    SafetensorsWriter(),
+)
+
+
+def writer_for(to: str | None, target: Path, *, has_layout: bool) -> Writer:
+    """The writer of a format; without a name that of Checkpoint 2.0 for a layout, else by the suffix.
+
+    Raises:
+        ArgumentError: there is no such format.
+
+    Example:
+        >>> from pathlib import Path
+        >>> writer_for(None, Path("model.safetensors"), has_layout=False).name
+        'safetensors'
+    """
+    known = {one.name: one for one in WRITERS}
+    if to is None:
+        default = "safetensors" if target.suffix == ".safetensors" else "huggingface"
+        return known["checkpoint2" if has_layout else default]
+    if to not in known:
+        accepted = ", ".join(f'"{name}"' for name in list(known)[:-1]) + f' or "{list(known)[-1]}"'
+        raise ArgumentError(f"`to` is {to!r}; {accepted} are accepted")
+    return known[to]
