@@ -1,7 +1,7 @@
 """Roll a checkpoint root back: the next restart resumes from a given iteration.
 
 The tracker is moved to that iteration. Newer iterations are marked as tracked, so that the reading rules of
-`resume.resolve` skip them; none is deleted. The first save after the restart records them as passed over.
+`checkpoint2.candidates` skip them; none is deleted. The first save after the restart records them as passed over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The root of a tree: which of its iterations is opened.
 
-In which order they are tried is `resume.resolve`'s to say; here the facts for it are gathered, and the first that can
+In which order they are tried is `candidates` to say; here the facts for it are gathered, and the first that can
 be opened is taken. What changes meanwhile is looked at again, since a save that ends may remove what was listed before.
 """
 
