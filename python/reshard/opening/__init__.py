@@ -63,9 +63,9 @@ def open(  # noqa: A001
 
     Args:
         path: a `.safetensors` or `.ckpt` file (told apart by content), a Hugging Face folder, full weights in the
-            MindSpore layout, the root of a Checkpoint 2.0 tree (the last complete iteration is taken, see
-            `reshard.formats.checkpoint2.candidates`), or an iteration folder; the root of a Checkpoint 1.0 tree or any other folder of
-            `rank_<number>` folders, or one of these.
+            MindSpore layout, the root of a Checkpoint 2.0 tree (the newest complete iteration is opened), or an
+            iteration folder; the root of a Checkpoint 1.0 tree or any other folder of `rank_<number>` folders, or one
+            of these.
         strategy: how rank folders make up whole tensors: the MindSpore strategy file of a stage, several merged, or the
             folder that holds them. Default: the folder `strategy` beside `path` or in it; without one, tensors can only
             be read rank by rank (`Checkpoint.stored`). What describes itself needs none. A tensor that the strategy

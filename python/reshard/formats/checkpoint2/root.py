@@ -1,7 +1,7 @@
 """The root of a tree: which of its iterations is opened.
 
-In which order they are tried is `candidates` to say; here the facts for it are gathered, and the first that can
-be opened is taken. What changes meanwhile is looked at again, since a save that ends may remove what was listed before.
+`candidates` decides the order in which they are tried. This module gathers the facts for it and opens the first
+iteration that is complete. If the root changes meanwhile, it is listed again: a save that ends may remove iterations.
 """
 
 from __future__ import annotations
