@@ -771,7 +771,7 @@ def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
         except KeyError as error:
             assert made._saver is not None
             assert made._saver.run.pending is not None
-            assert made._saver.run.pending._exit_seconds == 0
+            assert made._saver.run.pending.exit_seconds == 0
             return str(error)
 
     with Job(2, work) as job:

@@ -8,15 +8,17 @@ A process that ends by `os._exit` or by a signal runs no exit function (`process
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Generic, TypeVar
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard import _core
-from reshard.arguments import check_seconds
-from reshard.errors import ArgumentError, ReshardError
+from reshard.errors import ReshardError
+from reshard.pending import Pending
 from reshard.write import process_end
 
 if TYPE_CHECKING:
@@ -29,8 +31,8 @@ _log = logging.getLogger("reshard")
 T = TypeVar("T")
 
 
-class PendingSave(Generic[T]):
-    """A save under way in the background. What `save(..., blocking=False)` returns.
+class PendingSave(Pending[T]):
+    """A save in the background, a `concurrent.futures.Future`. What `save(..., blocking=False)` returns.
 
     The end of the process waits for it, also in a worker of `multiprocessing`. A process that ends by `os._exit`, as a
     child made by `os.fork` often does, or that is killed, does not: call `result` first.
@@ -48,106 +50,60 @@ class PendingSave(Generic[T]):
     def __init__(
         self, iteration: int, work: Callable[..., T], progress: _core.Progress | None, exit_seconds: float
     ) -> None:
+        super().__init__(f"the save of iteration {iteration}", functools.partial(work, progress=self._advance))
         self.iteration = iteration
-        self._pid = os.getpid()
-        self._work = work
-        self._tell = progress
-        self._exit_seconds = exit_seconds
+        self.exit_seconds = exit_seconds
+        self.is_error_seen = False
+        self._report = progress
         self._progress = (0, 0)
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self._is_seen = False
-        self._thread = threading.Thread(target=self._run, name=f"reshard-save-{iteration}", daemon=True)
-
-    def __repr__(self) -> str:
-        state = "of another process" if self._pid != os.getpid() else "done" if self._is_done() else "pending"
-        return f"<reshard.PendingSave of iteration {self.iteration}, {state}>"
-
-    def done(self) -> bool:
-        """Whether the save has ended, well or not.
-
-        Raises:
-            ArgumentError: this process is a forked child of the one that saves.
-        """
-        self._check_process()
-        return self._is_done()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the save to end.
+        """Wait for the save to end; what a blocking save returns. Raises as `Pending.result`."""
+        self._wait(timeout)
+        self.is_error_seen = True
+        return super().result(timeout)
 
-        Args:
-            timeout: seconds; None: as long as it takes.
-
-        Returns:
-            What a blocking save returns.
-
-        Raises:
-            TimeoutError: it has not ended in time. It goes on.
-            ArgumentError: this process is a forked child of the one that saves.
-            ReshardError: the save failed: whatever a blocking one raises.
-        """
-        self._check_process()
-        if timeout is not None:
-            check_seconds("timeout", timeout)
-        self._refuse_own_thread()
-        self._thread.join(timeout)
-        if not self._is_done():
-            raise TimeoutError(f"the save of iteration {self.iteration} has not ended within {timeout:g} s")
-        self._is_seen = True
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]  # set where there is no error
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save to end; its error, or None. Raises as `Pending.exception`."""
+        self._wait(timeout)
+        self.is_error_seen = True
+        return super().exception(timeout)
 
     def let_go(self) -> None:
-        """Keep the end of the interpreter from waiting for it: unless it ends before, it is lost.
+        """Do not wait for it at the end of the process: unless it ends before, it is lost.
 
         Raises:
-            ArgumentError: this process is a forked child of the one that saves.
+            ArgumentError: this process was forked from the one that saves.
         """
         self._check_process()
-        self._exit_seconds = 0.0
+        self.exit_seconds = 0.0
 
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes of this rank that are written, and in total; (0, 0) before the first.
 
         Raises:
-            ArgumentError: this process is a forked child of the one that saves.
+            ArgumentError: this process was forked from the one that saves.
         """
         self._check_process()
         return self._progress
 
-    def _run(self) -> None:
-        try:
-            self._result = self._work(progress=self._advance)
-        except BaseException as error:  # noqa: BLE001  whatever it is, it is told where somebody waits for it
-            self._error = error
-        finally:
-            del self._work  # and with it the snapshots
+    def has_ended(self, timeout: float) -> bool:
+        """Wait for the end at most so many seconds; whether it has come. Its error stays unseen."""
+        self._refuse_own_thread()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def unseen_error(self) -> BaseException | None:
+        """The error of a save that has ended, unless somebody has seen it; it counts as seen from now on."""
+        error = None if self.is_error_seen else Future.exception(self, 0)
+        self.is_error_seen = True
+        return error
 
     def _advance(self, done_bytes: int, total_bytes: int) -> None:
         self._progress = (done_bytes, total_bytes)
-        if self._tell is not None:
-            self._tell(done_bytes, total_bytes)
-
-    def _is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def _refuse_own_thread(self) -> None:
-        if threading.current_thread() is self._thread:
-            raise ArgumentError(
-                f"the save of iteration {self.iteration} has not ended: this is called from within it, by `after`, "
-                "`ready` or `progress`",
-                hint="wait for it, or start the next save, in the thread of the training loop",
-            )
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise ArgumentError(
-                f"the save of iteration {self.iteration} belongs to process {self._pid}; this is {os.getpid()}, a "
-                "child forked from it",
-                hint="ask for it in the process that saves",
-            )
+        if self._report is not None:
+            self._report(done_bytes, total_bytes)
 
 
 _lock = threading.Lock()
@@ -172,7 +128,7 @@ def start(
         _pending = pending  # type: ignore[assignment]
     # Not at import: what a save needs to its end is registered then, and what is registered last runs first.
     process_end.call_at_end(_finish_at_exit, process_end.SAVES)
-    pending._thread.start()  # noqa: SLF001  both are this module's
+    pending.start()
     return pending
 
 
@@ -187,9 +143,7 @@ def finish_previous(timeout: float) -> None:
         previous = _pending
     if previous is None:
         return
-    previous._refuse_own_thread()  # noqa: SLF001
-    previous._thread.join(timeout)  # noqa: SLF001
-    if not previous._is_done():  # noqa: SLF001
+    if not previous.has_ended(timeout):
         raise ReshardError(
             f"the save of iteration {previous.iteration} is still under way after {timeout:g} s, and one at a time "
             "can be",
@@ -198,12 +152,12 @@ def finish_previous(timeout: float) -> None:
     with _lock:
         if _pending is previous:
             _pending = None
-    if previous._error is not None and not previous._is_seen:  # noqa: SLF001
-        previous._is_seen = True  # noqa: SLF001
-        previous._error.add_note(  # noqa: SLF001
+    error = previous.unseen_error()
+    if error is not None:
+        error.add_note(
             f"(the save of iteration {previous.iteration} failed in the background; this is told at the next save)"
         )
-        raise previous._error  # noqa: SLF001
+        raise error
 
 
 def snapshot_pool() -> _core.SnapshotPool:
@@ -220,18 +174,17 @@ def _finish_at_exit() -> None:
     global _pending
     with _lock:
         pending, _pending = _pending, None  # it is called twice in some processes
-    if pending is None or pending._pid != os.getpid():  # noqa: SLF001
+    if pending is None:
         return
     started = time.monotonic()
-    pending._thread.join(pending._exit_seconds)  # noqa: SLF001
-    if not pending._is_done():  # noqa: SLF001
+    if not pending.has_ended(pending.exit_seconds):
         _log.error(
             "the save of iteration %d had not ended %.0f s after the program: it is not published",
             pending.iteration,
             time.monotonic() - started,
         )
-    elif pending._error is not None and not pending._is_seen:  # noqa: SLF001
-        _log.error("the save of iteration %d failed in the background: %s", pending.iteration, pending._error)  # noqa: SLF001
+    elif (error := pending.unseen_error()) is not None:
+        _log.error("the save of iteration %d failed in the background: %s", pending.iteration, error)
 
 
 def _forget_after_fork() -> None:
