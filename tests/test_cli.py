@@ -461,6 +461,7 @@ def on_terminal(*args: object, both: bool = False) -> tuple[int, str, str]:
     return process.returncode, out, seen.decode()
 
 
+@pytest.mark.slow
 def test_progress_is_for_terminals(tmp_path: Path) -> None:
     source = tmp_path / "m.safetensors"
     safetensors.numpy.save_file({f"w{i}": np.zeros((1024, 1024), np.float32) for i in range(64)}, source)
@@ -477,6 +478,7 @@ def test_progress_is_for_terminals(tmp_path: Path) -> None:
     assert outcome("convert", source, tmp_path / "c")[2] == ""
 
 
+@pytest.mark.slow
 def test_progress_gives_way_to_lines() -> None:
     code, _, seen = on_terminal("demo", "--size", 100, both=True)
     assert code == 0

@@ -219,6 +219,7 @@ def test_hints_write_arguments_as_such() -> None:
             assert not only_arguments & set(re.findall("`([a-z_]+)`", text)), (place, text)
 
 
+@pytest.mark.slow
 def test_hints_on_the_command_line_name_options_that_the_command_has() -> None:
     for name, command in all_commands():
         if isinstance(command, click.Group):

@@ -160,6 +160,7 @@ def test_killed_by_a_signal_at_a_named_step(iteration: int, base: Path) -> None:
     assert number > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("abilities", "iteration"),
     [(ALL, 200), (NO_EXCHANGE, 200), (ALL, 300), (IN_PLACE, 300)],

@@ -71,6 +71,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize("fails", ["", "fails"])
 def test_background_save_of_an_ending_worker_is_published_or_reported(tmp_path: Path, method: str, fails: str) -> None:

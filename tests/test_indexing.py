@@ -52,6 +52,7 @@ def test_a_box_and_its_rest_are_what_numpy_takes(case: tuple[tuple[int, ...], An
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(cases())
 def test_a_box_is_the_smallest_one(case: tuple[tuple[int, ...], Any]) -> None:

@@ -171,6 +171,7 @@ print(before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", OPENS.values(), ids=OPENS)
 def test_a_file_of_600_000_tensors_opens_in_twice_its_header(tmp_path: Path, program: str) -> None:
     header_bytes = file_of_empty_tensors(tmp_path / "m.safetensors")

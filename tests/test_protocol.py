@@ -359,6 +359,7 @@ def test_abandoning_leaves_nothing_and_never_raises(root: Path) -> None:
 # -- errors of the system
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iteration", [100, 200], ids=["replacement", "new"])
 def test_an_error_at_any_change_is_a_failed_save_at_worst(iteration: int, root: Path) -> None:
     save(root, 100)
@@ -552,6 +553,7 @@ def claim_and_wait(root: Path, go: int, stay: int) -> str:
     return "claimed"
 
 
+@pytest.mark.slow
 def test_of_many_processes_one_wins(tmp_path: Path) -> None:
     for number in range(10):
         root = tmp_path / f"root{number}"

@@ -144,6 +144,7 @@ def test_what_never_is_a_silent_start_from_nothing(root: Path) -> None:
 # -- every bit, every file, by the whole path
 
 
+@pytest.mark.slow
 def test_random_bits_anywhere(root: Path) -> None:
     """A bit in any file of the newest iteration: it or the one before is loaded, whichever is whole."""
     rng = np.random.default_rng(3)

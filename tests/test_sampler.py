@@ -82,6 +82,7 @@ class Run:
         return states[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(4))
 def test_any_history_of_kills_and_resizes_is_the_uninterrupted_run(chunk: int) -> None:
     """250 histories each: what counts in the end is, in order, what one rank would have read."""

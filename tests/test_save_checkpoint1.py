@@ -166,6 +166,7 @@ def test_the_oracle_answers_as_the_original_did() -> None:
 # -- any layout that a strategy can say
 
 
+@pytest.mark.slow
 def test_every_rank_gets_back_what_it_held() -> None:
     seen: Counter[str] = Counter()
 

@@ -170,6 +170,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, victim: int) -> None:
     check(tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_costs_the_attempt_alone(tmp_path: Path) -> None:
     given_up = Signal()
 

@@ -257,6 +257,7 @@ def test_which_paths_are_strategies(tmp_path: Path) -> None:
         as_layout(torn)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(cuts(sizes=(2, 4)), min_size=1, max_size=3), st.integers(1, 3))
 def test_a_bound_strategy_gives_every_rank_what_the_rules_say(found: list[Any], n_stages: int) -> None:
