@@ -5,7 +5,7 @@
 //! are matched greedily, and the regular expressions are those of the `regex` crate, which does not backtrack.
 //!
 //! [`Patterns`] finds the first of many patterns that matches a key. Patterns without a wildcard are looked up. Every
-//! other glob is filed under one window of up to [`WINDOW_BYTES`] bytes of its literal text, the one that the fewest
+//! other glob is filed under one window of up to `WINDOW_BYTES` bytes of its literal text, the one that the fewest
 //! globs have. Only the globs whose window occurs in a key are compared with the key. All regular expressions are
 //! searched at once.
 //!
