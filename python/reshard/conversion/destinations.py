@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -223,7 +224,7 @@ def to_huggingface(job: Job, max_shard_bytes: int, model_files: Path | None = No
     """
     check_folder_free(job)
     beside = ModelFiles()
-    if model_files is not None and model_files.resolve() != job.target.resolve():
+    if model_files is not None and os.path.realpath(model_files) != os.path.realpath(job.target):
         beside = find_model_files(model_files)
         beside.check_free(job.target)
     if model_files is not None and job.options.dtype is not None:
