@@ -160,6 +160,17 @@ def test_what_a_killed_conversion_left_is_named_and_in_nobodys_way(
     assert sorted(path.name for path in target.iterdir()) == [left.name, "model.safetensors"]
 
 
+def test_a_loop_of_links_is_an_error_that_names_it(source: Path, tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for target, model_files in ((loop, None), (loop / "out", None), (tmp_path / "out", loop)):
+        with pytest.raises(ReshardError, match="loop"):
+            reshard.convert(source, target, model_files=model_files)
+    with pytest.raises(StorageError, match=r"cannot follow .*Too many levels of symbolic links"):
+        reshard.convert(source, loop)
+    assert sorted(path.name for path in tmp_path.iterdir() if path != source) == ["loop"]
+
+
 def test_what_appears_in_an_empty_folder_is_not_mixed_up_with_the_new(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()

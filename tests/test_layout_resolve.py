@@ -393,7 +393,6 @@ def test_rules_and_places_that_match_nothing_are_reported_once(caplog: pytest.Lo
         {"match": ["a", "b"]},
         {"match": "never.*", "cut": ["tp"]},
         {"match": "*"},
-        {"match": "a", "cut": ["tp"]},  # what it matches belongs to an earlier rule
         place=[{"match": "a", "axis": "pp", "at": 0}, {"match": "layers.{i}.nothing", "axis": "pp"}],
     )
     expected = ["rules[1], `never.*`, matches no key", "place[1], `layers.{i}.nothing`, matches no key"]

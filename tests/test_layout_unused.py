@@ -161,6 +161,17 @@ def test_nothing_is_saved_by_a_layout_that_matches_nothing(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+def test_nothing_is_written_by_a_layout_with_a_rule_behind_one_that_takes_every_key(
+    source: Path, tmp_path: Path
+) -> None:
+    layout = {"mesh": {"tp": 4}, "rules": [{"match": "*"}, {"match": "*.{q,k}_proj.weight", "cut": ["tp"]}]}
+    with pytest.raises(LayoutError, match=r"rules\[1\].*comes after rules\[0\], `\*`, which takes every key") as caught:
+        reshard.convert(source, tmp_path / "out", layout=layout)
+    assert caught.value.hint is not None
+    assert "put `*` last" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_load_warns_and_goes_on(source: Path) -> None:
     with reshard.open(source) as opened:
         bound = opened.bind(TYPO)

@@ -397,6 +397,18 @@ def foreign(reachable: Path) -> Path:
     return root
 
 
+def test_inspect_calls_what_may_not_be_read_neither_complete_nor_damaged(foreign: Path) -> None:
+    readable(foreign)
+    closed(folder_of(foreign, 15))
+    with nobody():
+        page = run("inspect", foreign)[1]
+        told = json.loads(run("inspect", foreign, "--json")[1])
+    assert "iteration_00000015  could not be read: " in page
+    assert "damaged" not in page
+    assert [one["complete"] for one in told["iterations"]] == [True, None, True]
+    assert "Permission denied" in told["iterations"][1]["reason"]
+
+
 def test_verify_calls_what_may_not_be_read_neither_whole_nor_damaged(foreign: Path) -> None:
     with nobody():
         code, out, err = run("verify", foreign, "--json")

@@ -151,6 +151,28 @@ def test_plain_state_of_sharded_parameters_goes_on_bit_for_bit(kind: str, mode: 
     assert {back[0][0][f"{slot}.0.weight"][0] for slot in ("step", "codes", "absmax", "scale")} == {"Tensor"}
 
 
+class Noting(torch.optim.AdamW):
+    """Notes of each step, beside tensors that are sharded as their parameters and tensors of this rank alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("notes", []).append(float(local_part(parameter).detach().sum()))
+            state["codes"] = local_part(parameter).detach().flatten().to(torch.int8)
+        return loss
+
+
+def test_tensors_beside_a_list_in_the_state_of_a_sharded_parameter_stay_tensors(tmp_path: Path) -> None:
+    whole = [one["value"][1] for one in run(tmp_path, "FSDP2", 4, optimizer=Noting)]
+    assert whole[0]["notes.0.weight"] != whole[1]["notes.0.weight"]
+    with reshard.open(tmp_path) as opened:
+        assert opened.shape("exp_avg.0.weight") == (10, 6)
+    back = [one["value"] for one in run(tmp_path, "FSDP2", 4, optimizer=Noting)]
+    assert [one[1] for one in back] == whole
+    assert back[0][0]["exp_avg.0.weight"][0] == "DTensor"
+
+
 def test_plain_state_of_sharded_parameters_is_refused_under_another_layout(tmp_path: Path) -> None:
     saved = run(tmp_path, "TP", 2)
     assert all("value" in one for one in saved), saved
@@ -341,7 +363,7 @@ def test_objects_and_samplers_that_differ_are_refused(tmp_path: Path) -> None:
     with Job(2, work) as job:
         for plain, of_object, of_sampler, wrapped in job.values():
             assert plain == wrapped == [True]
-            assert "the state of `ema` in `objects` differs between ranks: digest " in of_object[1]
+            assert "the state of `ema` differs between ranks: digest " in of_object[1]
             assert "`sampler` in `extra` differs between ranks: digest " in of_sampler[1]
             assert all("reshard.per_rank" in one[2] for one in (of_object, of_sampler))
 

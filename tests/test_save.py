@@ -705,6 +705,11 @@ def test_replicas_that_differ_are_refused(tmp_path: Path, options: dict[str, Any
         assert isinstance(report, reshard.SaveReport), report
 
 
+def test_one_pattern_is_not_taken_for_a_list_of_its_characters(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"`may_differ` is 'bias', expected a list of patterns, such as"):
+        reshard.save(tmp_path, 1, {"bias": np.zeros(2)}, layout=WHOLE2, may_differ="bias")
+
+
 @pytest.mark.parametrize("options", [{}, {"blocking": False}, {"format": "checkpoint1"}], ids=str)
 def test_copies_that_may_differ_are_kept_for_each_rank(tmp_path: Path, options: dict[str, Any]) -> None:
     found = in_threads(2, lambda group: save_copies(tmp_path, group, may_differ=["b*", "same"], **options))

@@ -170,6 +170,12 @@ def _texts(name: str, value: object) -> None:
         check_text(item, f"name in `{name}`")
 
 
+def _patterns(name: str, value: object) -> None:
+    if isinstance(value, str):
+        raise _wrong(name, value, 'a list of patterns, such as ["<pattern>"]')
+    _texts(name, value)
+
+
 def _text(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise _wrong(name, value, "text")
@@ -235,7 +241,8 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     ),
     "run": _own,
     "rank_local": _own,
-    **dict.fromkeys(("keys", "optimizer_keys", "drop", "may_differ"), _texts),
+    **dict.fromkeys(("keys", "optimizer_keys", "drop"), _texts),
+    "may_differ": _patterns,
     **dict.fromkeys(("model", "tensors"), _mapping),
     **dict.fromkeys(
         ("environment", "coordinate", "optimizer", "extra", "shapes", "metrics", "rename", "out"), _mapping

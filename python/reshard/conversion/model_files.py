@@ -118,7 +118,7 @@ def told_dtype(folder: Path, dtype: str) -> str | None:
 
 def _allowed(folder: Path) -> list[Path]:
     """Where links may lead."""
-    real = folder.resolve()
+    real = Path(os.path.realpath(folder))
     is_in_cache = real.parent.name == "snapshots"
     return [real, *([real.parent.parent / "blobs"] if is_in_cache else [])]
 
@@ -141,7 +141,7 @@ def _look(folder: Path, prefix: str, found: ModelFiles, allowed: list[Path]) -> 
         if why is None and len(found.files) >= _MAX_FILES:
             why = f"there are more than {_MAX_FILES} files"
         if why is None:
-            found.files[name] = path.resolve()
+            found.files[name] = Path(os.path.realpath(path))
         else:
             found.warnings.append(f"{show(str(path))} is not copied: {why}")
 

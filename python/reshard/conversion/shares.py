@@ -102,7 +102,7 @@ def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
     folder = source.path if source.path.is_dir() else source.path.parent
     files = [(file.name, file.n_bytes, (folder / file.name).stat().st_mtime_ns) for file in source.files()]
     proof = None if source.manifest is None else source.manifest.digest
-    text = json.dumps([str(source.path.resolve()), proof, files, options], sort_keys=True, default=str)
+    text = json.dumps([os.path.realpath(source.path), proof, files, options], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -84,12 +84,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Unused:
-    """A rule or a place that matches no key.
+    """A rule or a place that takes no effect: it matches no key, or comes after one that takes every key.
 
     Attributes:
         text: which one.
         hint: what to do about it.
-        match: its patterns, with a wildcard for the index.
+        match: its patterns, with a wildcard for the index, if it would matter which keys there are.
     """
 
     text: str
@@ -198,7 +198,15 @@ class _Resolver:
             texts = tuple(text for n in cutting for text in self.layout.rules[n].match)
             what = f"none of the rules that cut, such as {_texts(texts[:3])}, matches a key"
             yield Unused(what, self._hint(texts[0]), texts)
-        rest = [n for n, rule in enumerate(self.layout.rules) if n not in used and not rule.optional]
+        last = next((n for n, rule in enumerate(self.layout.rules) if "*" in rule.match), len(self.layout.rules))
+        for n, rule in enumerate(self.layout.rules):
+            if n > last and not rule.optional:
+                yield Unused(
+                    f"rules[{n}], {_texts(rule.match)}, comes after rules[{last}], `*`, which takes every key",
+                    "of the rules that match a key the first counts: put `*` last",
+                    (),
+                )
+        rest = [n for n, rule in enumerate(self.layout.rules[:last]) if n not in used and not rule.optional]
         # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
         for count, n in enumerate(Matcher([self.layout.rules[n].match for n in rest]).unused(self.own)):
             match = self.layout.rules[rest[n]].match

@@ -192,8 +192,10 @@ def record_of(lives: Iterable[Live]) -> tuple[dict[str, torch.Tensor], Record]:
             odd = [slot for slot in state if not isinstance(slot, str) or not slot or "." in slot]
             if odd:
                 raise UnsupportedError(f"the state of {show(name)} has a slot named {odd[0]!r}", key=name)
-            # Lists of tensors, whose number changes from step to step, are kept with all that belongs to them.
-            is_odd = any(isinstance(value, list | tuple | dict | set) for value in state.values())
+            # Lists of tensors, whose number changes from step to step, are kept with all that belongs to them. That
+            # works for plain parameters only: tensors beside a list in the state of a distributed one stay tensors.
+            is_plain = not hasattr(parameter, "device_mesh")
+            is_odd = is_plain and any(isinstance(value, list | tuple | dict | set) for value in state.values())
             of_tensors = {} if is_odd else {s: v for s, v in state.items() if isinstance(v, torch.Tensor)}
             rest = {slot: plain(value) for slot, value in state.items() if slot not in of_tensors}
             tensors |= {f"{slot}.{name}": value for slot, value in of_tensors.items()}

@@ -256,7 +256,7 @@ def describe(
         record = _with_local(own.record, local)
         return own.described(_Agreed(record, own.own_state(), dict(own.live.named.aliases), local=local), members)
     rows, models, optimizers, records, states, besides, digests = distinct(members, parts, timeout)
-    _check_shared(digests, "the state of {} in `objects`", "wrap it in `reshard.per_rank(...)` to keep each rank's")
+    _check_shared(digests, "the state of {}", "wrap it in `reshard.per_rank(...)` to keep each rank's")
     aliases: dict[str, str] = {}
     for value, _ in records:
         aliases |= value["aliases"]

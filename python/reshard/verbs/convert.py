@@ -7,6 +7,7 @@ destination, within the memory budget, into a staging folder that is published w
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,10 +30,10 @@ from reshard.layout import as_layout
 from reshard.names import as_names, config_beside
 from reshard.small_files import parse_size
 from reshard.storage.filling import staging_name
+from reshard.storage.publication import as_storage_error
 from reshard.storage.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.checkpoint import LayoutLike, Part
@@ -189,7 +190,7 @@ def convert(
         is_one_file = writer.is_one_file(target)
         if target.name in ("", "..") or (target.is_symlink() and not is_one_file):
             # What is published by a rename needs a name of its own, on the disk where it will lie.
-            target = target.resolve()
+            target = Path(os.path.realpath(target))
         model_folder = None if model_files is None else Path(model_files)
         options = Options(
             metadata={**writer.metadata, WRITER_KEY: _core.__version__},
@@ -228,7 +229,7 @@ def convert(
                 asked: list[object] = [
                     writer.name,
                     part,
-                    None if strategy is None else str(Path(strategy).resolve()),
+                    None if strategy is None else os.path.realpath(strategy),
                     suffix,
                     drop,
                     rename,
@@ -242,7 +243,7 @@ def convert(
                     overwrite,
                     modes,
                     private,
-                    None if model_folder is None else str(model_folder.resolve()),
+                    None if model_folder is None else os.path.realpath(model_folder),
                 ]
                 asked.append(None if layout is None else as_layout(layout).to_mapping())
                 job = replace(job, shared=_shared(job, Share(*share), asked, in_root=writer.in_root))
@@ -297,7 +298,7 @@ def _open_source(
 
 def _shared(job: Job, share: Share, asked: list[object], *, in_root: bool) -> Shared:
     digest = digest_of(
-        job.source, {"asked": asked, "n": share.count, "keys": job.keys, "to": str(job.target.resolve())}
+        job.source, {"asked": asked, "n": share.count, "keys": job.keys, "to": os.path.realpath(job.target)}
     )
     if in_root:
         return Shared(share, job.target / STAGING_FOLDER / f"{SHARED_PREFIX}{digest}")
@@ -353,7 +354,10 @@ def _check_options(
 def _check_apart(source: Path, target: Path) -> None:
     if not source.exists():
         raise CheckpointNotFoundError(f"there is nothing at {source}", path=str(source))
-    a, b = source.resolve(), target.resolve()
+    a, b = Path(os.path.realpath(source)), Path(os.path.realpath(target))
+    if b.is_symlink():  # only a loop of links leads to a link
+        with as_storage_error("follow", target):
+            target.stat()
     if a == b or a in b.parents or b in a.parents:
         # A file beside others in its folder is no container: only a destination *in* it, or around it, is meant.
         raise ArgumentError(

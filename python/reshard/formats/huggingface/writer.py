@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from reshard import _core
@@ -56,7 +57,7 @@ def _write(job: Job, max_shard_bytes: int, model_files: Path | None = None) -> W
     """
     check_folder_free(job)
     beside = ModelFiles()
-    if model_files is not None and model_files.resolve() != job.target.resolve():
+    if model_files is not None and os.path.realpath(model_files) != os.path.realpath(job.target):
         beside = find_model_files(model_files)
         beside.check_free(job.target)
     if model_files is not None and job.options.dtype is not None:
