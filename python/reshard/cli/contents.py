@@ -17,6 +17,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
 from reshard.errors import LayoutError, ReshardError
 from reshard.formats import scalars
+from reshard.formats.scrub import is_damage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +35,7 @@ _MAX_CHECKED = 10  # iterations that are opened only to say whether they are com
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration of a root; `complete` and `verified` are None where nobody looked."""
+    """An iteration of a root; `complete` and `verified` are None where it was not opened, or could not be read."""
 
     iteration: int
     folder: str
@@ -44,19 +45,19 @@ class Iteration:
     taken: bool
     complete: bool | None
     verified: bool | None  # whether a manifest proves it
-    reason: str | None = None  # why it is not complete
+    reason: str | None = None  # why it is not complete, or could not be read
     refused: str | None = None  # why it is no candidate
 
 
 @dataclass(frozen=True)
 class RankSaveState:
-    """A save in rank folders; `complete` is None where nobody looked."""
+    """A save in rank folders; `complete` is None where it was not opened, or could not be read."""
 
     name: str  # of the first rank's file
     why: str  # it stands where it does, or is never opened
     taken: bool
     complete: bool | None
-    reason: str | None = None  # why it is not complete
+    reason: str | None = None  # why it is not complete, or could not be read
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
                 with reshard.open(Path(root) / one.name) as opened:
                     verified = opened.verified
             except ReshardError as error:
-                complete, verified, reason = False, None, error.message
+                complete, verified, reason = False if is_damage(error) else None, None, error.message
         tracked, pinned = marks(Path(root) / one.name)
         found.append(
             Iteration(
@@ -206,7 +207,7 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
             try:
                 Checkpoint(open_rank_files(Path(path), save.files, taken.strategy)).close()
             except ReshardError as error:
-                complete, reason = False, error.message
+                complete, reason = False if is_damage(error) else None, error.message
         found.append(RankSaveState(save.name, save.why, is_taken, complete, reason))
     return found
 
