@@ -23,6 +23,7 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner, Result
 from tests import sealed
+from tests.unprivileged import closed, nobody, reachable, readable
 
 import reshard
 from reshard.cli import main
@@ -31,6 +32,8 @@ from reshard.cli.output import rate, shown, size
 from reshard.cli.picture import _short_names
 from reshard.layout import merge_strategies, write_strategy
 from reshard.verbs import demo as demo_module
+
+__all__ = ["reachable"]
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 CKPT2 = SAMPLES / "ckpt2" / "checkpoint"
@@ -130,6 +133,21 @@ def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None
     out = run("inspect", root).stdout
     assert re.search(r"iteration_00000010  damaged: .*metadata\.json", out)
     assert "iteration_00000005  complete, unverified (taken, tracker)" in out
+
+
+def test_inspect_does_not_call_an_unreadable_iteration_damaged(reachable: Path) -> None:
+    for iteration in (1, 2, 3):
+        reshard.save(reachable / "root", iteration, {"w": np.zeros(2)}, durable=False)
+    readable(reachable / "root")
+    closed(reachable / "root" / "iteration_00000001")
+    closed(reachable / "root" / "iteration_00000002" / "common.json")
+    with nobody():
+        page = run("inspect", reachable / "root")
+        facts = json.loads(run("inspect", reachable / "root", "--json").stdout)
+    for name in ("iteration_00000001", "iteration_00000002/common.json"):
+        assert re.search(rf"unreadable: .*{name}.*Permission denied", page.stdout), page.output
+    assert "damaged" not in page.stdout
+    assert [(one["iteration"], one["complete"]) for one in facts["iterations"]] == [(3, True), (2, None), (1, None)]
 
 
 def test_inspect_of_a_root_without_a_whole_iteration(tmp_path: Path) -> None:

@@ -369,3 +369,14 @@ def test_a_save_without_its_manifest_did_not_end(tmp_path: Path) -> None:
     (sealed.make(tmp_path, 200, previous_tracker=100) / "manifest.json").unlink()
     _, verdicts = trail(tmp_path)
     assert [one[:2] for one in verdicts] == [(200, False), (100, True)]
+
+
+def test_checkpoints_of_the_run_itself_are_named_beside_what_a_configuration_loads(work: Path) -> None:
+    config = work / "train.yaml"
+    config.write_text(f"load_checkpoint: {work / 'hf'}\noutput_dir: {work / 'output'}\n")
+    assert "Checkpointer" not in explain("--config", config)[1]
+    shutil.copytree(work / "root", work / "output" / "checkpoint")
+    code, page, _ = explain("--config", config)
+    assert code == 0
+    assert f"reshard explain {work / 'output' / 'checkpoint'}" in page
+    assert json.loads(explain("--config", config, "--json")[1])["own_root"] == str(work / "output" / "checkpoint")

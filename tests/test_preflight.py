@@ -375,6 +375,7 @@ HAVE_NOT_BUT_ALLOWED = {
     ("write/rank_facts.py", "shapes"): "a checkpointer gives all shapes",
     ("write/iteration.py", "strict_format"): "a checkpointer does not give it",
     ("storage/protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
+    ("formats/checkpoint2/writer.py", "overwrite"): "`convert` alone",
 }
 NOT_OF_A_CHECKPOINTER = ("cli", "names", "interop.py", "verbs/convert", "conversion")
 
@@ -417,3 +418,28 @@ def test_signal_handlers_are_not_kept_by_a_refused_run(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="`keep`"):
         Checkpointer(tmp_path, keep=0)
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_objects_that_differ_or_are_not_given_on_all_ranks_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Stateful:
+        def __init__(self, state: int) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[str, int]:
+            return {"state": self.state}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.state = state["state"]
+
+    def work(group: TorchGroup) -> list[str]:
+        told = []
+        for parts in ({"scheduler": Stateful(group.rank)}, {"extra": {"ema": Stateful(0)} if group.rank else {}}):
+            with pytest.raises(ReshardError) as caught:
+                resume(tmp_path, parts=parts, timeout=20)
+            told.append(str(caught.value))
+        return told
+
+    with Job(2, work) as job:
+        for scheduler, extra in job.values():
+            assert "the state of `scheduler` differs between ranks" in scheduler
+            assert "`extra['ema']` is given on rank 1 alone" in extra

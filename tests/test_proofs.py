@@ -403,7 +403,7 @@ def test_inspect_calls_what_may_not_be_read_neither_complete_nor_damaged(foreign
     with nobody():
         page = run("inspect", foreign)[1]
         told = json.loads(run("inspect", foreign, "--json")[1])
-    assert "iteration_00000015  could not be read: " in page
+    assert "iteration_00000015  unreadable: " in page
     assert "damaged" not in page
     assert [one["complete"] for one in told["iterations"]] == [True, None, True]
     assert "Permission denied" in told["iterations"][1]["reason"]

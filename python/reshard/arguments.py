@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 from reshard.errors import ArgumentError, StorageError
 from reshard.words import check_text, show
 
-__all__ = ["check", "check_given", "check_seconds", "check_shapes", "checked"]
+__all__ = ["check", "check_given", "check_seconds", "check_shapes", "check_texts", "checked"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -160,7 +160,8 @@ def _device(name: str, value: object) -> None:
         raise _wrong(name, value, 'a device, such as "cpu"')
 
 
-def _texts(name: str, value: object) -> None:
+def check_texts(name: str, value: object) -> None:
+    """Refuse what is neither a text nor a list or set of them."""
     if isinstance(value, str):
         check_text(value, f"value of `{name}`")
         return
@@ -173,7 +174,7 @@ def _texts(name: str, value: object) -> None:
 def _patterns(name: str, value: object) -> None:
     if isinstance(value, str):
         raise _wrong(name, value, 'a list of patterns, such as ["<pattern>"]')
-    _texts(name, value)
+    check_texts(name, value)
 
 
 def _text(name: str, value: object) -> None:
@@ -194,12 +195,6 @@ def _integer(name: str, value: object) -> None:
 def _integer_or_none(name: str, value: object) -> None:
     if value is not None:
         _integer(name, value)
-
-
-def _flag_or_texts(name: str, value: object) -> None:
-    if isinstance(value, bool | None):
-        return
-    _texts(name, value)
 
 
 def _function(name: str, value: object) -> None:
@@ -241,7 +236,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     ),
     "run": _own,
     "rank_local": _own,
-    **dict.fromkeys(("keys", "optimizer_keys", "drop"), _texts),
+    **dict.fromkeys(("keys", "optimizer_keys", "drop"), check_texts),
     "may_differ": _patterns,
     **dict.fromkeys(("model", "tensors"), _mapping),
     **dict.fromkeys(
@@ -258,7 +253,6 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     ),
     **dict.fromkeys(("rank", "iteration", "threads", "sink_size", "steps_per_epoch"), _integer),
     **dict.fromkeys(("keep", "keep_every"), _integer_or_none),
-    "save_trainable_params": _flag_or_texts,
     **dict.fromkeys(("progress", "ready", "after"), _function),
     **dict.fromkeys(
         (
@@ -280,6 +274,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
             "reverse",
             "rollback",
             "save_network_params",
+            "save_trainable_params",
             "strict",
             "strict_format",
             "takeover",

@@ -287,9 +287,9 @@ class Checkpoint:
         self._check_placed(*self._unplaced)
         return {key: self._index.shape(key) for key in self._keys}
 
-    def _device_layouts(self) -> Mapping[str, DeviceLayout | None]:
+    def _device_layouts(self) -> Mapping[str, DeviceLayout]:
         """For `ModelLayout.like`: what metadata.json, or the strategy of rank folders, records of each key's layout."""
-        return self.data.device_layouts(self._shapes())
+        return self.data.device_layouts(self._shapes)
 
     def _layout_mapping(self) -> Mapping[str, Any] | None:
         """For `ModelLayout.like`: the recorded layout."""
@@ -299,7 +299,7 @@ class Checkpoint:
                 path=str(self.path),
                 hint="take the layout of the checkpoint as it is stored, without a name map",
             )
-        return self.data.layout_mapping(self._shapes())
+        return self.data.layout_mapping(self._shapes)
 
     # -- reading
 

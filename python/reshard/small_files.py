@@ -37,6 +37,7 @@ __all__ = [
 
 _MAX_NAME_BYTES = 255
 _PIECE_BYTES = 1 << 16  # of a file that grows while it is read
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for suffix, base in (("B", 1000), ("iB", 1024))
@@ -60,7 +61,7 @@ def component_fault(name: str) -> str | None:
         return "it names a folder"
     if "/" in name or "\\" in name:
         return "it has a path separator in it"
-    if any(c < " " or "\x7f" <= c < "\xa0" for c in name):
+    if _CONTROL.search(name):
         return "it has a control character in it"
     try:
         n_bytes = len(name.encode())

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import reshard
 from reshard import dtypes
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Facts", "Iteration", "RankSaveState", "Row", "gather"]
 
+_PARTS: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
 _MAX_CHECKED = 10  # iterations that are opened only to say whether they are complete
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration of a root; `complete` and `verified` are None where nobody looked or could look."""
+    """An iteration of a root; `complete` and `verified` are None where it was not opened, or could not be read."""
 
     iteration: int
     folder: str
@@ -45,22 +46,22 @@ class Iteration:
     taken: bool
     complete: bool | None
     verified: bool | None  # whether a manifest proves it
-    reason: str | None = None  # why it is not complete, or could not be looked at
+    reason: str | None = None  # why it is not complete, or could not be read
     refused: str | None = None  # why it is no candidate
 
 
 @dataclass(frozen=True)
 class RankSaveState:
-    """A save in rank folders; `complete` is None where nobody looked or could look."""
+    """A save in rank folders; `complete` is None where it was not opened, or could not be read."""
 
     name: str  # of the first rank's file
     why: str  # it stands where it does, or is never opened
     taken: bool
     complete: bool | None
-    reason: str | None = None  # why it is not complete, or could not be looked at
+    reason: str | None = None  # why it is not complete, or could not be read
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """A tensor; without a place, what one rank holds of it."""
 
@@ -117,14 +118,18 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
     unplaced = checkpoint.unplaced()
     try:
         layout = reshard.ModelLayout.like(checkpoint)
-        bound = checkpoint.bind(layout)
+        # Where all tensors are whole there are no axes to name.
+        bound = None if math.prod(layout.mesh.values()) == 1 else checkpoint.bind(layout)
     except LayoutError as error:
         layout, reason = None, "no strategy tells it" if unplaced else error.message
     tiled = set(checkpoint.tiled_keys())
-    keys = [*checkpoint.keys("model"), *checkpoint.keys("optimizer")]
+    shared: dict[object, Any] = {}  # most tensors have a shape that others have, too
     rows = [
-        _unplaced_row(key, *unplaced[key]) if key in unplaced else _row(key, checkpoint[key], bound, tiled=key in tiled)
-        for key in keys
+        _unplaced_row(key, *unplaced[key])
+        if key in unplaced
+        else _row(key, checkpoint[key], bound, shared, tiled=key in tiled)
+        for part in _PARTS
+        for key in checkpoint.keys(part)
     ]
     order = iterations(path)
     found = None if order is None else _iterations(path, order, checkpoint, everything=everything)
@@ -165,7 +170,7 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
                 with reshard.open(Path(root) / one.name) as opened:
                     verified = opened.verified
             except ReshardError as error:
-                complete, verified, reason = (False if is_damage(error) else None), None, error.message
+                complete, verified, reason = False if is_damage(error) else None, None, error.message
         tracked, pinned = marks(Path(root) / one.name)
         found.append(
             Iteration(
@@ -207,7 +212,7 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
             try:
                 Checkpoint(open_rank_files(Path(path), save.files, taken.strategy)).close()
             except ReshardError as error:
-                complete, reason = (False if is_damage(error) else None), error.message
+                complete, reason = False if is_damage(error) else None, error.message
         found.append(RankSaveState(save.name, save.why, is_taken, complete, reason))
     return found
 
@@ -220,18 +225,20 @@ def _unplaced_row(key: str, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> 
     return Row(key, part, dtype, shape, "unknown", 1, (1, 1), n_bytes, n_bytes, tiled=False, placed=False)
 
 
-def _row(key: str, info: TensorInfo, bound: BoundLayout | None, *, tiled: bool) -> Row:
+def _row(key: str, info: TensorInfo, bound: BoundLayout | None, shared: dict[object, Any], *, tiled: bool) -> Row:
+    """What is told of a tensor. Equal values of many rows are one object, by `shared`."""
     held = [len(shard.files) for shard in info.shards] or [0]
     n_elements = math.prod(info.shape)
     stored = sum(math.prod(shard.shape) * len(shard.files) for shard in info.shards)
+    cut, replicas = _cut(key, info, bound), (min(held), max(held))
     return Row(
         key=key,
         part=info.part,
-        dtype=info.dtype,
-        shape=info.shape,
-        cut=_cut(key, info, bound),
+        dtype=shared.setdefault(info.dtype, info.dtype),
+        shape=shared.setdefault(info.shape, info.shape),
+        cut=shared.setdefault(cut, cut),
         n_shards=len(info.shards),
-        replicas=(min(held), max(held)),
+        replicas=shared.setdefault(replicas, replicas),
         n_bytes=info.n_bytes,
         stored_bytes=info.n_bytes * stored // n_elements if n_elements else 0,
         tiled=tiled,

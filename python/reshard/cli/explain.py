@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -65,7 +67,9 @@ def explain(
 ) -> None:
     """Tell which checkpoint a run would resume from, why newer ones are passed over, and where it would go on.
 
-    ROOT is a checkpoint root or an iteration folder; without it, what the configuration loads. Of a Checkpoint 1.0 tree
+    ROOT is a checkpoint root or an iteration folder; without it, what the configuration loads. If the root that the
+    configuration saves into holds checkpoints from which `Checkpointer.from_config` would go on instead, the page says
+    so. Of a Checkpoint 1.0 tree
     the page also shows what each rank's folder offers. Nothing is changed.
 
     Contents are not read: sizes, headers and descriptions are checked, as the run does before it loads. While it loads,
@@ -84,6 +88,7 @@ def explain(
     from reshard.config import Config
     from reshard.resume import RunFacts
     from reshard.verbs.explain import explain as look
+    from reshard.verbs.start import start_of
 
     if root is None and config_file is None:
         raise click.UsageError("give ROOT, --config, or both")
@@ -96,8 +101,11 @@ def explain(
         steps_per_epoch=dataset_steps,
         dataset_changed=new_data or None,
     )
+    own_root: str | None = None
     with collected_warnings(), progress_bar() as progress:  # what opening logs is told by the verdicts
         answer = look(config, run, compatible=compatible, verify=verify, progress=progress)
+        if root is None and config.save_path and start_of(config, Path(config.save_path), run)[0]:
+            own_root = config.save_path
     facts, decision = answer.facts, answer.decision
     if decision is None:
         assert answer.error is not None
@@ -111,9 +119,13 @@ def explain(
             "contents": answer.contents,
             "contents_read": answer.contents != "not read",
         }
-        echo_json({"outcome": _outcome(decision), **_json(decision), **proof, **ranks})
+        echo_json({"outcome": _outcome(decision), **_json(decision), **proof, "own_root": own_root, **ranks})
     else:
         _print(config, facts, decision, answer, counts_sinks=config_file is not None and config.sink_mode)
+        if own_root is not None:
+            echo(f"\n{shown(own_root)} holds checkpoints that the run itself has saved:")
+            echo("`Checkpointer.from_config` goes on from those, `reshard.load` does not.")
+            echo(f"reshard explain {shlex.quote(shown(own_root))} tells which one it takes.")
     if decision.fresh:
         if facts.path and not as_json:
             hint_near(facts.path)

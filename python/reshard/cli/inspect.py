@@ -50,8 +50,8 @@ _MAX_ROWS = 60  # lines of the summary
 _MAX_ITERATIONS = 20  # that are listed
 _MAX_SAVES = 10
 _MAX_LEFTOVERS = 10
-_UNKNOWN = ("not checked", "could not be read")  # without a reason, with one
 _MIN_KEY = 36  # columns for the keys of a table; with less they get lines of their own
+_STATES = {True: "complete", False: "damaged", None: "not checked"}
 _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 
 
@@ -270,7 +270,9 @@ def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everythi
     listed = iterations if everything else iterations[:_MAX_ITERATIONS]
     lines = []
     for one in listed:
-        state = {True: "complete", False: "damaged", None: _UNKNOWN[one.reason is not None]}[one.complete]
+        state = _STATES[one.complete]
+        if one.complete is None and one.reason is not None:
+            state = "unreadable"
         if one.complete and not one.verified:
             state = "complete, unverified"
         marks = [
@@ -306,7 +308,9 @@ def _print_rank_saves(facts: Facts, saves: Sequence[RankSaveState], *, everythin
     echo(f"root: {shown(facts.path)}")
     lines = []
     for one in saves if everything else saves[:_MAX_ITERATIONS]:
-        state = {True: "complete, unverified", False: "damaged", None: _UNKNOWN[one.reason is not None]}[one.complete]
+        state = "complete, unverified" if one.complete else _STATES[one.complete]
+        if one.complete is None and one.reason is not None:
+            state = "unreadable"
         told = f"{state} (taken)" if one.taken else state
         lines.append((shown(one.name), f"{told}: {shown(one.reason or one.why)}"))
     if len(lines) < len(saves):

@@ -17,7 +17,7 @@ from reshard.formats import scalars
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard import _core
     from reshard.formats.checkpoint2.common import CommonInfo
@@ -25,11 +25,22 @@ if TYPE_CHECKING:
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
 
-__all__ = ["CheckpointData", "Format", "Match", "OpenOptions", "PartName", "StrategyLike", "Traits", "Unplaced"]
+__all__ = [
+    "CheckpointData",
+    "Format",
+    "Match",
+    "OpenOptions",
+    "PartName",
+    "Shapes",
+    "StrategyLike",
+    "Traits",
+    "Unplaced",
+]
 
 StrategyLike: TypeAlias = "Strategy | str | os.PathLike[str]"
 
 PartName = Literal["model", "optimizer"]
+Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
 Unplaced = tuple[str, tuple[tuple[int, ...], ...]]
 """dtype and the distinct local shapes of a tensor whose parts have no known position."""
 
@@ -181,11 +192,12 @@ class CheckpointData:
         """Tensors that only `tiles.json` describes."""
         return ()
 
-    def device_layouts(self, shapes: dict[str, tuple[int, ...]]) -> Mapping[str, DeviceLayout | None]:
-        """The recorded device layout of each tensor, or None where there is none."""
-        return {key: self.index.metadata_layout(key) for key in shapes}
+    def device_layouts(self, shapes: Callable[[], Shapes]) -> Mapping[str, DeviceLayout]:  # noqa: ARG002
+        """The recorded device layout of each tensor that has one; `shapes()` gives the shapes of all."""
+        keys = map(self.index.key, range(len(self.index)))
+        return {key: layout for key in keys if (layout := self.index.metadata_layout(key)) is not None}
 
-    def layout_mapping(self, shapes: dict[str, tuple[int, ...]]) -> Mapping[str, Any] | None:  # noqa: ARG002
+    def layout_mapping(self, shapes: Callable[[], Shapes]) -> Mapping[str, Any] | None:  # noqa: ARG002
         """The recorded layout of the whole checkpoint, or None."""
         return None
 

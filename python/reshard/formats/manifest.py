@@ -304,8 +304,12 @@ def _body(manifest: Manifest) -> bytes:
     return ("{" + ",\n".join(lines)).encode()
 
 
+# Made once: `json.dumps` with options makes one for each call, and there is a call for every file.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 def _parse(content: object) -> Manifest:

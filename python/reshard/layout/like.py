@@ -51,7 +51,7 @@ class CheckpointLike(Protocol):
 
     def __getitem__(self, key: str, /) -> _Shaped: ...
 
-    def _device_layouts(self) -> Mapping[str, DeviceLayout | None]:
+    def _device_layouts(self) -> Mapping[str, DeviceLayout]:
         """The device layout of each key that has one."""
 
     def _layout_mapping(self) -> Mapping[str, object] | None:
@@ -67,11 +67,11 @@ def mapping_like(checkpoint: CheckpointLike) -> Mapping[str, object] | None:
     stored = checkpoint._layout_mapping()  # noqa: SLF001  private between two rooms of one house
     if stored is not None:
         return stored
-    tensors = {key: tuple(checkpoint[key].shape) for key in checkpoint.keys()}  # noqa: SIM118  not a mapping
     layouts = checkpoint._device_layouts()  # noqa: SLF001
-    known = {key: layout for key in tensors if (layout := layouts.get(key)) is not None}
-    if not known:
+    if not layouts:
         return None
+    tensors = {key: tuple(checkpoint[key].shape) for key in checkpoint.keys()}  # noqa: SIM118  not a mapping
+    known = {key: layouts[key] for key in tensors if key in layouts}
     return _Writer(_Stored.of(tensors, known), set(checkpoint.keys("optimizer"))).mapping()
 
 

@@ -41,7 +41,7 @@ from reshard.torch.emergency import LAST_WORDS_S, Rendezvous, Signals, board_of
 from reshard.torch.health import LossHealth
 from reshard.torch.leaving import leave, save_after, save_and_leave
 from reshard.torch.loading import read_for
-from reshard.torch.preflight import check_has_content, check_state, claim, own_config, rehearse, start_of
+from reshard.torch.preflight import check_has_content, check_state, claim, rehearse
 from reshard.torch.resuming import (
     How,
     check_restored,
@@ -52,11 +52,12 @@ from reshard.torch.resuming import (
     restore_sampler,
     restore_tensors,
 )
-from reshard.torch.run import Run, interval, number_of
+from reshard.torch.run import Run, interval, number_of, object_name
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.saving import Saver
 from reshard.torch.state import describe
 from reshard.verbs.load import load_with, pass_over
+from reshard.verbs.start import own_config, start_of
 from reshard.words import show
 from reshard.write.save import check_save_options
 
@@ -446,6 +447,8 @@ class Checkpointer:
             decision = replace(decision, reasons=(reason, *decision.reasons))
         if found is None:
             self._together(lambda: check_has_content(described, str(self._root)))
+            # What is restored is the same on all ranks; what is new is compared as the first save compares it.
+            told += self._expected_to_work(lambda: self._describe(run, optimizer, compare=True))
         else:
             saved = {} if is_weights_alone else found.extra
 
@@ -491,9 +494,16 @@ class Checkpointer:
             if obstacle is not None and not (self._takeover and isinstance(obstacle, ClaimedError)):
                 raise obstacle
 
-        try:
+        def check_all() -> None:
             self._together(check_own)
             rehearse(saver, described, extra, self._every_steps or 1)
+
+        return self._expected_to_work(check_all)
+
+    def _expected_to_work(self, work: Callable[[], object]) -> list[str]:
+        """Do what a save would do: if that fails, it is an error where saves are due, and else a warning."""
+        try:
+            work()
         except GroupError:
             raise
         except ReshardError as error:
@@ -502,7 +512,7 @@ class Checkpointer:
             return [f"a save would fail: {error.message}"]
         return []
 
-    def _describe(self, run: Run, optimizer: object) -> Described:
+    def _describe(self, run: Run, optimizer: object, *, compare: bool = False) -> Described:
         return describe(
             run.model,
             optimizer,
@@ -510,7 +520,8 @@ class Checkpointer:
             mesh=self._mesh,
             group=self._group,
             timeout=self._timeout,
-            compare=False,
+            compare=compare,
+            object_name=object_name,
         )
 
     def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
@@ -578,7 +589,9 @@ class Checkpointer:
         if self._board is not None:
             run.rendezvous = Rendezvous(self._group, self._board, word, self._drift)
         run.last = run.saved = decision.initial_step
-        run.above = decision.iteration if decision.iteration is not None and self._saves_where_it_loads(decision) else 0
+        if decision.iteration is not None and self._saves_where_it_loads(decision):
+            # Only steps that were scaled begin below the checkpoint. A loop that starts over by mistake must not.
+            run.above = decision.iteration if decision.initial_step < decision.iteration else 0
         if is_back:
             pass_over(self._root, -1 if decision.fresh else decision.initial_step)
         if self._has_interval or self._takeover:

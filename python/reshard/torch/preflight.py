@@ -1,25 +1,21 @@
-"""What is found out before the first step: what a run starts from, and whether its saves can succeed.
+"""What is found out before the first step: whether the saves of a run can succeed.
 
-A run that cannot save, or that would start from the wrong checkpoint, should end when it resumes and not hours later.
+A run that cannot save should end when it resumes and not hours later.
 Nothing here changes what is live, and nothing but `claim` changes the checkpoint root.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reshard import dtypes
-from reshard.config import split_iteration
-from reshard.errors import ArgumentError, ClaimedError, ReshardError, UnsupportedError
+from reshard.errors import ArgumentError, ClaimedError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.state import dump
-from reshard.opening.gather import gather
-from reshard.resume import decide
 from reshard.storage import protocol
+from reshard.torch.run import object_name
 from reshard.words import listed, show
 from reshard.write import pending_rollback as taken
 from reshard.write.save import save
@@ -27,79 +23,10 @@ from reshard.write.save import save
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.config import Config
-    from reshard.resume import RunFacts
     from reshard.torch.saving import Saver
     from reshard.torch.state import Described
 
-__all__ = ["check_has_content", "check_state", "claim", "own_config", "rehearse", "start_of"]
-
-
-def own_config(config: Config, root: Path) -> Config:
-    """What to load to go on from the newest checkpoint that the run itself has saved.
-
-    Example:
-        >>> from reshard.config import Config
-        >>> own_config(Config(load_path="pretrained"), Path("tuning")).load_path
-        'tuning'
-    """
-    return replace(
-        config, load_path=str(root), resume=True, resume_file=None, load_format=None, strategy=None, model_path=None
-    )
-
-
-def start_of(config: Config, root: Path, facts: RunFacts) -> tuple[bool, str | None]:
-    """What a run starts from that saves into `root`: its own newest checkpoint, if there is one, else what is given.
-
-    A configuration names what the first start loads, such as pretrained weights. The same configuration is used for
-    the restart after a crash, when the run has checkpoints of its own, and the root would refuse a second start at a
-    lower step. One rank calls this, and tells the others.
-
-    Args:
-        config: what is to be loaded.
-        root: where the run saves.
-        facts: the run.
-
-    Returns:
-        Whether it starts from its own checkpoint (see `own_config`), and why; None where there is no choice.
-
-    Raises:
-        StorageError: something cannot be looked at.
-
-    Example:
-        >>> import numpy as np, reshard
-        >>> from reshard.config import Config
-        >>> from reshard.resume import RunFacts
-        >>> weights = Config(load_path="pretrained")
-        >>> start_of(weights, Path("tuning"), RunFacts())
-        (False, 'tuning holds no checkpoint: the run starts from pretrained')
-        >>> _ = reshard.save("tuning", 200, {"w": np.zeros(1)})
-        >>> start_of(weights, Path("tuning"), RunFacts())
-        (True, 'the run goes on from its own newest checkpoint, in tuning; pretrained is not loaded again')
-    """
-    folder, iteration = split_iteration(config.load_path)
-    given = config.load_path or config.model_path or ""
-    is_same = bool(folder) and Path(folder).resolve() == root.resolve()
-    if is_same and (config.resume or iteration is not None):
-        return False, None
-    own = own_config(config, root)
-    if gather(own, facts).kind not in ("root", "rank_folders"):
-        return False, f"{root} holds no checkpoint: the run starts from {given}" if given and not is_same else None
-    if config.resume:
-        own_step, given_step = _step_of(own, facts), _step_of(config, facts)
-        if own_step is not None and given_step is not None and own_step <= given_step:
-            return False, f"{given} is at step {given_step}, and {root} not beyond that"
-    not_again = f"; {given} is not loaded again" if given and not is_same else ""
-    return True, f"the run goes on from its own newest checkpoint, in {root}{not_again}"
-
-
-def _step_of(config: Config, facts: RunFacts) -> int | None:
-    """The step that a configuration resumes from; None: from nothing, or it fails."""
-    try:
-        decision = decide(config, gather(config, facts))
-    except (ReshardError, OSError):
-        return None
-    return None if decision.fresh else decision.initial_step
+__all__ = ["check_has_content", "check_state", "claim", "rehearse"]
 
 
 def check_has_content(described: Described, root: str) -> None:
@@ -127,9 +54,9 @@ def check_state(saver: Saver, described: Described) -> dict[str, Any]:
     """
     run = saver.run
     for name, value in described.extra.get("objects", {}).items():
-        _check_one(value, "scheduler" if name == "scheduler" and run.has_scheduler else f"extra[{name!r}]")
+        _check_one(value, object_name(name))
     for name, one in run.per_rank.items():
-        _check_one(one.state_dict(), f"extra[{name!r}]")
+        _check_one(one.state_dict(), object_name(name))
     if run.sampler is not None:
         _check_one(run.sampler.state_dict(), "sampler")
     extra = saver.beside_tensors(described, run.last, interrupted=False)

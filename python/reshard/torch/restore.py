@@ -55,6 +55,7 @@ def apply(
     cast: bool = False,
     init: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None,
     device: torch.device | str | None = None,
+    object_name: Callable[[str], str] = "objects.{}".format,
 ) -> Report:
     """Put what was loaded into the live objects that were described.
 
@@ -73,6 +74,7 @@ def apply(
             no content, being on the device `meta`: it fills the buffer, or returns another one.
         device: where tensors get their content that are on the device `meta`; None: the default device, of a DTensor
             that of its mesh.
+        object_name: what an object with state is called in the report and in errors.
 
     Returns:
         What did not fit together, if `strict` is False.
@@ -95,7 +97,7 @@ def apply(
     parts = {name: _part(extra or {}, name) for name in ("aliases", "modules", "objects", "optimizer")}
     parts["aliases"] = {name: str(key) for name, key in parts["aliases"].items()}
     own = _RankLocal.of(described, rank_local)
-    restore = _Restore(described, {**loaded, **own.copies(loaded)}, parts, own, cast=cast)
+    restore = _Restore(described, {**loaded, **own.copies(loaded)}, parts, own, cast=cast, object_name=object_name)
     restore.match_model()
     restore.match_transient(has_init=init is not None)
     restore.match_optimizers()
@@ -192,6 +194,7 @@ class _Restore:
     extra: Mapping[str, Mapping[str, Any]]
     own: _RankLocal
     cast: bool
+    object_name: Callable[[str], str]
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
@@ -315,8 +318,8 @@ class _Restore:
             if name in objects:
                 self.calls.append((one.load_state_dict, objects[name]))
             else:
-                self.missing.append(f"objects.{name}")
-        self.unexpected += [f"objects.{name}" for name in objects if name not in live.objects]
+                self.missing.append(self.object_name(name))
+        self.unexpected += [self.object_name(name) for name in objects if name not in live.objects]
         if self.record is not None:
             names = {name for group in self.record.groups for name in group["params"]}
             for one_live in live.lives:

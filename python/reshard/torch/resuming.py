@@ -13,6 +13,7 @@ from reshard.errors import MismatchError
 from reshard.resume import View
 from reshard.torch import rng
 from reshard.torch.restore import apply
+from reshard.torch.run import object_name
 from reshard.torch.sampler import ElasticSampler
 from reshard.words import listed, show
 
@@ -81,6 +82,7 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
         cast=how.cast,
         init=how.init,
         device=how.device,
+        object_name=object_name,
     )
     told = []
     if report.missing:
@@ -111,8 +113,8 @@ def restore_objects(run: Run, found: Read, saved: Mapping[str, Any], world_size:
             why = "the checkpoint does not have it"
             if not is_same:
                 why = f"{found.world_size} ranks saved it, and {world_size} load it"
-            told.append(f"{show(name)} is kept for each rank, and {why}")
-    told += [f"the run has no place for {show(str(name))}" for name in kept if name not in run.per_rank]
+            told.append(f"{show(object_name(name))} is kept for each rank, and {why}")
+    told += [f"the run has no place for {show(object_name(str(name)))}" for name in kept if name not in run.per_rank]
     if told and how.strict:
         raise MismatchError("; ".join(told), hint="`strict=False` goes on without")
     return told

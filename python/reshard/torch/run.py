@@ -57,8 +57,9 @@ class Run:
             self.objects["scheduler"] = scheduler
         for name, one in {**self.objects, **self.per_rank, **({} if sampler is None else {"sampler": sampler})}.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
+                given = "sampler" if one is sampler else object_name(name)
                 raise ArgumentError(
-                    f"`{name}` is a {type(one).__name__} without `state_dict` and `load_state_dict`",
+                    f"`{given}` is of type {type(one).__name__}, without `state_dict` and `load_state_dict`",
                     hint="put plain values into an object that has both",
                 )
         self.last = self.saved = 0
@@ -98,6 +99,16 @@ class Run:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def object_name(name: str) -> str:
+    """How an object with state was given to `resume`.
+
+    Example:
+        >>> object_name("scheduler"), object_name("ema")
+        ('scheduler', "extra['ema']")
+    """
+    return name if name == "scheduler" else f"extra[{name!r}]"
 
 
 def interval(save_every: int | str | None) -> tuple[int | None, float | None]:

@@ -26,6 +26,7 @@ from reshard.formats.savable import save_traits
 from reshard.formats.state import per_rank
 from reshard.group import session
 from reshard.torch import rng
+from reshard.torch.run import object_name
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging
 from reshard.torch.state import describe
@@ -113,6 +114,7 @@ class Saver:
             mesh=self.mesh,
             group=self.group,
             timeout=self.timeout,
+            object_name=object_name,
         )
         extra = self.beside_tensors(described, step, interrupted=interrupted)
         staged = self._staged(described, blocking=blocking)

@@ -31,7 +31,7 @@ from reshard.write.arrays import Shard
 from reshard.write.replicas import RankLocal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -210,6 +210,7 @@ def describe(
     group: object = None,
     timeout: float = 600.0,
     compare: bool = True,
+    object_name: Callable[[str], str] = "objects.{}".format,
 ) -> Described:
     """Look at what this rank holds of a model and its optimizer, and agree with the other ranks how it fits together.
 
@@ -228,6 +229,7 @@ def describe(
             None: torch's default group if there is one, else this process alone.
         timeout: seconds that ranks wait for each other.
         compare: refuse state that ranks share and that differs. False where it is about to be replaced.
+        object_name: what an object is called in errors.
 
     Raises:
         ArgumentError: objects without state, an optimizer that is not of this model, a group that is not the mesh's.
@@ -256,7 +258,8 @@ def describe(
         record = _with_local(own.record, local)
         return own.described(_Agreed(record, own.own_state(), dict(own.live.named.aliases), local=local), members)
     rows, models, optimizers, records, states, besides, digests = distinct(members, parts, timeout)
-    _check_shared(digests, "the state of {}", "wrap it in `reshard.per_rank(...)` to keep each rank's")
+    if compare:
+        _check_objects(digests, object_name, members.world_size)
     aliases: dict[str, str] = {}
     for value, _ in records:
         aliases |= value["aliases"]
@@ -521,7 +524,20 @@ def _with_local(record: Record, local: frozenset[str]) -> Record:
 # ----------------------------------------------------------------------------------------------------------- exchange
 
 
-def _check_shared(known: Known, what: str, hint: str) -> None:
+def _check_objects(known: Known, object_name: Callable[[str], str], world_size: int) -> None:
+    """Refuse objects that not all ranks give, or whose state differs, given `{name: digest}` of the ranks."""
+    hint = "wrap it in `reshard.per_rank(...)` to keep each rank's"
+    for name in sorted({name for value, _ in known for name in value}):
+        held = sorted(rank for value, ranks in known if name in value for rank in ranks)
+        if len(held) < world_size:
+            message = (
+                f"{show(object_name(name))} is given on {ranks_named(held)} alone, and not on all {world_size} ranks"
+            )
+            raise MismatchError(message, key=name, hint=hint)
+    _check_shared(known, lambda name: f"the state of {show(object_name(name))}", hint)
+
+
+def _check_shared(known: Known, what: Callable[[str], str], hint: str) -> None:
     """Refuse values that ranks share and that differ, given `{name: digest}` of the ranks."""
     ranks_of: dict[str, dict[str, list[int]]] = {}
     for value, ranks in known:
@@ -530,7 +546,7 @@ def _check_shared(known: Known, what: str, hint: str) -> None:
     for name, of_name in ranks_of.items():
         if len(of_name) > 1:
             told = "; ".join(f"digest {one} on {ranks_named(ranks)}" for one, ranks in of_name.items())
-            raise MismatchError(f"{what.format(show(name))} differs between ranks: {told}", key=name, hint=hint)
+            raise MismatchError(f"{what(name)} differs between ranks: {told}", key=name, hint=hint)
 
 
 def _differing(known: Known, sharded: set[str] | None) -> dict[str, list[str]]:
@@ -546,7 +562,7 @@ def _differing(known: Known, sharded: set[str] | None) -> dict[str, list[str]]:
             for value, ranks in known
         ]
         hint = "ranks that hold the same parameter must make the same steps"
-        _check_shared(whole, "the state of {} in the optimizer", hint)
+        _check_shared(whole, lambda name: f"the state of {show(name)} in the optimizer", hint)
     found: dict[str, list[str]] = {}
     for kind in ("parameters", "modules"):
         names = sorted({name for value, _ in known for name in value[kind]})

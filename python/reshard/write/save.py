@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from reshard import _core
-from reshard.arguments import check, check_given
+from reshard.arguments import check, check_given, check_texts
 from reshard.collective import Collective, capture
 from reshard.errors import ArgumentError
 from reshard.formats import state
@@ -329,8 +329,11 @@ def save(  # noqa: PLR0917
         save_network_params=save_network_params,
         only_save_strategy=only_save_strategy,
         timeout=timeout,
+        dry_run=dry_run,
     )
-    check(rank=rank, save_trainable_params=save_trainable_params)
+    check(rank=rank)
+    if save_trainable_params is not None:
+        check_texts("save_trainable_params", save_trainable_params)  # a flag elsewhere
     members = resolve(group, rank)
     channel = session(members, f"save {iteration}"[:200])
     terms = Terms(

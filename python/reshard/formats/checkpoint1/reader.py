@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileError, MismatchError, StorageError
 from reshard.formats import manifest as manifests
-from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.base import CheckpointData, Format, Match, Shapes, Traits
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.candidates import RankFolder, name_of_rank, order_saves
@@ -37,7 +37,7 @@ from reshard.small_files import show
 from reshard.words import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import OpenOptions, StrategyLike, Unplaced
@@ -153,15 +153,16 @@ class RankFoldersData(CheckpointData):
         alone = next(iter(paths.values())) if len(paths) == 1 else None  # the folder of one rank, opened by itself
         return checkpoint1_state.read(paths.get(rank, alone), paths.get(0))
 
-    def device_layouts(self, shapes: dict[str, tuple[int, ...]]) -> Mapping[str, DeviceLayout | None]:
+    def device_layouts(self, shapes: Callable[[], Shapes]) -> Mapping[str, DeviceLayout]:
         """As the strategy records them."""
         if self.known_strategy is None:
             return super().device_layouts(shapes)
-        return device_layouts(self.known_strategy, shapes, self.followed)
+        known = device_layouts(self.known_strategy, shapes(), self.followed)
+        return {key: layout for key, layout in known.items() if layout is not None}
 
-    def layout_mapping(self, shapes: dict[str, tuple[int, ...]]) -> Mapping[str, Any] | None:
+    def layout_mapping(self, shapes: Callable[[], Shapes]) -> Mapping[str, Any] | None:
         """As the strategy records it."""
-        return None if self.known_strategy is None else named_mapping(self.known_strategy, shapes, self.followed)
+        return None if self.known_strategy is None else named_mapping(self.known_strategy, shapes(), self.followed)
 
     def view(self, index: _core.Index, lock: int | None) -> Self:
         """Without the strategy, which is about the stored tensors."""

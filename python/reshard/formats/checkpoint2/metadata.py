@@ -223,5 +223,9 @@ def _padded_cut(record: TensorRecord) -> tuple[tuple[str, ...], ...]:
     return record.cut + ((),) * (len(record.shape) - len(record.cut))
 
 
+# Made once: `json.dumps` with options makes one for each call, and there is a call for every shard.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _ENCODER.encode(value)

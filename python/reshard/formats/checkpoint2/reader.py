@@ -19,14 +19,14 @@ from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats import state_files
-from reshard.formats.base import CheckpointData, Traits
+from reshard.formats.base import CheckpointData, Shapes, Traits
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
 from reshard.formats.tiled import names as tiles
 from reshard.small_files import close_read, read_small_file, show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import PartName
@@ -121,7 +121,7 @@ class FolderData(CheckpointData):
         """Those of tiles.json."""
         return () if self.tiles is None else self.tiles.tensors
 
-    def layout_mapping(self, shapes: dict[str, tuple[int, ...]]) -> Mapping[str, Any] | None:  # noqa: ARG002
+    def layout_mapping(self, shapes: Callable[[], Shapes]) -> Mapping[str, Any] | None:  # noqa: ARG002
         """As tiles.json records it."""
         return None if self.tiles is None else self.tiles.layout
 

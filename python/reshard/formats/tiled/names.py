@@ -160,8 +160,12 @@ def write(path: str | os.PathLike[str], content: TilesFile, mode: int = 0o666, *
         file.write(b"}}\n")
 
 
+# Made once: `json.dumps` with options makes one for each call, and there is a call for every file.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 # -- reading

@@ -1,0 +1,88 @@
+"""What a run starts from: its own newest checkpoint, if it has saved one, else what its configuration loads.
+
+Nothing is changed, and nothing is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.config import split_iteration
+from reshard.errors import ReshardError
+from reshard.opening.gather import gather
+from reshard.resume import decide
+
+if TYPE_CHECKING:
+    from reshard.config import Config
+    from reshard.resume import RunFacts
+
+__all__ = ["own_config", "start_of"]
+
+
+def own_config(config: Config, root: Path) -> Config:
+    """What to load to go on from the newest checkpoint that the run itself has saved.
+
+    Example:
+        >>> from reshard.config import Config
+        >>> own_config(Config(load_path="pretrained"), Path("tuning")).load_path
+        'tuning'
+    """
+    return replace(
+        config, load_path=str(root), resume=True, resume_file=None, load_format=None, strategy=None, model_path=None
+    )
+
+
+def start_of(config: Config, root: Path, facts: RunFacts) -> tuple[bool, str | None]:
+    """What a run starts from that saves into `root`: its own newest checkpoint, if there is one, else what is given.
+
+    A configuration names what the first start loads, such as pretrained weights. The same configuration is used for
+    the restart after a crash, when the run has checkpoints of its own, and the root would refuse a second start at a
+    lower step. One rank calls this, and tells the others.
+
+    Args:
+        config: what is to be loaded.
+        root: where the run saves.
+        facts: the run.
+
+    Returns:
+        Whether it starts from its own checkpoint (see `own_config`), and why; None where there is no choice.
+
+    Raises:
+        StorageError: something cannot be looked at.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> from reshard.config import Config
+        >>> from reshard.resume import RunFacts
+        >>> weights = Config(load_path="pretrained")
+        >>> start_of(weights, Path("tuning"), RunFacts())
+        (False, 'tuning holds no checkpoint: the run starts from pretrained')
+        >>> _ = reshard.save("tuning", 200, {"w": np.zeros(1)})
+        >>> start_of(weights, Path("tuning"), RunFacts())
+        (True, 'the run goes on from its own newest checkpoint, in tuning; pretrained is not loaded again')
+    """
+    folder, iteration = split_iteration(config.load_path)
+    given = config.load_path or config.model_path or ""
+    is_same = bool(folder) and Path(folder).resolve() == root.resolve()
+    if is_same and (config.resume or iteration is not None):
+        return False, None
+    own = own_config(config, root)
+    if gather(own, facts).kind not in ("root", "rank_folders"):
+        return False, f"{root} holds no checkpoint: the run starts from {given}" if given and not is_same else None
+    if config.resume:
+        own_step, given_step = _step_of(own, facts), _step_of(config, facts)
+        if own_step is not None and given_step is not None and own_step <= given_step:
+            return False, f"{given} is at step {given_step}, and {root} not beyond that"
+    not_again = f"; {given} is not loaded again" if given and not is_same else ""
+    return True, f"the run goes on from its own newest checkpoint, in {root}{not_again}"
+
+
+def _step_of(config: Config, facts: RunFacts) -> int | None:
+    """The step that a configuration resumes from; None: from nothing, or it fails."""
+    try:
+        decision = decide(config, gather(config, facts))
+    except (ReshardError, OSError):
+        return None
+    return None if decision.fresh else decision.initial_step
