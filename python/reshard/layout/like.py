@@ -73,6 +73,8 @@ def mapping_like(checkpoint: CheckpointLike) -> Mapping[str, object] | None:
         return None
     tensors = {key: tuple(checkpoint[key].shape) for key in checkpoint.keys()}  # noqa: SIM118  not a mapping
     known = {key: recorded[key] for key in tensors if key in recorded}
+    if not known:
+        return None
     return _Writer(_Stored.of(tensors, known), set(checkpoint.keys("optimizer"))).mapping()
 
 
