@@ -51,7 +51,7 @@ class CheckpointLike(Protocol):
 
     def __getitem__(self, key: str, /) -> _Shaped: ...
 
-    def _device_layouts(self) -> Mapping[str, DeviceLayout]:
+    def _device_layouts(self) -> Mapping[str, DeviceLayout | None]:
         """The device layout of each key that has one."""
 
     def _layout_mapping(self) -> Mapping[str, object] | None:
@@ -68,10 +68,13 @@ def mapping_like(checkpoint: CheckpointLike) -> Mapping[str, object] | None:
     if stored is not None:
         return stored
     layouts = checkpoint._device_layouts()  # noqa: SLF001
-    if not layouts:
+    recorded = {key: layout for key, layout in layouts.items() if layout is not None}
+    if not recorded:
         return None
     tensors = {key: tuple(checkpoint[key].shape) for key in checkpoint.keys()}  # noqa: SIM118  not a mapping
-    known = {key: layouts[key] for key in tensors if key in layouts}
+    known = {key: recorded[key] for key in tensors if key in recorded}
+    if not known:
+        return None
     return _Writer(_Stored.of(tensors, known), set(checkpoint.keys("optimizer"))).mapping()
 
 
