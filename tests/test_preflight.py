@@ -371,6 +371,7 @@ HAVE_NOT_BUT_ALLOWED = {
     ("verbs/load.py", "rank"): "as above",
     ("verbs/load.py", "strategy"): "as above",
     ("formats/checkpoint1/save.py", "layout"): "a checkpointer refuses that before",
+    ("formats/checkpoint2/writer.py", "overwrite"): "conversion alone",
     ("write/rank_facts.py", "layout"): "a checkpointer gives shards, or a layout",
     ("write/rank_facts.py", "shapes"): "a checkpointer gives all shapes",
     ("write/iteration.py", "strict_format"): "a checkpointer does not give it",
