@@ -376,7 +376,6 @@ HAVE_NOT_BUT_ALLOWED = {
     ("write/rank_facts.py", "shapes"): "a checkpointer gives all shapes",
     ("write/iteration.py", "strict_format"): "a checkpointer does not give it",
     ("storage/protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
-    ("formats/checkpoint2/writer.py", "overwrite"): "`convert` alone",
 }
 NOT_OF_A_CHECKPOINTER = ("cli", "names", "interop.py", "verbs/convert", "conversion")
 
