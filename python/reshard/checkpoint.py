@@ -299,6 +299,7 @@ class Checkpoint:
                 path=str(self.path),
                 hint="take the layout of the checkpoint as it is stored, without a name map",
             )
+        self._check_placed(*self._unplaced)
         return self.data.layout_mapping(self._shapes)
 
     # -- reading
