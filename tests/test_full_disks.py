@@ -31,7 +31,7 @@ from reshard.write import save as saving
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ERRNOS = (errno.EIO, errno.ENOSPC)  # a save treats all other numbers as EIO
+ERRNOS = (errno.EIO, errno.ENOSPC, errno.EACCES)  # EACCES: at a lock of the trash it means that somebody holds it
 
 
 # -- disks
