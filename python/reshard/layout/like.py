@@ -64,7 +64,7 @@ def mapping_like(checkpoint: CheckpointLike) -> Mapping[str, object] | None:
     Raises:
         LayoutError: its device matrices cannot be refined to one mesh, or its stages overlap or differ in size.
     """
-    stored = checkpoint._layout_mapping()  # noqa: SLF001  private between two rooms of one house
+    stored = checkpoint._layout_mapping()  # noqa: SLF001
     if stored is not None:
         return stored
     layouts = checkpoint._device_layouts()  # noqa: SLF001

@@ -168,4 +168,5 @@ def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
         ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
     """
     target = Path(path)
-    return rank_folders.rank_saves(target) if target.is_dir() and registry.detect(target) is CHECKPOINT1 else None
+    is_root = target.is_dir() and registry.detect(target) is CHECKPOINT1 and CHECKPOINT1.is_root(target)
+    return rank_folders.rank_saves(target) if is_root else None

@@ -57,18 +57,6 @@ class PendingSave(Pending[T]):
         self._report = progress
         self._progress = (0, 0)
 
-    def result(self, timeout: float | None = None) -> T:
-        """Wait for the save to end; what a blocking save returns. Raises as `Pending.result`."""
-        self._wait(timeout)
-        self.is_error_seen = True
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the save to end; its error, or None. Raises as `Pending.exception`."""
-        self._wait(timeout)
-        self.is_error_seen = True
-        return super().exception(timeout)
-
     def let_go(self) -> None:
         """Do not wait for it at the end of the process: unless it ends before, it is lost.
 
@@ -99,6 +87,10 @@ class PendingSave(Pending[T]):
         error = None if self.is_error_seen else Future.exception(self, 0)
         self.is_error_seen = True
         return error
+
+    def _wait(self, timeout: float | None) -> None:
+        super()._wait(timeout)
+        self.is_error_seen = True  # the caller gets it
 
     def _advance(self, done_bytes: int, total_bytes: int) -> None:
         self._progress = (done_bytes, total_bytes)

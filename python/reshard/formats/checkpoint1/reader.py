@@ -291,22 +291,8 @@ class RankSave:
     is_candidate: bool
 
 
-def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
-    """The saves of a folder of rank folders: in the order in which they are tried, then those that never are.
-
-    Returns:
-        The saves; None: it holds no rank folders.
-
-    Raises:
-        StorageError: a folder cannot be listed.
-
-    Example:
-        >>> [save.name for save in rank_saves("output/checkpoint")]  # doctest: +SKIP
-        ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
-    """
-    root = Path(path)
-    if not root.is_dir() or not checkpoint1.is_root(root):
-        return None
+def rank_saves(root: Path) -> tuple[RankSave, ...]:
+    """The saves of a folder of rank folders, as `opening.rank_saves` returns them. Raises StorageError."""
     folders = checkpoint1.rank_folders(root)
     order = order_of_saves(folders)
     told = [(save, True) for save in order.candidates] + [(save, False) for save in order.refused]
