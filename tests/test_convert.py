@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -590,3 +591,16 @@ def test_data_begins_on_a_boundary_of_64_bytes(single: Path, tmp_path: Path) -> 
     for path in (tmp_path / "root").rglob("*.safetensors"):
         n_header = int.from_bytes(path.read_bytes()[:8], "little")
         assert (8 + n_header) % 64 == 0
+
+
+def test_many_small_rank_files_are_written_without_a_thread_for_each(tmp_path: Path) -> None:
+    n = 2048
+    save_file({"w": np.arange(2 * n, dtype=np.int32)}, tmp_path / "m.safetensors")
+    layout = {"mesh": {"tp": n}, "rules": [{"match": "*", "cut": ["tp"]}]}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    reshard.convert(tmp_path / "m.safetensors", tmp_path / "ranks", to="safetensors", layout=layout, durable=False)
+    # Each hand-over to another thread is at least one: with a thread for each file there were four.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before < n
+    for rank in (0, 1, n - 1):
+        written = load_file(tmp_path / "ranks" / f"rank_{rank}.safetensors")
+        assert written["w"].tolist() == [2 * rank, 2 * rank + 1]
