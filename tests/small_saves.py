@@ -23,8 +23,7 @@ from tests.crc32c import crc32c
 
 from reshard import _core
 from reshard.errors import StorageError
-from reshard.storage import claims, protocol
-from reshard.storage import filesystem as steps
+from reshard.storage import claims, filesystem, protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ State = tuple[int, int]  # iteration, version
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class FileRecord:
     n_bytes: int
     header_bytes: int
     header_sum: int
@@ -63,13 +62,13 @@ def common_content(iteration: int, version: int) -> bytes:
     return json.dumps({"step_num": iteration, "epoch_num": version}).encode()
 
 
-def write_files(folder: Path, iteration: int, version: int) -> dict[str, tuple[Told, int]]:
+def write_files(folder: Path, iteration: int, version: int) -> dict[str, tuple[FileRecord, int]]:
     told = {}
     for rank in range(N_RANKS):
         content, header_bytes = shard_content(iteration, version, rank)
         _write(folder / shard_name(rank), content)
         sums = crc32c(content).to_bytes(4, "little")
-        told[shard_name(rank)] = (Told(len(content), header_bytes, crc32c(content[:header_bytes]), sums), rank)
+        told[shard_name(rank)] = (FileRecord(len(content), header_bytes, crc32c(content[:header_bytes]), sums), rank)
     _write(folder / "common.json", common_content(iteration, version))
     return told
 
@@ -274,11 +273,11 @@ def stopped_at_step(number: int, act: Callable[[], None]) -> Iterator[list[str]]
         if len(seen) == number + 1:
             act()
 
-    real, steps._step = steps._step, step
+    real, filesystem._step = filesystem._step, step
     try:
         yield seen
     finally:
-        steps._step = real
+        filesystem._step = real
 
 
 @dataclasses.dataclass

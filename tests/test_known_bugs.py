@@ -64,8 +64,7 @@ from reshard.formats.checkpoint2.names import write_tracker
 from reshard.small_files import write_file_atomically
 from reshard.storage import protocol
 from reshard.write import iteration as plans
-from reshard.write import pending_rollback as taken
-from reshard.write import retention
+from reshard.write import pending_rollback, retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,7 +83,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     save_file(SECRET, tmp_path / "secret.safetensors")
     yield root
     protocol.release()
-    taken.forget(root)
+    pending_rollback.forget(root)
 
 
 def content(iteration: int) -> dict[str, np.ndarray]:

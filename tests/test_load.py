@@ -33,7 +33,7 @@ from reshard.errors import (
 )
 from reshard.formats import manifest as manifests
 from reshard.resume import RunFacts
-from reshard.write import pending_rollback as taken
+from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     sealed.make(root, 5)
     sealed.make(root, 10, previous_tracker=5)
     yield root
-    taken.forget(root)
+    pending_rollback.forget(root)
 
 
 def damage(root: Path, name: str, iteration: int = 10, at: int = -1) -> None:
@@ -78,7 +78,7 @@ def test_the_newest_is_loaded(root: Path) -> None:
     assert (decision.iteration, decision.fresh, decision.is_verified, decision.initial_step) == (10, False, True, 10)
     assert "optimizer" in decision.restored
     assert got.extra == {}
-    assert taken.recall(root) is None
+    assert pending_rollback.get(root) is None
 
 
 @pytest.mark.parametrize("verify", ["touched", "full"])
@@ -91,7 +91,7 @@ def test_damage_found_while_loading_takes_the_older_one(verify: Any, root: Path)
     assert (first.iteration, first.taken, second.iteration, second.taken) == (10, False, 5, True)
     assert FILES["opt", 1] in first.reason
     assert any("iteration_00000010 passed over" in warning for warning in got.decision.warnings)
-    assert taken.recall(root) == taken.Taken(5, (10,))
+    assert pending_rollback.get(root) == pending_rollback.PendingRollback(5, (10,))
     with pytest.raises(DamagedFileError):  # it is left as it is
         reshard.open(root / "iteration_00000010").load()
 
@@ -139,9 +139,9 @@ def test_an_iteration_by_its_number(root: Path) -> None:
     for got in (reshard.load(root, iteration=5), reshard.load(root / "iteration_5"), reshard.load(folder)):
         assert got.iteration == 5
         assert same(got.state, sealed.arrays_of(5))
-        assert taken.recall(root) == taken.Taken(5, (10,))
+        assert pending_rollback.get(root) == pending_rollback.PendingRollback(5, (10,))
     assert reshard.load(root).iteration == 10
-    assert taken.recall(root) is None
+    assert pending_rollback.get(root) is None
     damage(root, FILES["opt", 0], 5)
     with pytest.raises(DamagedFileError, match=FILES["opt", 0]):
         reshard.load(root, iteration=5)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.small_saves import (
-    Told,
+    FileRecord,
     all_held,
     debris,
     fail_with,
@@ -45,8 +45,7 @@ from reshard.errors import (
 )
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2.names import write_tracker
-from reshard.storage import claims, protocol, staging
-from reshard.storage import filesystem as steps
+from reshard.storage import claims, filesystem, protocol, staging
 from reshard.storage.staging import Abilities
 
 if TYPE_CHECKING:
@@ -286,7 +285,7 @@ def test_a_disk_that_is_full_of_trash_is_emptied_first(root: Path, monkeypatch: 
     assert names(root / ".trash") == []
 
 
-def damage_staging(attempt: protocol.Attempt, told: dict[str, tuple[Told, int]], how: str) -> None:
+def damage_staging(attempt: protocol.Attempt, told: dict[str, tuple[FileRecord, int]], how: str) -> None:
     name = "model-0000001-0000002.safetensors"
     path = attempt.staging / name
     if how == "missing":
@@ -302,7 +301,7 @@ def damage_staging(attempt: protocol.Attempt, told: dict[str, tuple[Told, int]],
         del told[name]
     elif how == "sums":
         one, rank = told[name]
-        told[name] = (Told(one.n_bytes, one.header_bytes, one.header_sum, one.sums * 2), rank)
+        told[name] = (FileRecord(one.n_bytes, one.header_bytes, one.header_sum, one.sums * 2), rank)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +415,9 @@ def test_what_a_failed_replacement_left_goes_with_the_next_save(root: Path, monk
     """Of this process, which goes on: a whole iteration on the disk that nobody would remove before it ends."""
     save(root, 100)
     with monkeypatch.context() as patch:
-        patch.setattr("reshard.storage.trash.discard", lambda *_, **__: steps.rename(root / "nothing", root / "there"))
+        patch.setattr(
+            "reshard.storage.trash.discard", lambda *_, **__: filesystem.rename(root / "nothing", root / "there")
+        )
         with pytest.raises(StorageError):
             save(root, 100, 1)
     (left,) = (root / ".staging").iterdir()
@@ -793,7 +794,7 @@ def crash(root: Path, step: str, iteration: int, version: int = 0, **how: Any) -
             kill_self()
 
     def act() -> None:
-        steps._step = kill_before
+        filesystem._step = kill_before
         save(root, iteration, version, **how)
 
     assert in_child(act) is None

@@ -31,8 +31,8 @@ from reshard.resume import (
     Scaling,
     View,
     decide,
+    evaluate,
     order,
-    weigh,
 )
 from reshard.resume.counters import saved_steps, scale_steps
 
@@ -503,7 +503,7 @@ def test_weights_of_a_hugging_face_folder() -> None:
 def test_the_first_whole_one_is_taken_and_every_one_has_a_verdict(faults: list[str | None], seed: int) -> None:
     candidates = tuple(candidate(100 * n + seed, fault=fault) for n, fault in enumerate(faults, 1))
     config, facts = Config("ckpt", resume=True), Facts("ckpt", "root", candidates)
-    verdicts = weigh(config, facts)
+    verdicts = evaluate(config, facts)
     assert [verdict.path for verdict in verdicts] == [one.path for one in candidates]
     whole = [one.iteration for one in candidates if one.fault is None]
     assert [verdict.iteration for verdict in verdicts if verdict.taken] == whole[:1]

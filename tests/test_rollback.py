@@ -28,7 +28,7 @@ from reshard.cli import main
 from reshard.errors import CheckpointNotFoundError, ClaimedError, DamagedFileError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.storage import claims, protocol
-from reshard.write import pending_rollback as taken
+from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     for iteration in (100, 200, 300):
         save(root, iteration)
     yield root
-    taken.forget(root)
+    pending_rollback.forget(root)
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -425,7 +425,7 @@ def test_a_rollback_that_is_killed_leaves_the_one_or_the_other(target: int, root
         shutil.copytree(root, copy)
         was_killed = small_saves.killed_at(number, functools.partial(reshard.rollback, copy, target))
         assert continued(copy) in ({before, target} if was_killed else {target})
-        taken.forget(copy)
+        pending_rollback.forget(copy)
         assert {iteration for iteration in (100, 200, 300) if folder_of(copy, iteration).is_dir()} == {100, 200, 300}
         reshard.rollback(copy, target)
         assert continued(copy) == target

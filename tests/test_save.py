@@ -276,11 +276,11 @@ def test_an_iteration_is_replaced_and_lower_ones_are_refused(tmp_path: Path) -> 
 
 
 def test_the_first_save_after_an_older_iteration_was_taken_goes_back(tmp_path: Path) -> None:
-    from reshard.write import pending_rollback as taken
+    from reshard.write import pending_rollback
 
     for iteration in (5, 6, 7):
         reshard.save(tmp_path, iteration, {"w": SQUARE}, durable=False)
-    taken.note(tmp_path, 5, (6, 7))
+    pending_rollback.record(tmp_path, 5, (6, 7))
     reshard.save(tmp_path, 6, {"w": SQUARE + 1}, durable=False)
     assert manifest.read(tmp_path / "iteration_00000006").passed_over == (6, 7)
     reshard.save(tmp_path, 7, {"w": SQUARE + 2}, durable=False)

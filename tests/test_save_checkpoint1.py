@@ -235,9 +235,9 @@ def test_what_is_kept_once_is_dealt_as_the_original_deals() -> None:
         "l0.proj.weight": [(0, 2), (1, 3)],
         "l0.qkv.weight": [(0,), (1,), (2,), (3,)],
     }
-    dealt = rank_plan.deal(holders, [0] * 4 + [1] * 4)
+    assignment = rank_plan.assign(holders, [0] * 4 + [1] * 4)
     kept = {
-        name: [r for group in groups for r in group if name not in dealt.left_out(r)]
+        name: [r for group in groups for r in group if name not in assignment.left_out(r)]
         for name, groups in holders.items()
     }
     assert kept == {
@@ -247,7 +247,7 @@ def test_what_is_kept_once_is_dealt_as_the_original_deals() -> None:
         "l0.proj.weight": [2, 3],
         "l0.qkv.weight": [0, 1, 2, 3],
     }
-    across = rank_plan.deal({"shared": [(0, 1, 2, 3)]}, [0, 0, 1, 1])
+    across = rank_plan.assign({"shared": [(0, 1, 2, 3)]}, [0, 0, 1, 1])
     assert [rank for rank in range(4) if "shared" not in across.left_out(rank)] == [0, 2], "a copy in every stage"
 
 

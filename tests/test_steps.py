@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import StorageError
-from reshard.storage import filesystem as steps
+from reshard.storage import filesystem
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
@@ -19,7 +19,7 @@ def test_a_name_that_is_taken(tmp_path: Path, *, is_folder: bool) -> None:
         else:
             (tmp_path / name).write_text(name)
     with pytest.raises(FileExistsError):
-        steps.rename(tmp_path / "new", tmp_path / "taken")
+        filesystem.rename(tmp_path / "new", tmp_path / "taken")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "taken"]
 
 
@@ -31,7 +31,7 @@ def test_a_name_that_is_taken(tmp_path: Path, *, is_folder: bool) -> None:
         ("file", "nowhere/name", errno.ENOENT),
     ],
 )
-@pytest.mark.parametrize("act", [steps.rename, steps.exchange])
+@pytest.mark.parametrize("act", [filesystem.rename, filesystem.exchange])
 def test_a_failure_keeps_its_number(source: str, target: str, number: int, act: object, tmp_path: Path) -> None:
     assert callable(act)
     (tmp_path / "file").write_text("")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
-    from reshard.names import ConfigLike, Made, NamesLike
+    from reshard.names import ConfigLike, NamesLike, ResolvedTensor
 
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
 
@@ -606,7 +606,7 @@ class Checkpoint:
             is_renamed=True,
         )
 
-    def _dtype_of(self, made: Made) -> str:
+    def _dtype_of(self, made: ResolvedTensor) -> str:
         """The one dtype of all that a renamed tensor is made of."""
         found = {source.key: self._index.info(source.key)[0] for source in made.sources}
         first, dtype = next(iter(found.items()))

@@ -15,8 +15,7 @@ from reshard.errors import ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats import save_log
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.storage import claims, staging, trash
-from reshard.storage import filesystem as steps
+from reshard.storage import claims, filesystem, staging, trash
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +37,7 @@ _OURS = frozenset(
     )
 )
 _OURS_IN_ITERATION = frozenset(
-    (manifests.MANIFEST_FILE, manifests.TRACKED_FILE, manifests.PINNED_FILE, steps.UNFINISHED_FILE)
+    (manifests.MANIFEST_FILE, manifests.TRACKED_FILE, manifests.PINNED_FILE, filesystem.UNFINISHED_FILE)
 )
 
 
@@ -59,14 +58,14 @@ class Leftover:
 
 def leftovers_in_root(root: Path) -> list[Leftover]:
     """What lies in a root and is neither an iteration nor kept by saves. Raises StorageError if it cannot be listed."""
-    found = [_staged(root, name) for name in steps.names(root / staging.STAGING_FOLDER)]
-    for name in steps.names(root / trash.TRASH_FOLDER):
+    found = [_staged(root, name) for name in filesystem.names(root / staging.STAGING_FOLDER)]
+    for name in filesystem.names(root / trash.TRASH_FOLDER):
         path = root / trash.TRASH_FOLDER / name
         what = "removed, and still to be deleted: the next save does so"
         found.append(Leftover(f"{trash.TRASH_FOLDER}/{name}", what, _n_bytes(path)))
     repeated = dict(checkpoint2.resolve_candidates(root).ignored)
     iterations = {name for _, name in checkpoint2.list_iterations(root)}
-    for name in steps.names(root):
+    for name in filesystem.names(root):
         if name in iterations or name in _OURS or (name.startswith(".") and name not in repeated):
             continue
         what = repeated.get(name) or f"{_kind(root / name)}, no part of the checkpoint"
@@ -86,7 +85,7 @@ def leftovers_in_iteration(checkpoint: Checkpoint) -> list[Leftover]:
             f"{_kind(checkpoint.path / name)}, not in the manifest",
             _n_bytes(checkpoint.path / name),
         )
-        for name in steps.names(checkpoint.path)
+        for name in filesystem.names(checkpoint.path)
         if name not in listed
     ]
 

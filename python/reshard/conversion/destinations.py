@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.shares import Shared
-    from reshard.storage.protocol import Told as FileTold
+    from reshard.storage.protocol import FileRecord
 
-    Produce = Callable[[Path], Mapping[str, FileTold]]
+    Produce = Callable[[Path], Mapping[str, FileRecord]]
 
 __all__ = [
     "SHARED_PREFIX",
@@ -192,7 +192,7 @@ def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> 
     share, gathered = job.shared.share, job.shared.folder
     with as_storage_error("make", gathered):
         gathered.mkdir(mode=job.options.folder_mode, parents=True, exist_ok=True)
-    own: Mapping[str, FileTold] | None = told(gathered, share)
+    own: Mapping[str, FileRecord] | None = told(gathered, share)
     if own is None:
         chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
         own = written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
@@ -206,7 +206,7 @@ def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> 
         yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
 
 
-def n_bytes_of(written: Mapping[str, FileTold]) -> int:
+def n_bytes_of(written: Mapping[str, FileRecord]) -> int:
     """Bytes of the files."""
     return sum(one.n_bytes for one in written.values())
 

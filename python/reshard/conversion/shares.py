@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.checkpoint import Checkpoint
 
-__all__ = ["Share", "Shared", "Told", "assign", "committing", "digest_of", "missing", "place", "record", "told"]
+__all__ = ["Share", "Shared", "WrittenFile", "assign", "committing", "digest_of", "missing", "place", "record", "told"]
 
 _MAX_SHARES = 65536
 _MAX_RECORD_BYTES = 1 << 30
@@ -83,7 +83,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Told:
+class WrittenFile:
     """What a share tells of a file that it has written: what `_core.Written` does."""
 
     n_bytes: int
@@ -135,7 +135,7 @@ def record(folder: Path, share: Share, written: Mapping[str, _core.Written], *, 
     write_file_atomically(folder / share.name, text, mode, durable=durable)
 
 
-def told(folder: Path, share: Share) -> dict[str, Told] | None:
+def told(folder: Path, share: Share) -> dict[str, WrittenFile] | None:
     """What a share told of its files; None if it is not there, or its files are not.
 
     Raises:
@@ -144,7 +144,7 @@ def told(folder: Path, share: Share) -> dict[str, Told] | None:
     try:
         content: Any = read_json(folder / share.name, _MAX_RECORD_BYTES)
         files = {
-            name: Told(n_bytes, header_bytes, header_sum, base64.b64decode(sums, validate=True))
+            name: WrittenFile(n_bytes, header_bytes, header_sum, base64.b64decode(sums, validate=True))
             for name, (n_bytes, header_bytes, header_sum, sums) in content["files"].items()
         }
         if all((folder / name).lstat().st_size == one.n_bytes for name, one in files.items()):
@@ -191,14 +191,14 @@ def committing(folder: Path) -> Iterator[bool]:
         close_read(handle)
 
 
-def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> dict[str, Told]:
+def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> dict[str, WrittenFile]:
     """Give the files of all shares a name in the folder that is published; what they told.
 
     Raises:
         DamagedFileError: a share does not hold what it told of; it is to be written again.
         StorageError: the system failed.
     """
-    all_told: dict[str, Told] = {}
+    all_told: dict[str, WrittenFile] = {}
     for index in range(n_shares):
         share = told(folder, Share(index, n_shares))
         if share is None:

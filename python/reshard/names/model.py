@@ -14,7 +14,7 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError
 from reshard.fields import found
 from reshard.names import presets
 from reshard.names.file import NamesFile, Size
-from reshard.names.resolve import Made, resolve
+from reshard.names.resolve import ResolvedTensor, resolve
 from reshard.names.sizes import Expression
 from reshard.strict_json import read_json
 from reshard.strict_yaml import read_yaml
@@ -118,7 +118,9 @@ class NameMap(NamesFile):
         sizes = {name: _said(name, size, numbers, values) or size for name, size in self.sizes.items()}
         return replace(self, sizes=sizes)
 
-    def resolve(self, shapes: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()) -> list[Made]:
+    def resolve(
+        self, shapes: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()
+    ) -> list[ResolvedTensor]:
         """What the map makes of tensors, going from its side `from` to its side `to`.
 
         Args:

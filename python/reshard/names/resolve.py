@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reshard.names.file import NamesFile
     from reshard.names.placement import Placement
 
-__all__ = ["Made", "Source", "StoredArray", "resolve"]
+__all__ = ["ResolvedTensor", "Source", "StoredArray", "resolve"]
 
 StoredArray: TypeAlias = "tuple[int, str, Shape, list[Tile]]"
 """`(file, stored name, stored shape, tiles)`."""
@@ -64,7 +64,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Made:
+class ResolvedTensor:
     """A tensor under its new name.
 
     Attributes:
@@ -108,7 +108,7 @@ def resolve(
     *,
     optimizer_keys: Collection[str] = (),
     sizes: Mapping[str, int] | None = None,
-) -> list[Made]:
+) -> list[ResolvedTensor]:
     """What a name map makes of tensors, going from its side `from` to its side `to`.
 
     Args:
@@ -145,10 +145,10 @@ class _Resolver:
         self.shapes = shapes
         self.optimizer_keys = optimizer_keys
         self.sizes = sizes
-        self.new: dict[str, Made] = {}
+        self.new: dict[str, ResolvedTensor] = {}
         self.made_of: dict[str, str] = {}  # of each new key, one it came from: for messages
 
-    def made(self) -> list[Made]:
+    def made(self) -> list[ResolvedTensor]:
         groups, kept = self._groups()
         fusions = self._fusions(groups)
         if not groups:
@@ -164,7 +164,7 @@ class _Resolver:
             for one in made:
                 self._add(one)
         for key in kept:
-            self._add(Made(key, self.shapes[key], (Source(key),)))
+            self._add(ResolvedTensor(key, self.shapes[key], (Source(key),)))
         self._add_ties()
         place = {key: n for n, key in enumerate(self.shapes)}
         return sorted(self.new.values(), key=lambda made: place[made.sources[0].key])
@@ -223,7 +223,7 @@ class _Resolver:
             hint="add a rule for it, or say `other: keep` to keep such keys as they are",
         )
 
-    def _add(self, made: Made) -> None:
+    def _add(self, made: ResolvedTensor) -> None:
         source = made.sources[0].key
         if made.key in self.new:
             raise NamesError(
@@ -268,11 +268,11 @@ class _Resolver:
                     key=made.key,
                 )
             for tie in copies[found.value.tied.text]:
-                self._add(Made(found.slot + tie.name.format(found.numbers), made.shape, made.sources))
+                self._add(ResolvedTensor(found.slot + tie.name.format(found.numbers), made.shape, made.sources))
 
     # -- one group
 
-    def _whole(self, group: _Group, rule: Rule, keys: Mapping[_Member, str]) -> Iterable[Made]:
+    def _whole(self, group: _Group, rule: Rule, keys: Mapping[_Member, str]) -> Iterable[ResolvedTensor]:
         """The whole of parts."""
         slot, _, shared = group
         name = slot + rule.whole.format(dict(shared))
@@ -294,11 +294,11 @@ class _Resolver:
                     key=key,
                 )
         if not (rule.is_list or rule.transpose or rule.indices):
-            return [Made(name, self.shapes[firsts[0]], (Source(firsts[0]),))]
+            return [ResolvedTensor(name, self.shapes[firsts[0]], (Source(firsts[0]),))]
         fusion = fused(rule, [(key, self.shapes[key]) for key in firsts], counts, self.sizes)
         shape = fusion.shape()
         sources = (Source(keys[member], fusion.placement(*member, shape)) for member in fusion.members())
-        return [Made(name, shape, tuple(sources))]
+        return [ResolvedTensor(name, shape, tuple(sources))]
 
     def _fusions(self, groups: Mapping[_Group, Mapping[_Member, str]]) -> dict[_Group, tuple[str, Fusion]]:
         """How each whole is split, and its key. All parts are counted before the first one is made."""
@@ -320,7 +320,7 @@ class _Resolver:
             fusions[group] = (key, fusion)
         return fusions
 
-    def _parts(self, group: _Group, rule: Rule, whole: tuple[str, Fusion]) -> Iterable[Made]:
+    def _parts(self, group: _Group, rule: Rule, whole: tuple[str, Fusion]) -> Iterable[ResolvedTensor]:
         """The parts of a whole."""
         slot, _, shared = group
         key, fusion = whole
@@ -328,7 +328,7 @@ class _Resolver:
         for entry, values in fusion.members():
             numbers = dict(shared) | dict(zip(rule.indices, values, strict=True))
             source = Source(key, fusion.placement(entry, values, shape), is_whole=True)
-            yield Made(slot + rule.parts[entry].format(numbers), fusion.part_shape(entry), (source,))
+            yield ResolvedTensor(slot + rule.parts[entry].format(numbers), fusion.part_shape(entry), (source,))
 
 
 def _wrong_members(rule: Rule, group: _Group, counts: Mapping[str, int], keys: Mapping[_Member, str]) -> NamesError:

@@ -20,7 +20,7 @@ from reshard.formats.checkpoint2.root import MAX_LOOKS, is_damage, order_of, rea
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
 from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
-from reshard.resume import CandidateFacts, Facts, RunFacts, weigh
+from reshard.resume import CandidateFacts, Facts, RunFacts, evaluate
 from reshard.resume.choose import is_settled
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class _Look:
             for n, one in enumerate(order.candidates):
                 found.append(self._candidate(root / one.name, one.iteration, one.reason, "root"))
                 facts = replace(facts, candidates=tuple(found), warnings=order.warnings)
-                if is_settled(weigh(self.config, facts)):
+                if is_settled(evaluate(self.config, facts)):
                     older = tuple(_unopened(root, one) for one in order.candidates[n + 1 :])
                     return replace(facts, candidates=(*found, *older, *refused))
             facts = replace(facts, candidates=(*found, *refused), warnings=order.warnings)
@@ -172,7 +172,7 @@ class _Look:
             is_legacy = checkpoint.common is not None
             has_optimizer = holds_optimizer(checkpoint) if is_legacy else facts.has_optimizer
             facts = replace(facts, common=checkpoint.common, is_legacy=is_legacy, has_optimizer=has_optimizer)
-        is_taken = weigh(self.config, replace(self.facts, kind=kind, candidates=(facts,)))[0].taken
+        is_taken = evaluate(self.config, replace(self.facts, kind=kind, candidates=(facts,)))[0].taken
         if self.opened is not None and is_taken:
             self.opened[str(path)] = checkpoint
         else:

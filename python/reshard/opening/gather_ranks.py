@@ -27,7 +27,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.root import is_damage, reason_of
 from reshard.formats.full_weights import names as full_weights
-from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, weigh
+from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, evaluate
 from reshard.resume.choose import is_settled
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def gather_saves(
                 one = replace(one, refusal=f"iteration {exact} was asked for")
         found.append(one)
         facts = replace(facts, candidates=tuple(found))
-        if is_settled(weigh(config, facts)):
+        if is_settled(evaluate(config, facts)):
             found += [_candidate(root, other, order.n_ranks, None) for other in order.candidates[n + 1 :]]
             break
     return replace(facts, candidates=(*found, *refused), ranks=_with_faults(views, found))

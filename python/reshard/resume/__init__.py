@@ -8,7 +8,7 @@ into a decision and what comes out), `decision` (the one function), `choose` (wh
 from __future__ import annotations
 
 from reshard.formats.checkpoint2.candidates import Candidate, Folder, Order, order
-from reshard.resume.choose import weigh
+from reshard.resume.choose import evaluate
 from reshard.resume.counters import BatchSchedule, Scaling, View
 from reshard.resume.decision import decide
 from reshard.resume.facts import CandidateFacts, Facts, RankView, ResumeDecision, RunFacts, Verdict
@@ -27,6 +27,6 @@ __all__ = [
     "Verdict",
     "View",
     "decide",
+    "evaluate",
     "order",
-    "weigh",
 ]

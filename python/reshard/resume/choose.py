@@ -11,7 +11,7 @@ from reshard.resume.facts import CandidateFacts, Facts, Verdict
 if TYPE_CHECKING:
     from reshard.config import Config
 
-__all__ = ["NOT_NEEDED", "NOT_REACHED", "UNREADABLE", "is_settled", "name_of", "none_to_take", "weigh"]
+__all__ = ["NOT_NEEDED", "NOT_REACHED", "UNREADABLE", "evaluate", "is_settled", "name_of", "none_to_take"]
 
 # Of a candidate that a restart would stop at, and of those that come after it.
 UNREADABLE = "could not be read"
@@ -20,14 +20,14 @@ NOT_REACHED = "not reached: an earlier one could not be read"
 NOT_NEEDED = "not needed: a better one is taken"
 
 
-def weigh(config: Config, facts: Facts) -> tuple[Verdict, ...]:
+def evaluate(config: Config, facts: Facts) -> tuple[Verdict, ...]:
     """A verdict on every candidate: the first that is whole and fits is taken, unless one before it is unreadable.
 
     Example:
         >>> from reshard.config import Config
         >>> from reshard.resume import CandidateFacts, Facts
         >>> facts = Facts("ckpt", "root", (CandidateFacts("ckpt/iteration_00000005", 5, fault="torn"),))
-        >>> weigh(Config(load_path="ckpt"), facts)
+        >>> evaluate(Config(load_path="ckpt"), facts)
         (Verdict(path='ckpt/iteration_00000005', iteration=5, taken=False, reason='torn'),)
     """
     verdicts: list[Verdict] = []

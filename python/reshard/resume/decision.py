@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, UnsupportedError
-from reshard.resume.choose import name_of, none_to_take, weigh
+from reshard.resume.choose import evaluate, name_of, none_to_take
 from reshard.resume.restore import fresh, loading, resumed
 from reshard.words import show
 
@@ -71,7 +71,7 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
         raise CheckpointNotFoundError(
             f"{facts.path} {state}, and load_checkpoint asks for what is in it", path=facts.path
         )
-    verdicts = weigh(config, facts)
+    verdicts = evaluate(config, facts)
     taken = next((n for n, verdict in enumerate(verdicts) if verdict.taken), None)
     if taken is None:
         if allow_fresh and facts.kind in ("root", "rank_folders"):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
 from reshard.small_files import close_read, read_small_file, show
-from reshard.storage import filesystem as steps
+from reshard.storage import filesystem
 from reshard.strict_json import parse_json
 from reshard.write import process_end
 
@@ -97,7 +97,7 @@ def locked(root: Path) -> Iterator[bool]:
         StorageError: somebody else held it all the time, or the system failed.
     """
     path = root / LOCK_FILE
-    with steps.failing("opening", path):
+    with filesystem.failing("opening", path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         is_real = _lock(handle, path)
@@ -148,7 +148,7 @@ def hold(root: Path, *, takeover: bool = False, durable: bool = True, folder_mod
         ClaimedError: another process has a live claim, or has overtaken ours.
         StorageError: the system failed, or the lock was not free in time.
     """
-    with steps.failing("looking at", root):
+    with filesystem.failing("looking at", root):
         found = root.stat()
     key = (found.st_dev, found.st_ino)
     with _held_lock:
@@ -169,7 +169,7 @@ def hold(root: Path, *, takeover: bool = False, durable: bool = True, folder_mod
 
 def held(root: Path) -> Claim | None:
     """The claim that this process has on a root, if it has one. Raises StorageError."""
-    with steps.failing("looking at", root):
+    with filesystem.failing("looking at", root):
         found = root.stat()
     return _held.get((found.st_dev, found.st_ino))
 
@@ -208,7 +208,7 @@ def check(claim: Claim) -> None:
             path=str(claim.root),
             hint="two jobs write into one root; stop one, or give them different roots",
         )
-    with steps.failing("looking at", path):
+    with filesystem.failing("looking at", path):
         try:
             is_ours = os.path.samestat(path.lstat(), os.fstat(claim.handle))
         except FileNotFoundError:
@@ -277,7 +277,7 @@ process_end.call_at_end(release, process_end.CLAIMS)
 
 def _claim(root: Path, *, takeover: bool, durable: bool, folder_mode: int) -> Claim:
     writers = root / WRITERS_FOLDER
-    steps.make_folder(writers, folder_mode, durable=durable)
+    filesystem.make_folder(writers, folder_mode, durable=durable)
     quiet: dict[str, int] = {}  # claims that were watched, and their heartbeat then
     while True:
         with locked(root) as is_real:
@@ -306,14 +306,14 @@ def _make(root: Path, writers: Path, *, durable: bool) -> Claim | None:
     epoch = dead[-1] + 1 if dead else 1
     path = writers / f"epoch_{epoch}"
     try:
-        steps.make_file(path, json.dumps(_me()).encode(), durable=durable)
+        filesystem.make_file(path, json.dumps(_me()).encode(), durable=durable)
     except FileExistsError:
         return None
-    with steps.failing("opening", path):
+    with filesystem.failing("opening", path):
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     for old in dead:  # only now: at every moment the highest number is there
         with contextlib.suppress(StorageError):
-            steps.remove_file(writers / f"epoch_{old}")
+            filesystem.remove_file(writers / f"epoch_{old}")
     process_end.call_at_end(release, process_end.CLAIMS)  # once more: this may be a forked worker
     stop = threading.Event()
     beat = threading.Thread(target=_touch, args=(handle, stop), name="reshard-claim", daemon=True)
@@ -350,12 +350,12 @@ def _watch(root: Path, writers: Path, beats: dict[str, int]) -> dict[str, int]:
 
 def _epochs(writers: Path) -> list[int]:
     """The numbers of all claims, ascending."""
-    return sorted(int(match[1]) for name in steps.names(writers) if (match := _EPOCH.fullmatch(name)))
+    return sorted(int(match[1]) for name in filesystem.names(writers) if (match := _EPOCH.fullmatch(name)))
 
 
 def _beat(path: Path) -> int | None:
     """When a claim was last touched, by the clock of its file system; None if it is gone."""
-    with steps.failing("opening", path):
+    with filesystem.failing("opening", path):
         try:
             # By an open: on a network one asks the server, a mere stat may answer what it was a minute ago.
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -41,8 +41,7 @@ from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import CHECKSUMS_FILE, MANIFEST_FILE, PINNED_FILE, Manifest
 from reshard.small_files import show, write_file_atomically
-from reshard.storage import claims, staging, trash
-from reshard.storage import filesystem as steps
+from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import UNFINISHED_FILE
 from reshard.storage.recovery import recover, recover_locked
 from reshard.storage.staging import STAGING_FOLDER, StagedName
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attempt",
-    "Told",
+    "FileRecord",
     "abandon",
     "begin",
     "check_above_tracker",
@@ -108,7 +107,7 @@ class Attempt:
         return self.staging == self.folder
 
 
-class Told(Protocol):
+class FileRecord(Protocol):
     """What a writer tells of a shard file that it has synced: `_core.Written`, or what came of it over a network."""
 
     @property
@@ -172,7 +171,7 @@ def begin(
     with claims.locked(root):
         claims.check(claim)
         for name in (STAGING_FOLDER, TRASH_FOLDER):
-            steps.make_folder(root / name, folder_mode, durable=durable)
+            filesystem.make_folder(root / name, folder_mode, durable=durable)
         _check_one_device(root)
         for line in recover_locked(claim, below=0 if rollback else iteration, durable=durable):
             _log.warning("%s: %s", root, line)
@@ -190,7 +189,7 @@ def begin(
         attempt = Attempt(root, iteration, claim.epoch, number, work, tracker, durable, overwrite)
         try:
             if in_staging:
-                steps.make_folder(work, folder_mode, durable=durable)
+                filesystem.make_folder(work, folder_mode, durable=durable)
             else:
                 staging.make_in_place(folder, f"{claim.epoch}.{number}", folder_mode, durable=durable)
         except StorageError:
@@ -201,7 +200,7 @@ def begin(
 
 def seal(
     attempt: Attempt,
-    shards: Mapping[str, tuple[Told, int]],
+    shards: Mapping[str, tuple[FileRecord, int]],
     *,
     world_size: int,
     passed_over: Sequence[int] = (),
@@ -234,7 +233,7 @@ def seal(
     try:
         plain = _check_staged(attempt, shards)
         sums = b"".join(shards[name][0].sums for name in sorted(shards))
-        steps.announce(f"write {CHECKSUMS_FILE}")
+        filesystem.announce(f"write {CHECKSUMS_FILE}")
         write_file_atomically(attempt.staging / CHECKSUMS_FILE, sums, file_mode, durable=attempt.durable)
         files = {name: manifests.plain_entry(attempt.staging, name) for name in sorted({*plain, CHECKSUMS_FILE})}
         manifest = Manifest(
@@ -252,7 +251,7 @@ def seal(
             files=files,
             metrics=metrics or {},
         )
-        steps.announce(f"write {MANIFEST_FILE}")
+        filesystem.announce(f"write {MANIFEST_FILE}")
         manifests.write(attempt.staging, manifest, file_mode, durable=attempt.durable)
     except StorageError:
         _poisoned.add(attempt.id)
@@ -287,7 +286,7 @@ def publish(attempt: Attempt, manifest: Manifest) -> list[str]:
                     f"{show(str(attempt.staging))} holds another manifest than was sealed", path=str(attempt.staging)
                 )
             if attempt.in_place:
-                steps.remove_file(attempt.folder / UNFINISHED_FILE)
+                filesystem.remove_file(attempt.folder / UNFINISHED_FILE)
                 staging.sync([attempt.folder], durable=durable)
             else:
                 _put_in_place(attempt, claim)
@@ -313,7 +312,7 @@ def abandon(attempt: Attempt) -> None:
     try:
         if attempt.in_place:
             if staging.unfinished(attempt.folder) == f"{attempt.epoch}.{attempt.id}":
-                steps.remove_folder(attempt.folder, durable=False)
+                filesystem.remove_folder(attempt.folder, durable=False)
             return
         if not attempt.folder.exists():
             staging.put_back(attempt.root, attempt.staging, durable=attempt.durable)
@@ -322,7 +321,7 @@ def abandon(attempt: Attempt) -> None:
             if manifests.read(attempt.staging).attempt != attempt.id:
                 _left.add(attempt)
                 return
-        steps.remove_folder(attempt.staging, durable=False)
+        filesystem.remove_folder(attempt.staging, durable=False)
     except (ReshardError, OSError) as error:
         _left.add(attempt)
         _log.warning("the staging folder %s is left over: %s", attempt.staging, error)
@@ -420,7 +419,7 @@ def make_root(root: Path, mode: int, *, durable: bool) -> None:
     """The folder of a checkpoint root, and those above it, where they are missing. Raises StorageError."""
     missing = [folder for folder in (root, *root.parents) if not os.path.lexists(folder)]
     for folder in reversed(missing):
-        steps.make_folder(folder, mode, durable=durable)
+        filesystem.make_folder(folder, mode, durable=durable)
     if not root.is_dir():
         raise DestinationExistsError(
             f"{show(str(root))} is not a folder; a checkpoint root is one", path=str(root), hint="choose another root"
@@ -428,7 +427,7 @@ def make_root(root: Path, mode: int, *, durable: bool) -> None:
 
 
 def _check_one_device(root: Path) -> None:
-    with steps.failing("looking at", root):
+    with filesystem.failing("looking at", root):
         device = root.stat().st_dev
         for name in (STAGING_FOLDER, TRASH_FOLDER):
             if (root / name).lstat().st_dev != device:
@@ -444,7 +443,7 @@ def check_space(root: Path, planned_bytes: int, *, durable: bool) -> None:
     """Refuse to begin what does not fit: there must be 5 % more room than is written. Raises StorageError."""
     needed = planned_bytes + -(-planned_bytes // _SPARE)
     free = _free_bytes(root)
-    if free is not None and free < needed and steps.names(root / TRASH_FOLDER):
+    if free is not None and free < needed and filesystem.names(root / TRASH_FOLDER):
         # Recovery has put back what was to be put back: the rest was given up when something newer was published, or
         # never finished. Were it kept here, a disk once full would stay full.
         for line in trash.empty(root, durable=durable):
@@ -461,7 +460,7 @@ def check_space(root: Path, planned_bytes: int, *, durable: bool) -> None:
 
 def _free_bytes(root: Path) -> int | None:
     """What an ordinary user can still write; None where the file system does not tell."""
-    with steps.failing("looking at", root):
+    with filesystem.failing("looking at", root):
         found = os.statvfs(root)
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
@@ -492,16 +491,16 @@ def _check_sound(attempt: Attempt) -> None:
         )
 
 
-def _check_staged(attempt: Attempt, shards: Mapping[str, tuple[Told, int]]) -> list[str]:
+def _check_staged(attempt: Attempt, shards: Mapping[str, tuple[FileRecord, int]]) -> list[str]:
     """Check what lies in the folder; the names of the files that are no shard files."""
     plain, missing = [], set(shards)
-    for name in steps.names(attempt.staging):
+    for name in filesystem.names(attempt.staging):
         path = attempt.staging / name
         if name.startswith("."):
             if name.endswith(".tmp"):  # of a write that failed and was made again
-                steps.remove_file(path)
+                filesystem.remove_file(path)
             continue
-        with steps.failing("looking at", path):
+        with filesystem.failing("looking at", path):
             found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
             raise DamagedFileError(
@@ -530,7 +529,7 @@ def _check_staged(attempt: Attempt, shards: Mapping[str, tuple[Told, int]]) -> l
     return plain
 
 
-def _shard_entries(shards: Mapping[str, tuple[Told, int]]) -> dict[str, manifests.ShardEntry]:
+def _shard_entries(shards: Mapping[str, tuple[FileRecord, int]]) -> dict[str, manifests.ShardEntry]:
     entries, n_chunks = {}, 0
     for name in sorted(shards):
         told, rank = shards[name]
@@ -558,7 +557,7 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
     staging_parent = root / STAGING_FOLDER
     if not os.path.lexists(folder):
         try:
-            steps.rename(attempt.staging, folder)
+            filesystem.rename(attempt.staging, folder)
         except FileExistsError:
             raise _appeared(attempt) from None
         staging.sync([root, staging_parent], durable=durable)
@@ -567,16 +566,16 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
         raise _appeared(attempt)
     if os.path.lexists(folder / PINNED_FILE):  # it is the iteration that is pinned
         with contextlib.suppress(FileExistsError):
-            steps.make_file(attempt.staging / PINNED_FILE, durable=durable)
+            filesystem.make_file(attempt.staging / PINNED_FILE, durable=durable)
     if staging.abilities(claim).exchanges:
-        steps.exchange(attempt.staging, folder)
+        filesystem.exchange(attempt.staging, folder)
         staging.sync([root, staging_parent], durable=durable)
         trash.discard(root, attempt.staging, attempt.iteration, durable=durable)
         return
     # Under the number of the attempt: that is how `recover` knows what the old one made room for.
     trash.discard(root, folder, attempt.iteration, attempt.id, durable=durable)
     try:
-        steps.rename(attempt.staging, folder)
+        filesystem.rename(attempt.staging, folder)
     except StorageError:
         staging.put_back(root, attempt.staging, durable=durable)
         raise

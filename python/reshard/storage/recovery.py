@@ -16,8 +16,7 @@ from reshard.errors import ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import MANIFEST_FILE, TRACKED_FILE
-from reshard.storage import claims, staging, trash
-from reshard.storage import filesystem as steps
+from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import UNFINISHED_FILE
 from reshard.storage.staging import PROBE_PREFIX, STAGING_FOLDER, StagedName
 from reshard.storage.trash import TRASH_FOLDER
@@ -68,20 +67,20 @@ def recover(
     with claims.locked(root):
         claims.check(claim)
         for name in (STAGING_FOLDER, TRASH_FOLDER):
-            steps.make_folder(root / name, 0o777, durable=durable)
+            filesystem.make_folder(root / name, 0o777, durable=durable)
         return recover_locked(claim, below=None if roll_forward else 0, durable=durable)
 
 
 def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> list[str]:
     """As `recover`, under the lock, once `.staging` and `.trash` are made; rolls forward only what is below `below`."""
     root, done, staged = claim.root, [], []
-    for entry in steps.names(root):
+    for entry in filesystem.names(root):
         if _TRACKER_DEBRIS.fullmatch(entry):
-            steps.remove_file(root / entry)
-    for entry in steps.names(root / STAGING_FOLDER):
+            filesystem.remove_file(root / entry)
+    for entry in filesystem.names(root / STAGING_FOLDER):
         name = StagedName.parse(entry)
         if entry.startswith(PROBE_PREFIX):
-            steps.remove_folder(root / STAGING_FOLDER / entry, durable=False)
+            filesystem.remove_folder(root / STAGING_FOLDER / entry, durable=False)
         # A claim is made while no other is alive: whoever wrote under a lower one is dead or was overtaken.
         elif name is not None and name.epoch < claim.epoch:
             staged.append(name)
@@ -109,7 +108,7 @@ def _roll_forward(root: Path, name: StagedName, *, durable: bool) -> bool:
     if manifest is None or manifest.attempt != name.attempt:
         return False
     staging.sync([source], durable=durable)  # the crash may have come before that of the save
-    steps.rename(source, folder)
+    filesystem.rename(source, folder)
     staging.sync([root, source.parent], durable=durable)
     staging.move_tracker(root, name.iteration, durable=durable)
     staging.mark_tracked(folder, durable=durable)
@@ -140,10 +139,10 @@ def _finish_in_place(claim: Claim, *, durable: bool) -> list[str]:
         if owner is None or owner.startswith(f"{claim.epoch}."):
             continue
         if _whole(folder) is None:
-            steps.remove_folder(folder, durable=durable)
+            filesystem.remove_folder(folder, durable=durable)
             done.append(f"iteration {iteration} was being written or removed, and is removed")
         else:
-            steps.remove_file(folder / UNFINISHED_FILE)
+            filesystem.remove_file(folder / UNFINISHED_FILE)
             staging.sync([folder], durable=durable)
     return done
 

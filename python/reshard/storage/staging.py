@@ -22,7 +22,7 @@ from reshard.errors import ReshardError, StorageError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import PINNED_FILE, TRACKED_FILE
 from reshard.small_files import read_small_file
-from reshard.storage import filesystem as steps
+from reshard.storage import filesystem
 from reshard.storage.filesystem import UNFINISHED_FILE
 from reshard.storage.trash import TRASH_FOLDER
 
@@ -112,22 +112,22 @@ def abilities(claim: Claim) -> Abilities:
 def _probe(staging: Path) -> Abilities:
     folder = staging / f"{PROBE_PREFIX}{secrets.token_hex(8)}"
     try:
-        with steps.failing("probing", folder):
+        with filesystem.failing("probing", folder):
             (folder / "one" / "inner").mkdir(parents=True)
             (folder / "one" / "inner" / "file").touch()
-        renames = _is_able(lambda: steps.rename(folder / "one" / "inner", folder / "two"))
+        renames = _is_able(lambda: filesystem.rename(folder / "one" / "inner", folder / "two"))
         exchanges = False
         if renames:
-            with steps.failing("probing", folder):
+            with filesystem.failing("probing", folder):
                 # Where names cannot be exchanged the core makes do with three renames, the first one to `one.old`, and
                 # a crash between them would lose both names. With something in the way it cannot.
                 (folder / "one.old" / "in the way").mkdir(parents=True)
             with contextlib.suppress(StorageError):
-                steps.exchange(folder / "one", folder / "two")
+                filesystem.exchange(folder / "one", folder / "two")
                 exchanges = True
     finally:
         with contextlib.suppress(ReshardError):
-            steps.remove_folder(folder, durable=False)
+            filesystem.remove_folder(folder, durable=False)
     if not renames:
         _log.warning(
             "%s: the file system cannot rename folders: iterations are written in place, and one that is saved again "
@@ -141,7 +141,7 @@ def _is_able(act: Callable[[], None]) -> bool:
     try:
         act()
     except StorageError as error:
-        if error.errno in steps.NO_FOLDER_RENAME:
+        if error.errno in filesystem.NO_FOLDER_RENAME:
             return False
         raise
     return True
@@ -153,19 +153,19 @@ def _is_able(act: Callable[[], None]) -> bool:
 def sync(folders: Sequence[Path], *, durable: bool) -> None:
     """Make the entries of folders durable, if anything is to be. Raises StorageError."""
     for folder in folders if durable else ():
-        steps.sync(folder)
+        filesystem.sync(folder)
 
 
 def move_tracker(root: Path, iteration: int, *, durable: bool) -> None:
     """Let the tracker name an iteration, whose folder is durable. Raises StorageError."""
-    steps.announce("move the tracker")
+    filesystem.announce("move the tracker")
     checkpoint2.write_tracker(root, iteration, durable=durable)
 
 
 def mark_tracked(folder: Path, *, durable: bool) -> None:
     """Mark an iteration that the tracker has named: a lower tracker means from here on that somebody went back."""
     with contextlib.suppress(FileExistsError):
-        steps.make_file(folder / TRACKED_FILE, durable=durable)
+        filesystem.make_file(folder / TRACKED_FILE, durable=durable)
 
 
 def put_back(root: Path, staging: Path, *, durable: bool) -> bool:
@@ -183,7 +183,7 @@ def put_back(root: Path, staging: Path, *, durable: bool) -> bool:
     old = root / TRASH_FOLDER / f"{name.iteration}.{name.attempt}"
     if os.path.lexists(folder) or not os.path.lexists(old) or not os.path.lexists(staging):
         return False
-    steps.rename(old, folder)
+    filesystem.rename(old, folder)
     sync([root, root / TRASH_FOLDER], durable=durable)
     return True
 
@@ -193,10 +193,10 @@ def put_back(root: Path, staging: Path, *, durable: bool) -> bool:
 
 def make_in_place(folder: Path, owner: str, mode: int, *, durable: bool) -> None:
     """An empty final folder, marked: what was in it goes, the manifest first. A pin stays. Raises StorageError."""
-    steps.make_folder(folder, mode, durable=durable)
-    steps.remove_file(folder / UNFINISHED_FILE)
-    steps.make_file(folder / UNFINISHED_FILE, owner.encode(), durable=durable)
-    steps.remove_folder(folder, durable=durable, keep=(UNFINISHED_FILE, PINNED_FILE))
+    filesystem.make_folder(folder, mode, durable=durable)
+    filesystem.remove_file(folder / UNFINISHED_FILE)
+    filesystem.make_file(folder / UNFINISHED_FILE, owner.encode(), durable=durable)
+    filesystem.remove_folder(folder, durable=durable, keep=(UNFINISHED_FILE, PINNED_FILE))
 
 
 def unfinished(folder: Path) -> str | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import StorageError
 from reshard.formats.manifest import MANIFEST_FILE
 from reshard.small_files import close_read, show
-from reshard.storage import filesystem as steps
+from reshard.storage import filesystem
 from reshard.storage.filesystem import UNFINISHED_FILE
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ def discard(root: Path, folder: Path, iteration: int, number: str | None = None,
     """
     trash = root / TRASH_FOLDER
     try:
-        steps.rename(folder, trash / f"{iteration}.{number or secrets.token_hex(16)}")
+        filesystem.rename(folder, trash / f"{iteration}.{number or secrets.token_hex(16)}")
     except FileExistsError:
-        steps.rename(folder, trash / f"{iteration}.{secrets.token_hex(16)}")
+        filesystem.rename(folder, trash / f"{iteration}.{secrets.token_hex(16)}")
     if durable:
-        steps.sync(trash)
-        steps.sync(folder.parent)
+        filesystem.sync(trash)
+        filesystem.sync(folder.parent)
 
 
 def remove(root: Path, folder: Path, iteration: int, *, durable: bool) -> None:
@@ -70,11 +70,11 @@ def remove(root: Path, folder: Path, iteration: int, *, durable: bool) -> None:
     try:
         discard(root, folder, iteration, durable=durable)
     except StorageError as error:
-        if error.errno not in steps.NO_FOLDER_RENAME or not folder.is_dir():
+        if error.errno not in filesystem.NO_FOLDER_RENAME or not folder.is_dir():
             raise
         with contextlib.suppress(FileExistsError):
-            steps.make_file(folder / UNFINISHED_FILE, REMOVED.encode(), durable=durable)
-        steps.remove_folder(folder, durable=durable)
+            filesystem.make_file(folder / UNFINISHED_FILE, REMOVED.encode(), durable=durable)
+        filesystem.remove_folder(folder, durable=durable)
 
 
 def empty(root: Path, *, durable: bool) -> list[str]:
@@ -86,7 +86,7 @@ def empty(root: Path, *, durable: bool) -> list[str]:
     trash = root / TRASH_FOLDER
     warnings = []
     try:
-        entries = [name for name in steps.names(trash) if _ENTRY.fullmatch(name)]
+        entries = [name for name in filesystem.names(trash) if _ENTRY.fullmatch(name)]
     except StorageError as error:
         return [error.message]
     for name in entries:
@@ -95,7 +95,7 @@ def empty(root: Path, *, durable: bool) -> list[str]:
                 warnings.append(f"{show(str(trash / name))} is still being read: it is removed another time")
                 continue
             try:
-                steps.remove_folder(trash / name, durable=durable)
+                filesystem.remove_folder(trash / name, durable=durable)
             except StorageError as error:
                 warnings.append(f"{show(str(trash / name))} is left over: {error.message}")
     return warnings

@@ -17,7 +17,7 @@ from reshard.formats.state import dump
 from reshard.storage import protocol
 from reshard.torch.run import object_name
 from reshard.words import listed, show
-from reshard.write import pending_rollback as taken
+from reshard.write import pending_rollback
 from reshard.write.save import save
 
 if TYPE_CHECKING:
@@ -139,5 +139,5 @@ def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
         raise error
     folder_mode = 0o700 if saver.options["private"] else 0o777
     protocol.claim_root(root, takeover=takeover, durable=saver.options["durable"], folder_mode=folder_mode)
-    if not saver.has_rank_folders and not is_below and taken.recall(root) is None:
+    if not saver.has_rank_folders and not is_below and pending_rollback.get(root) is None:
         protocol.check_above_tracker(root, step, checkpoint2.resolve_candidates(root).tracker)

@@ -16,7 +16,7 @@ from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, scrub_folder, scrub_plain
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import path_of
-from reshard.resume import decide, weigh
+from reshard.resume import decide, evaluate
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, Part
@@ -86,7 +86,7 @@ def explain(
     faults: dict[str, str] = {}
     while True:
         facts = gather(config, run, faults=faults, keep_going=True)
-        verdicts = weigh(config, facts)
+        verdicts = evaluate(config, facts)
         try:
             decision = decide(config, facts, compatible=compatible)
         except ReshardError as error:

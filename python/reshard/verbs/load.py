@@ -48,7 +48,7 @@ from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, deci
 from reshard.small_files import show
 from reshard.storage import protocol
 from reshard.verbs.pending_load import PendingLoad
-from reshard.write import pending_rollback as taken
+from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -528,11 +528,11 @@ def pass_over(root: Path, number: int) -> None:
     """
     newer = opening.newer_than(root, number) if root.is_dir() else ()
     if newer:
-        taken.note(root, number, newer)
+        pending_rollback.record(root, number, newer)
         # What is saved from here on is another line of saves, told from what was passed over by its epoch.
         protocol.release(root)
     else:
-        taken.forget(root)
+        pending_rollback.forget(root)
 
 
 # -- in the background

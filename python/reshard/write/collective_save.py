@@ -24,8 +24,7 @@ from reshard.formats import proofs, save_log, state
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.small_files import show, write_file_atomically
 from reshard.storage import mounts, protocol
-from reshard.write import pending_rollback as taken
-from reshard.write import retention
+from reshard.write import pending_rollback, retention
 from reshard.write.arrays import local_arrays
 from reshard.write.iteration import JointProgress, write_descriptions
 
@@ -348,7 +347,7 @@ class _Coordinator:
         self.metrics = share.record.metrics
         self.planned = planned
         self.world_size = world_size
-        self.resumed = taken.recall(terms.root)
+        self.resumed = pending_rollback.get(terms.root)
         self.attempt: protocol.Attempt | None = None
         self.is_read_back = terms.verify
         self.proven: Manifest | None = None  # once it is published, if it was read back
@@ -400,7 +399,7 @@ class _Coordinator:
             warnings.append(f"{terms.root} lies on {volatile}, which forgets everything when the power is lost")
         warnings += protocol.publish(self.attempt, manifest)
         if self.resumed is not None:
-            taken.forget(terms.root)
+            pending_rollback.forget(terms.root)
         self.proven = manifest if self.is_read_back else None
         self.summary = {
             "path": str(terms.root / checkpoint2.iteration_folder_name(terms.iteration)),

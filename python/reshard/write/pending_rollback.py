@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import os
 
-__all__ = ["Taken", "forget", "note", "recall"]
+__all__ = ["PendingRollback", "forget", "get", "record"]
 
 
 @dataclass(frozen=True)
-class Taken:
+class PendingRollback:
     """An iteration that was taken though newer ones are there.
 
     Attributes:
@@ -30,22 +30,22 @@ class Taken:
     passed_over: tuple[int, ...]
 
 
-_taken: dict[Path, Taken] = {}
+_taken: dict[Path, PendingRollback] = {}
 
 
-def note(root: str | os.PathLike[str], iteration: int, passed_over: tuple[int, ...] = ()) -> None:
+def record(root: str | os.PathLike[str], iteration: int, passed_over: tuple[int, ...] = ()) -> None:
     """Remember that this process goes on from an iteration of a root, and which newer ones it passed over.
 
     Example:
-        >>> note("output", 400, (500,))
-        >>> recall("output")
-        Taken(iteration=400, passed_over=(500,))
+        >>> record("output", 400, (500,))
+        >>> get("output")
+        PendingRollback(iteration=400, passed_over=(500,))
         >>> forget("output")
     """
-    _taken[Path(root).resolve()] = Taken(iteration, tuple(sorted(passed_over)))
+    _taken[Path(root).resolve()] = PendingRollback(iteration, tuple(sorted(passed_over)))
 
 
-def recall(root: str | os.PathLike[str]) -> Taken | None:
+def get(root: str | os.PathLike[str]) -> PendingRollback | None:
     """What was noted of a root and no save has used yet."""
     return _taken.get(Path(root).resolve())
 

@@ -35,13 +35,12 @@ from reshard.arguments import checked
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs, save_log
-from reshard.formats.checkpoint2 import candidates as resolve
+from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE, TRACKED_FILE
 from reshard.formats.scrub import is_damage, scrub_folder
 from reshard.small_files import show
-from reshard.storage import claims, staging, trash
-from reshard.storage import filesystem as steps
+from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import UNFINISHED_FILE
 from reshard.storage.trash import REMOVED, TRASH_FOLDER
 
@@ -236,15 +235,15 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
         >>> must_read_back("read-back", 3, keep=2), must_read_back("read-back", 3, keep=3)
         (True, False)
     """
-    candidates = checkpoint2.resolve_candidates(root)
-    there = [one for one in sorted(candidates.folders, reverse=True) if one[0] != iteration]
+    listed = checkpoint2.resolve_candidates(root)
+    there = [one for one in sorted(listed.folders, reverse=True) if one[0] != iteration]
     if len(there) < keep and not _has_passed_over(Path(root), there):
         return False
     n_left = keep - 1
     for number, name in there:
         if n_left == 0:
             break
-        if candidates.tracker is not None and number > candidates.tracker:
+        if listed.tracker is not None and number > listed.tracker:
             continue
         proof = _proof(Path(root) / name)
         if proof is not None and proof.fault is None:
@@ -425,7 +424,7 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
     with claims.locked(_folder(root, iteration).parent):
         folder = _folder(root, iteration)
         with contextlib.suppress(FileExistsError):
-            steps.make_file(folder / PINNED_FILE, durable=True)
+            filesystem.make_file(folder / PINNED_FILE, durable=True)
 
 
 @checked
@@ -438,8 +437,8 @@ def unpin(root: str | os.PathLike[str], iteration: int) -> None:
     """
     with claims.locked(_folder(root, iteration).parent):
         folder = _folder(root, iteration)
-        steps.remove_file(folder / PINNED_FILE)
-        steps.sync(folder)
+        filesystem.remove_file(folder / PINNED_FILE)
+        filesystem.sync(folder)
 
 
 def _folder(root: str | os.PathLike[str], iteration: int) -> Path:
@@ -465,11 +464,11 @@ def _look(
         verified: digests of manifests whose files were found right by this process.
         faults: and of those that were not, with the reason.
     """
-    candidates = checkpoint2.resolve_candidates(root)
-    found = {iteration: (name, *_judge(root / name, judge)) for iteration, name in candidates.folders}
-    behind = resolve.left_behind(
+    listed = checkpoint2.resolve_candidates(root)
+    found = {iteration: (name, *_judge(root / name, judge)) for iteration, name in listed.folders}
+    behind = candidates.left_behind(
         tuple(_folder_facts(root, iteration, name, manifest) for iteration, (name, manifest, *_) in found.items()),
-        candidates.tracker,
+        listed.tracker,
     )
     facts = []
     for iteration, (name, manifest, fault, is_unknown) in sorted(found.items()):
@@ -490,14 +489,14 @@ def _look(
                 metrics={} if manifest is None else manifest.metrics,
             )
         )
-    return facts, candidates.tracker
+    return facts, listed.tracker
 
 
-def _folder_facts(root: Path, iteration: int, name: str, manifest: Manifest | None) -> resolve.Folder:
+def _folder_facts(root: Path, iteration: int, name: str, manifest: Manifest | None) -> candidates.Folder:
     is_tracked = os.path.lexists(root / name / TRACKED_FILE)
     if manifest is None:
-        return resolve.Folder(iteration, name, is_tracked)
-    return resolve.Folder(
+        return candidates.Folder(iteration, name, is_tracked)
+    return candidates.Folder(
         iteration, name, is_tracked, manifest.epoch, manifest.previous_tracker, tuple(manifest.passed_over)
     )
 
@@ -535,7 +534,7 @@ def _judge(folder: Path, judge: Callable[[Path], str | None]) -> tuple[Manifest 
 def _is_there(path: Path) -> bool:
     """Whether there is a file; unlike `lexists`, a folder that may not be searched is an error. Raises StorageError."""
     try:
-        with steps.failing("looking at", path):
+        with filesystem.failing("looking at", path):
             path.lstat()
     except StorageError as error:
         if error.errno == errno.ENOENT:
@@ -650,7 +649,7 @@ def _carry_out(root: Path, decision: _Decision, done: _Done, *, durable: bool) -
         done.warnings.append(f"no iteration is removed: {reason}; verify iteration {decision.first[0].iteration}")
         return
     if decision.gone:
-        steps.make_folder(root / TRASH_FOLDER, 0o777, durable=durable)
+        filesystem.make_folder(root / TRASH_FOLDER, 0o777, durable=durable)
     for one in decision.gone:
         _remove(root, one, done, durable=durable)
 

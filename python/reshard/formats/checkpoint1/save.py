@@ -33,13 +33,11 @@ from reshard.formats.checkpoint1 import health as checkpoint1_health
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import strategies
-from reshard.formats.checkpoint1.save_plan import Dealt, Naming, RankView
+from reshard.formats.checkpoint1.save_plan import Naming, RankView, ShardAssignment
 from reshard.formats.checkpoint1.save_rank import RankSide, arrays_by_kind, folder_of, look, n_bytes_of
 from reshard.small_files import show
-from reshard.storage import claims, mounts, protocol
-from reshard.storage import filesystem as steps
-from reshard.write import background
-from reshard.write import pending_rollback as taken
+from reshard.storage import claims, filesystem, mounts, protocol
+from reshard.write import background, pending_rollback
 from reshard.write.collective_save import Own, SaveReport, Terms, append_to_log, report_of
 from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, plan_iteration
 from reshard.write.replicas import Replicas
@@ -122,7 +120,7 @@ class _Agreed:
 
     Attributes:
         naming: what files are called.
-        dealt: who keeps what.
+        assignment: who keeps what.
         outdated: epochs and steps that go once the save is complete.
         strategy_by: the ranks that write the strategy: one on each host that has a root of its own.
         shapes: what they write it for; None where rank 0 alone does, which knows it.
@@ -131,7 +129,7 @@ class _Agreed:
     """
 
     naming: Naming
-    dealt: Dealt
+    assignment: ShardAssignment
     outdated: tuple[tuple[int, int], ...] = ()
     strategy_by: tuple[int, ...] = ()
     shapes: Shapes | None = None
@@ -142,7 +140,7 @@ class _Agreed:
         naming = self.naming
         return {
             "naming": [naming.prefix, naming.run, naming.epoch, naming.step],
-            "dealt": self.dealt.to_json(),
+            "assignment": self.assignment.to_json(),
             "outdated": [list(one) for one in self.outdated],
             "strategy_by": list(self.strategy_by),
             "read_back": self.read_back,
@@ -155,7 +153,7 @@ class _Agreed:
         shapes = value["shapes"]
         return cls(
             Naming(*value["naming"]),
-            Dealt.from_json(value["dealt"]),
+            ShardAssignment.from_json(value["assignment"]),
             tuple((epoch, step) for epoch, step in value["outdated"]),
             tuple(value["strategy_by"]),
             None if shapes is None else {key: (tuple(shape), is_state) for key, (shape, is_state) in shapes.items()},
@@ -205,7 +203,7 @@ def save_ranks(
         metadata = {"format": "ms", "remove_redundancy": str(how.dedup and channel.world_size > 1)}
         make = maker(metadata, terms.threads, blocking=blocking, ready=ready)
         by_kind = arrays_by_kind(
-            own, agreed.naming, agreed.dealt.left_out(rank), network=how.network, trainable=how.trainable
+            own, agreed.naming, agreed.assignment.left_out(rank), network=how.network, trainable=how.trainable
         )
         return {kind: make(agreed.naming.file(rank, kind).name, arrays) for kind, arrays in by_kind.items()}
 
@@ -351,7 +349,9 @@ class _Coordinator:
 
     # -- 1
 
-    def check(self, told: list[Any]) -> tuple[list[RankFacts], list[RankView], list[int], Dealt, Shapes, IterationPlan]:
+    def check(
+        self, told: list[Any]
+    ) -> tuple[list[RankFacts], list[RankView], list[int], ShardAssignment, Shapes, IterationPlan]:
         """What all ranks reported, if it can be saved: facts, views, first rank of each root, who keeps what, plan."""
         terms, how = self.terms, self.how
         facts = [RankFacts.from_json(one["facts"]) for one in told]
@@ -362,7 +362,7 @@ class _Coordinator:
         rank_plan.check_world(views, os.fspath(terms.root), is_shared=len(firsts) == 1)
         same = [[[one["facts"]["arrays"], one["facts"]["shapes"]] for one in told], str(self.own.layout)]
         plan, shapes, self.strategy = _plans.get([same, os.fspath(terms.root)], lambda: self._plan(facts))
-        dealt = Dealt()
+        assignment = ShardAssignment()
         if self.strategy is None:
             _check_whole(plan, how, has_layout=self.own.layout is not None)
         else:
@@ -370,14 +370,14 @@ class _Coordinator:
             if how.dedup:
                 holders = {name: plan.holders[name] for name in self.strategy.strategy.keys()}  # noqa: SIM118
                 n_devices = self.strategy.devices_per_stage
-                dealt = rank_plan.deal(holders, [rank // n_devices for rank in range(len(told))])
-        return facts, views, firsts, dealt, shapes, plan
+                assignment = rank_plan.assign(holders, [rank // n_devices for rank in range(len(told))])
+        return facts, views, firsts, assignment, shapes, plan
 
     def plan(self, told: list[Any]) -> dict[str, Any]:
         """Answer what all ranks told."""
         terms, how = self.terms, self.how
-        facts, views, firsts, dealt, shapes, plan = self.check(told)
-        self._claim(facts, dealt, None if len(firsts) == 1 else facts[0].host)
+        facts, views, firsts, assignment, shapes, plan = self.check(told)
+        self._claim(facts, assignment, None if len(firsts) == 1 else facts[0].host)
         naming = self._naming(views)
         files: list[FileName] = []
         with contextlib.suppress(CheckpointNotFoundError):
@@ -385,7 +385,7 @@ class _Coordinator:
         outdated = () if how.only_strategy else tuple(rank_plan.outdated(files, naming, terms.keep))
         return _Agreed(
             naming,
-            dealt,
+            assignment,
             outdated,
             tuple(firsts) if self.strategy is not None else (),
             shapes if len(firsts) > 1 else None,
@@ -427,7 +427,7 @@ class _Coordinator:
             )
         return list(of_hosts.values())
 
-    def _claim(self, facts: list[RankFacts], dealt: Dealt, host: str | None) -> None:
+    def _claim(self, facts: list[RankFacts], assignment: ShardAssignment, host: str | None) -> None:
         """Make the root ours, with room for what this host (None: every one) writes into it."""
         terms, how = self.terms, self.how
         self.claim = protocol.claim_root(
@@ -436,7 +436,7 @@ class _Coordinator:
         n_bytes = 0
         for rank, one in enumerate(facts):
             if not how.only_strategy and host in (None, one.host):
-                left_out = dealt.left_out(rank)
+                left_out = assignment.left_out(rank)
                 written = [fact for fact in one.arrays if fact.name not in left_out]
                 n_bytes += n_bytes_of((fact.dtype, fact.shape) for fact in written)
                 weights = n_bytes_of((fact.dtype, fact.shape) for fact in written if fact.part == "model")
@@ -483,7 +483,7 @@ class _Coordinator:
         """Note the health, if there is a word of it, before anybody can resume from the save."""
         status = self.own.common.ckpt_status
         if status is not None:
-            steps.announce(f"write {checkpoint1_health.HEALTH_FILE}")
+            filesystem.announce(f"write {checkpoint1_health.HEALTH_FILE}")
             warning = checkpoint1_health.note(
                 self.terms.root, file.name, status, self.terms.file_mode, durable=self.terms.durable
             )
@@ -494,7 +494,7 @@ class _Coordinator:
         self.is_complete = True
         if self.read_back is not None:
             _read_back[self.read_back[0]].add(self.read_back[1])
-        taken.forget(self.terms.root)
+        pending_rollback.forget(self.terms.root)
 
 
 def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:

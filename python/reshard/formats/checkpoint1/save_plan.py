@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_PREFIX",
-    "Dealt",
     "Naming",
     "RankView",
+    "ShardAssignment",
+    "assign",
     "check_prefix",
     "check_world",
-    "deal",
     "outdated",
     "position",
     "run_number",
@@ -94,7 +94,7 @@ class RankView:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class ShardAssignment:
     """Who keeps what in the de-duplicated variant.
 
     Attributes:
@@ -107,7 +107,7 @@ class Dealt:
         """The arrays of a rank that another one keeps.
 
         Example:
-            >>> Dealt((((0, 2), ("a", "b", "c")),)).left_out(0)
+            >>> ShardAssignment((((0, 2), ("a", "b", "c")),)).left_out(0)
             {'b'}
         """
         found: set[str] = set()
@@ -122,7 +122,7 @@ class Dealt:
         return [[list(ranks), list(names)] for ranks, names in self.groups]
 
     @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Dealt:
+    def from_json(cls, value: Sequence[Any]) -> ShardAssignment:
         """What `to_json` gave."""
         return cls(tuple((tuple(ranks), tuple(names)) for ranks, names in value))
 
@@ -249,7 +249,7 @@ def check_world(views: Sequence[RankView], root: str, *, is_shared: bool) -> Non
     )
 
 
-def deal(holders: Mapping[str, Sequence[tuple[int, ...]]], stage_of: Sequence[int]) -> Dealt:
+def assign(holders: Mapping[str, Sequence[tuple[int, ...]]], stage_of: Sequence[int]) -> ShardAssignment:
     """Who keeps what, if every shard is kept once: inside each group of ranks the arrays go round, in order of names.
 
     Args:
@@ -259,7 +259,7 @@ def deal(holders: Mapping[str, Sequence[tuple[int, ...]]], stage_of: Sequence[in
             copy only in the stage.
 
     Example:
-        >>> deal({"norm": [(0, 1, 2, 3)], "w": [(0, 2), (1, 3)], "a": [(0, 2), (1, 3)]}, [0, 0, 0, 0]).groups
+        >>> assign({"norm": [(0, 1, 2, 3)], "w": [(0, 2), (1, 3)], "a": [(0, 2), (1, 3)]}, [0, 0, 0, 0]).groups
         (((0, 1, 2, 3), ('norm',)), ((0, 2), ('a', 'w')), ((1, 3), ('a', 'w')))
     """
     groups: dict[tuple[int, ...], list[str]] = {}
@@ -271,7 +271,7 @@ def deal(holders: Mapping[str, Sequence[tuple[int, ...]]], stage_of: Sequence[in
             for of_stage in by_stage.values():
                 if len(of_stage) > 1:
                     groups.setdefault(tuple(of_stage), []).append(name)
-    return Dealt(tuple((ranks, tuple(names)) for ranks, names in sorted(groups.items())))
+    return ShardAssignment(tuple((ranks, tuple(names)) for ranks, names in sorted(groups.items())))
 
 
 def outdated(files: Iterable[FileName], naming: Naming, keep: int | None) -> list[tuple[int, int]]:

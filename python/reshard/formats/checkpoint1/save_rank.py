@@ -21,8 +21,7 @@ from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.names import Meta, rank_folder_name
 from reshard.small_files import show, write_file_atomically
-from reshard.storage import filesystem as steps
-from reshard.storage import protocol
+from reshard.storage import filesystem, protocol
 from reshard.write.arrays import local_arrays
 from reshard.write.collective_save import read_back
 from reshard.write.iteration import JointProgress
@@ -209,7 +208,7 @@ class RankSide:
 
     def _begin(self, path: Path) -> None:
         """Refuse a name that is taken: what stands under it is of another save."""
-        steps.announce(f"write {path.name}")
+        filesystem.announce(f"write {path.name}")
         if os.path.lexists(path):
             raise ReshardError(
                 f"{show(str(path))} has appeared since this save began",
@@ -226,7 +225,7 @@ class RankSide:
 
     def make_count(self) -> None:
         """Write `meta.json`: a restart may take this save from now on. Raises StorageError."""
-        steps.announce(f"write {checkpoint1.META_FILE} of rank {self.rank}")
+        filesystem.announce(f"write {checkpoint1.META_FILE} of rank {self.rank}")
         folder, meta = folder_of(self.terms.root, self.rank), Meta(self.file.epoch, self.file.step, self.file.name)
         try:
             checkpoint1.write_meta(folder, meta, self.terms.file_mode, durable=self.terms.durable)
@@ -247,7 +246,7 @@ class RankSide:
                     names += [checkpoint1_state.file_name(old), checkpoint1_state.arrays_file_name(old)]
                 for name in names:
                     try:
-                        steps.remove_file(folder / name)
+                        filesystem.remove_file(folder / name)
                     except ReshardError as error:
                         warnings.append(f"an older file is not removed: {error}")
         return warnings
@@ -257,7 +256,7 @@ def _sweep(folder: Path, file: FileName) -> None:
     """Remove what a writer that was killed has left half-written, under hidden names: the root is ours alone."""
     weights = rf"{re.escape(file.prefix)}_rank_{file.rank}[-_].*"
     debris = re.compile(rf"\.(?:{weights}|{re.escape(checkpoint1.META_FILE)}\..*)\.tmp")
-    for name in steps.names(folder):
+    for name in filesystem.names(folder):
         if debris.fullmatch(name):
             with contextlib.suppress(ReshardError):
-                steps.remove_file(folder / name)
+                filesystem.remove_file(folder / name)

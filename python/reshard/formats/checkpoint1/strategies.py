@@ -29,7 +29,7 @@ from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_writer import write_stage_files
 from reshard.small_files import show
-from reshard.storage import filesystem as steps
+from reshard.storage import filesystem
 from reshard.storage.protocol import make_root
 from reshard.words import listed
 
@@ -133,13 +133,13 @@ class Strategies:
         there = self._there()
         is_there = there is not None and set(self.strategy.keys()) <= set(there.keys())
         if there is None or not is_there or not all(map(self._is_as(there), self.tensors)):
-            steps.announce(f"write {STRATEGY_FOLDER}")
+            filesystem.announce(f"write {STRATEGY_FOLDER}")
             self._replace(mode, folder_mode, durable=durable)
         self._written = self._state()
 
     def files(self) -> list[tuple[str, int]]:
         """Names and sizes of what is written."""
-        paths = [self.folder / name for name in steps.names(self.folder)]
+        paths = [self.folder / name for name in filesystem.names(self.folder)]
         return [(path.name, path.stat().st_size) for path in paths if is_strategy(path)]
 
     def _is_known(self) -> bool:
@@ -156,32 +156,32 @@ class Strategies:
     def _replace(self, mode: int, folder_mode: int, *, durable: bool) -> None:
         """A new folder under a hidden name takes the place of the old one: files of two strategies never mix."""
         make_root(self.folder.parent, folder_mode, durable=durable)
-        for name in steps.names(self.folder.parent):
+        for name in filesystem.names(self.folder.parent):
             if _DEBRIS.fullmatch(name):  # of a writer that was killed
                 shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
         new = self.folder.with_name(f".{STRATEGY_FOLDER}.{secrets.token_hex(8)}.tmp")
         try:
-            steps.make_folder(new, folder_mode, durable=False)
+            filesystem.make_folder(new, folder_mode, durable=False)
             write_stage_files(self.strategy, new, mode=mode, durable=durable)
             if os.path.lexists(self.folder):
                 self._exchange(new)
             else:
-                steps.rename(new, self.folder)
+                filesystem.rename(new, self.folder)
             if durable:
-                steps.sync(self.folder.parent)
+                filesystem.sync(self.folder.parent)
         finally:
             with contextlib.suppress(OSError):
                 shutil.rmtree(new)  # the old one by now, unless something failed
 
     def _exchange(self, new: Path) -> None:
         try:
-            steps.exchange(new, self.folder)
+            filesystem.exchange(new, self.folder)
         except StorageError:
             # Not every file system can. Ending between the two leaves none for a moment; the next save writes it.
             old = new.with_name(f"{new.name}.old.tmp")
-            steps.rename(self.folder, old)
-            steps.rename(new, self.folder)
-            steps.rename(old, new)
+            filesystem.rename(self.folder, old)
+            filesystem.rename(new, self.folder)
+            filesystem.rename(old, new)
 
     def _there(self) -> Strategy | None:
         """What lies in the folder; None if that is no strategy."""

@@ -36,7 +36,7 @@ from reshard.formats import scalars
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER, FileName, Meta
-from reshard.formats.checkpoint1.save_plan import Dealt, check_prefix, deal
+from reshard.formats.checkpoint1.save_plan import ShardAssignment, assign, check_prefix
 from reshard.layout.strategy_file import read_strategy_file
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.small_files import show
@@ -109,11 +109,11 @@ def _write(
     tensors = whole_tensors(job)
     if dedup:
         job = replace(job, options=replace(job.options, metadata=job.options.metadata | {"remove_redundancy": "True"}))
-    dealt = _dealt(tensors, bound, strategy) if dedup else Dealt()
+    assignment = _dealt(tensors, bound, strategy) if dedup else ShardAssignment()
     subfolders = [checkpoint1.rank_folder_name(rank) for rank in ranks]
     with _with_counters(job):
         files = [
-            File(f"{folder}/{_name(names, rank)}", _request(job, bound, tensors, dealt, rank))
+            File(f"{folder}/{_name(names, rank)}", _request(job, bound, tensors, assignment, rank))
             for rank, folder in zip(ranks, subfolders, strict=True)
         ]
         with produced(job, job.target, files, file_sizes(job, files)) as fill:
@@ -190,12 +190,12 @@ def _name(names: FileName | None, rank: int) -> str:
 
 
 def _request(
-    job: Job, bound: BoundLayout, tensors: Mapping[str, WholeTensor], dealt: Dealt, rank: int
+    job: Job, bound: BoundLayout, tensors: Mapping[str, WholeTensor], assignment: ShardAssignment, rank: int
 ) -> _core.Request:
     """A rank's own arrays and the counters, wide elements first."""
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
     dtype_of |= {name: dtypes.name_of(array.dtype) for name, array in job.counters.items()}
-    left_out = dealt.left_out(rank)
+    left_out = assignment.left_out(rank)
     request = _core.Request()
     held = [name for name in bound.local_names(rank, job.keys) if name not in left_out]
     for name in file_order([*held, *job.counters], dtype_of):
@@ -207,12 +207,12 @@ def _request(
     return request
 
 
-def _dealt(tensors: Mapping[str, WholeTensor], bound: BoundLayout, strategy: Strategy | None) -> Dealt:
+def _dealt(tensors: Mapping[str, WholeTensor], bound: BoundLayout, strategy: Strategy | None) -> ShardAssignment:
     """Who keeps what, where each shard is kept once. What the strategy does not list, every rank keeps."""
     if strategy is None:
-        return Dealt()
+        return ShardAssignment()
     holders = {key: held for key, held in plan_layout(tensors, bound).holders.items() if strategy.stages_of(key)}
-    return deal(holders, [rank // strategy.devices_per_stage for rank in range(strategy.world_size)])
+    return assign(holders, [rank // strategy.devices_per_stage for rank in range(strategy.world_size)])
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import DamagedFileError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats.base import Format, Match
-from reshard.formats.checkpoint2 import candidates as resolve
+from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import reader as folder
 from reshard.formats.checkpoint2.reader import marks, open_folder
@@ -34,7 +34,7 @@ _log = logging.getLogger("reshard")
 MAX_LOOKS = 5  # at a root that changes while it is looked at
 
 
-def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> resolve.Order:
+def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> candidates.Order:
     """In which order the iterations of a root are tried, and which never are; no shard file is opened.
 
     Args:
@@ -50,7 +50,7 @@ def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> resol
         ['iteration_00000010', 'iteration_00000005']
     """
     tracker, fault = checkpoint2.read_tracker(root)
-    return resolve.order(_folders(Path(root)), tracker, fault, exact=exact)
+    return candidates.order(_folders(Path(root)), tracker, fault, exact=exact)
 
 
 def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
@@ -65,21 +65,21 @@ def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
         (400,)
     """
     folders = _folders(Path(root))
-    recorded = resolve.left_behind(folders, checkpoint2.read_tracker(root)[0])
+    recorded = candidates.left_behind(folders, checkpoint2.read_tracker(root)[0])
     return tuple(one.iteration for one in folders if one.iteration > iteration and one.iteration not in recorded)
 
 
-def _folders(root: Path) -> tuple[resolve.Folder, ...]:
+def _folders(root: Path) -> tuple[candidates.Folder, ...]:
     return tuple(_folder_facts(root, iteration, name) for iteration, name in checkpoint2.list_iterations(root))
 
 
-def _folder_facts(root: Path, iteration: int, name: str) -> resolve.Folder:
+def _folder_facts(root: Path, iteration: int, name: str) -> candidates.Folder:
     is_tracked, _ = marks(root / name)
     try:
         manifest = manifests.read(root / name)
     except ReshardError:
-        return resolve.Folder(iteration, name, is_tracked)
-    return resolve.Folder(
+        return candidates.Folder(iteration, name, is_tracked)
+    return candidates.Folder(
         iteration, name, is_tracked, manifest.epoch, manifest.previous_tracker, tuple(manifest.passed_over)
     )
 
@@ -100,7 +100,7 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> CheckpointData:
         >>> best_of(Path("output/checkpoint")).iteration  # doctest: +SKIP
         400
     """
-    before: resolve.Order | None = None
+    before: candidates.Order | None = None
     for _ in range(MAX_LOOKS):
         order = order_of(root)
         if order == before:

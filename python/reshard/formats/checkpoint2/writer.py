@@ -23,8 +23,7 @@ from reshard.errors import DestinationExistsError, ReshardError, hints_without
 from reshard.formats import manifest, scalars
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
-from reshard.storage import filesystem as steps
-from reshard.storage import protocol
+from reshard.storage import filesystem, protocol
 from reshard.storage.claims import LOCK_FILE, WRITERS_FOLDER
 from reshard.storage.publication import made_folder
 from reshard.storage.staging import STAGING_FOLDER
@@ -203,7 +202,7 @@ def _take_back(attempt: protocol.Attempt) -> None:
     """Remove an iteration that was published, and that the tracker could not be made to name."""
     with contextlib.suppress(ReshardError, OSError):
         if manifest.read(attempt.folder).attempt == attempt.id:
-            steps.remove_folder(attempt.folder, durable=False)
+            filesystem.remove_folder(attempt.folder, durable=False)
 
 
 def _check_root_free(job: Job, folder_name: str) -> None:
