@@ -99,7 +99,7 @@ def seal(folder: Path, iteration: int, **facts: Any) -> manifests.Manifest:
     def digest(data: bytes) -> str:
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 
-    shards, files, sums = {}, {}, b""
+    shards, files, checksums = {}, {}, b""
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or path.name in (manifests.MANIFEST_FILE, manifests.CHECKSUMS_FILE):
             continue
@@ -110,11 +110,11 @@ def seal(folder: Path, iteration: int, **facts: Any) -> manifests.Manifest:
         own = b"".join(crc32c(data[at : at + CHUNK]).to_bytes(4, "little") for at in range(0, len(data), CHUNK))
         header_bytes = 8 + int.from_bytes(data[:8], "little")
         shards[path.name] = manifests.ShardEntry(
-            len(data), header_bytes, crc32c(data[:header_bytes]), len(sums) // 4, digest(own), 0
+            len(data), header_bytes, crc32c(data[:header_bytes]), len(checksums) // 4, digest(own), 0
         )
-        sums += own
-    (folder / manifests.CHECKSUMS_FILE).write_bytes(sums)
-    files[manifests.CHECKSUMS_FILE] = manifests.PlainEntry(len(sums), digest(sums))
+        checksums += own
+    (folder / manifests.CHECKSUMS_FILE).write_bytes(checksums)
+    files[manifests.CHECKSUMS_FILE] = manifests.PlainEntry(len(checksums), digest(checksums))
     told: dict[str, Any] = {
         "epoch": 1,
         "attempt": f"{iteration:032x}",

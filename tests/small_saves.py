@@ -40,8 +40,8 @@ State = tuple[int, int]  # iteration, version
 class FileRecord:
     n_bytes: int
     header_bytes: int
-    header_sum: int
-    sums: bytes
+    header_checksum: int
+    checksums: bytes
 
 
 def shard_name(rank: int) -> str:
@@ -67,8 +67,11 @@ def write_files(folder: Path, iteration: int, version: int) -> dict[str, tuple[F
     for rank in range(N_RANKS):
         content, header_bytes = shard_content(iteration, version, rank)
         _write(folder / shard_name(rank), content)
-        sums = crc32c(content).to_bytes(4, "little")
-        told[shard_name(rank)] = (FileRecord(len(content), header_bytes, crc32c(content[:header_bytes]), sums), rank)
+        checksums = crc32c(content).to_bytes(4, "little")
+        told[shard_name(rank)] = (
+            FileRecord(len(content), header_bytes, crc32c(content[:header_bytes]), checksums),
+            rank,
+        )
     _write(folder / "common.json", common_content(iteration, version))
     return told
 
@@ -117,14 +120,14 @@ def held(folder: Path) -> State | None:
     for name, entry in manifest["files"].items():
         if hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest() != entry["digest"]:
             return None
-    sums = (folder / "checksums.bin").read_bytes()
+    checksums = (folder / "checksums.bin").read_bytes()
     version = json.loads((folder / "common.json").read_bytes())["epoch_num"]
     state = (manifest["iteration"], version)
     for rank in range(N_RANKS):
         content, _ = shard_content(*state, rank)
         assert (folder / shard_name(rank)).read_bytes() == content, "a mixture, or not what was submitted"
         first = manifest["shards"][shard_name(rank)]["first_chunk"]
-        assert sums[4 * first : 4 * first + 4] == crc32c(content).to_bytes(4, "little")
+        assert checksums[4 * first : 4 * first + 4] == crc32c(content).to_bytes(4, "little")
     assert (folder / "common.json").read_bytes() == common_content(*state)
     return state
 

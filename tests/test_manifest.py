@@ -43,18 +43,20 @@ def shard_bytes(n_data: int, seed: int) -> tuple[bytes, int]:
 def make(folder: Path, n_data: tuple[int, ...] = (CHUNK + 100, 0, 50), **changes: Any) -> Manifest:
     """A folder with shard files, two other files and their sums; its manifest is not yet written."""
     folder.mkdir(parents=True, exist_ok=True)
-    shards, all_sums = {}, b""
+    shards, all_checksums = {}, b""
     for index, n in enumerate(n_data):
         content, header_bytes = shard_bytes(n, index)
         name = f"model-{index:07d}-{len(n_data):07d}.safetensors"
         (folder / name).write_bytes(content)
         chunks = [content[i : i + CHUNK] for i in range(0, len(content), CHUNK)]
         # The sums of large chunks only have to be 4 bytes here: they are compared by their digest.
-        sums = b"".join(hashlib.blake2b(chunk, digest_size=4).digest() for chunk in chunks)
-        header_sum = crc32c(content[:header_bytes])
-        shards[name] = ShardEntry(len(content), header_bytes, header_sum, len(all_sums) // 4, digest(sums), index)
-        all_sums += sums
-    files = {"common.json": b"{}", "metadata.json": b'{"a": 1}', "checksums.bin": all_sums}
+        checksums = b"".join(hashlib.blake2b(chunk, digest_size=4).digest() for chunk in chunks)
+        header_checksum = crc32c(content[:header_bytes])
+        shards[name] = ShardEntry(
+            len(content), header_bytes, header_checksum, len(all_checksums) // 4, digest(checksums), index
+        )
+        all_checksums += checksums
+    files = {"common.json": b"{}", "metadata.json": b'{"a": 1}', "checksums.bin": all_checksums}
     for name, content in files.items():
         (folder / name).write_bytes(content)
     facts: dict[str, Any] = {
@@ -304,12 +306,12 @@ def test_sums_are_read_for_the_files_asked_for(folder: Path) -> None:
     manifest = make(folder)
     data = (folder / "checksums.bin").read_bytes()
     first, second, third = manifest.shards
-    assert manifests.read_sums(folder, manifest) == {first: data[:8], second: data[8:12], third: data[12:16]}
-    assert manifests.read_sums(folder, manifest, [third]) == {third: data[12:]}
-    assert manifests.read_sums(folder, manifest, {third, first}) == {first: data[:8], third: data[12:]}
-    assert manifests.read_sums(folder, manifest, []) == {}
+    assert manifests.read_checksums(folder, manifest) == {first: data[:8], second: data[8:12], third: data[12:16]}
+    assert manifests.read_checksums(folder, manifest, [third]) == {third: data[12:]}
+    assert manifests.read_checksums(folder, manifest, {third, first}) == {first: data[:8], third: data[12:]}
+    assert manifests.read_checksums(folder, manifest, []) == {}
     with pytest.raises(ArgumentError, match="lists no shard file `x`"):
-        manifests.read_sums(folder, manifest, ["x"])
+        manifests.read_checksums(folder, manifest, ["x"])
 
 
 def test_every_flipped_bit_of_the_sums_is_noticed_and_named(folder: Path) -> None:
@@ -321,16 +323,16 @@ def test_every_flipped_bit_of_the_sums_is_noticed_and_named(folder: Path) -> Non
             path.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
             hit = list(manifest.shards)[0 if place < 8 else 1 if place < 12 else 2]
             with pytest.raises(DamagedFileError, match=f"the sums of `{hit}` differ"):
-                manifests.read_sums(folder, manifest)
+                manifests.read_checksums(folder, manifest)
             others = [name for name in manifest.shards if name != hit]
-            manifests.read_sums(folder, manifest, others)
+            manifests.read_checksums(folder, manifest, others)
     for n in range(len(data)):
         path.write_bytes(data[:n])
         with pytest.raises(DamagedFileError, match=f"has {n} bytes, expected 16"):
-            manifests.read_sums(folder, manifest)
+            manifests.read_checksums(folder, manifest)
     path.unlink()
     with pytest.raises(DamagedFileError, match="there is no file"):
-        manifests.read_sums(folder, manifest)
+        manifests.read_checksums(folder, manifest)
 
 
 def test_plain_files(folder: Path) -> None:
@@ -365,7 +367,7 @@ def test_a_failing_disk_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPat
         manifests.read_plain(folder, manifest, "common.json", 100)
     assert caught.value.errno == 5
     with pytest.raises(StorageError):
-        manifests.read_sums(folder, manifest)
+        manifests.read_checksums(folder, manifest)
 
 
 def n_handles() -> int:
@@ -386,7 +388,7 @@ def test_no_handle_is_left_open(folder: Path) -> None:
         with pytest.raises(ReshardError):
             act()
     manifests.read(folder)
-    manifests.read_sums(folder, manifest)
+    manifests.read_checksums(folder, manifest)
     os.close(manifests.read_lock(folder))
     assert n_handles() == before
 

@@ -88,7 +88,7 @@ def test_what_a_save_leaves(root: Path) -> None:
     assert manifest.writer == f"reshard {_core.__version__}"
     manifests.check_sizes(folder, manifest)
     manifests.check_headers(folder, manifest)
-    assert set(manifests.read_sums(folder, manifest)) == set(manifest.shards)
+    assert set(manifests.read_checksums(folder, manifest)) == set(manifest.shards)
     protocol.release(root)
     assert names(root) == [".lock", ".writers", "iteration_00000100", "latest_checkpointed_iteration.txt"]
 
@@ -111,10 +111,12 @@ def test_files_that_the_core_wrote(root: Path) -> None:
     manifest = manifests.read(attempt.folder)
     manifests.check_headers(attempt.folder, manifest)
     assert (
-        _core.scrub(str(attempt.folder / name), written.n_bytes, manifests.read_sums(attempt.folder, manifest)[name])
+        _core.scrub(
+            str(attempt.folder / name), written.n_bytes, manifests.read_checksums(attempt.folder, manifest)[name]
+        )
         == []
     )
-    assert len(manifests.read_sums(attempt.folder, manifest)[name]) == 3 * 4
+    assert len(manifests.read_checksums(attempt.folder, manifest)[name]) == 3 * 4
 
 
 def test_everything_is_synced_before_it_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +303,7 @@ def damage_staging(attempt: protocol.Attempt, told: dict[str, tuple[FileRecord, 
         del told[name]
     elif how == "sums":
         one, rank = told[name]
-        told[name] = (FileRecord(one.n_bytes, one.header_bytes, one.header_sum, one.sums * 2), rank)
+        told[name] = (FileRecord(one.n_bytes, one.header_bytes, one.header_checksum, one.checksums * 2), rank)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +314,7 @@ def damage_staging(attempt: protocol.Attempt, told: dict[str, tuple[FileRecord, 
         ("link", DamagedFileError, "is not a regular file"),
         ("folder", DamagedFileError, "is not a regular file"),
         ("untold", DamagedFileError, "a shard file that nobody told of"),
-        ("sums", ArgumentError, "8 bytes of sums were told, 1 chunks"),
+        ("sums", ArgumentError, "8 bytes of checksums for 1 chunks"),
     ],
 )
 def test_what_is_staged_must_be_what_was_told(how: str, error: type[ReshardError], message: str, root: Path) -> None:

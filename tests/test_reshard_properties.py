@@ -57,8 +57,8 @@ def tell_sums(index: Index, file: int, content: bytes) -> None:
     """Say what a file must be."""
     header_bytes = 8 + int.from_bytes(content[:8], "little")
     chunks = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
-    sums = b"".join(crc32c(chunk).to_bytes(4, "little") for chunk in chunks)
-    index.set_sums(file, len(content), header_bytes, crc32c(content[:header_bytes]), sums)
+    checksums = b"".join(crc32c(chunk).to_bytes(4, "little") for chunk in chunks)
+    index.set_checksums(file, len(content), header_bytes, crc32c(content[:header_bytes]), checksums)
 
 
 def index_of(
@@ -179,7 +179,7 @@ def test_any_layout_to_any_layout() -> None:
                 method=method,
                 proven=data.draw(st.booleans()),
             )
-            index.prove()
+            index.check_coverage()
             assert index.keys() == list(checkpoint.tensors)
             assert {key: index.info(key) for key in index.keys()} == {  # noqa: SIM118
                 key: (checkpoint.dtypes[key], checkpoint.shapes[key]) for key in checkpoint.tensors

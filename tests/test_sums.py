@@ -47,10 +47,10 @@ def test_what_is_written_is_told(tmp_path: Path, *, direct: bool) -> None:
     content = path.read_bytes()
     assert written.n_bytes == len(content)
     assert written.header_bytes == 8 + int.from_bytes(content[:8], "little")
-    assert written.header_sum == _core.crc32c(content[: written.header_bytes])
+    assert written.header_checksum == _core.crc32c(content[: written.header_bytes])
     chunks = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
-    assert written.sums == b"".join(_core.crc32c(chunk).to_bytes(4, "little") for chunk in chunks)
-    assert _core.scrub(str(path), written.n_bytes, written.sums, direct=direct) == []
+    assert written.checksums == b"".join(_core.crc32c(chunk).to_bytes(4, "little") for chunk in chunks)
+    assert _core.scrub(str(path), written.n_bytes, written.checksums, direct=direct) == []
 
 
 def index_of(path: Path, content: bytes, method: Method) -> _core.Index:
@@ -118,7 +118,9 @@ def test_a_changed_bit_is_found_where_its_chunk_is_touched_and_nowhere_else(
         attempts.append(lambda plan=plan: plan.write(str(tmp_path / "copy"), durable=False))
         for attempt in attempts:
             if chunk in reads:
-                with pytest.raises(DamagedFileError, match=f"bytes {first} to {end} are not what was written") as info:
+                with pytest.raises(
+                    DamagedFileError, match=f"bytes {first} to {end} differ from what was written"
+                ) as info:
                     attempt()
                 assert info.value.path == str(path)
                 assert info.value.key is not None
@@ -128,7 +130,7 @@ def test_a_changed_bit_is_found_where_its_chunk_is_touched_and_nowhere_else(
         assert not (tmp_path / "copy").exists() or chunk not in reads
         (tmp_path / "copy").unlink(missing_ok=True)
         index.plan(request_of(REGIONS[kind]), verify=False).load()
-        assert _core.scrub(str(path), written.n_bytes, written.sums) == [(first, end)]
+        assert _core.scrub(str(path), written.n_bytes, written.checksums) == [(first, end)]
         index.close()
 
 
@@ -148,7 +150,7 @@ def test_a_view_is_proven_before_it_is_handed_out(tmp_path: Path, method: Method
     ]
     request = _core.Request()
     request.add_region(key, key, (0,) * len(index.shape(key)), index.shape(key))
-    with pytest.raises(DamagedFileError, match="not what was written"):
+    with pytest.raises(DamagedFileError, match="differ from what was written"):
         index.plan(request).views()
     assert index.plan(request, verify=False).views()[0] is not None
 
@@ -167,10 +169,10 @@ def test_a_header_or_a_size_that_is_not_the_written_one_is_refused(tmp_path: Pat
             index_of(path, content, method)
     for other in (content[:-1], content + b"\0", b""):
         path.write_bytes(other)
-        with pytest.raises(DamagedFileError, match=f"has {len(other)} bytes, {len(content)} were written"):
+        with pytest.raises(DamagedFileError, match=f"has {len(other)} bytes, but {len(content)} were written"):
             index_of(path, content, method)
-        with pytest.raises(DamagedFileError, match=f"has {len(other)} bytes, {len(content)} were written"):
-            _core.scrub(str(path), written.n_bytes, written.sums)
+        with pytest.raises(DamagedFileError, match=f"has {len(other)} bytes, but {len(content)} were written"):
+            _core.scrub(str(path), written.n_bytes, written.checksums)
 
 
 def test_sums_that_do_not_belong_to_a_file_are_refused(tmp_path: Path) -> None:
@@ -178,16 +180,16 @@ def test_sums_that_do_not_belong_to_a_file_are_refused(tmp_path: Path) -> None:
     written = _core.write_arrays(str(path), entries(arrays()))
     index = _core.Index()
     file = index.add_file(str(path))
-    for n_bytes, sums in (
-        (written.n_bytes, written.sums[:-4]),
-        (written.n_bytes, written.sums[:-1]),
-        (1, written.sums),
+    for n_bytes, checksums in (
+        (written.n_bytes, written.checksums[:-4]),
+        (written.n_bytes, written.checksums[:-1]),
+        (1, written.checksums),
     ):
         with pytest.raises(ArgumentError, match="sums"):
-            index.set_sums(file, n_bytes, 0, 0, sums)
+            index.set_checksums(file, n_bytes, 0, 0, checksums)
     index.file_bytes(file)
-    with pytest.raises(ArgumentError, match="open already"):
-        index.set_sums(file, written.n_bytes, written.header_bytes, written.header_sum, written.sums)
+    with pytest.raises(ArgumentError, match="already open"):
+        index.set_checksums(file, written.n_bytes, written.header_bytes, written.header_checksum, written.checksums)
 
 
 # -- snapshots
@@ -202,7 +204,7 @@ def test_a_snapshot_is_what_the_arrays_were(tmp_path: Path) -> None:
         array[...] = 0
     taken = snapshot.write(str(tmp_path / "b"))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert (taken.n_bytes, taken.sums) == (written.n_bytes, written.sums)
+    assert (taken.n_bytes, taken.checksums) == (written.n_bytes, written.checksums)
     assert pool.free_bytes == 0
     snapshot.close()
     assert pool.free_bytes >= written.n_bytes
@@ -224,7 +226,7 @@ def test_a_child_can_neither_write_nor_break_a_snapshot(tmp_path: Path) -> None:
             snapshot.write(str(tmp_path / "child"))
         except ArgumentError as error:
             snapshot.close()
-            os._exit(7 if "a child of it" in str(error) else 1)
+            os._exit(7 if "the parent of this process" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert snapshot.write(str(tmp_path / "parent")).n_bytes == snapshot.n_bytes

@@ -1,8 +1,9 @@
-"""The Rust core: geometry and bytes. It knows shard files, layouts and plans; it knows no checkpoint, step or framework.
+"""The Rust core: geometry and bytes. It handles shard files, layouts and plans; it has no notion of steps or frameworks.
 
-Everything here is in elements unless a name ends in `_bytes`. A dtype is its safetensors name ("BF16", "F8_E4M3", ...).
-A tile is `(offset, shape, local_offset, local_strides)`: the box `offset, shape` of the global tensor lies in the local
-array at element `local_offset` with element strides `local_strides`, one a global dim.
+Offsets, shapes and strides are in elements unless a name ends in `_bytes`. A dtype is given by its safetensors name
+("BF16", "F8_E4M3", ...). A tile is `(offset, shape, local_offset, local_strides)`: the region `offset, shape` of the
+global tensor is stored in the local array from element `local_offset` on, with element strides `local_strides`, one per
+global dim.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,14 +41,17 @@ __all__ = [
 __version__: str
 
 def dtype_bits(dtype: str) -> int:
-    """Bits of one element of a dtype; an unknown name is an error."""
+    """Return the bits of one element of a dtype. An unknown name raises UnsupportedError."""
 
 def default_threads() -> int:
-    """How many threads a copy uses when none are asked for."""
+    """Return the number of threads that are used where `threads` is None."""
 
 @final
 class Mesh:
-    """Named axes and their sizes; the first varies slowest. `ranks` is the global rank at each point, row-major."""
+    """A device mesh: named axes and their sizes, the first axis varies slowest.
+
+    `ranks` lists the global rank at each point in row-major order. By default the rank is the position.
+    """
 
     def __new__(cls, axes: Sequence[tuple[str, int]], ranks: Sequence[int] | None = None) -> Mesh: ...
     @property
@@ -60,18 +64,19 @@ class Mesh:
 
 @final
 class Layout:
-    """How one tensor lies on a mesh: checked when made, so that its tiles can be taken without further questions.
+    """How one tensor is partitioned over a mesh. The constructor checks the arguments.
 
     Args:
-        mesh: where it lies.
+        mesh: the device mesh.
         shape: the global shape.
-        cut: for each dim the axes that cut it, first = outermost; missing dims are not cut.
-        uneven: what happens to a dim that does not divide: an error, or torch's `ceil` chunks, axis after axis.
-        sizes: explicit sizes of the parts, by dim.
-        blocks: by dim, blocks `(size, is_cut)` that are each cut by themselves; one that is not cut is whole on every rank.
-        flat: axes over which the local block (after `cut`, in storage order) is flattened, padded and cut 1-D.
-        stored: storage order, `stored[j]` = the global dim at storage position j.
-        place: `(axes, coordinate)`: only ranks whose folded coordinate on the axes (first = outermost) is this hold it.
+        cut: for each dim the axes that split it, outermost first; missing dims are not split.
+        uneven: the rule for a dim that does not divide evenly: an error, or chunks as of `torch.chunk`, axis by axis.
+        sizes: explicit sizes of the parts, for each dim that has them.
+        blocks: for each fused dim, its blocks `(size, is_cut)`, each split separately; every rank holds all of a block
+            that is not split.
+        flat: axes over which the local block (after `cut`, in storage order) is flattened, padded and split.
+        stored: storage order: `stored[j]` is the global dim at storage position j.
+        place: pairs `(axes, coordinate)`: only ranks with this folded coordinate on the axes (outermost first) hold it.
     """
 
     def __new__(
@@ -93,163 +98,207 @@ class Layout:
     def shape(self) -> tuple[int, ...]: ...
     @property
     def is_grid(self) -> bool:
-        """Whether every rank holds one box of one grid (no blocks, no flat, storage order may differ)."""
+        """Whether every rank holds one region of a regular grid: no `blocks`, no `flat`; the storage order may differ."""
 
     def holds(self, rank: int) -> bool: ...
     def holders(self) -> list[int]:
-        """The ranks that hold a part, in mesh order."""
+        """Return the ranks that hold a part, in mesh order."""
 
     def block_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the rank's block after `cut`, in storage order, before `flat`."""
+        """Return the shape of the rank's block after `cut`, in storage order, before `flat`."""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the rank's array, in storage order; `flat`: one dim, padding included."""
+        """Return the shape of the rank's array, in storage order; with `flat` one dim, padding included."""
 
     def tiles(self, rank: int) -> list[Tile]:
-        """The rank's tiles; empty if it holds nothing or an empty part."""
+        """Return the rank's tiles; empty if the rank holds nothing or an empty part."""
 
 @final
 class Expression:
-    """A regular expression that is searched in linear time: no look-around, no back-references.
+    """A regular expression that is searched in linear time. Look-around and back-references are not supported.
 
     Args:
-        text: the expression; its syntax is that of Rust's `regex` crate, which is Python's without those two.
-        whole: whether it has to match the whole text, or a part of it.
+        text: the expression, in the syntax of Rust's `regex` crate: Python's syntax without those two features.
+        whole: match the whole text; if False, any part of it.
 
     Raises:
-        ArgumentError: it is not valid or too large.
+        ArgumentError: the expression is invalid or too large.
     """
 
     def __new__(cls, text: str, *, whole: bool = True) -> Expression: ...
     def matches(self, text: str) -> bool: ...
     def groups(self, text: str) -> list[str | None] | None:
-        """What its groups match; None: it does not match."""
+        """Return the text of each group; None if the expression does not match."""
 
 @final
 class Patterns:
-    """Patterns over keys: globs in which `*` and `?` are special, and `re:` with an expression for the whole key.
+    """Patterns over keys: globs with `*` and `?`, and `re:` followed by a regular expression for the whole key.
 
     Raises:
-        ArgumentError: one is no pattern, or all expressions together are too large. A search raises it when the
+        ArgumentError: a pattern is invalid, or all expressions together are too large. A search raises it when the
             searches of these patterns have taken a minute in total.
     """
 
     def __new__(cls, texts: Sequence[str]) -> Patterns: ...
     @staticmethod
     def check(text: str) -> bool:
-        """Check a pattern without compiling it; whether it is an expression with special characters."""
+        """Check a pattern without compiling it. Return whether it is an expression with special characters."""
 
     def __len__(self) -> int: ...
     def find(self, key: str) -> int | None:
-        """The number of the first pattern that matches the key."""
+        """Return the number of the first pattern that matches the key; None if there is none."""
 
     def find_all(self, key: str) -> list[int]:
-        """The numbers of all patterns that match the key, ascending."""
+        """Return the numbers of all patterns that match the key, ascending."""
 
     def used(self, keys: Sequence[str]) -> list[bool]:
-        """Of each pattern whether it matches one of the keys."""
+        """Return for each pattern whether it matches one of the keys."""
 
 @final
 class IndexPattern:
-    """A pattern in which `{i}` stands once, for the digits of an index."""
+    """A pattern that contains `{i}` once, for the digits of an index."""
 
     def __new__(cls, text: str) -> IndexPattern: ...
     def indices(self, key: str) -> list[int]:
-        """The values that the index can have; two of them if there are more. ArgumentError: it has too many digits."""
+        """Return the possible values of the index, at most two. An index with too many digits raises ArgumentError."""
 
 @final
 class Request:
-    """The local arrays that a load or a file wants, each made of regions of tensors of an index."""
+    """The local arrays that are requested, each made of regions of tensors of an index."""
 
     def __new__(cls) -> Request: ...
     def __len__(self) -> int: ...
     def add(self, name: str, key: str, layout: Layout, rank: int) -> None:
-        """The rank's part of `key` (which the rank must hold) under `name`."""
+        """Request the part of a tensor that a rank holds.
+
+        Args:
+            name: the name of the array.
+            key: the tensor.
+            layout: the layout of the requested array.
+            rank: the global rank; it must hold a part.
+        """
 
     def add_region(self, name: str, key: str, offset: Sequence[int], shape: Sequence[int]) -> None:
-        """A box of `key`, in the global dim order."""
+        """Request a region of a tensor.
+
+        Args:
+            name: the name of the array.
+            key: the tensor.
+            offset: first element in each global dim.
+            shape: number of elements in each global dim.
+        """
 
     def add_joined(self, name: str, members: Sequence[tuple[str, Layout]], rank: int, align: int) -> None:
-        """The rank's part of the local blocks of all members laid end to end: one 1-D array.
+        """Request the rank's part of a joint buffer: the local blocks of all members, concatenated to one 1-D array.
 
-        Each start is rounded up to `align` elements and the end to parts x `align`, with zeros between. All members
-        have the same `flat` axes, and the rank holds each of them.
+        Args:
+            name: the name of the array.
+            members: `(key, layout)` of each block. All layouts have the same `flat` axes, and the rank holds all.
+            rank: the global rank.
+            align: each start is rounded up to a multiple of `align` elements, and the end to the number of parts times
+                `align`; the gaps are filled with zeros.
         """
 
     def last(self) -> tuple[tuple[int, ...], list[tuple[str, Tile]]] | None:
-        """Shape of the array that was added last, and its tiles with their keys."""
+        """Return the shape of the array that was added last, and its tiles with their keys."""
 
 @final
 class Buffer:
-    """Owned memory (huge pages) or a private copy-on-write map of a file; a writable buffer of bytes."""
+    """A writable buffer of bytes: memory on huge pages, or a private copy-on-write map of a file."""
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Index:
-    """Which shard is where: files, and for each key its dtype, its shape and the stored tiles."""
+    """Where each shard is stored: the files, and for each key its dtype, its shape and the stored tiles."""
 
     def __new__(cls) -> Index: ...
     @staticmethod
     def from_metadata(path: str, *, data: bytes | None = None, method: ReadMethod = "auto") -> Index:
-        """Decode a `metadata.json`; the shard files lie beside it and are not opened yet.
+        """Decode a `metadata.json`. The shard files are in the same folder and are not opened yet.
 
-        `data` is the content of the file where the caller has read and checked it already.
+        Args:
+            path: the path of the `metadata.json`.
+            data: its content, if the caller has read it already.
+            method: how the shard files are read.
         """
 
     # -- files
     @property
     def n_files(self) -> int: ...
     def add_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
-        """A shard file; opened when it is first needed, and then kept open."""
+        """Add a shard file and return its number. It is opened when it is first needed, and then kept open.
+
+        Args:
+            path: the file.
+            follow_links: accept a symbolic link as the last component of the path.
+            method: map the file, use positioned reads, or choose by the file system.
+        """
 
     def add_ckpt_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
-        """The same for a `.ckpt` file. A tensor stored in several records has no stored name of its own but `<name>#<n>`."""
+        """Add a `.ckpt` file; see `add_file`. The records of a tensor in several records are stored as `<name>#<n>`."""
 
-    def set_sums(self, file: int, n_bytes: int, header_bytes: int, header_sum: int, sums: bytes) -> None:
-        """What a file must be, told before it is opened: opening checks size and header, plans check what they touch.
+    def set_checksums(self, file: int, n_bytes: int, header_bytes: int, header_checksum: int, checksums: bytes) -> None:
+        """Set the expected size and checksums of a file that is not open yet.
+
+        Opening the file then verifies its size and header. Plans verify the chunks that they read.
 
         Args:
             file: its number.
-            n_bytes: its size.
+            n_bytes: its size in bytes.
             header_bytes: bytes before the data: the length field and the header.
-            header_sum: crc32c of these bytes.
-            sums: crc32c of each 256 KiB chunk of the file, the last may be shorter; 4 bytes each, little-endian.
+            header_checksum: crc32c of these bytes.
+            checksums: crc32c of each 256 KiB chunk of the file, the last chunk may be shorter; 4 bytes each, little-endian.
         """
 
     def file_path(self, file: int) -> str: ...
     def file_bytes(self, file: int) -> int: ...
     def file_metadata(self, file: int) -> dict[str, str] | None: ...
     def file_tensors(self, file: int) -> list[tuple[str, str, tuple[int, ...], int, int]]:
-        """`(name, dtype, shape, first byte, end byte)` of each tensor in the order of the data, counted from its start.
+        """Return `(name, dtype, shape, start_bytes, end_bytes)` of each stored tensor, in the order of the data.
 
-        Of a `.ckpt` these are records, counted from the start of the file.
+        Bytes are counted from the start of the data. For a `.ckpt` the entries are records, and bytes are counted from
+        the start of the file.
         """
 
     def file_arrays(
         self, file: int
     ) -> list[tuple[str, str, tuple[int, ...], list[tuple[str, tuple[int, ...], list[Tile]]]]]:
-        """`(name, dtype, shape, parts)` of each tensor, a part `(stored name, stored shape, tiles)`: one, unless it was split."""
+        """Return `(name, dtype, shape, parts)` of each tensor.
+
+        A part is `(stored name, stored shape, tiles)`. A tensor has one part, unless it is stored in several records.
+        """
 
     def file_strings(self, file: int) -> list[str]:
-        """Names of values that are text; only a `.ckpt` has such."""
+        """Return the names of values that are text. Only a `.ckpt` can have such values."""
 
-    def prove_file(self, file: int) -> bool:
-        """Compare all bytes with the sum that the file itself has at its end, once; False if it has none.
+    def verify_crc(self, file: int) -> bool:
+        """Compare the content of a file with the CRC at its end, once. Return False if the file has no CRC.
 
-        Only a `.ckpt` can have one; other files are not opened. Carrying out a plan does it before the first byte is read, unless `verify=False`.
+        Only a `.ckpt` can have one; other files are not opened. A plan with `verify=True` verifies the CRC of its files
+        before it reads other bytes.
         """
 
     # -- tensors
     def add_whole_file(self, file: int) -> None:
-        """All tensors of a file lie whole in it under their own names; of a safetensors file this keeps nothing each."""
+        """Add all tensors of a file. Each is stored completely in the file, under its key.
+
+        For a safetensors file no memory is needed per tensor.
+        """
 
     def add_whole(self, key: str, file: int) -> None:
-        """`key` is stored whole in `file` under its own name, be it in one part or several."""
+        """Add a tensor that is stored completely in one file, under its key, in one or several parts."""
 
     def add_layout(self, key: str, dtype: str, layout: Layout, files: Sequence[int]) -> None:
-        """`key` is stored under its own name in the files of the ranks, one file id a mesh point."""
+        """Add a tensor that is stored in the files of the ranks, under its key.
+
+        Args:
+            key: the tensor.
+            dtype: its dtype.
+            layout: its layout.
+            files: the number of the file at each point of the mesh.
+        """
 
     def add_tiles(
         self,
@@ -261,102 +310,125 @@ class Index:
         overlapping: bool = False,
         factors: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """`key` consists of explicit tiles: `(file, stored name, stored shape, tiles)`.
+        """Add a tensor by explicit tiles.
 
-        Equal regions are replicas. Regions that overlap otherwise are refused unless `overlapping`.
-
-        A dim with `factors` is that many dims in the tiles, whose product is its extent: of `(n0, n1)`, row `r` of the
-        tensor is `(r // n1, r % n1)`. So rows of two arrays that take turns are one tile each: `factors={0: (n, 2)}`.
-        All factors together add at most 8 dims.
+        Args:
+            key: the tensor.
+            dtype: its dtype.
+            shape: its global shape.
+            stored: `(file, stored name, stored shape, tiles)` of each stored array. Equal regions are replicas.
+            overlapping: accept regions that overlap without being equal.
+            factors: dims that the tiles describe by several dims, by dim. With `factors={d: (n0, n1)}`, index `r` of dim
+                `d` is `(r // n1, r % n1)` in the tiles; the product of the factors is the extent of the dim. Interleaved
+                rows of two arrays are then one tile each: `factors={0: (n, 2)}`. Factors add at most 8 dims.
         """
 
     def __len__(self) -> int: ...
     def __contains__(self, key: object, /) -> bool: ...
     def key(self, number: int) -> str:
-        """The key of this number, in the order of `keys`; IndexError if there is none."""
+        """Return the key with this number, in the order of `keys`. Raises IndexError if there is none."""
 
     def keys(self) -> list[str]:
-        """In the order in which they were added; of `from_metadata`, in the file's order."""
+        """Return the keys in the order in which they were added; with `from_metadata`, in the order of the file."""
 
     def info(self, key: str) -> tuple[str, tuple[int, ...]]:
-        """dtype and global shape. Where only a shard file knows the dtype, one is opened."""
+        """Return dtype and global shape. If only the shard files record the dtype, one of them is opened."""
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Global shape; opens nothing."""
+        """Return the global shape. Opens no file."""
 
     def holders(self, key: str) -> list[int]:
-        """The files that hold a part of the tensor, ascending; opens nothing."""
+        """Return the files that hold a part of the tensor, ascending. Opens no file."""
 
     def shards(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], list[int]]]:
-        """`(offset, shape, files that hold it)` of each stored region.
+        """Return `(offset, shape, files)` of each stored region.
 
-        Of one that was added with `factors` it is the box around it in the dims of the tensor: such boxes can overlap.
+        For tiles with `factors` this is the bounding box in the dims of the tensor. Bounding boxes can overlap.
         """
 
     def stored(self, key: str) -> list[tuple[int, str, tuple[int, ...], list[Tile]]]:
-        """`(file, stored name, stored shape, tiles)` of each stored array of the key: what `add_tiles` takes. Opens nothing.
+        """Return `(file, stored name, stored shape, tiles)` of each stored array of the key. Opens no file.
 
-        Tiles that were added with `factors` are told in the dims of the tensor, a tile for each run of rows; more than
-        4 million are refused.
+        `add_tiles` accepts the result. Tiles with `factors` are converted to the dims of the tensor, one tile per run of
+        rows; more than 4 million tiles raise UnsupportedError.
         """
 
     def metadata_layout(self, key: str) -> tuple[list[int], list[list[int]], list[str], list[int]] | None:
-        """`device_matrix, tensor_map (a list a dim; whole: []), alias_name, rank_list`; None: null or no metadata.json."""
+        """Return `device_matrix, tensor_map, alias_name, rank_list`; None if the layout is null or not recorded.
+
+        `tensor_map` has one list per dim, empty for a dim that is not split.
+        """
 
     def metadata_dtype(self, key: str) -> str | None:
-        """dtype as metadata.json spells it."""
+        """Return the dtype in the spelling of metadata.json; None if it is not recorded."""
 
-    def prove(self) -> None:
-        """Prove that the stored regions of every key cover it without hole or overlap."""
+    def check_coverage(self) -> None:
+        """Check that the stored regions of every key cover it without gaps. Raises CoverageError."""
 
     def check(self, *, threads: int | None = None) -> list[tuple[int, str]]:
-        """Open every file and check it against what is expected of it; `(file, name)` of tensors nobody asked for."""
+        """Open every file and compare it with the index. Return `(file, name)` of the tensors that the index does not list."""
 
     def plan(self, request: Request, *, dtype: str | None = None, verify: bool = True) -> Plan:
-        """The checked copies from stored tiles to wanted arrays. `dtype`: cast the floating-point tensors to it.
+        """Plan the copies from stored tiles to the requested arrays.
 
-        With `verify`, carrying out the plan reads every chunk that it touches whole and checks it against its sum,
-        where `set_sums` told sums; a chunk that differs is a DamagedFileError with path, key and byte range.
+        Args:
+            request: the requested arrays.
+            dtype: cast floating-point tensors to this dtype; None: no cast.
+            verify: compare every chunk that is read with its checksum, for files with checksums (`set_checksums`). A
+                chunk that differs raises DamagedFileError with path, key and byte range when the plan is executed.
         """
 
     def close(self) -> None:
-        """Let go of the files; views stay valid, everything else that reads becomes an error."""
+        """Close the files. Views stay valid; every later read raises ArgumentError."""
 
 @final
 class Buffers:
-    """Memory through which files are written, kept from file to file; allocated when first needed."""
+    """Memory through which files are written, reused for each file. It is allocated at the first write."""
 
     def __new__(cls, memory_bytes: int) -> Buffers: ...
 
 @final
 class Plan:
-    """All copies from stored tiles to the arrays of one request; executing it fails only by I/O."""
+    """All copies from stored tiles to the arrays of one request. Executing a plan fails only for I/O and damage."""
 
     @property
     def arrays(self) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """`(name, dtype, shape, n_bytes)`"""
+        """`(name, dtype, shape, n_bytes)` of each array."""
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all arrays."""
 
     @property
-    def n_pieces(self) -> int: ...
+    def n_copies(self) -> int:
+        """Number of copies between a stored and a requested region."""
+
     @property
     def source_bytes(self) -> dict[int, int]:
-        """Bytes wanted of each file."""
+        """Bytes that are copied from each file, by file number."""
 
     def only(self, arrays: Sequence[int]) -> Plan:
-        """The plan of some of the arrays, by number."""
+        """Return the plan of some of the arrays, given by number."""
 
     def load(self, *, threads: int | None = None, progress: Progress | None = None) -> list[tuple[Buffer, int]]:
-        """Fresh memory, filled: a buffer and a byte offset an array."""
+        """Allocate and fill memory. Return a buffer and a byte offset for each array.
+
+        Args:
+            threads: number of threads; None: `default_threads()`.
+            progress: called as `progress(done_bytes, total_bytes)`.
+        """
 
     def fill(self, out: Sequence[object], *, threads: int | None = None, progress: Progress | None = None) -> int:
-        """Fill writable C-contiguous buffers, one an array; the bytes that were read of the files."""
+        """Fill buffers of the caller. Return the number of bytes that were read from the files.
+
+        Args:
+            out: a writable C-contiguous buffer for each array.
+            threads: number of threads; None: `default_threads()`.
+            progress: called as `progress(done_bytes, total_bytes)`.
+        """
 
     def views(self) -> list[tuple[Buffer, int] | None]:
-        """Private copy-on-write views where the wanted bytes lie contiguous and aligned in one file; else None."""
+        """Return a private copy-on-write view of each array that is contiguous and aligned in one file, else None."""
 
     def write(
         self,
@@ -370,24 +442,24 @@ class Plan:
         mode: int = 0o640,
         progress: Progress | None = None,
     ) -> Written:
-        """Stream the arrays into one shard file under their names. See `write_arrays`."""
+        """Stream the arrays into one shard file under their names. For the arguments see `write_arrays`."""
 
 @final
 class Written:
-    """A file that was written, and what it must be when it is read: what `Index.set_sums` takes."""
+    """Size and checksums of a file that was written: the arguments of `Index.set_checksums`."""
 
     @property
     def n_bytes(self) -> int: ...
     @property
     def header_bytes(self) -> int: ...
     @property
-    def header_sum(self) -> int: ...
+    def header_checksum(self) -> int: ...
     @property
-    def sums(self) -> bytes: ...
+    def checksums(self) -> bytes: ...
 
 @final
 class SnapshotPool:
-    """Huge-page memory that snapshots take and give back; at most `max_free_bytes` is kept when it is not in use."""
+    """Huge-page memory for snapshots, reused. At most `max_free_bytes` of unused memory is kept."""
 
     def __new__(cls, max_free_bytes: int | None = None) -> SnapshotPool: ...
     @property
@@ -399,14 +471,19 @@ class SnapshotPool:
         metadata: Mapping[str, str] | None = None,
         threads: int | None = None,
     ) -> Snapshot:
-        """Copy `(name, dtype, shape, buffer)` in parallel: the image of one shard file, header included.
+        """Copy arrays in parallel to the image of one shard file, header included.
 
-        Changing a buffer afterwards changes nothing here. The memory is not inherited by a forked child.
+        The caller may change the buffers afterwards. A forked child does not inherit the memory.
+
+        Args:
+            tensors: `(name, dtype, shape, buffer)` of each array; see `write_arrays`.
+            metadata: `__metadata__` of the header.
+            threads: number of threads; None: `default_threads()`.
         """
 
 @final
 class Snapshot:
-    """The image of a shard file in memory of a pool, which it returns to when dropped or closed."""
+    """The image of a shard file in memory of a pool. The memory returns to the pool when it is dropped or closed."""
 
     @property
     def n_bytes(self) -> int: ...
@@ -420,10 +497,13 @@ class Snapshot:
         mode: int = 0o640,
         progress: Progress | None = None,
     ) -> Written:
-        """Write the image as `write_arrays` would have; the interpreter is free meanwhile. An error after a fork."""
+        """Write the image to a file, as `write_arrays` does. Raises ArgumentError in a forked child.
+
+        The interpreter is released while the file is written. For the arguments see `write_arrays`.
+        """
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Return the memory to the pool."""
 
 StrategyItem: TypeAlias = tuple[str, int, list[list[int]]]
 """An operator of a strategy file: node_name, stage, parallel_strategy."""
@@ -435,10 +515,11 @@ StrategyLayoutItem: TypeAlias = tuple[
 messages, field, opt_weight_shard_step, opt_weight_shard_size."""
 
 def decode_strategy(data: bytes) -> tuple[int, list[StrategyItem], list[StrategyLayoutItem]]:
-    """current_stage, operators and parameters of a strategy file in protobuf.
+    """Return current_stage, operators and parameters of a strategy file in protobuf.
 
-    DamagedFileError if it is none, or a field that must stand once does not, or a number is out of its range; the
-    message does not know the file.
+    Raises:
+        DamagedFileError: the bytes are not a strategy, a field does not occur exactly once, or a number is out of its
+            range. The message does not name the file.
     """
 
 def encode_strategy(
@@ -446,24 +527,41 @@ def encode_strategy(
     parallel_strategy_item: Sequence[StrategyItem],
     parallel_layout_item: Sequence[StrategyLayoutItem],
 ) -> bytes:
-    """The content of a strategy file in protobuf; the numbers must be in their ranges."""
+    """Return the content of a strategy file in protobuf.
+
+    Args:
+        current_stage: the stage, not negative.
+        parallel_strategy_item: the operators.
+        parallel_layout_item: the parameters.
+    """
 
 def crc32c(data: object, before: int = 0) -> int:
-    """crc32c of a contiguous buffer, going on from `before`."""
+    """Return the crc32c of a contiguous buffer, continued from the crc32c `before` of the preceding bytes."""
 
 def scrub(
     path: str,
     n_bytes: int,
-    sums: bytes,
+    checksums: bytes,
     *,
     direct: bool = True,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> list[tuple[int, int]]:
-    """Read a whole file and compare every chunk with its sum: the byte ranges that differ, neighbours joined.
+    """Read a file completely and compare every chunk with its checksum.
 
-    With `direct` the page cache is passed by, where the file system allows it, so that what is proven is the disk's
-    content. A file of another size is a DamagedFileError; links are not followed. Sums as told at `Index.set_sums`.
+    Args:
+        path: the file; a symbolic link is refused.
+        n_bytes: its expected size in bytes.
+        checksums: as for `Index.set_checksums`.
+        direct: bypass the page cache where the file system supports it, so that the content of the disk is verified.
+        threads: number of threads; None: `default_threads()`.
+        progress: called as `progress(done_bytes, total_bytes)`.
+
+    Returns:
+        The byte ranges `(start, end)` that differ; adjacent ranges are joined.
+
+    Raises:
+        DamagedFileError: the file has another size, or is not a regular file.
     """
 
 def write_arrays(
@@ -478,11 +576,25 @@ def write_arrays(
     mode: int = 0o640,
     progress: Progress | None = None,
 ) -> Written:
-    """Write `(name, dtype, shape, buffer)` into one shard file.
+    """Write arrays into one shard file. The file appears under its name when it is complete, and replaces an older one.
 
-    The buffers may be strided. The file appears whole under its name (a temporary beside it, renamed), replaces a
-    file that was there, and with `durable` it and its folder are synced before this returns.
+    Args:
+        path: the file.
+        tensors: `(name, dtype, shape, buffer)` of each array, in the order of the data. Buffers may be strided.
+        metadata: `__metadata__` of the header.
+        buffers: memory to write through; None: allocated for this file.
+        threads: number of threads; None: `default_threads()`.
+        durable: sync the file and its folder before this returns.
+        direct: write with `O_DIRECT` where the file system supports it.
+        mode: permission bits, reduced by the umask.
+        progress: called as `progress(done_bytes, total_bytes)`.
     """
 
 def rename(source: str, target: str, *, exchange: bool) -> None:
-    """Rename a file or folder onto a free name, or exchange two names in one step. Raises OSError."""
+    """Rename a file or folder to an unused name, or exchange two names atomically. Raises OSError.
+
+    Args:
+        source: the current path.
+        target: the new path; without `exchange` it must not exist.
+        exchange: exchange the two paths.
+    """

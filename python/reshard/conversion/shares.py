@@ -88,8 +88,8 @@ class WrittenFile:
 
     n_bytes: int
     header_bytes: int
-    header_sum: int
-    sums: bytes
+    header_checksum: int
+    checksums: bytes
 
 
 def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
@@ -128,7 +128,7 @@ def record(folder: Path, share: Share, written: Mapping[str, _core.Written], *, 
         StorageError: the system failed.
     """
     files = {
-        name: [one.n_bytes, one.header_bytes, one.header_sum, base64.b64encode(one.sums).decode()]
+        name: [one.n_bytes, one.header_bytes, one.header_checksum, base64.b64encode(one.checksums).decode()]
         for name, one in written.items()
     }
     text = json.dumps({"version": 1, "files": files})
@@ -144,8 +144,8 @@ def told(folder: Path, share: Share) -> dict[str, WrittenFile] | None:
     try:
         content: Any = read_json(folder / share.name, _MAX_RECORD_BYTES)
         files = {
-            name: WrittenFile(n_bytes, header_bytes, header_sum, base64.b64decode(sums, validate=True))
-            for name, (n_bytes, header_bytes, header_sum, sums) in content["files"].items()
+            name: WrittenFile(n_bytes, header_bytes, header_checksum, base64.b64decode(checksums, validate=True))
+            for name, (n_bytes, header_bytes, header_checksum, checksums) in content["files"].items()
         }
         if all((folder / name).lstat().st_size == one.n_bytes for name, one in files.items()):
             return files

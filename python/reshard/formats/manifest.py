@@ -55,10 +55,10 @@ __all__ = [
     "digest_of",
     "plain_entry",
     "read",
+    "read_checksums",
     "read_lock",
     "read_plain",
-    "read_sums",
-    "set_sums",
+    "set_checksums",
     "write",
 ]
 
@@ -72,7 +72,9 @@ _VERSION = 1
 _VERSION_WITH_METRICS = 2  # a release that reads version 1 alone refuses it as a later one, and not as damaged
 _MAX_BYTES = 256 << 20
 _MAX_FILES = 1_000_000
-_MAX_SUMS_BYTES = 4 << 30  # sums of 256 TiB; a file with a hole in it can claim any size
+_MAX_CHECKSUMS_BYTES = 4 << 30  # sums of 256 TiB; a file with a hole in it can claim any size
+# Fields of an entry whose name in the file is another one.
+_STORED_NAMES = {"header_checksum": "header_sum", "checksums_digest": "sums_digest"}
 _MAX_WRITER = 256
 _LOCK_SECONDS = 5.0  # who deletes holds the lock for one rename
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -89,9 +91,9 @@ class ShardEntry:
     Attributes:
         n_bytes: its size.
         header_bytes: bytes before the data: the length field and the header.
-        header_sum: crc32c of these.
+        header_checksum: crc32c of these; `header_sum` in the file.
         first_chunk: number of chunks of all entries before it.
-        sums_digest: `digest_of` its sums.
+        checksums_digest: `digest_of` its checksums; `sums_digest` in the file.
         rank: the rank that wrote it.
 
     Raises:
@@ -100,19 +102,19 @@ class ShardEntry:
 
     n_bytes: int
     header_bytes: int
-    header_sum: int
+    header_checksum: int
     first_chunk: int
-    sums_digest: str
+    checksums_digest: str
     rank: int
 
     def __post_init__(self) -> None:
-        for name in ("n_bytes", "header_bytes", "header_sum", "first_chunk", "rank"):
-            _check_count(name, getattr(self, name))
+        for name in ("n_bytes", "header_bytes", "header_checksum", "first_chunk", "rank"):
+            _check_count(_STORED_NAMES.get(name, name), getattr(self, name))
         if not 8 <= self.header_bytes <= self.n_bytes:
             raise ArgumentError(f"`header_bytes` is {self.header_bytes} in a file of {self.n_bytes} bytes")
-        if self.header_sum >= 1 << 32:
-            raise ArgumentError(f"`header_sum` is {self.header_sum}, a sum has 32 bits")
-        _check_digest("sums_digest", self.sums_digest)
+        if self.header_checksum >= 1 << 32:
+            raise ArgumentError(f"`header_sum` is {self.header_checksum}, a sum has 32 bits")
+        _check_digest("sums_digest", self.checksums_digest)
 
     @property
     def n_chunks(self) -> int:
@@ -297,7 +299,7 @@ def _body(manifest: Manifest) -> bytes:
                 lines.append(f'"metrics":{_dump(metrics.to_json(value))}')
             continue
         if one.name in ("shards", "files"):
-            inner = ",\n".join(f"{_dump(name)}:{_dump(vars(entry))}" for name, entry in value.items())
+            inner = ",\n".join(f"{_dump(name)}:{_dump(_stored(entry))}" for name, entry in value.items())
             lines.append(f'"{one.name}":{{\n{inner}}}')
         elif one.name != "digest":
             lines.append(f'"{one.name}":{_dump(value)}')
@@ -337,9 +339,16 @@ def _parse(content: object) -> Manifest:
     return Manifest(**values)
 
 
+def _stored(entry: ShardEntry | PlainEntry) -> dict[str, Any]:
+    """The fields of an entry under their names in the file."""
+    return {_STORED_NAMES.get(name, name): value for name, value in vars(entry).items()}
+
+
 def _entry(name: str, value: object, kind: type[ShardEntry | PlainEntry]) -> ShardEntry | PlainEntry:
+    names = {_STORED_NAMES.get(one.name, one.name): one.name for one in fields(kind)}
     try:
-        return kind(**_fields(value, "it", tuple(one.name for one in fields(kind))))
+        found = _fields(value, "it", tuple(names))
+        return kind(**{names[stored]: field for stored, field in found.items()})
     except ArgumentError as error:
         raise ArgumentError(f"{show(name)}: {error.message}") from None
 
@@ -427,15 +436,15 @@ def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Col
                 total = 0
                 for piece in opened.pieces(name, entry.n_bytes, [(0, entry.header_bytes)]):
                     total = _core.crc32c(piece, total)
-                if total != entry.header_sum:
+                if total != entry.header_checksum:
                     raise DamagedFileError(
                         f"the header of {show(opened.path(name))} was altered: its sum is {total:08x}, expected "
-                        f"{entry.header_sum:08x}",
+                        f"{entry.header_checksum:08x}",
                         path=opened.path(name),
                     )
 
 
-def read_sums(
+def read_checksums(
     folder: str | os.PathLike[str], manifest: Manifest, names: Collection[str] | None = None
 ) -> dict[str, bytes]:
     """The sums of shard files: crc32c of each chunk, 4 bytes each, little-endian; proven by the manifest.
@@ -462,28 +471,28 @@ def read_sums(
             ranges[-1] = (ranges[-1][0], end)
         else:
             ranges.append((begin, end))
-    if sum(end - begin for begin, end in ranges) > _MAX_SUMS_BYTES:
-        raise UnsupportedError(f"the sums of {len(wanted)} shard files are more than {_MAX_SUMS_BYTES} bytes")
+    if sum(end - begin for begin, end in ranges) > _MAX_CHECKSUMS_BYTES:
+        raise UnsupportedError(f"the sums of {len(wanted)} shard files are more than {_MAX_CHECKSUMS_BYTES} bytes")
     if not wanted:
         return {}
     with OpenedFolder(folder) as opened:
         data = memoryview(b"".join(opened.pieces(CHECKSUMS_FILE, manifest.files[CHECKSUMS_FILE].n_bytes, ranges)))
         path = opened.path(CHECKSUMS_FILE)
-    sums, place = {}, 0
+    checksums, place = {}, 0
     for name, entry in wanted.items():
-        sums[name] = bytes(data[place : place + 4 * entry.n_chunks])
+        checksums[name] = bytes(data[place : place + 4 * entry.n_chunks])
         place += 4 * entry.n_chunks
-        if digest_of(sums[name]) != entry.sums_digest:
+        if digest_of(checksums[name]) != entry.checksums_digest:
             raise DamagedFileError(f"{show(path)} was altered: the sums of {show(name)} differ", path=path)
-    return sums
+    return checksums
 
 
-def set_sums(index: _core.Index, folder: str | os.PathLike[str], manifest: Manifest) -> None:
+def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: Manifest) -> None:
     """Tell an index what its files must be, all of which lie in one folder.
 
     Raises:
-        DamagedFileError: the manifest does not list one; or as `read_sums`.
-        UnsupportedError, StorageError: as `read_sums`.
+        DamagedFileError: the manifest does not list one; or as `read_checksums`.
+        UnsupportedError, StorageError: as `read_checksums`.
     """
     names = [Path(index.file_path(file)).name for file in range(index.n_files)]
     for name in names:
@@ -492,10 +501,10 @@ def set_sums(index: _core.Index, folder: str | os.PathLike[str], manifest: Manif
                 f"{show(os.fspath(folder))} is described as holding {show(name)}, which its manifest does not list",
                 path=str(Path(folder) / name),
             )
-    sums = read_sums(folder, manifest, names)
+    checksums = read_checksums(folder, manifest, names)
     for file, name in enumerate(names):
         entry = manifest.shards[name]
-        index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums[name])
+        index.set_checksums(file, entry.n_bytes, entry.header_bytes, entry.header_checksum, checksums[name])
 
 
 def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, max_bytes: int) -> bytes:

@@ -123,7 +123,7 @@ def opened_again(
         add(opened.file_path(number), follow_links=follow_links, method=method)
     if manifest is not None:
         if numbers:
-            manifests.set_sums(index, Path(opened.file_path(numbers[0])).parent, manifest)
+            manifests.set_checksums(index, Path(opened.file_path(numbers[0])).parent, manifest)
         return index  # a file that is another one has another sum
     for file, number in enumerate(numbers):
         if index.file_tensors(file) != opened.file_tensors(number):

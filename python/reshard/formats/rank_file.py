@@ -55,7 +55,7 @@ class RankFile:
         tensors: the local arrays by key, in the order of the file.
         metadata: `__metadata__` of a safetensors file; of a `.ckpt` nothing.
         strings: keys whose value is text and no tensor: they are reported and cannot be read.
-        has_sum: whether a `.ckpt` ends with a sum of itself; None: its format has none.
+        has_crc: whether a `.ckpt` ends with a CRC of its content; None: its format has none.
     """
 
     file: int
@@ -64,7 +64,7 @@ class RankFile:
     tensors: Mapping[str, LocalTensor]
     metadata: Mapping[str, str]
     strings: tuple[str, ...]
-    has_sum: bool | None = None
+    has_crc: bool | None = None
 
 
 def add_rank_file(
@@ -105,11 +105,11 @@ def add_rank_file(
         name: LocalTensor(dtype, shape, tuple((stored, extents, tuple(tiles)) for stored, extents, tiles in parts))
         for name, dtype, shape, parts in index.file_arrays(file)
     }
-    has_sum = None
+    has_crc = None
     if kind == "ckpt":
-        has_sum = ckpt.has_sum(read_tail(path, ckpt.TAIL_BYTES, follow_links=follow_links))
+        has_crc = ckpt.has_crc(read_tail(path, ckpt.TAIL_BYTES, follow_links=follow_links))
     metadata, strings = index.file_metadata(file) or {}, tuple(index.file_strings(file))
-    return RankFile(file, path, kind, tensors, metadata, strings, has_sum)
+    return RankFile(file, path, kind, tensors, metadata, strings, has_crc)
 
 
 def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Literal["safetensors", "ckpt"]:

@@ -99,7 +99,7 @@ def scrub_file(
     folder: Path,
     manifest: Manifest,
     name: str,
-    sums: bytes,
+    checksums: bytes,
     *,
     direct: bool = True,
     threads: int | None = None,
@@ -111,7 +111,7 @@ def scrub_file(
         folder: where it lies.
         manifest: of the folder.
         name: the file.
-        sums: its sums, as `formats.manifest.read_sums` gives them.
+        checksums: its checksums, as `formats.manifest.read_checksums` returns them.
         direct: read past the page cache, where the file system allows it: what the disk holds is proven.
         threads: threads that read.
         progress: called as `progress(done_bytes, total_bytes)`.
@@ -124,19 +124,19 @@ def scrub_file(
         StorageError: it cannot be read.
 
     Example:
-        >>> sums = manifests.read_sums(folder, manifest)  # doctest: +SKIP
-        >>> scrub_file(folder, manifest, "model-0000000-0000001.safetensors", sums[name])  # doctest: +SKIP
+        >>> checksums = manifests.read_checksums(folder, manifest)  # doctest: +SKIP
+        >>> scrub_file(folder, manifest, "model-0000000-0000001.safetensors", checksums[name])  # doctest: +SKIP
         []
     """
     path, entry = str(folder / name), manifest.shards[name]
-    ranges = _core.scrub(path, entry.n_bytes, sums, direct=direct, threads=threads, progress=progress)
+    ranges = _core.scrub(path, entry.n_bytes, checksums, direct=direct, threads=threads, progress=progress)
     if not ranges:
         return []
     try:
         # With the header's sum told, a damaged header is not asked what lies where.
         index = _core.Index()
         file = index.add_file(path, follow_links=False)
-        index.set_sums(file, entry.n_bytes, entry.header_bytes, entry.header_sum, sums)
+        index.set_checksums(file, entry.n_bytes, entry.header_bytes, entry.header_checksum, checksums)
         tensors = index.file_tensors(file)
     except ReshardError:
         tensors = []
@@ -194,8 +194,8 @@ def scrub_folder(
             told = done_bytes
 
         try:
-            sums = manifests.read_sums(folder, manifest, [name])[name]
-            damaged = scrub_file(folder, manifest, name, sums, direct=direct, threads=threads, progress=tell)
+            checksums = manifests.read_checksums(folder, manifest, [name])[name]
+            damaged = scrub_file(folder, manifest, name, checksums, direct=direct, threads=threads, progress=tell)
             faults += [Fault(name, str(one), one.begin, one.end, one.tensors) for one in damaged]
         except ReshardError as error:
             about = manifests.CHECKSUMS_FILE if str(error.path).endswith(manifests.CHECKSUMS_FILE) else name
@@ -247,8 +247,8 @@ def scrub_share(
         heapq.heapreplace(loads, (n_bytes + entry.n_bytes, rank))
         if rank == number:
             own.append(name)
-    sums = manifests.read_sums(folder, manifest, own)
+    checksums = manifests.read_checksums(folder, manifest, own)
     for name in own:
-        damaged = scrub_file(folder, manifest, name, sums[name], direct=False, threads=threads)
+        damaged = scrub_file(folder, manifest, name, checksums[name], direct=False, threads=threads)
         if damaged:
             raise DamagedFileError(f"{show(str(folder / name))}: {damaged[0]}", path=str(folder / name))

@@ -80,7 +80,7 @@ def load_by_name(path: Path, text: bytes, arrays_path: Path | None, manifest: Ma
         index, request = _core.Index(), _core.Request()
         file = index.add_file(str(arrays_path), follow_links=False)
         if manifest is not None:
-            manifests.set_sums(index, arrays_path.parent, manifest)
+            manifests.set_checksums(index, arrays_path.parent, manifest)
         for key, _, shape, *_ in index.file_tensors(file):
             index.add_whole(key, file)
             request.add_region(key, key, (0,) * len(shape), shape)

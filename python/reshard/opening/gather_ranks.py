@@ -241,7 +241,7 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
                 told["common"] = None if checkpoint.common is None else asdict(checkpoint.common)
             told["has_optimizer"] |= holds_optimizer(checkpoint)
             (file,) = rank_files(checkpoint).values()
-            told["files"].append([rank, FileFacts.of(checkpoint.common, has_sum=file.has_sum).to_value()])
+            told["files"].append([rank, FileFacts.of(checkpoint.common, has_crc=file.has_crc).to_value()])
     return told
 
 

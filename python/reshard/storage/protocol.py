@@ -115,9 +115,9 @@ class FileRecord(Protocol):
     @property
     def header_bytes(self) -> int: ...  # noqa: D102
     @property
-    def header_sum(self) -> int: ...  # noqa: D102
+    def header_checksum(self) -> int: ...  # noqa: D102
     @property
-    def sums(self) -> bytes: ...  # noqa: D102
+    def checksums(self) -> bytes: ...  # noqa: D102
 
 
 # Attempts of which a sync failed: what the disk holds of them is unknown, and a second sync would only hide it.
@@ -232,9 +232,9 @@ def seal(
     claims.check(_claim_of(attempt))
     try:
         plain = _check_staged(attempt, shards)
-        sums = b"".join(shards[name][0].sums for name in sorted(shards))
+        checksums = b"".join(shards[name][0].checksums for name in sorted(shards))
         filesystem.announce(f"write {CHECKSUMS_FILE}")
-        write_file_atomically(attempt.staging / CHECKSUMS_FILE, sums, file_mode, durable=attempt.durable)
+        write_file_atomically(attempt.staging / CHECKSUMS_FILE, checksums, file_mode, durable=attempt.durable)
         files = {name: manifests.plain_entry(attempt.staging, name) for name in sorted({*plain, CHECKSUMS_FILE})}
         manifest = Manifest(
             iteration=attempt.iteration,
@@ -536,15 +536,15 @@ def _shard_entries(shards: Mapping[str, tuple[FileRecord, int]]) -> dict[str, ma
         entry = entries[name] = manifests.ShardEntry(
             n_bytes=told.n_bytes,
             header_bytes=told.header_bytes,
-            header_sum=told.header_sum,
+            header_checksum=told.header_checksum,
             first_chunk=n_chunks,
-            sums_digest=manifests.digest_of(told.sums),
+            checksums_digest=manifests.digest_of(told.checksums),
             rank=rank,
         )
         n_chunks += entry.n_chunks
-        if len(told.sums) != 4 * entry.n_chunks:
+        if len(told.checksums) != 4 * entry.n_chunks:
             raise ArgumentError(
-                f"{show(name)}: {len(told.sums)} bytes of sums were told, {entry.n_chunks} chunks have 4 bytes each"
+                f"{show(name)}: {len(told.checksums)} bytes of checksums for {entry.n_chunks} chunks, expected 4 per chunk"
             )
     return entries
 

@@ -237,7 +237,7 @@ class _Job:
         proven = []
         for file in range(index.n_files):
             try:
-                if index.prove_file(file):
+                if index.verify_crc(file):
                     proven.append(index.file_bytes(file))
             except ReshardError as error:
                 self.faults.append(fault_of(error, Path(index.file_path(file)).name))
@@ -260,7 +260,7 @@ class _SaveJob:
             index = _core.Index()
             try:
                 file = add_rank_file(index, path).file
-                if index.prove_file(file):
+                if index.verify_crc(file):
                     proven.append(index.file_bytes(file))
             except ReshardError as error:
                 faults.append(fault_of(error, str(path.relative_to(self.root))))

@@ -177,8 +177,8 @@ class _WrittenFile:
 
     n_bytes: int
     header_bytes: int
-    header_sum: int
-    sums: bytes = field(repr=False)
+    header_checksum: int
+    checksums: bytes = field(repr=False)
 
 
 def report_of(terms: Terms, summary: dict[str, Any], started: float, stall_seconds: float | None) -> SaveReport:
@@ -298,13 +298,13 @@ def _row(path: str, written: _core.Written, terms: Terms) -> tuple[str, int, int
     """What rank 0 must know of a file that is written, read back if that is asked for."""
     if terms.verify:
         read_back(path, written, terms.threads)
-    sums = base64.b64encode(written.sums).decode()
-    return Path(path).name, written.n_bytes, written.header_bytes, written.header_sum, sums
+    checksums = base64.b64encode(written.checksums).decode()
+    return Path(path).name, written.n_bytes, written.header_bytes, written.header_checksum, checksums
 
 
 def read_back(path: str, written: _core.Written, threads: int | None) -> None:
     """Read a file past the page cache. Raises DamagedFileError: it is not what was written."""
-    damaged = _core.scrub(path, written.n_bytes, written.sums, threads=threads)
+    damaged = _core.scrub(path, written.n_bytes, written.checksums, threads=threads)
     if damaged:
         first, end = damaged[0]
         raise DamagedFileError(
@@ -375,8 +375,8 @@ class _Coordinator:
         assert self.attempt is not None
         shards: dict[str, tuple[Any, int]] = {}
         for rank, rows in enumerate(reports):
-            for name, n_bytes, header_bytes, header_sum, sums in rows:
-                shards[name] = (_WrittenFile(n_bytes, header_bytes, header_sum, base64.b64decode(sums)), rank)
+            for name, n_bytes, header_bytes, header_checksum, checksums in rows:
+                shards[name] = (_WrittenFile(n_bytes, header_bytes, header_checksum, base64.b64decode(checksums)), rank)
         planned = {file.name: file.rank for file in plan.files}
         told = {name: rank for name, (_, rank) in shards.items() if name != state.arrays_file_name(rank)}
         if told != planned:

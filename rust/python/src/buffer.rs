@@ -1,8 +1,8 @@
 #![expect(
     unsafe_code,
-    reason = "the buffer protocol hands out and takes raw memory"
+    reason = "the buffer protocol exports and imports raw memory"
 )]
-//! Memory across the border: what we hand out (`Buffer`) and what we are given (`Borrowed`).
+//! The buffer protocol: exported memory (`Buffer`) and borrowed buffers of Python objects (`Borrowed`).
 
 use crate::errors::raise;
 use memmap2::MmapMut;
@@ -12,7 +12,7 @@ use reshard_core::memory::Memory;
 use reshard_core::{Error, Kind};
 use std::ffi::c_int;
 
-/// Owned memory or a private map, exported as a writable buffer of bytes. It lives as long as any view of it.
+/// Owned memory or a private map, exported as a writable buffer of bytes. Every view of it keeps it alive.
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Buffer {
     address: *mut u8,
@@ -20,16 +20,16 @@ pub(crate) struct Buffer {
     _owner: Owner,
 }
 
-#[expect(dead_code, reason = "held to keep the memory")]
+#[expect(dead_code, reason = "owns the memory")]
 enum Owner {
     Memory(Memory),
     Map(MmapMut),
 }
 
-// SAFETY: the memory is owned and stays where it is; Rust never touches it again after it was exported, and what
-// Python threads do with it among each other is theirs to order, as for any array.
+// SAFETY: the memory is owned and does not move. Rust does not access it after it was exported, and Python threads
+// synchronize their accesses themselves, as for any array.
 unsafe impl Send for Buffer {}
-// SAFETY: as for Send; `&Buffer` gives out nothing but address and length.
+// SAFETY: as for Send; `&Buffer` exposes only address and length.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
@@ -69,8 +69,8 @@ impl Buffer {
         flags: c_int,
     ) -> PyResult<()> {
         let this = slf.get();
-        // SAFETY: `view` is the structure to fill that the interpreter passed; `slf` owns the `len` bytes at `address`
-        // and the view will hold a reference to it, so that they outlive the view. A `Vec` of that size fits isize.
+        // SAFETY: the interpreter passed `view` to be filled. `slf` owns the `len` bytes at `address`, and the view holds a
+        // reference to `slf`, so that the bytes outlive the view. The size of an allocation fits isize.
         let status = unsafe {
             ffi::PyBuffer_FillInfo(
                 view,
@@ -89,13 +89,13 @@ impl Buffer {
     }
 }
 
-/// A buffer that Python lent, given back on drop, which must happen with the interpreter attached.
+/// A borrowed buffer of a Python object. It is released on drop, which requires the interpreter attached.
 pub(crate) struct Borrowed {
     view: Box<ffi::Py_buffer>,
 }
 
-// SAFETY: only the address, which the lender keeps valid until the release, is used from other threads; release happens
-// where the value is dropped, which the users of this type do attached.
+// SAFETY: other threads use only the address, which the exporter keeps valid until the release. The value is dropped, and
+// so released, only with the interpreter attached.
 unsafe impl Send for Borrowed {}
 // SAFETY: as for Send.
 unsafe impl Sync for Borrowed {}
@@ -122,9 +122,9 @@ impl Borrowed {
         if this.strides().iter().any(|stride| *stride < 0) {
             let error = Error::new(
                 Kind::Argument,
-                "an array with negative strides cannot be written as it lies",
+                "an array with negative strides cannot be written without a copy",
             )
-            .hint("give a contiguous copy of it");
+            .hint("pass a contiguous copy of it");
             return raise(object.py(), Err(error));
         }
         Ok(this)
@@ -138,7 +138,7 @@ impl Borrowed {
         if values.is_null() {
             return &[];
         }
-        // SAFETY: the lender filled `ndim` values there, which live as long as the view.
+        // SAFETY: the exporter filled `ndim` values, which live as long as the view.
         unsafe { std::slice::from_raw_parts(values, self.view.ndim.cast_unsigned() as usize) }
     }
 
@@ -160,7 +160,7 @@ impl Borrowed {
             .collect()
     }
 
-    /// All bytes from the first to the last that the strides reach.
+    /// All bytes from the first to the last element.
     pub(crate) fn bytes(&self) -> &[u8] {
         if self.view.len == 0 {
             return &[];
@@ -176,22 +176,22 @@ impl Borrowed {
         } else {
             reach + self.view.itemsize.cast_unsigned() as u64
         };
-        // SAFETY: the lender vouches for every byte that shape and strides reach, until the release. Another Python
-        // thread that writes meanwhile changes what is saved, as with any array handed to a writer.
+        // SAFETY: the exporter guarantees every byte inside shape and strides until the release. If another Python thread
+        // writes to it meanwhile, the saved bytes change, as for any array that is passed to a writer.
         unsafe { std::slice::from_raw_parts(self.view.buf.cast(), len as usize) }
     }
 
-    /// The bytes, to write. One slice at a time is the caller's duty: see [`disjoint`].
+    /// The bytes, for writing. The caller must have only one slice at a time; see [`disjoint`].
     #[expect(
         clippy::mut_from_ref,
-        reason = "the memory is the lender's, exclusive by `disjoint`"
+        reason = "the exporter owns the memory; `disjoint` makes it exclusive"
     )]
     pub(crate) fn bytes_mut(&self) -> &mut [u8] {
         if self.view.len == 0 {
             return &mut [];
         }
-        // SAFETY: contiguous and writable as asked for in `writable`, and no other borrowed buffer overlaps it, which
-        // the caller has checked by `disjoint`.
+        // SAFETY: contiguous and writable as requested in `writable`. No other borrowed buffer overlaps it, as the caller
+        // has checked by `disjoint`.
         unsafe {
             std::slice::from_raw_parts_mut(self.view.buf.cast(), self.view.len.cast_unsigned())
         }
@@ -200,12 +200,12 @@ impl Borrowed {
 
 impl Drop for Borrowed {
     fn drop(&mut self) {
-        // SAFETY: filled by PyObject_GetBuffer and released once; the interpreter is attached, as the type demands.
+        // SAFETY: filled by PyObject_GetBuffer and released once. The type requires that the interpreter is attached.
         unsafe { ffi::PyBuffer_Release(&raw mut *self.view) };
     }
 }
 
-/// Refuses buffers that share memory: they could not be filled in parallel.
+/// Checks that buffers do not share memory, so that they can be filled in parallel.
 pub(crate) fn disjoint(py: Python<'_>, buffers: &[Borrowed]) -> PyResult<()> {
     let mut ranges: Vec<_> = buffers
         .iter()
@@ -218,7 +218,7 @@ pub(crate) fn disjoint(py: Python<'_>, buffers: &[Borrowed]) -> PyResult<()> {
         .any(|pair| pair[0].0 + pair[0].1 > pair[1].0)
     {
         let error = Error::new(Kind::Argument, "two arrays in `out` share memory")
-            .hint("give each key an array of its own");
+            .hint("pass a separate array for each key");
         return raise(py, Err(error));
     }
     Ok(())

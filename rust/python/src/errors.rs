@@ -1,10 +1,10 @@
-//! One match from the core's error kinds to the classes of `reshard.errors`.
+//! The mapping of error kinds of the core to the classes of `reshard.errors`.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use reshard_core::{Error, Kind};
 
-/// A core result as a Python result.
+/// Converts a result of the core to a Python result.
 pub(crate) fn raise<T>(py: Python<'_>, result: reshard_core::Result<T>) -> PyResult<T> {
     result.map_err(|error| to_python(py, &error))
 }

@@ -85,7 +85,7 @@ impl Layout {
             let outside = |what: &str, d: usize| {
                 Error::new(
                     Kind::Layout,
-                    format!("`{what}` speaks of dim {d}, the tensor has {n} dims"),
+                    format!("`{what}` has an entry for dim {d}, but the tensor has {n} dims"),
                 )
             };
             let mut dims = vec![DimSpec::default(); n];

@@ -34,7 +34,7 @@ type StoredTuple<'py> = (u32, String, Bound<'py, PyTuple>, Vec<TileTuple<'py>>);
 #[pyclass(module = "reshard._core")]
 pub(crate) struct Index {
     index: reshard_core::index::Index,
-    /// What `metadata.json` said beside the shards: layouts and dtypes, by key.
+    /// Layouts and dtypes from `metadata.json`, and the number of each key in them.
     metadata: Option<(Metadata, HashMap<String, usize>)>,
 }
 
@@ -50,16 +50,17 @@ fn parse_method(method: &str) -> reshard_core::Result<Method> {
     }
 }
 
-/// Larger than any `metadata.json` that the tree it tells of could be worked with.
+/// Limit of the size of a `metadata.json`. Checkpoints in practice have much smaller files.
 const MAX_METADATA_BYTES: u64 = 4 << 30;
 
-/// The text of a regular file of bounded size.
+/// Reads a regular file of bounded size.
 fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
     let source = Source::open(path, false, Method::Read)?;
     let n_bytes = source.n_bytes();
     let mut text = Vec::new();
     if n_bytes > MAX_METADATA_BYTES || text.try_reserve_exact(n_bytes as usize).is_err() {
-        let message = format!("it has {n_bytes} bytes; at most {MAX_METADATA_BYTES} are read");
+        let message =
+            format!("the file has {n_bytes} bytes; at most {MAX_METADATA_BYTES} are allowed");
         return Err(Error::damaged(message));
     }
     text.resize(n_bytes as usize, 0);
@@ -68,7 +69,7 @@ fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
 }
 
 impl Index {
-    /// A file, opened without the interpreter: the walk over a `.ckpt` reads all over it.
+    /// Opens a file with the interpreter released: parsing a `.ckpt` reads all over the file.
     fn opened(&self, py: Python<'_>, file: u32) -> reshard_core::Result<Arc<ShardFile>> {
         py.detach(|| self.index.open(file))
     }
@@ -103,7 +104,7 @@ impl Index {
         });
         let (mut metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
         for tensor in &mut metadata.tensors {
-            // The index has its own copy of the table; only layouts and dtypes are asked for later.
+            // The index has its own copy of the table. Only layouts and dtypes are used later.
             tensor.cells = CellTable::default();
         }
         let by_key = metadata
@@ -147,20 +148,20 @@ impl Index {
         Ok(self.index.add_ckpt_file(path, follow_links, method))
     }
 
-    fn set_sums(
+    fn set_checksums(
         &mut self,
         py: Python<'_>,
         file: u32,
         n_bytes: u64,
         header_bytes: u64,
-        header_sum: u32,
-        sums: &[u8],
+        header_checksum: u32,
+        checksums: &[u8],
     ) -> PyResult<()> {
-        let sums = raise(
+        let checksums = raise(
             py,
-            Checksums::from_bytes(n_bytes, header_bytes, header_sum, sums),
+            Checksums::from_bytes(n_bytes, header_bytes, header_checksum, checksums),
         )?;
-        raise(py, self.index.set_checksums(file, sums))
+        raise(py, self.index.set_checksums(file, checksums))
     }
 
     fn file_path(&self, py: Python<'_>, file: u32) -> PyResult<PathBuf> {
@@ -243,7 +244,7 @@ impl Index {
         Ok(opened.table().strings().to_vec())
     }
 
-    fn prove_file(&self, py: Python<'_>, file: u32) -> PyResult<bool> {
+    fn verify_crc(&self, py: Python<'_>, file: u32) -> PyResult<bool> {
         if raise(py, self.index.file_format(file))? == Format::Safetensors {
             return Ok(false);
         }
@@ -282,7 +283,10 @@ impl Index {
     }
 
     #[pyo3(signature = (key, dtype, shape, stored, *, overlapping=false, factors=None))]
-    #[expect(clippy::too_many_arguments, reason = "what describes a tensor")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the fields that describe a tensor"
+    )]
     fn add_tiles(
         &mut self,
         py: Python<'_>,
@@ -334,7 +338,7 @@ impl Index {
 
     fn key(&self, number: usize) -> PyResult<&str> {
         let key = self.index.key(number);
-        key.ok_or_else(|| PyIndexError::new_err("there is no key of this number"))
+        key.ok_or_else(|| PyIndexError::new_err("there is no key with this number"))
     }
 
     fn info<'py>(
@@ -402,8 +406,8 @@ impl Index {
         Some(&metadata.tensors[*by_key.get(key)?].dtype)
     }
 
-    fn prove(&self, py: Python<'_>) -> PyResult<()> {
-        // Never on rayon's global pool: a forked child would wait for threads that only its parent has.
+    fn check_coverage(&self, py: Python<'_>) -> PyResult<()> {
+        // Not on rayon's global pool: a forked child would wait for threads that only its parent has.
         run(py, None, 0, None, &Control::default(), || {
             self.index.check_coverage()
         })

@@ -1,11 +1,11 @@
-//! `reshard._core`: the Python binding of the core. It converts, releases the interpreter, and maps errors; it decides
-//! nothing. The surface is told in `python/reshard/_core.pyi`.
+//! `reshard._core`: the Python binding of the core. It converts arguments, releases the interpreter, and maps errors.
+//! `python/reshard/_core.pyi` documents the interface.
 
 #![allow(
     clippy::needless_pass_by_value,
     reason = "arguments are extracted from Python by value"
 )]
-#![allow(clippy::type_complexity, reason = "what Python gets are plain tuples")]
+#![allow(clippy::type_complexity, reason = "Python gets plain tuples")]
 
 mod buffer;
 mod errors;

@@ -1,4 +1,4 @@
-//! Carrying out plans.
+//! Plans and their execution.
 
 use crate::buffer::{Borrowed, Buffer, disjoint};
 use crate::errors::raise;
@@ -15,9 +15,9 @@ use reshard_core::writer;
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 
-/// Arrays from this size on get memory of their own, so that dropping one frees it.
+/// Arrays of at least this size get separate memory, so that dropping one frees it.
 const OWN_MEMORY_BYTES: u64 = 2 << 20;
-/// Smaller ones share memory of this size.
+/// Smaller arrays share memory of this size.
 const SHARED_MEMORY_BYTES: u64 = 8 << 20;
 const ALIGN_BYTES: u64 = 64;
 
@@ -50,7 +50,7 @@ impl Plan {
     }
 
     #[getter]
-    fn n_pieces(&self) -> usize {
+    fn n_copies(&self) -> usize {
         self.0.n_copy_ops()
     }
 
@@ -70,7 +70,7 @@ impl Plan {
         threads: Option<i64>,
         progress: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Vec<(Bound<'py, Buffer>, u64)>> {
-        // Which memory an array lies in and where.
+        // For each array the number of its memory and its offset.
         let mut sizes: Vec<u64> = Vec::new();
         let mut shared: Option<usize> = None;
         let mut places = Vec::with_capacity(self.0.arrays().len());
@@ -81,15 +81,15 @@ impl Plan {
                 sizes.push(n_bytes);
                 continue;
             }
-            let room = n_bytes.next_multiple_of(ALIGN_BYTES);
-            let fits = |i: &usize| sizes[*i] + room <= SHARED_MEMORY_BYTES;
+            let aligned_bytes = n_bytes.next_multiple_of(ALIGN_BYTES);
+            let fits = |i: &usize| sizes[*i] + aligned_bytes <= SHARED_MEMORY_BYTES;
             let memory = shared.filter(fits).unwrap_or(sizes.len());
             if memory == sizes.len() {
                 sizes.push(0);
             }
             shared = Some(memory);
             places.push((memory, sizes[memory]));
-            sizes[memory] += room;
+            sizes[memory] += aligned_bytes;
         }
         let mut memories = raise(
             py,
@@ -174,12 +174,12 @@ impl Plan {
                 maps.insert(id, buffer.clone());
                 buffer
             };
-            // An unaligned view would be slow for everyone and refused by some: those are copied.
+            // Unaligned views are slow, and some libraries reject them. Such arrays are copied.
             let is_aligned = (buffer.get().address() as u64 + start)
                 .is_multiple_of(array.unit_bytes().next_power_of_two());
             views.push(is_aligned.then_some((buffer, start)));
         }
-        // What is handed out is proven first; what is copied will be when it is copied.
+        // Views are verified here. Copies are verified when they are copied.
         let viewed: Vec<_> = (0..views.len()).filter(|&i| views[i].is_some()).collect();
         let n_bytes = viewed.iter().map(|&i| self.0.arrays()[i].n_bytes()).sum();
         let control = Control::default();

@@ -1,4 +1,4 @@
-//! Running the core: on a pool, without the interpreter, with progress and Ctrl-C.
+//! Runs work of the core on a thread pool, with the interpreter released, with progress and with Ctrl-C.
 
 use crate::errors::raise;
 use pyo3::prelude::*;
@@ -9,7 +9,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Work smaller than this is over before anyone could press a key.
+/// Smaller work ends too soon for signals and progress.
 const QUIET_BYTES: u64 = 8 << 20;
 const MAX_THREADS: usize = 1024;
 const TICK: Duration = Duration::from_millis(50);
@@ -18,7 +18,7 @@ pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Runs `work` on `threads` threads. Calls `progress(done, total)` and heeds signals meanwhile.
+/// Runs `work` on `threads` threads. Calls `progress(done, total)` and handles signals while it runs.
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
     threads: Option<i64>,
@@ -39,11 +39,11 @@ pub(crate) fn run<T: Send>(
     let result = std::thread::scope(|scope| {
         let (sender, receiver) = channel();
         let worker = scope.spawn(move || {
-            // Dropping the sender is what wakes the waiting thread, also if this one panics.
+            // Dropping the sender wakes the waiting thread, also after a panic.
             let _sender = sender;
             pool.install(work)
         });
-        // A receiver cannot be shared with the closure that runs detached, but it can be moved in and out.
+        // A receiver is not `Sync`, and the closure that runs detached needs a shared reference.
         let receiver = Mutex::new(receiver);
         loop {
             let waited = py.detach(|| {
@@ -74,10 +74,10 @@ pub(crate) fn run<T: Send>(
     Ok(value)
 }
 
-/// How many threads are meant: those that are asked for, or one for each processor.
+/// The number of threads: `threads`, or one per processor.
 pub(crate) fn n_threads(py: Python<'_>, threads: Option<i64>) -> PyResult<usize> {
-    let asked = threads.map_or_else(|| Ok(default_threads().min(MAX_THREADS)), usize::try_from);
-    let Some(n_threads) = asked.ok().filter(|n| (1..=MAX_THREADS).contains(n)) else {
+    let requested = threads.map_or_else(|| Ok(default_threads().min(MAX_THREADS)), usize::try_from);
+    let Some(n_threads) = requested.ok().filter(|n| (1..=MAX_THREADS).contains(n)) else {
         let message = format!(
             "`threads` is {}; 1 to {MAX_THREADS} are accepted",
             threads.unwrap_or_default()
@@ -87,10 +87,10 @@ pub(crate) fn n_threads(py: Python<'_>, threads: Option<i64>) -> PyResult<usize>
     Ok(n_threads)
 }
 
-/// A pool of a size, made once a process: threads do not survive a fork, so a child makes its own.
+/// The pool of a size, one per process: threads do not survive a fork, so a child process creates its own.
 ///
-/// The lock is only taken with the interpreter attached, and a fork happens with it attached to the forking thread: no
-/// child finds the lock taken.
+/// The lock is held only with the interpreter attached, and the forking thread has the interpreter attached: the lock is
+/// never held in a new child process.
 fn pool(py: Python<'_>, threads: Option<i64>) -> PyResult<Arc<rayon::ThreadPool>> {
     type Pools = Mutex<HashMap<(u32, usize), Arc<rayon::ThreadPool>>>;
     static POOLS: OnceLock<Pools> = OnceLock::new();

@@ -1,4 +1,4 @@
-//! Sums of bytes and of files.
+//! Checksums of bytes and of files.
 
 use crate::buffer::Borrowed;
 use crate::errors::raise;
@@ -16,28 +16,31 @@ use std::path::PathBuf;
 pub(crate) fn crc32c(py: Python<'_>, data: &Bound<'_, PyAny>, before: u32) -> PyResult<u32> {
     let data = Borrowed::readable(data)?;
     if data.bytes().len() != data.range().1 {
-        let error = Error::new(Kind::Argument, "the sum of an array that is not contiguous");
-        return raise(py, Err(error.hint("give a contiguous copy of it")));
+        let error = Error::new(
+            Kind::Argument,
+            "cannot compute the checksum of an array that is not contiguous",
+        );
+        return raise(py, Err(error.hint("pass a contiguous copy of it")));
     }
     Ok(py.detach(|| reshard_core::checksum::crc32c(before, data.bytes())))
 }
 
 #[pyfunction]
-#[pyo3(signature = (path, n_bytes, sums, *, direct=true, threads=None, progress=None))]
+#[pyo3(signature = (path, n_bytes, checksums, *, direct=true, threads=None, progress=None))]
 pub(crate) fn scrub(
     py: Python<'_>,
     path: PathBuf,
     n_bytes: u64,
-    sums: &[u8],
+    checksums: &[u8],
     direct: bool,
     threads: Option<i64>,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Vec<(u64, u64)>> {
     // The header is part of the first chunks.
-    let sums = raise(py, Checksums::from_bytes(n_bytes, 0, 0, sums))?;
+    let checksums = raise(py, Checksums::from_bytes(n_bytes, 0, 0, checksums))?;
     let control = Control::default();
     run(py, threads, n_bytes, progress, &control, || {
         let source = Source::open(&path, false, Method::Read)?;
-        verify::scrub(&source, &sums, direct, &control)
+        verify::scrub(&source, &checksums, direct, &control)
     })
 }

@@ -19,7 +19,7 @@ const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
 
 type Tensors<'py> = Vec<(String, String, Vec<u64>, Bound<'py, PyAny>)>;
 
-/// A file that was written, and what it must be when it is read.
+/// Size and checksums of a file that was written.
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Written(Checksums);
 
@@ -36,12 +36,12 @@ impl Written {
     }
 
     #[getter]
-    fn header_sum(&self) -> u32 {
+    fn header_checksum(&self) -> u32 {
         self.0.header_checksum()
     }
 
     #[getter]
-    fn sums<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+    fn checksums<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.0.to_bytes())
     }
 
@@ -78,18 +78,18 @@ pub(crate) fn write_plan(
         own = Buffers::new(py, DEFAULT_MEMORY_BYTES)?;
         &own
     };
-    // Waiting for another thread here would keep the interpreter from it.
+    // Waiting here would block another thread that needs the interpreter.
     let busy = |_| {
         Error::new(
             Kind::Argument,
-            "another thread writes through these buffers",
+            "another thread is writing with these buffers",
         )
     };
     let buffers = &mut *raise(py, buffers.0.try_lock().map_err(busy))?;
     let control = Control::default();
     n_threads(py, threads)?;
     if writer::is_small(plan, options) {
-        // Thousands of ranks have thousands of small files: handing each to a pool takes longer than writing it.
+        // Passing a small file to a pool takes longer than writing it, and checkpoints can have thousands of them.
         let report = |done: u64| {
             progress.map_or(Ok(()), |call| {
                 call.call1((done, plan.n_bytes())).map(|_| ())
@@ -102,19 +102,19 @@ pub(crate) fn write_plan(
         report(plan.n_bytes())?;
         return Ok(Written(written));
     }
-    // Whatever its size, a write waits for the disk: signals are heeded.
+    // A write waits for the disk, so signals are handled for any size.
     let written = run(py, threads, plan.n_bytes(), progress, &control, || {
         writer::write(path, plan, options, buffers, &control)
     })?;
     Ok(Written(written))
 }
 
-/// Buffers that Python lent, with what they are told to be.
-struct Lent(Vec<(String, Dtype, Vec<u64>, Borrowed)>);
+/// Borrowed buffers, with names, dtypes and shapes.
+struct InputTensors(Vec<(String, Dtype, Vec<u64>, Borrowed)>);
 
-impl Lent {
+impl InputTensors {
     fn new(py: Python<'_>, tensors: Tensors<'_>) -> PyResult<Self> {
-        let mut lent = Vec::with_capacity(tensors.len());
+        let mut inputs = Vec::with_capacity(tensors.len());
         for (name, dtype, shape, object) in tensors {
             let dtype = raise(py, Dtype::parse(&dtype))?;
             let buffer = Borrowed::readable(&object)?;
@@ -127,15 +127,15 @@ impl Lent {
             };
             if !agrees {
                 let message = format!(
-                    "`{name}` is told to be {dtype} of shape {shape:?}; its buffer has {} bytes of shape {:?}",
+                    "`{name}` is {dtype} of shape {shape:?}, but its buffer has {} bytes of shape {:?}",
                     buffer.range().1,
                     buffer.shape()
                 );
                 return raise(py, Err(Error::new(Kind::Mismatch, message).key(&name)));
             }
-            lent.push((name, dtype, shape, buffer));
+            inputs.push((name, dtype, shape, buffer));
         }
-        Ok(Self(lent))
+        Ok(Self(inputs))
     }
 
     fn plan(&self) -> reshard_core::Result<CorePlan<'_>> {
@@ -168,8 +168,8 @@ pub(crate) fn write_arrays(
     mode: u32,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Written> {
-    let lent = Lent::new(py, tensors)?;
-    let plan = raise(py, lent.plan())?;
+    let inputs = InputTensors::new(py, tensors)?;
+    let plan = raise(py, inputs.plan())?;
     let options = writer::Options {
         metadata: metadata.unwrap_or_default().into_iter().collect(),
         durable,
@@ -189,7 +189,7 @@ pub(crate) fn rename(
 ) -> PyResult<()> {
     py.detach(|| writer::rename(&source, &target, exchange))
         .map_err(|error| match error.raw_os_error() {
-            // With its number, by which callers tell one failure from another.
+            // With the error number, by which callers distinguish errors.
             Some(number) => {
                 let text = error.to_string();
                 let reason = text.split(" (os error").next().unwrap_or_default();
@@ -199,7 +199,7 @@ pub(crate) fn rename(
         })
 }
 
-/// Memory that snapshots take and give back.
+/// A pool of memory for snapshots.
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct SnapshotPool(Arc<snapshot::Pool>);
 
@@ -226,8 +226,8 @@ impl SnapshotPool {
         metadata: Option<BTreeMap<String, String>>,
         threads: Option<i64>,
     ) -> PyResult<Snapshot> {
-        let lent = Lent::new(py, tensors)?;
-        let plan = raise(py, lent.plan())?;
+        let inputs = InputTensors::new(py, tensors)?;
+        let plan = raise(py, inputs.plan())?;
         let metadata: Vec<_> = metadata.unwrap_or_default().into_iter().collect();
         let control = Control::default();
         let taken = run(py, threads, plan.n_bytes(), None, &control, || {
@@ -266,7 +266,7 @@ impl Snapshot {
         mode: u32,
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Written> {
-        // Held for a moment only, and never while the interpreter is given away.
+        // The lock is held only briefly, and never while the interpreter is released.
         let taken = self.taken.lock().ok().and_then(|taken| taken.clone());
         let closed = || Error::new(Kind::Argument, "the snapshot is closed");
         let taken = raise(py, taken.ok_or_else(closed))?;

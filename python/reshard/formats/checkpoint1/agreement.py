@@ -32,21 +32,21 @@ class FileFacts:
 
     Attributes:
         counters: those that it holds, by name.
-        has_sum: whether it ends with a sum of itself; None: its format has none.
+        has_crc: whether it ends with a CRC of its content; None: its format has none.
     """
 
     counters: Mapping[str, int | float]
-    has_sum: bool | None = None
+    has_crc: bool | None = None
 
     @classmethod
-    def of(cls, common: CommonInfo | None, *, has_sum: bool | None) -> FileFacts:
+    def of(cls, common: CommonInfo | None, *, has_crc: bool | None) -> FileFacts:
         """Those of a file with these counters."""
         values = {name: None if common is None else getattr(common, name) for name in scalars.NAMES}
-        return cls({name: value for name, value in values.items() if value is not None}, has_sum)
+        return cls({name: value for name, value in values.items() if value is not None}, has_crc)
 
     def to_value(self) -> list[Any]:
         """As JSON has it, for a message between ranks."""
-        return [dict(self.counters), self.has_sum]
+        return [dict(self.counters), self.has_crc]
 
     @classmethod
     def from_value(cls, value: list[Any]) -> FileFacts:
@@ -73,9 +73,9 @@ def faults_of(files: Mapping[int, FileFacts]) -> dict[int, str]:
                 found[rank] = (
                     f"`{name}` {told}, and in the file of rank {holder} it is {expected}: cut short, or of another save"
                 )
-    holder = next((rank for rank, file in files.items() if file.has_sum), None)
+    holder = next((rank for rank, file in files.items() if file.has_crc), None)
     if holder is not None:
-        cut = (rank for rank, file in files.items() if file.has_sum is False)
+        cut = (rank for rank, file in files.items() if file.has_crc is False)
         found = dict.fromkeys(cut, f"it does not end with a sum, as the file of rank {holder} does: cut short") | found
     return dict(sorted(found.items()))
 

@@ -386,7 +386,7 @@ def open_rank_files(
             # Ranks that hold the same part may have it in other records: these overlap, and are no replicas.
             is_split = any(len(one.parts) > 1 for one in tensors.held[key].values())
             index.add_tiles(key, *tensors.placed(key), overlapping=is_split)
-    tensors.prove(index)
+    tensors.check_coverage(index)
     tensors.warn()
     return RankFoldersData(
         traits=TRAITS,

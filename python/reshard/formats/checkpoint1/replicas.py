@@ -143,7 +143,7 @@ class AssumedReplicas:
         numbers = [self._files[rank].file for rank in (first, *others)]
         index = reopen(numbers)
         for number in range(len(numbers)):
-            index.prove_file(number)  # a damaged file is the fault of nothing else
+            index.verify_crc(number)  # a damaged file is the fault of nothing else
         index.close()
         raise MismatchError(
             f"{self._reasons[key]}, but the bytes on rank {listed(others)} differ from those on rank {first}",

@@ -192,7 +192,9 @@ class RankSide:
         )
         if self.terms.verify:
             read_back(str(path), written, self.terms.threads)
-        told = hashlib.blake2b(written.header_sum.to_bytes(4, "little") + written.sums, digest_size=16).hexdigest()
+        told = hashlib.blake2b(
+            written.header_checksum.to_bytes(4, "little") + written.checksums, digest_size=16
+        ).hexdigest()
         return f"{path.parent.parent.name}/{path.parent.name}/{path.name}", written.n_bytes, told
 
     def _write_state(self, text: str, arrays: Mapping[str, object]) -> None:

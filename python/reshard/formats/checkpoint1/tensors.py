@@ -135,14 +135,14 @@ class RankTensors:
             )
         return next(iter(found))
 
-    def prove(self, index: _core.Index) -> None:
+    def check_coverage(self, index: _core.Index) -> None:
         """Prove that no tensor has a hole; the error says which ranks do not hold it.
 
         Raises:
             CoverageError: one has.
         """
         try:
-            index.prove()
+            index.check_coverage()
         except CoverageError as error:
             if self.strategy is not None and error.key in self.held:
                 n = self.strategy.devices_per_stage
@@ -198,7 +198,7 @@ class RankTensors:
             MismatchError: the strategy names keys otherwise than they do.
         """
         found = self._counters(method)
-        facts = {rank: FileFacts.of(found.get(rank), has_sum=file.has_sum) for rank, file in self.files.items()}
+        facts = {rank: FileFacts.of(found.get(rank), has_crc=file.has_crc) for rank, file in self.files.items()}
         faults = faults_of(facts)
         if self.strategy is not None and not faults:
             # Only a `.ckpt` can be cut between two tensors, and be well-formed.

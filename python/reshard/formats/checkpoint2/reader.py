@@ -199,7 +199,7 @@ def _open_proven(
         )
     index, rest = _index(folder, described, manifest, method)
     if manifest is not None:
-        manifests.set_sums(index, folder, manifest)
+        manifests.set_checksums(index, folder, manifest)
     if described.tiles is not None:
         _add_tiles(index, folder, described.tiles)
     is_checkpoint2 = described.metadata is not None or described.common is not None or described.tiles is None

@@ -12,7 +12,7 @@ older writers wrote it.
 
 from __future__ import annotations
 
-__all__ = ["HEAD_BYTES", "SUFFIX", "TAIL_BYTES", "has_sum", "is_head", "is_safetensors_head"]
+__all__ = ["HEAD_BYTES", "SUFFIX", "TAIL_BYTES", "has_crc", "is_head", "is_safetensors_head"]
 
 SUFFIX = ".ckpt"
 HEAD_BYTES = 9
@@ -38,11 +38,11 @@ def is_head(head: bytes) -> bool:
     return head.startswith(_VALUE) and not is_safetensors_head(head)
 
 
-def has_sum(tail: bytes) -> bool:
-    """Whether these last bytes of a `.ckpt` are a sum of the rest.
+def has_crc(tail: bytes) -> bool:
+    """Whether these last bytes of a `.ckpt` are a CRC of the rest.
 
     Example:
-        >>> has_sum(b"crc_num" + bytes(10)), has_sum(bytes(17))
+        >>> has_crc(b"crc_num" + bytes(10)), has_crc(bytes(17))
         (True, False)
     """
     return len(tail) == TAIL_BYTES and tail.startswith(_SUM_MARK)

@@ -48,7 +48,7 @@ def _open_file(path: Path, method: _core.ReadMethod) -> CheckpointData:
             _log.warning("%s is not in the manifest beside it: nothing that is read of it can be verified", path)
             manifest = None
         elif manifest is not None:
-            manifests.set_sums(index, path.parent, manifest)
+            manifests.set_checksums(index, path.parent, manifest)
         elif proof.is_damaged and checkpoint2.WRITER_KEY in (index.file_metadata(file) or {}):
             raise unfinished(path, path.name, proof)
         index.add_whole_file(file)
