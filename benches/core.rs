@@ -1,4 +1,4 @@
-//! The copy engine and the header pass beside their yardsticks: memcpy, and the safetensors crate. GiB/s by criterion.
+//! Benchmarks of the copy and the header parser, compared with memcpy and the safetensors crate. Criterion reports GiB/s.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use reshard_core::control::Control;

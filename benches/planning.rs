@@ -1,7 +1,7 @@
-//! Planning at scale: 16,384 ranks x 2,000 tensors are checked for coverage and one rank is planned under another layout.
+//! Planning at scale: checks the coverage of 2,000 tensors on 16,384 ranks, and plans one rank of another layout.
 //!
-//! Prints time and peak memory, checks the result against the arithmetic of the layouts, and fails beyond the bounds: one
-//! second and 256 MiB.
+//! Prints time and peak memory, and compares the number of copies with the arithmetic of the layouts. Fails above one second
+//! or 256 MiB.
 
 #![expect(clippy::print_stdout, reason = "a bench prints its table")]
 
@@ -23,18 +23,18 @@ static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
 #[expect(unsafe_code, reason = "an allocator that counts")]
-// SAFETY: every call goes to the system's allocator unchanged; the counters touch no memory of it.
+// SAFETY: every call is forwarded to the system allocator unchanged; the counters do not access its memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: AllocLayout) -> *mut u8 {
         let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         PEAK.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `alloc`, which is handed on.
+        // SAFETY: the caller fulfils the contract of `alloc`, which is the same.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: AllocLayout) {
         NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `dealloc`, which is handed on.
+        // SAFETY: the caller fulfils the contract of `dealloc`, which is the same.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -66,7 +66,7 @@ fn main() {
     let axes = |sizes: [u64; 2]| vec![("dp".to_owned(), sizes[0]), ("tp".to_owned(), sizes[1])];
     let from = Arc::new(Mesh::new(axes([2048, 8]), None).unwrap());
     let to = Arc::new(Mesh::new(axes([1024, 16]), None).unwrap());
-    // A mix as in training: cut by tensor parallel and replicated; cut by ZeRO as well; cut on both dims.
+    // Typical layouts of training: split by tensor parallelism and replicated; split by ZeRO as well; split on both dims.
     let stored = [
         layout(&from, [&[1], &[]]),
         layout(&from, [&[1, 0], &[]]),
@@ -111,7 +111,7 @@ fn main() {
 
     let expected: usize = (0..N_TENSORS)
         .map(|i| {
-            // Cells of the stored grid that the wanted box touches, dim by dim.
+            // Cells of the stored grid that overlap the requested region, per dim.
             let (rows, columns) = [(8, 1), (16_384, 1), (2_048, 8)][i % 3];
             let (wanted_rows, wanted_columns) = [(1, 16), (1024, 16), (16, 1024)][i % 3];
             usize::max(rows / wanted_rows, 1) * usize::max(columns / wanted_columns, 1)
@@ -125,8 +125,8 @@ fn main() {
     println!(
         "index {built:?}, coverage {checked:?}, plan of one rank ({n_copy_ops} copies) {planned:?}"
     );
-    let together = built + checked + planned;
-    println!("together {together:?}, peak memory {peak_mib} MiB");
-    assert!(together.as_secs_f64() < 1.0, "more than a second");
+    let total = built + checked + planned;
+    println!("total {total:?}, peak memory {peak_mib} MiB");
+    assert!(total.as_secs_f64() < 1.0, "more than one second");
     assert!(peak_mib < 256, "more than 256 MiB");
 }

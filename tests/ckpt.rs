@@ -345,7 +345,7 @@ fn refuses_with_a_reason() {
             "a CRC of 80 bits",
             [&good[..], b"crc_num\x01\0\0\0\0\0\0\0\0\0"].concat(),
             Kind::Damaged,
-            "no 32 bits",
+            "more than 32 bits",
         ),
         (
             "half a CRC",
@@ -400,7 +400,7 @@ fn refuses_with_a_reason() {
             "an unknown field",
             of(&[field(1, b"w"), field(9, b"")].concat()),
             Kind::Damaged,
-            "begins no field of a value",
+            "is not the tag of a field of a value",
         ),
         (
             "two tags",
@@ -448,7 +448,7 @@ fn refuses_with_a_reason() {
             "an unknown field of the tensor",
             tensor(&field(7, b"")),
             Kind::Damaged,
-            "begins no field of a tensor",
+            "is not the tag of a field of a tensor",
         ),
         (
             "two types",
@@ -556,7 +556,7 @@ fn refuses_with_a_reason() {
             "text of five bytes",
             v("s", "str", &[0], 5),
             Kind::Damaged,
-            "a character has four",
+            "is not a multiple of 4",
         ),
         (
             "records of two types",

@@ -99,7 +99,7 @@ fn the_worst_headers_stay_within_bounds() {
         ("a dtype", long(r#"{"w":{"dtype":""#, r"\t", r#""}}"#), Some("more than 1024 bytes")),
         ("a text for an entry", long(r#"{"w":""#, r"\t", r#""}"#), Some("expected `{`")),
         ("deep lists", long(r#"{"w":{"shape":"#, "[", ""), Some("expected a plain integer")),
-        ("deep objects", long("{", r#""w":{"#, ""), Some("is none of")),
+        ("deep objects", long("{", r#""w":{"#, ""), Some("unknown field")),
         ("a string without an end", long(r#"{""#, "x", ""), Some("has no end")),
         ("only spaces after it", long("{}", " ", ""), None),
         ("something after spaces", long("{}", " ", "x"), Some("only spaces")),

@@ -9,7 +9,7 @@ pub fn can_cast(from: Dtype, to: Dtype) -> bool {
     from == to || FLOATS.contains(&from) && FLOATS.contains(&to)
 }
 
-/// Casts elements, rounding to nearest even; every dtype pair is one that [`can_cast`] allows.
+/// Casts elements, rounding to nearest even. [`can_cast`] allows the pair of dtypes.
 pub(crate) fn cast(from: Dtype, stored: &[u8], to: Dtype, out: &mut [u8]) {
     match (from, to) {
         (Dtype::F64, Dtype::F32) => convert(stored, out, |x: [u8; 8]| {
@@ -52,14 +52,15 @@ pub(crate) fn cast(from: Dtype, stored: &[u8], to: Dtype, out: &mut [u8]) {
                 f16::from_f32(bf16::from_le_bytes(x).to_f32()).to_le_bytes()
             });
         }
-        _ => unreachable!("plans refuse other casts"),
+        _ => unreachable!("plans reject other casts"),
     }
 }
 
-/// The f32 next to a value towards zero with its last bit set, where the value is no f32.
+/// Rounds to odd: a value that is not an f32 becomes the next f32 towards zero with its last bit set.
 ///
-/// Rounded from there to fewer bits, the result is as if rounded once: the odd bit keeps the value off the ties (Boldo and
-/// Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+/// A second rounding to fewer bits then gives the result of a single rounding, because a value with an odd last bit is
+/// never a tie (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to
+/// odd", 2008).
 fn round_to_odd(value: f64) -> f32 {
     #[expect(
         clippy::cast_possible_truncation,
@@ -91,7 +92,7 @@ mod tests {
 
     #[test]
     fn half_precision_rounds_to_even() {
-        // Exactly between two bfloat16: the one with the even last bit is taken.
+        // Halfway between two bfloat16 values: the one with the even last bit is the result.
         for (wide, narrow) in [(0x3F80_8000_u32, 0x3F80_u16), (0x3F81_8000, 0x3F82)] {
             let mut out = [0; 2];
             cast(Dtype::F32, &wide.to_le_bytes(), Dtype::Bf16, &mut out);

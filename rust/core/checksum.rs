@@ -1,23 +1,23 @@
-//! crc32c of the 256 KiB chunks of a shard file: taken while the bytes stream out, compared while they stream in.
+//! crc32c of the 256 KiB chunks of a shard file: computed while the file is written, compared while it is read.
 //!
-//! The chunks count from the first byte of the file, header included. A crc finds every burst of up to 32 bits and every
-//! error of up to 3 bits in a chunk; it does not withstand someone who wants to deceive.
+//! Chunks are counted from the first byte of the file, header included. A CRC detects every burst error of up to 32 bits
+//! and every error of up to 3 bits in a chunk. It does not protect against deliberate changes.
 
 use crate::error::{Error, Kind, Result};
 use crc_fast::{CrcAlgorithm, Digest};
 
-/// Bytes of a chunk; the last of a file may be shorter.
+/// Bytes of a chunk; the last chunk of a file may be shorter.
 pub const CHUNK_BYTES: usize = 256 << 10;
 
-/// crc32c of the next bytes, going on from what came before (0 at the start).
+/// Computes the crc32c of bytes, continued from `before`, the crc32c of the preceding bytes (0 at the start).
 pub fn crc32c(before: u32, bytes: &[u8]) -> u32 {
-    // The crate's state is the sum before its last step, which inverts it.
+    // The state of the crate is the CRC before its last step, which inverts it.
     let mut digest = Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, u64::from(!before));
     digest.update(bytes);
     digest.finalize() as u32
 }
 
-/// What a shard file must be.
+/// The expected size and checksums of a shard file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Checksums {
     n_bytes: u64,
@@ -27,10 +27,10 @@ pub struct Checksums {
 }
 
 impl Checksums {
-    /// Checksums of a file of `n_bytes`, of which the first `header_bytes` come before the data.
+    /// Checksums of a file of `n_bytes` bytes; the first `header_bytes` bytes precede the data.
     ///
     /// # Errors
-    /// There are not as many checksums as chunks, or the header is larger than the file.
+    /// The number of checksums is not the number of chunks, or the header is larger than the file.
     pub fn new(
         n_bytes: u64,
         header_bytes: u64,
@@ -39,7 +39,7 @@ impl Checksums {
     ) -> Result<Self> {
         if n_bytes.div_ceil(CHUNK_BYTES as u64) != chunks.len() as u64 || header_bytes > n_bytes {
             let message = format!(
-                "{} checksums and {header_bytes} header bytes do not belong to a file of {n_bytes} bytes",
+                "{} checksums and {header_bytes} header bytes do not match a file of {n_bytes} bytes",
                 chunks.len()
             );
             return Err(Error::new(Kind::Argument, message));
@@ -52,10 +52,10 @@ impl Checksums {
         })
     }
 
-    /// Checksums as they are stored: little-endian, 4 bytes each.
+    /// Decodes stored checksums: 4 bytes each, little-endian.
     ///
     /// # Errors
-    /// As `new`.
+    /// As [`Self::new`], or the number of bytes is not a multiple of 4.
     pub fn from_bytes(
         n_bytes: u64,
         header_bytes: u64,
@@ -65,20 +65,23 @@ impl Checksums {
         let (chunks, rest) = checksums.as_chunks::<4>();
         if !rest.is_empty() {
             let message = format!(
-                "{} bytes of checksums are no multiple of 4",
+                "{} bytes of checksums are not a multiple of 4",
                 checksums.len()
             );
             return Err(Error::new(Kind::Argument, message));
         }
-        let chunks = chunks.iter().map(|sum| u32::from_le_bytes(*sum)).collect();
+        let chunks = chunks
+            .iter()
+            .map(|bytes| u32::from_le_bytes(*bytes))
+            .collect();
         Self::new(n_bytes, header_bytes, header_checksum, chunks)
     }
 
-    /// The checksums as they are stored.
+    /// Encodes the checksums as they are stored.
     pub fn to_bytes(&self) -> Vec<u8> {
         self.chunks
             .iter()
-            .flat_map(|sum| sum.to_le_bytes())
+            .flat_map(|checksum| checksum.to_le_bytes())
             .collect()
     }
 
@@ -102,7 +105,7 @@ impl Checksums {
         self.chunks.len()
     }
 
-    /// First byte and length of a chunk.
+    /// First byte and length of a chunk, in bytes.
     pub fn chunk(&self, number: usize) -> (u64, usize) {
         let start = (number * CHUNK_BYTES) as u64;
         (
@@ -111,7 +114,7 @@ impl Checksums {
         )
     }
 
-    /// The chunks that hold a byte of a range.
+    /// The chunks that contain a byte of a range.
     pub fn chunks_over(&self, start: u64, len: u64) -> std::ops::Range<usize> {
         if len == 0 {
             return 0..0;
@@ -120,13 +123,13 @@ impl Checksums {
         (start / chunk) as usize..(start + len).div_ceil(chunk) as usize
     }
 
-    /// Whether these bytes are the chunk.
+    /// Whether the bytes of a chunk match its checksum.
     pub fn matches(&self, number: usize, bytes: &[u8]) -> bool {
         self.is(number, crc32c(0, bytes))
     }
 
-    /// Whether this is the sum of the chunk.
-    pub fn is(&self, number: usize, sum: u32) -> bool {
-        sum == self.chunks[number]
+    /// Whether a chunk has this checksum.
+    pub fn is(&self, number: usize, checksum: u32) -> bool {
+        checksum == self.chunks[number]
     }
 }

@@ -1,21 +1,21 @@
-//! A `.ckpt` file of `MindSpore`: a walk over its framing that never reads what the tensors hold.
+//! The table of a `.ckpt` file of `MindSpore`: a parser of the framing that does not read the content of tensors.
 //!
-//! The file is one protobuf message that was written in pieces, without a magic number or a table of contents:
+//! The file is one protobuf message without a magic number or a table of contents:
 //!
 //! ```text
 //! Checkpoint     1 repeated Value { 1 string tag; 2 TensorProto tensor; 3 MapTensorProto maptensor }
 //! TensorProto    1 repeated int64 dims; 2 string tensor_type; 3 bytes tensor_content
 //! ```
 //!
-//! and after it, if the writer was asked to, `crc_num` and ten bytes with a CRC-32 of everything before. A tensor that was
-//! too large for one value is stored in several that follow each other: same tag, type and dims, contents to be joined.
+//! Optionally `crc_num` and ten bytes with a CRC-32 of all preceding bytes follow. A tensor that is too large for one value
+//! is stored in consecutive values with the same tag, type and dims; its content is the concatenation of theirs.
 //!
-//! A general decoder would take the whole file into memory. Here only the few bytes between the contents are read, in
-//! small windows at known positions, and every length is held against what is really there. Memory is bounded whatever
-//! the file claims: at most 200 bytes a value, of which there may be [`MAX_TENSORS`], and four times the bytes between the
-//! contents, of which there may be [`MAX_HEADER_BYTES`].
+//! A general decoder would load the complete file. This parser reads only the bytes between the contents, in small
+//! windows, and compares every length with the size of the file. Memory is bounded for any input: at most 200 bytes per
+//! value, for at most [`MAX_TENSORS`] values, and four times the bytes between the contents, of which there are at most
+//! [`MAX_HEADER_BYTES`].
 //!
-//! This module knows one file's framing. It does not know what the tensors mean, and verifies no content but by the CRC.
+//! This module handles the framing of one file. It does not interpret tensors, and verifies content only by the CRC.
 
 use crate::control::Control;
 use crate::dtype::Dtype;
@@ -29,41 +29,41 @@ use crate::source::Source;
 use crate::tile::Tile;
 use crc_fast::{CrcAlgorithm, Digest};
 
-/// Bytes that are read at once: a few small values, and little beside a large one.
+/// Bytes that are read at once: a few small values, and few excess bytes for a large one.
 const WINDOW_BYTES: usize = 4096;
-/// Bytes that the CRC is taken of at once.
+/// Bytes that are read at once for the CRC.
 const PIECE_BYTES: u64 = 4 << 20;
-/// Longest name of a type; real ones have eight bytes.
+/// Longest name of a type; known names have up to eight bytes.
 const MAX_TYPE_BYTES: u64 = 64;
-/// What stands before the CRC, and the bytes of both.
+/// The marker before the CRC, and the bytes of both.
 const CRC_MARK: &[u8] = b"crc_num";
 const CRC_BYTES: u64 = CRC_MARK.len() as u64 + 10;
-/// The type of a value that is text: four bytes a character.
+/// The type of a text value: four bytes per character.
 const TEXT: &str = "str";
 
-/// Field and wire type of what may stand in a file, as the one byte that they are coded in.
+/// Field number and wire type of the known fields, encoded in one byte.
 mod tag {
     pub(super) const VALUE: u8 = 0x0a; // Checkpoint.value
     pub(super) const NAME: u8 = 0x0a; // Value.tag
     pub(super) const TENSOR: u8 = 0x12; // Value.tensor
     pub(super) const TABLE: u8 = 0x1a; // Value.maptensor
-    pub(super) const DIM: u8 = 0x08; // TensorProto.dims, one
+    pub(super) const DIM: u8 = 0x08; // TensorProto.dims, not packed
     pub(super) const DIMS: u8 = 0x0a; // TensorProto.dims, packed
     pub(super) const TYPE: u8 = 0x12; // TensorProto.tensor_type
     pub(super) const CONTENT: u8 = 0x1a; // TensorProto.tensor_content
-    /// A strategy file begins with its first field, a number.
+    /// First byte of a strategy file.
     pub(super) const OF_STRATEGY: u8 = 0x08;
 }
 
 /// The checked table of a `.ckpt` file.
 ///
-/// A *record* is the content of one value. A tensor in one record has the tag as its stored name; the records of one
-/// that was split are one-dimensional and called `<tag>#<number>`.
+/// A *record* is the content of one value. The stored name of a tensor in one record is its tag. The records of a split
+/// tensor are one-dimensional and have the names `<tag>#<number>`.
 #[derive(Debug)]
 pub struct Records {
     /// In the order of the file.
     slots: Vec<Record>,
-    /// In the order of the file; each has the records that follow those of the one before.
+    /// In the order of the file. The records of each follow those of the previous one.
     arrays: Vec<Array>,
     /// Numbers of the records, sorted by name.
     by_name: Vec<u32>,
@@ -71,7 +71,7 @@ pub struct Records {
     crc: Option<Crc>,
 }
 
-/// Content of one value.
+/// The content of one value.
 #[derive(Debug)]
 struct Record {
     name: String,
@@ -81,7 +81,7 @@ struct Record {
     end: u64,
 }
 
-/// A tensor. Where it is one record, that one has its name and shape.
+/// A tensor. If it has one record, the record has its name and shape.
 #[derive(Debug)]
 struct Array {
     /// The number of its first record.
@@ -89,7 +89,7 @@ struct Array {
     split: Option<Box<Split>>,
 }
 
-/// What no record of a tensor in several has.
+/// Name and shape of a tensor in several records.
 #[derive(Debug)]
 struct Split {
     name: String,
@@ -97,19 +97,18 @@ struct Split {
     n_records: usize,
 }
 
-/// A CRC-32 and the bytes at the beginning of the file that it is of.
+/// A CRC-32 of the first `n_bytes` bytes of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Crc {
     n_bytes: u64,
-    sum: u32,
+    crc: u32,
 }
 
 impl Records {
-    /// Walks over a file.
+    /// Parses a file.
     ///
     /// # Errors
-    /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for a type that is not known, `Kind::Io` if
-    /// a read fails.
+    /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for an unknown type, `Kind::Io` if a read fails.
     pub fn read(source: &Source) -> Result<Self> {
         let path = source.path();
         let window = Window {
@@ -118,22 +117,22 @@ impl Records {
             first: 0,
             bytes: Vec::new(),
         };
-        let mut walk = Walk {
+        let mut parser = Parser {
             window,
             at: 0,
             framing_bytes: 0,
             arrays: Vec::new(),
             records: Vec::new(),
             strings: Vec::new(),
-            open: None,
+            partial: None,
         };
-        let crc = walk.file().map_err(|error| error.path(path))?;
-        let Walk {
+        let crc = parser.file().map_err(|error| error.path(path))?;
+        let Parser {
             arrays,
             records,
             strings,
             ..
-        } = walk;
+        } = parser;
         let mut this = Self {
             slots: records,
             arrays,
@@ -145,7 +144,7 @@ impl Records {
         Ok(this)
     }
 
-    /// How many records there are.
+    /// Number of records.
     pub fn len(&self) -> usize {
         self.slots.len()
     }
@@ -155,7 +154,7 @@ impl Records {
         self.slots.is_empty()
     }
 
-    /// Record `i` in the order of the file, its bytes counted from the start of the file.
+    /// Record `i` in the order of the file. Its bytes are counted from the start of the file.
     ///
     /// # Panics
     /// If `i` is not below [`Self::len`].
@@ -170,7 +169,7 @@ impl Records {
         }
     }
 
-    /// The number of the record of this stored name.
+    /// The number of the record with this stored name.
     pub fn find(&self, name: &str) -> Option<usize> {
         let name_of = |i: &u32| self.slots[*i as usize].name.as_str();
         let at = self.by_name.binary_search_by(|i| name_of(i).cmp(name));
@@ -182,7 +181,7 @@ impl Records {
         self.arrays.iter().map(|array| self.local(array))
     }
 
-    /// The tensor of a tag, if it lies in several records.
+    /// The tensor with a tag, if it is stored in several records.
     pub fn split(&self, tag: &str) -> Option<LocalArray> {
         let first = self.find(&format!("{tag}#0"))? as u32;
         let at = self
@@ -193,7 +192,7 @@ impl Records {
         is_it.then(|| self.local(array))
     }
 
-    /// Tags of values that are text.
+    /// Tags of text values.
     pub fn strings(&self) -> &[String] {
         &self.strings
     }
@@ -203,10 +202,10 @@ impl Records {
         self.crc.is_some()
     }
 
-    /// Reads the whole file and compares it with its CRC, where it has one.
+    /// Reads the complete file and compares it with its CRC, if it has one.
     ///
     /// # Errors
-    /// It differs, or cannot be read.
+    /// The content differs, or cannot be read.
     pub fn verify(&self, source: &Source, control: &Control) -> Result<()> {
         let Some(crc) = self.crc else {
             return Ok(());
@@ -228,16 +227,16 @@ impl Records {
             at += n;
         }
         let found = digest.finalize() as u32;
-        if found == crc.sum {
+        if found == crc.crc {
             return Ok(());
         }
         let message = format!(
-            "{}: its bytes have the CRC {found:#010x}, {:#010x} was written behind them",
+            "{}: its bytes have the CRC {found:#010x}, but {:#010x} is stored at its end",
             Printable(&source.path().to_string_lossy()),
-            crc.sum
+            crc.crc
         );
         Err(Error::damaged(message).path(source.path()).hint(
-            "the file has changed since it was written; take a copy of it, or an older checkpoint",
+            "the file was changed or damaged after it was written; use a copy of it, or an older checkpoint",
         ))
     }
 
@@ -249,26 +248,26 @@ impl Records {
         )
     }
 
-    /// Makes names found, and finds duplicates.
+    /// Builds the table for the search by name, and rejects duplicates.
     fn order(&mut self) -> Result<()> {
         let name = |i: u32| self.slots[i as usize].name.as_str();
         let mut by_name: Vec<u32> = (0..self.slots.len() as u32).collect();
         by_name.sort_unstable_by(|&a, &b| name(a).cmp(name(b)));
-        // Stored names, of which a tensor in several records has none of its own, and what is no tensor.
+        // Names of records, of split tensors and of text values share one namespace.
         let split = self.arrays.iter().filter_map(|array| array.split.as_ref());
         let mut tags: Vec<&str> = split.map(|split| split.name.as_str()).collect();
         tags.extend(by_name.iter().map(|&i| name(i)));
         tags.extend(self.strings.iter().map(String::as_str));
         tags.sort_unstable();
         if let Some(pair) = tags.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(twice_error(pair[0]));
+            return Err(duplicate(pair[0]));
         }
         self.by_name = by_name;
         Ok(())
     }
 }
 
-/// A tensor whose contents lie in several records, one after the other.
+/// Joins a tensor from consecutive records.
 fn joined(split: &Split, records: &[Record]) -> LocalArray {
     let strides = row_major_strides(&split.shape);
     let flat = |offset: &[u64]| -> u64 { offset.iter().zip(&strides).map(|(o, s)| o * s).sum() };
@@ -297,9 +296,9 @@ fn joined(split: &Split, records: &[Record]) -> LocalArray {
     }
 }
 
-fn twice_error(name: &str) -> Error {
+fn duplicate(name: &str) -> Error {
     let message = format!(
-        "`{}` occurs twice, and not as records of one tensor",
+        "`{}` occurs twice, and the values are not records of one tensor",
         Printable(name)
     );
     Error::damaged(message).key(name)
@@ -309,17 +308,17 @@ fn twice_error(name: &str) -> Error {
 struct Window<'f> {
     source: &'f Source,
     file_bytes: u64,
-    /// Where `bytes` begin in the file.
+    /// Position of `bytes` in the file.
     first: u64,
     bytes: Vec<u8>,
 }
 
 impl Window<'_> {
-    /// `n` bytes, no more than a window has, from a position on; the caller knows that the file had them.
+    /// Returns `n` bytes from a position on. The range is inside the file and not longer than a window.
     fn bytes(&mut self, at: u64, n: usize) -> Result<&[u8]> {
         debug_assert!(n <= WINDOW_BYTES && at + n as u64 <= self.file_bytes);
-        let is_here = at >= self.first && at + n as u64 <= self.first + self.bytes.len() as u64;
-        if !is_here {
+        let is_loaded = at >= self.first && at + n as u64 <= self.first + self.bytes.len() as u64;
+        if !is_loaded {
             let n_bytes = (self.file_bytes - at).min(WINDOW_BYTES as u64);
             self.bytes.resize(n_bytes as usize, 0);
             let file_bytes = self.file_bytes;
@@ -335,7 +334,7 @@ impl Window<'_> {
     }
 }
 
-/// What stands in one `TensorProto`.
+/// The fields of one `TensorProto`.
 struct Tensor {
     dims: Vec<u64>,
     dtype: String,
@@ -344,32 +343,32 @@ struct Tensor {
 }
 
 /// A tensor whose records are being read.
-struct Open {
+struct PartialTensor {
     name: String,
-    /// As the values have it.
+    /// The name of the type in the file.
     type_name: String,
     dims: Vec<u64>,
     dtype: Dtype,
     contents: Vec<(u64, u64)>,
 }
 
-struct Walk<'f> {
+struct Parser<'f> {
     window: Window<'f>,
     at: u64,
-    /// Bytes so far that are no content.
+    /// Number of bytes so far that are not content.
     framing_bytes: u64,
     arrays: Vec<Array>,
     records: Vec<Record>,
     strings: Vec<String>,
-    open: Option<Open>,
+    partial: Option<PartialTensor>,
 }
 
-impl Walk<'_> {
+impl Parser<'_> {
     fn file(&mut self) -> Result<Option<Crc>> {
         let file_bytes = self.window.file_bytes;
         if file_bytes == 0 {
             return Err(Error::damaged("the file is empty")
-                .hint("the save that made it did not end, or the disk was full"));
+                .hint("the save was interrupted, or the disk was full"));
         }
         let mut crc = None;
         let mut n_values = 0_usize;
@@ -389,14 +388,14 @@ impl Walk<'_> {
                 .map_err(|error| error.within(format_args!("value {n_values} at byte {start}")))?;
             if self.framing_bytes > MAX_HEADER_BYTES {
                 return Err(Error::damaged(format!(
-                    "what stands between the contents of its tensors has more than {MAX_HEADER_BYTES} bytes"
+                    "the file has more than {MAX_HEADER_BYTES} bytes between the contents of its tensors"
                 )));
             }
         }
         if n_values == 0 {
             return Err(Error::damaged("the file holds no value"));
         }
-        self.close()?;
+        self.finish_tensor()?;
         Ok(crc)
     }
 
@@ -406,12 +405,13 @@ impl Walk<'_> {
         let number = bytes
             .iter()
             .fold(0_u128, |n, &byte| n << 8 | u128::from(byte));
-        let sum = u32::try_from(number)
-            .map_err(|_| Error::damaged(format!("the CRC at its end is {number}, no 32 bits")))?;
-        Ok(Crc { n_bytes, sum })
+        let crc = u32::try_from(number).map_err(|_| {
+            Error::damaged(format!("the CRC at its end is {number}, more than 32 bits"))
+        })?;
+        Ok(Crc { n_bytes, crc })
     }
 
-    /// One `Value` of the file.
+    /// Parses one `Value` of the file.
     fn value(&mut self) -> Result<()> {
         let file_bytes = self.window.file_bytes;
         let start = self.at;
@@ -447,7 +447,7 @@ impl Walk<'_> {
             error.key(&name)
         };
         if is_table {
-            let message = "it is a hash table; only tensors can be read";
+            let message = "it is a hash table; only tensors are supported";
             return Err(within(Error::new(Kind::Unsupported, message)));
         }
         let tensor = tensor.ok_or_else(|| within(Error::damaged("it holds no tensor")))?;
@@ -476,7 +476,7 @@ impl Walk<'_> {
         Ok(text)
     }
 
-    /// A `TensorProto` up to `end`.
+    /// Parses a `TensorProto` up to `end`.
     fn tensor(&mut self, end: u64) -> Result<Tensor> {
         let mut dims = Vec::new();
         let (mut dtype, mut content) = (None, None);
@@ -526,7 +526,7 @@ impl Walk<'_> {
         })
     }
 
-    /// Adds what a value holds to the tensor that is open, or opens the next one.
+    /// Adds a value to the current tensor, or begins the next tensor.
     fn add(&mut self, name: &str, tensor: Tensor) -> Result<()> {
         let Tensor {
             dims,
@@ -534,31 +534,31 @@ impl Walk<'_> {
             start,
             end,
         } = tensor;
-        if let Some(open) = self.open.as_mut().filter(|open| open.name == name) {
-            if open.dims != dims || open.type_name != type_name {
+        if let Some(partial) = self.partial.as_mut().filter(|partial| partial.name == name) {
+            if partial.dims != dims || partial.type_name != type_name {
                 let message = format!(
-                    "its records disagree: {} {} and {} {}",
-                    Printable(&open.type_name),
-                    Dims(&open.dims),
+                    "its records differ: {} {} and {} {}",
+                    Printable(&partial.type_name),
+                    Dims(&partial.dims),
                     Printable(&type_name),
                     Dims(&dims)
                 );
                 return Err(Error::damaged(message));
             }
-            open.contents.push((start, end));
+            partial.contents.push((start, end));
             return Ok(());
         }
-        self.close()?;
+        self.finish_tensor()?;
         if type_name == TEXT {
             if !(end - start).is_multiple_of(4) {
                 let n_bytes = end - start;
-                let message = format!("text of {n_bytes} bytes; a character has four");
+                let message = format!("the text has {n_bytes} bytes, which is not a multiple of 4");
                 return Err(Error::damaged(message));
             }
             self.strings.push(name.to_owned());
             return Ok(());
         }
-        self.open = Some(Open {
+        self.partial = Some(PartialTensor {
             name: name.to_owned(),
             dtype: dtype_of(&type_name)?,
             type_name,
@@ -568,29 +568,29 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Checks the tensor that is open as a whole: its records have exactly the bytes that its dims need.
-    fn close(&mut self) -> Result<()> {
-        let Some(open) = self.open.take() else {
+    /// Completes the current tensor: its records must have exactly the bytes that its dims need.
+    fn finish_tensor(&mut self) -> Result<()> {
+        let Some(partial) = self.partial.take() else {
             return Ok(());
         };
-        let name = open.name.clone();
-        self.take(open).map_err(|error| {
+        let name = partial.name.clone();
+        self.add_records(partial).map_err(|error| {
             let error = error.within(format_args!("`{}`", Printable(&name)));
             error.key(&name)
         })
     }
 
-    fn take(&mut self, open: Open) -> Result<()> {
-        let Open {
+    fn add_records(&mut self, partial: PartialTensor) -> Result<()> {
+        let PartialTensor {
             name,
             dims,
             dtype,
             contents,
             ..
-        } = open;
-        // Contents lie apart in the file: their sum cannot overflow.
+        } = partial;
+        // Contents are disjoint ranges of the file, so their sum does not overflow.
         let n_bytes: u64 = contents.iter().map(|(start, end)| end - start).sum();
-        // Older writers gave a scalar the dims [0].
+        // Older writers store a scalar with the dims [0].
         let shape = if dims == [0] && n_bytes > 0 {
             Vec::new()
         } else {
@@ -599,7 +599,7 @@ impl Walk<'_> {
         let needed = tensor_bytes(dtype, &shape).map_err(Error::damaged)?;
         if n_bytes != needed {
             let message = format!(
-                "{dtype} of shape {} needs {needed} bytes, {n_bytes} are there",
+                "{dtype} of shape {} needs {needed} bytes, found {n_bytes}",
                 Dims(&shape)
             );
             return Err(Error::damaged(message));
@@ -610,7 +610,7 @@ impl Walk<'_> {
         for (i, &(start, end)) in contents.iter().enumerate() {
             let n = end - start;
             if !n.is_multiple_of(unit_bytes) {
-                let message = format!("record {i} of it ends inside an element");
+                let message = format!("its record {i} ends inside an element");
                 return Err(Error::new(Kind::Unsupported, message));
             }
             let (name, shape) = if is_split {
@@ -640,11 +640,11 @@ impl Walk<'_> {
 
     // -- the wire format
 
-    /// Where something of `len` bytes that begins here ends; `what` it is, which must lie before `end`.
+    /// End of a field of `len` bytes that begins at the current position. It must not exceed `end`; `what` names the field.
     fn end_of(&self, len: u64, end: u64, what: &str) -> Result<u64> {
         let rest = end - self.at;
         if len > rest {
-            let message = format!("{what} claims {len} bytes, {rest} are left");
+            let message = format!("{what} has the length {len}, but only {rest} bytes are left");
             return Err(Error::damaged(message));
         }
         Ok(self.at + len)
@@ -712,33 +712,35 @@ fn dtype_of(name: &str) -> Result<Dtype> {
         "BFloat16" => Dtype::Bf16,
         "Bool" => Dtype::Bool,
         other => {
-            let message = format!("its type is `{}`, which cannot be read", Printable(other));
+            let message = format!("its type is `{}`, which is not supported", Printable(other));
             return Err(Error::new(Kind::Unsupported, message)
-                .hint("known are the integers of 8 to 64 bits, Float16 to Float64, BFloat16, Bool and str"));
+                .hint("supported are integers of 8 to 64 bits, Float16, Float32, Float64, BFloat16, Bool and str"));
         }
     })
 }
 
 fn unknown(byte: u8, at: u64, of: &str) -> Error {
-    Error::damaged(format!("byte {at}, {byte:#04x}, begins no field of {of}"))
+    Error::damaged(format!(
+        "byte {at} is {byte:#04x}, which is not the tag of a field of {of}"
+    ))
 }
 
 fn truncated(error: Error) -> Error {
-    error.hint("the file is truncated, or no `.ckpt` file")
+    error.hint("the file is truncated, or not a `.ckpt` file")
 }
 
-/// The error for a byte that begins no value.
+/// The error for a byte that is not the tag of a value.
 fn no_value(byte: u8, at: u64) -> Error {
     let error = Error::damaged(format!(
         "it begins with {byte:#04x}; a value of a `.ckpt` file begins with {:#04x}",
         tag::VALUE
     ));
     match byte {
-        _ if at > 0 => error.hint("the file was overwritten in part, or something was appended to it"),
+        _ if at > 0 => error.hint("the file was partly overwritten, or bytes were appended to it"),
         tag::OF_STRATEGY => error.hint(
-            "it looks like a strategy file, which has the same suffix and holds no tensors: give it as `strategy`",
+            "this looks like a strategy file, which has the same suffix and holds no tensors: pass it as `strategy`",
         ),
-        0 => error.hint("the file was allocated and never written, or its disk lost it"),
-        _ => error.hint("it is no `.ckpt` file, or an encrypted one, which cannot be read"),
+        0 => error.hint("the file was allocated and not written, or its content was lost by the disk"),
+        _ => error.hint("it is not a `.ckpt` file, or it is encrypted, which is not supported"),
     }
 }

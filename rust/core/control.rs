@@ -1,9 +1,9 @@
-//! Progress and cancellation of long work, shared between the thread that waits for it and the threads that do it.
+//! Progress and cancellation, shared between the thread that waits for an operation and the threads that execute it.
 
 use crate::error::{Error, Kind, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Counters of a running copy, and the request to cancel it.
+/// Byte counters of a running operation, and the request to cancel it.
 #[derive(Debug, Default)]
 pub struct Control {
     cancelled: AtomicBool,
@@ -12,17 +12,17 @@ pub struct Control {
 }
 
 impl Control {
-    /// Asks the copy to stop at the next band.
+    /// Requests cancellation. Workers stop at the next band.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }
 
-    /// Bytes of the destination that are filled.
+    /// Bytes of the destination that are filled so far.
     pub fn done_bytes(&self) -> u64 {
         self.done_bytes.load(Ordering::Relaxed)
     }
 
-    /// Bytes that were fetched of the sources.
+    /// Bytes that were fetched from the sources so far.
     pub fn fetched_bytes(&self) -> u64 {
         self.fetched_bytes.load(Ordering::Relaxed)
     }

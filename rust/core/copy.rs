@@ -1,19 +1,16 @@
-//! Carrying out a plan: bands of the destination, filled in parallel.
+//! Execution of a plan: bands of the destination are filled in parallel.
 //!
-//! The destination is cut into bands of about 2 MiB by bytes, whatever tensors or files they belong to, and each band
-//! is a slice that one worker owns. For a band the copies that touch it are restricted to it, the source range of each
-//! is brought in (or read), and strided runs are copied. Sources are visited so that a range is fetched as one where
-//! it is dense, and run by run where the gaps between runs are worth leaving out.
-//!
-//! In plain words:
+//! The destination is divided into bands of about 2 MiB, independently of tensors and files. A band is a slice that one
+//! worker owns. The copies that overlap a band are restricted to it, the source range of each is faulted in or read, and
+//! its strided runs are copied. A dense source range is fetched at once; a range with large gaps is fetched run by run.
 //!
 //! ```text
 //! for each band in parallel:
-//!     for each copy that touches the band:
+//!     for each copy that overlaps the band:
 //!         for each box of the copy inside the band:      # at most 2 n - 1
-//!             for each dense part of the box:             # all of it, or run by run
+//!             for each dense part of the box:             # the box, or run by run
 //!                 fetch its source range; copy its runs
-//!     zero the padding; cast if asked
+//!     zero the padding; cast if requested
 //! ```
 
 use crate::cast::cast;
@@ -28,20 +25,27 @@ use rayon::prelude::*;
 
 const BAND_BYTES: u64 = 2 << 20;
 
-/// Fills one slice an array, each of the array's bytes, on the current rayon pool.
+/// Fills one slice per array on the current rayon pool. Each slice has the size of its array in bytes.
+///
+/// # Errors
+/// The number or the size of the slices is wrong, a source cannot be read or is damaged, or the run was cancelled.
 pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Control) -> Result<()> {
     if out.len() != plan.arrays().len() {
         return Err(Error::new(
             Kind::Argument,
-            format!("{} buffers for {} arrays", out.len(), plan.arrays().len()),
+            format!(
+                "{} buffers were given for {} arrays",
+                out.len(),
+                plan.arrays().len()
+            ),
         ));
     }
     let mut bands: Vec<Vec<Band<'_>>> = vec![Vec::new()];
-    let mut room = BAND_BYTES;
+    let mut free_bytes = BAND_BYTES;
     for (array, mut rest) in plan.arrays().iter().zip(out) {
         if rest.len() as u64 != array.n_bytes() {
             let message = format!(
-                "the buffer of `{}` has {} bytes, {} are needed",
+                "the buffer of `{}` has {} bytes, expected {}",
                 array.name,
                 rest.len(),
                 array.n_bytes()
@@ -52,13 +56,14 @@ pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Cont
         while !rest.is_empty() {
             let whole_units = |bytes: u64| bytes / array.unit_bytes() * array.unit_bytes();
             if rest.len() as u64 >= BAND_BYTES {
-                // Two threads that touch one fresh huge page wait for each other: bands of large arrays end where pages end.
-                room = BAND_BYTES - rest.as_ptr() as u64 % BAND_BYTES;
+                // Two threads that fault in the same huge page wait for each other: bands of large arrays end at page
+                // boundaries.
+                free_bytes = BAND_BYTES - rest.as_ptr() as u64 % BAND_BYTES;
                 if !bands.last().is_some_and(Vec::is_empty) {
                     bands.push(Vec::new());
                 }
             }
-            let take = whole_units(room)
+            let take = whole_units(free_bytes)
                 .max(array.unit_bytes())
                 .min(rest.len() as u64);
             let (to, after) = rest.split_at_mut(take as usize);
@@ -68,10 +73,10 @@ pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Cont
                 .push(Band { array, start, to });
             rest = after;
             start += take / array.unit_bytes();
-            room = room.saturating_sub(take);
-            if room < array.unit_bytes() {
+            free_bytes = free_bytes.saturating_sub(take);
+            if free_bytes < array.unit_bytes() {
                 bands.push(Vec::new());
-                room = BAND_BYTES;
+                free_bytes = BAND_BYTES;
             }
         }
     }
@@ -101,7 +106,7 @@ struct Band<'a> {
     to: &'a mut [u8],
 }
 
-/// Fills a byte range of an array that may begin and end inside an element.
+/// Fills a byte range of an array. The range may begin and end inside an element.
 pub(crate) fn fill_bytes(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result<()> {
     let unit = array.unit_bytes();
     let edge = |at: u64, to: &mut [u8]| -> Result<()> {
@@ -132,7 +137,7 @@ pub(crate) fn fill_bytes(run: Run<'_>, array: &Array, start: u64, to: &mut [u8])
     fill_units(run, array, at / unit, middle)
 }
 
-/// Fills whole units of an array from unit `start` on.
+/// Fills complete units of an array from unit `start` on.
 fn fill_units(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result<()> {
     if array.stored == array.dtype {
         return fill_stored(run, array, start, to);

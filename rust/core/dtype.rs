@@ -10,7 +10,7 @@ macro_rules! dtypes {
         pub enum Dtype { $($(#[$doc])* $variant,)* }
 
         impl Dtype {
-            /// All of them, narrow ones first.
+            /// All dtypes, by ascending width.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
 
             /// The name in a header.
@@ -27,7 +27,7 @@ macro_rules! dtypes {
 }
 
 dtypes! {
-    /// 4-bit float, two a byte.
+    /// 4-bit float, two per byte.
     F4 = "F4", 4;
     /// 6-bit float (2 exponent bits), four in three bytes.
     F6E2M3 = "F6_E2M3", 6;
@@ -74,7 +74,7 @@ dtypes! {
 }
 
 impl Dtype {
-    /// The dtype of a name in a header.
+    /// Returns the dtype of a name in a header.
     pub fn parse(name: &str) -> Result<Self> {
         Self::ALL
             .iter()
@@ -86,11 +86,11 @@ impl Dtype {
                     Kind::Unsupported,
                     format!("unknown dtype `{}`", Printable(name)),
                 )
-                .hint(format!("known are {}", known.join(", ")))
+                .hint(format!("known dtypes: {}", known.join(", ")))
             })
     }
 
-    /// Elements in the smallest group that fills whole bytes, and that group's bytes: (1, 2) for BF16, (2, 1) for F4.
+    /// Elements and bytes of the smallest group that ends at a byte boundary: (1, 2) for BF16, (2, 1) for F4.
     pub fn unit(self) -> (u64, u64) {
         match self.bits() {
             4 => (2, 1),
@@ -99,14 +99,14 @@ impl Dtype {
         }
     }
 
-    /// Bytes of a tensor; `None` if that overflows or is no whole number of bytes.
+    /// Bytes of a tensor; `None` if the number overflows or is not an integer.
     pub fn n_bytes(self, shape: &[u64]) -> Option<u64> {
         let bits = n_elements(shape)?.checked_mul(self.bits())?;
         bits.is_multiple_of(8).then_some(bits / 8)
     }
 }
 
-/// Product of a shape; `None` if it overflows. A zero anywhere makes it zero, whatever the other extents are.
+/// Product of a shape; `None` if it overflows. It is 0 if an extent is 0, for any other extents.
 pub fn n_elements(shape: &[u64]) -> Option<u64> {
     if shape.contains(&0) {
         return Some(0);

@@ -1,36 +1,36 @@
-//! The one error type of the core. A kind says what a caller can do about it; the fields hold the facts.
+//! The error type of the core. The kind classifies the error for the caller; the fields hold the details.
 //!
-//! Layers add context ([`Error::path`], [`Error::key`], [`Error::hint`]) and never reword what a lower layer said.
+//! Layers add context ([`Error::path`], [`Error::key`], [`Error::hint`]) and keep the message of the lower layer.
 
 use std::fmt;
 use std::path::Path;
 
-/// What went wrong, as far as a caller's reaction differs.
+/// The class of an error. Callers handle different kinds differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// The operating system failed a read or a write.
+    /// The operating system reported an error.
     Io,
     /// A file violates its format.
     Damaged,
-    /// A file that should exist does not.
+    /// A required file does not exist.
     NotFound,
-    /// Valid, but not offered.
+    /// Valid, but not supported.
     Unsupported,
-    /// A layout contradicts itself, its mesh or its tensor.
+    /// A layout is inconsistent with itself, its mesh or its tensor.
     Layout,
-    /// Stored shards leave a hole or overlap.
+    /// Stored shards do not cover a tensor, or overlap.
     Coverage,
-    /// No tensor of this name.
+    /// There is no tensor with this name.
     Key,
-    /// Shape or dtype of two things that must agree differ.
+    /// A shape or dtype differs from the expected one.
     Mismatch,
-    /// A call that cannot be meant.
+    /// An argument is invalid.
     Argument,
-    /// The caller asked to stop.
+    /// The caller cancelled the operation.
     Cancelled,
 }
 
-/// An error with its facts.
+/// An error with its details.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Error {
     kind: Kind,
@@ -41,11 +41,11 @@ pub struct Error {
     errno: Option<i32>,
 }
 
-/// Result with the core's error.
+/// A result with the error of the core.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// An error of a kind with a message.
+    /// Creates an error with a message.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
         Self {
             kind,
@@ -57,12 +57,12 @@ impl Error {
         }
     }
 
-    /// A file violates its format.
+    /// Creates an error for a file that violates its format.
     pub fn damaged(message: impl Into<String>) -> Self {
         Self::new(Kind::Damaged, message)
     }
 
-    /// The operating system failed `doing`.
+    /// Creates an error for an operation that the operating system rejected; `doing` describes the operation.
     pub fn io(doing: &str, path: &Path, error: &std::io::Error) -> Self {
         let kind = if error.kind() == std::io::ErrorKind::NotFound {
             Kind::NotFound
@@ -77,7 +77,7 @@ impl Error {
         this.path(path)
     }
 
-    /// Adds the file concerned, unless a lower layer already named one.
+    /// Adds the path of the file, unless a lower layer already added one.
     #[must_use]
     pub fn path(mut self, path: &Path) -> Self {
         self.path
@@ -85,14 +85,14 @@ impl Error {
         self
     }
 
-    /// Adds the tensor concerned, unless a lower layer already named one.
+    /// Adds the key of the tensor, unless a lower layer already added one.
     #[must_use]
     pub fn key(mut self, key: &str) -> Self {
         self.key.get_or_insert_with(|| key.to_owned());
         self
     }
 
-    /// Adds what to do next.
+    /// Adds a hint for the user, unless there is one.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint.get_or_insert(hint.into());
@@ -116,7 +116,7 @@ impl Error {
         &self.message
     }
 
-    /// The facts: path, key, hint, the system's error number.
+    /// The details: path, key, hint, error number of the system.
     pub fn facts(&self) -> (Option<&str>, Option<&str>, Option<&str>, Option<i32>) {
         (
             self.path.as_deref(),
@@ -138,7 +138,8 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Text from a file, safe to show: control characters escaped (a tensor's name must not drive a terminal), long text cut.
+/// Text from a file for display: control characters are escaped, so that they do not control a terminal, and long text is
+/// truncated.
 pub struct Printable<'a>(pub &'a str);
 
 impl fmt::Display for Printable<'_> {

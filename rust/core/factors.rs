@@ -1,31 +1,33 @@
-//! Dims that are described by several: row `r` of an extent `n0 * n1` is `(r / n1, r % n1)`, and so on for more factors.
+//! Factored dims: index `r` of a dim with extent `n0 * n1` is `(r / n1, r % n1)`, and likewise for more factors.
 //!
-//! Rows of two tensors that take turns are one box each in such dims, where every row would be a tile of its own. A box
-//! of the public dims is a few boxes of the factored ones: along each dim a head, a middle and a tail. The other way it
-//! is as many as it has runs, so what is told of it in passing is the box around them.
+//! Interleaved rows of two tensors are one region each in factored dims. In the dims of the tensor, the public dims, each
+//! row would be a tile. A region of the public dims is a few regions of the factored dims: a head, a middle and a tail per
+//! dim. A region of the factored dims is one public region per run, or is described by its bounding box.
 
 use crate::error::{Error, Kind, Result};
 use crate::region::{Dims, Region, flat_range_boxes, row_major_strides};
 use crate::tile::Tile;
 use std::collections::BTreeMap;
 
-/// Dims that factors may add to a tensor: so a box becomes some thousands at the very most.
+/// Most dims that factors may add to a tensor. It limits a region to a few thousand factored regions.
 const MAX_ADDED_DIMS: usize = 8;
 
-/// The factors of every dim of a tensor; of a dim that is described by itself, its extent.
+/// The factors of every dim of a tensor; a dim without factors has its extent as the only one.
 #[derive(Debug)]
 pub(crate) struct Factors(Vec<Vec<u64>>);
 
-/// A part of a tile along one public dim, in one naming of it: where it lies, and how in the local array.
+/// A part of a tile along one public dim.
 struct Segment {
+    /// Its region in the factors of the dim, or in the dim itself.
     region: Region,
-    /// Elements of the local array before it.
+    /// Elements of the local array from the start of the tile to the start of the segment.
     skipped: u64,
+    /// Strides in the local array.
     strides: Vec<u64>,
 }
 
 impl Factors {
-    /// Checked factors of some dims of a shape; `None` if no dim has any.
+    /// Checks the factors of some dims of a shape; `None` if no dim has factors.
     pub(crate) fn new(shape: &[u64], factors: BTreeMap<usize, Vec<u64>>) -> Result<Option<Self>> {
         if factors.is_empty() {
             return Ok(None);
@@ -36,7 +38,7 @@ impl Factors {
         for (dim, own) in factors {
             let Some(&extent) = shape.get(dim) else {
                 return bad(format!(
-                    "factors of dim {dim}: the shape is {}",
+                    "factors of dim {dim}: the shape {} has no such dim",
                     Dims(shape)
                 ));
             };
@@ -52,7 +54,7 @@ impl Factors {
             });
             if own.is_empty() || product != Some(extent) {
                 return bad(format!(
-                    "factors {} of dim {dim}: expected numbers above 0 whose product is its extent {extent}",
+                    "factors {} of dim {dim}: expected positive numbers with the product {extent}, the extent of the dim",
                     Dims(&own)
                 ));
             }
@@ -66,7 +68,7 @@ impl Factors {
         self.0.concat()
     }
 
-    /// A tile of the public dims as tiles of the factored ones, disjoint: at most `2 n - 1` along a dim of `n` factors.
+    /// Converts a tile of the public dims to disjoint tiles of the factored dims: at most `2 n - 1` per dim of `n` factors.
     pub(crate) fn split(&self, tile: &Tile) -> Vec<Tile> {
         if tile.global.is_empty() {
             return Vec::new();
@@ -85,39 +87,39 @@ impl Factors {
         product(tile.local_offset, sides)
     }
 
-    /// A tile of the factored dims as tiles of the public ones: one a run.
+    /// Converts a tile of the factored dims to tiles of the public dims, one per run.
     pub(crate) fn join(&self, tile: &Tile) -> Vec<Tile> {
         let runs = self.runs(&tile.global, &tile.local_strides);
         product(tile.local_offset, runs.map(|runs| runs.segments()))
     }
 
-    /// Into how many tiles `join` takes a tile of the factored dims.
+    /// Number of tiles that [`Self::join`] returns.
     pub(crate) fn n_runs(&self, region: &Region, strides: &[u64]) -> u64 {
         let repeats = |runs: Runs| runs.repeats.iter().map(|repeat| repeat.n).product::<u64>();
         self.runs(region, strides).map(repeats).product()
     }
 
-    /// The smallest box of the public dims around a box of the factored ones.
-    pub(crate) fn around(&self, region: &Region) -> Region {
+    /// The bounding box in the public dims of a region of the factored dims.
+    pub(crate) fn bounding_box(&self, region: &Region) -> Region {
         self.public(region, |runs| {
             let span = |repeat: &Repeat| (repeat.n - 1) * repeat.step;
             runs.len + runs.repeats.iter().map(span).sum::<u64>()
         })
     }
 
-    /// A box of the public dims that lies in a box of the factored ones, and begins where that does.
+    /// The first run of a region of the factored dims, as a region of the public dims.
     pub(crate) fn first_run(&self, region: &Region) -> Region {
         self.public(region, |runs| runs.len)
     }
 
     fn public(&self, region: &Region, extent: impl Fn(&Runs) -> u64) -> Region {
-        // Where no element is any way from the next in a local array, runs are as long as they are in the tensor.
+        // With local strides of 0, runs are as long as they are in the tensor.
         let runs: Vec<_> = self.runs(region, &vec![0; region.rank()]).collect();
         let offset = runs.iter().map(|runs| runs.first).collect();
         inside(offset, runs.iter().map(extent).collect())
     }
 
-    /// Along each public dim, what a box of the factored dims is there; it is not empty.
+    /// The runs of a nonempty region of the factored dims, along each public dim.
     fn runs(&self, region: &Region, strides: &[u64]) -> impl Iterator<Item = Runs> {
         let mut start = 0;
         self.0.iter().map(move |factors| {
@@ -129,20 +131,20 @@ impl Factors {
     }
 }
 
-/// A box of factored dims along the public dim: a run of elements, repeated.
+/// A region of the factors of one public dim: a run of elements that is repeated.
 struct Runs {
     first: u64,
     len: u64,
-    /// From one element of a run to the next in the local array.
+    /// Stride of a run in the local array.
     stride: u64,
-    /// The innermost first.
+    /// Innermost first.
     repeats: Vec<Repeat>,
 }
 
 struct Repeat {
     n: u64,
     step: u64,
-    /// The step in the local array.
+    /// The same step in the local array.
     local_step: u64,
 }
 
@@ -159,7 +161,7 @@ impl Runs {
             if n == 1 {
                 continue;
             }
-            // Neighbours on both sides lengthen the run. Once something was repeated, steps are longer than it is.
+            // A dim that is contiguous on both sides extends the run. After a repeat, all steps exceed the run.
             if step == runs.len && (is_one || local_step == runs.len * runs.stride) {
                 runs.len *= n;
                 runs.stride = if is_one { local_step } else { runs.stride };
@@ -180,11 +182,11 @@ impl Runs {
             .iter()
             .rev()
             .fold(vec![(self.first, 0)], |starts, repeat| {
-                let again = |(at, skipped)| {
+                let repeated = |(at, skipped)| {
                     (0..repeat.n)
                         .map(move |k| (at + k * repeat.step, skipped + k * repeat.local_step))
                 };
-                starts.into_iter().flat_map(again).collect()
+                starts.into_iter().flat_map(repeated).collect()
             });
         let segment = |(at, skipped)| Segment {
             region: inside(vec![at], vec![self.len]),
@@ -195,14 +197,14 @@ impl Runs {
     }
 }
 
-/// The tiles that have one segment a public dim.
+/// The product of the segments along each public dim, as tiles.
 fn product(local_offset: u64, sides: impl Iterator<Item = Vec<Segment>>) -> Vec<Tile> {
-    let nothing = Tile {
+    let empty = Tile {
         global: Region::whole(&[]),
         local_offset,
         local_strides: Vec::new(),
     };
-    sides.fold(vec![nothing], |tiles, side| {
+    sides.fold(vec![empty], |tiles, side| {
         let longer = tiles.iter().flat_map(|tile| {
             side.iter().map(|segment| {
                 let (before, own) = (&tile.global, &segment.region);

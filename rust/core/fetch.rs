@@ -1,5 +1,5 @@
-//! Where the bytes of a copy are fetched from, and how: borrowed from a map, read to where they belong, or read into
-//! scratch memory; compared with their checksums before they are copied, where checksums are known.
+//! How the bytes of a copy are fetched: borrowed from a map, read into the destination, or read into scratch memory.
+//! Where checksums are known, the bytes are verified before they are copied.
 
 use crate::checksum::{CHUNK_BYTES, Checksums};
 use crate::control::Control;
@@ -11,19 +11,19 @@ use crate::strided::{Dim, copy_box, is_one_run, source_run, src_span, widest, wi
 use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
 use std::cell::RefCell;
 
-/// Gaps between runs of at least this size are not fetched.
+/// Gaps between runs are not fetched if the runs have at least this size.
 const LONG_RUN_BYTES: u64 = 4096;
-/// Runs with gaps between them are read, not mapped, up to this size.
+/// Runs with gaps between them are read instead of mapped up to this size.
 const SCATTERED_RUN_BYTES: u64 = 256 << 10;
 /// The most that a positioned read fetches into scratch memory at once.
 const SCRATCH_BYTES: u64 = 1 << 20;
 
 thread_local! {
-    /// Where chunks are read that cannot be read to where they belong.
+    /// Memory for chunks that cannot be read into the destination.
     static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What holds for all bands of one execution of a plan.
+/// What all bands of one execution of a plan share.
 #[derive(Clone, Copy)]
 pub(crate) struct Run<'a> {
     pub(crate) plan: &'a Plan<'a>,
@@ -32,19 +32,19 @@ pub(crate) struct Run<'a> {
     pub(crate) control: &'a Control,
 }
 
-/// Carries out one copy of a plan, box by box, into a part of an array.
+/// Executes one copy of a plan, box by box, into a part of an array.
 pub(crate) struct BoxCopy<'a> {
     run: Run<'a>,
     source: &'a PlanSource<'a>,
     copy_op: &'a CopyOp,
     unit_bytes: u64,
-    /// What of a mapped source that is verified is in memory already.
+    /// The part of a mapped, verified source that is already faulted in.
     resident: Option<ResidentRange<'a>>,
     to: &'a mut [u8],
 }
 
 impl<'a> BoxCopy<'a> {
-    /// A copy in units of `unit_bytes` to a slice.
+    /// A copy into a slice, in units of `unit_bytes`.
     pub(crate) fn new(
         run: Run<'a>,
         copy_op: &'a CopyOp,
@@ -61,12 +61,12 @@ impl<'a> BoxCopy<'a> {
         }
     }
 
-    /// Copies a box at unit `src` of the copy to unit `dst` of the slice.
+    /// Copies a box from unit `src` of the copy to unit `dst` of the slice.
     pub(crate) fn copy(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
         if let PlanSource::File(_, file) = self.source
             && let Some(checksums) = self.run.checks.checksums(self.copy_op.source, file)
         {
-            // Where the rows lie so far apart that whole chunks are left out, each part brings in its own.
+            // If rows are so far apart that complete chunks between them are skipped, each part faults in its own range.
             let is_dense = dims
                 .iter()
                 .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
@@ -78,7 +78,7 @@ impl<'a> BoxCopy<'a> {
         self.dense_parts(dims, src, dst, false)
     }
 
-    /// First byte in the source and bytes from there to the last, of a box that begins at unit `src` of the copy.
+    /// First byte in the source and span in bytes of a box that begins at unit `src` of the copy.
     fn source_range(&self, dims: &[Dim], src: u64) -> (u64, u64) {
         (
             self.copy_op.src_start_bytes + src * self.unit_bytes,
@@ -86,7 +86,7 @@ impl<'a> BoxCopy<'a> {
         )
     }
 
-    /// Copies a box out of chunks that are verified first, in parts no larger than a chunk, which then lies in the cache.
+    /// Copies a box in parts that are verified first. A part is no larger than a chunk, so that it is still in the cache.
     fn verified_parts(
         &mut self,
         file: &'a ShardFile,
@@ -98,15 +98,15 @@ impl<'a> BoxCopy<'a> {
         let unit = self.unit_bytes;
         let (start, span) = self.source_range(dims, src);
         let widest = widest(dims);
-        // Each positioned read is a call: there more than a chunk is taken at once, unless the gaps would be read too.
+        // Each positioned read is a system call: it reads more than a chunk at once, unless it would read gaps as well.
         let part = match widest {
             Some((_, dim)) if !file.source().is_mapped() && dim.src * unit < CHUNK_BYTES as u64 => {
                 SCRATCH_BYTES
             }
             _ => CHUNK_BYTES as u64,
         };
-        // Into fresh pages a long run is copied at once, after all its chunks are verified: the system's memcpy goes past the
-        // cache for lengths like that, which gains more than is lost by fetching the source again, from the last cache.
+        // A long run into new pages is copied at once, after all its chunks are verified: memcpy bypasses the cache for
+        // such lengths, which saves more than it costs to read the source again from the last-level cache.
         let is_long_run =
             self.run.stores == Stores::Fresh && is_one_run(dims) && file.source().is_mapped();
         let is_one_part = is_long_run || start / part == (start + span - 1) / part;
@@ -119,12 +119,12 @@ impl<'a> BoxCopy<'a> {
             let mut k = 0;
             while k < dim.len {
                 let row = start + k * stride;
-                // As many rows as end where this part does; one at least, which is then cut itself.
-                let room = (row / part + 1) * part - row;
-                let n = if row_span > room {
+                // The rows that end inside this part. A single row that does not is split further.
+                let left = (row / part + 1) * part - row;
+                let n = if row_span > left {
                     1
                 } else {
-                    ((room - row_span) / stride + 1).min(dim.len - k)
+                    ((left - row_span) / stride + 1).min(dim.len - k)
                 };
                 let (at, to) = (src + k * dim.src, dst + k * dim.dst);
                 if n == 1 {
@@ -141,7 +141,7 @@ impl<'a> BoxCopy<'a> {
         self.verified_part(file, checksums, dims, src, dst)
     }
 
-    /// A box that lies in one part.
+    /// Copies a box that lies in one part.
     fn verified_part(
         &mut self,
         file: &'a ShardFile,
@@ -177,7 +177,7 @@ impl<'a> BoxCopy<'a> {
         })
     }
 
-    /// One long run, read: whole chunks to where they belong, and the two ends by way of scratch memory.
+    /// Copies a long run by positioned reads: complete chunks into the destination, both ends through scratch memory.
     fn verified_run(
         &mut self,
         file: &'a ShardFile,
@@ -189,7 +189,7 @@ impl<'a> BoxCopy<'a> {
         let chunk = CHUNK_BYTES as u64;
         let end = start + n_bytes;
         let first = start.next_multiple_of(chunk).min(end);
-        // The last chunk of the file is shorter, and whole all the same.
+        // The last chunk of the file may be shorter than the others and is complete.
         let last = if end == checksums.n_bytes() {
             end
         } else {
@@ -219,7 +219,7 @@ impl<'a> BoxCopy<'a> {
         Ok(())
     }
 
-    /// Copies a box at unit `src` of the copy to unit `dst` of the slice, fetching dense parts of the source as one.
+    /// Copies a box from unit `src` of the copy to unit `dst` of the slice. A dense part of the source is fetched at once.
     fn dense_parts(&mut self, dims: &[Dim], src: u64, dst: u64, is_part: bool) -> Result<()> {
         let (start, span) = self.source_range(dims, src);
         let file = match self.source {
@@ -235,7 +235,7 @@ impl<'a> BoxCopy<'a> {
         let run = source_run(dims) * self.unit_bytes;
         let gapped = span > useful + useful / 20;
         let is_split = if source.is_mapped() {
-            // Where nothing has to be read for it, one range is cheaper than many.
+            // If the range is resident, one range is cheaper than many.
             gapped && run >= LONG_RUN_BYTES && (is_part || !source.is_resident(start, span))
         } else {
             gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
@@ -248,14 +248,14 @@ impl<'a> BoxCopy<'a> {
             }
             return Ok(());
         }
-        // Gaps that were in memory already were mapped, not fetched.
+        // Gaps of a resident range were not fetched.
         let fetched = if gapped && run >= LONG_RUN_BYTES {
             useful
         } else {
             span
         };
         self.run.control.fetched(fetched);
-        // One call a run, as bringing it in would be, and the copy with it.
+        // One system call per run, like faulting it in, and it copies the bytes as well.
         let is_scattered =
             is_part && span < SCATTERED_RUN_BYTES && source.has_fd() && is_one_run(dims);
         let mapped = if is_scattered {
@@ -276,7 +276,7 @@ impl<'a> BoxCopy<'a> {
         Ok(())
     }
 
-    /// Copies a box, whose first element `from` begins with, to unit `dst` of the slice.
+    /// Copies a box to unit `dst` of the slice; `from` begins at the first element of the box.
     fn copy_from(&mut self, from: &[u8], dims: &[Dim], dst: u64) {
         let to = &mut self.to[(dst * self.unit_bytes) as usize..];
         copy_box(from, to, dims, self.unit_bytes, self.run.stores);

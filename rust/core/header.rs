@@ -1,16 +1,15 @@
-//! The header of a shard file: one strict pass over its JSON, and the writer of the same.
+//! The header of a safetensors file: a strict parser of its JSON, and a writer.
 //!
-//! A shard file is 8 bytes (the header's length, little-endian), the header, and the data of all tensors without a
-//! gap. Whatever is not exactly that is refused before anything about it is stored: every length is checked against
-//! what is really there, every size is computed with checks, every byte of the data belongs to exactly one tensor.
+//! A shard file consists of 8 bytes (the length of the header, little-endian), the header, and the data of all tensors
+//! without gaps. Every other file is rejected before anything of it is stored: lengths are compared with the size of the
+//! file, sizes are computed with overflow checks, and every byte of the data belongs to exactly one tensor.
 //!
-//! Memory is bounded for hostile input too: at most twice the header's size plus 32 MiB. That is why the header's
-//! text itself is the store: names, shapes and metadata stay where they are and are found again by their position.
-//! It is also why the few tokens that a header may consist of are read here and not by a general JSON reader, which
-//! decodes an escaped string, keeps a stack of what is open and quotes a wrong value in its message, all of them as
-//! large as the file makes them, before a limit can be applied. The grammar has three levels and no recursion.
+//! Memory is bounded for malicious input as well: at most twice the size of the header plus 32 MiB. Names, shapes and
+//! metadata are therefore kept as positions in the text of the header. For the same reason this module has its own parser:
+//! a general JSON parser decodes escaped strings, holds a stack of open values and quotes wrong values in messages, each of
+//! a size that the file controls, before a limit applies. The grammar has three levels and no recursion.
 //!
-//! This module knows one file's header. It does not know what the tensors mean or how the data is read.
+//! This module handles the header of one file. It does not interpret tensors and does not read data.
 
 mod build;
 mod tokens;
@@ -39,12 +38,12 @@ pub const MAX_METADATA: usize = 1_000_000;
 
 /// The length field before the header.
 const LENGTH_BYTES: u64 = 8;
-/// The one key of a header that is no tensor.
+/// The key of a header that is not a tensor.
 const METADATA: &str = "__metadata__";
 
-/// A header that was checked: the tensors in it tile the data of their file exactly.
+/// A checked header: its tensors cover the data of the file exactly.
 ///
-/// Tensors are numbered in the order of their data; one without elements stands where its data would be.
+/// Tensors are numbered in the order of their data. A tensor without elements is numbered by its position.
 ///
 /// ```
 /// use reshard_core::dtype::Dtype;
@@ -58,17 +57,17 @@ const METADATA: &str = "__metadata__";
 /// ```
 #[derive(Debug)]
 pub struct Header {
-    /// The header as read, except that escaped names and metadata have been decoded in their place.
+    /// The text of the header. Escaped names and metadata have been decoded in place.
     text: Vec<u8>,
     /// In the order of the data.
     slots: Vec<Slot>,
-    /// Hash of the name and number of each tensor, sorted: names are found without touching the others.
+    /// Hash of the name and number of each tensor, sorted, for the search by name.
     by_hash: Vec<(u64, u32)>,
-    /// Its keys are random, so that no file can make names collide.
+    /// Its keys are random, so that a file cannot provoke collisions.
     hasher: RandomState,
     /// Sorted by key.
     metadata: Option<Vec<Pair>>,
-    /// crc32c of everything before the data.
+    /// crc32c of all bytes before the data.
     checksum: u32,
 }
 
@@ -81,19 +80,19 @@ pub struct Entry<'a> {
     pub dtype: Dtype,
     /// Its shape in elements.
     pub shape: Vec<u64>,
-    /// Its first byte, counted from the start of the data.
+    /// First byte, counted from the start of the data.
     pub start: u64,
-    /// The byte after its last.
+    /// One past the last byte.
     pub end: u64,
 }
 
-/// A tensor as it is kept: 32 bytes, since there may be a million.
+/// One tensor in 32 bytes, since there can be a million.
 #[derive(Debug)]
 struct Slot {
     start: u64,
     end: u64,
     name: Text,
-    /// Where the shape's `[` is in the text.
+    /// Position of the `[` of the shape in the text.
     shape_at: u32,
     dtype: Dtype,
 }
@@ -126,7 +125,7 @@ impl Header {
         };
         let Some(rest_bytes) = file_bytes.checked_sub(LENGTH_BYTES) else {
             return Err(Error::damaged(format!(
-                "the file has {file_bytes} bytes; a shard file starts with the {LENGTH_BYTES} bytes of a length"
+                "the file has {file_bytes} bytes; a shard file begins with a length field of {LENGTH_BYTES} bytes"
             )));
         };
         let mut length = [0; LENGTH_BYTES as usize];
@@ -134,16 +133,16 @@ impl Header {
         let header_bytes = u64::from_le_bytes(length);
         if header_bytes > MAX_HEADER_BYTES {
             return Err(Error::damaged(format!(
-                "the header's length is given as {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed"
+                "the length field of the header is {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed"
             )));
         }
         if header_bytes > rest_bytes {
             return Err(Error::damaged(format!(
-                "the header's length is given as {header_bytes} bytes, but the file has only {rest_bytes} after it"
+                "the length field of the header is {header_bytes} bytes, but only {rest_bytes} bytes follow"
             ))
-            .hint("the file is truncated, or no safetensors file"));
+            .hint("the file is truncated, or not a safetensors file"));
         }
-        // In growing pieces: a file may claim a size that nothing stands behind.
+        // Memory grows with what is read, since a sparse file can have any size.
         let mut text = Vec::new();
         let mut piece_bytes = 1 << 20;
         while (text.len() as u64) < header_bytes {
@@ -152,7 +151,7 @@ impl Header {
             text.try_reserve_exact(n).map_err(|_| {
                 let error = io::Error::from(io::ErrorKind::OutOfMemory);
                 Error::io(
-                    &format!("no memory for the {header_bytes} header bytes of"),
+                    &format!("cannot allocate {header_bytes} bytes for the header of"),
                     source.path(),
                     &error,
                 )
@@ -167,12 +166,12 @@ impl Header {
         Ok(header)
     }
 
-    /// crc32c of everything before the data, as it was read; 0 of a header that was parsed alone.
+    /// crc32c of all bytes before the data; 0 for a header from [`Self::parse`].
     pub fn checksum(&self) -> u32 {
         self.checksum
     }
 
-    /// Checks the text of a header that `data_bytes` bytes of data follow.
+    /// Parses and checks the text of a header that is followed by `data_bytes` bytes of data.
     ///
     /// # Errors
     /// `Kind::Damaged` if it violates the format, `Kind::Unsupported` for an unknown dtype.
@@ -227,7 +226,7 @@ impl Header {
         Ok(this)
     }
 
-    /// How many tensors there are.
+    /// Number of tensors.
     pub fn len(&self) -> usize {
         self.slots.len()
     }
@@ -237,7 +236,7 @@ impl Header {
         self.slots.is_empty()
     }
 
-    /// Where the data begins in the file, in bytes.
+    /// First byte of the data in the file.
     pub fn data_start(&self) -> u64 {
         LENGTH_BYTES + self.text.len() as u64
     }
@@ -269,7 +268,7 @@ impl Header {
         }
     }
 
-    /// The number of the tensor of this name.
+    /// The number of the tensor with this name.
     pub fn find(&self, name: &str) -> Option<usize> {
         let hash = self.hasher.hash_one(name.as_bytes());
         let first = self.by_hash.partition_point(|&(other, _)| other < hash);
@@ -290,7 +289,7 @@ impl Header {
         )
     }
 
-    /// Replaces escaped names and metadata by what they mean, which is never longer.
+    /// Decodes escaped names and metadata in place. Decoded text is never longer.
     fn decode_in_place(&mut self) -> Result<()> {
         let names = self.slots.iter_mut().map(|slot| &mut slot.name);
         let pairs = self
@@ -304,9 +303,9 @@ impl Header {
         Ok(())
     }
 
-    /// Sorts tensors by their data and metadata by key, makes names found, and finds duplicates.
+    /// Sorts tensors by position and metadata by key, builds the table for the search by name, and rejects duplicates.
     fn order(&mut self) -> Result<()> {
-        // One without elements before the one whose data begins there; among equals, as the header has them.
+        // A tensor without elements precedes the tensor at the same position. Ties have the order of the header.
         self.slots
             .sort_unstable_by_key(|slot| (slot.start, slot.end, slot.shape_at));
         let mut by_hash: Vec<(u64, u32)> = (0..self.slots.len())
@@ -348,7 +347,7 @@ impl Header {
         Ok(())
     }
 
-    /// Every byte of the data belongs to exactly one tensor; one without elements stands between two others.
+    /// Checks that every byte of the data belongs to exactly one tensor. A tensor without elements is between two others.
     fn check_coverage(&self, data_bytes: u64) -> Result<()> {
         let mut covered = 0;
         for (i, slot) in self.slots.iter().enumerate() {
@@ -389,13 +388,13 @@ impl Header {
     }
 }
 
-/// The pass over a header's text: what the format says, applied token by token.
+/// The parser of the text of a header.
 struct Pass<'t> {
     scanner: Scanner<'t>,
     data_bytes: u64,
     slots: Vec<Slot>,
     metadata: Option<Vec<Pair>>,
-    /// Whether a kept name or metadata text has a backslash in it.
+    /// Whether a name or metadata text contains a backslash.
     has_escapes: bool,
 }
 
@@ -477,7 +476,7 @@ impl Pass<'_> {
                 _ => {
                     let field = Printable(&field);
                     return Err(Error::damaged(format!(
-                        "field `{field}` is none of dtype, shape and data_offsets"
+                        "unknown field `{field}`; expected dtype, shape and data_offsets"
                     )));
                 }
             };
@@ -491,13 +490,13 @@ impl Pass<'_> {
         let (start, end) = offsets.ok_or_else(|| missing("data_offsets"))?;
         let Some(n_bytes) = end.checked_sub(start) else {
             return Err(Error::damaged(format!(
-                "data_offsets [{start}, {end}] end before they start"
+                "the end of data_offsets [{start}, {end}] is before the start"
             )));
         };
-        let wanted_bytes = tensor_bytes(dtype, &shape).map_err(Error::damaged)?;
-        if n_bytes != wanted_bytes {
+        let needed_bytes = tensor_bytes(dtype, &shape).map_err(Error::damaged)?;
+        if n_bytes != needed_bytes {
             return Err(Error::damaged(format!(
-                "{dtype} of shape {:?} needs {wanted_bytes} bytes, data_offsets [{start}, {end}] hold {n_bytes}",
+                "{dtype} of shape {:?} needs {needed_bytes} bytes, but data_offsets [{start}, {end}] have {n_bytes}",
                 &*shape
             )));
         }
@@ -537,7 +536,7 @@ impl Pass<'_> {
     }
 }
 
-/// Checks that the name of a tensor is safe to keep, show and compare.
+/// Checks the name of a tensor: not empty, not too long, no control characters.
 pub fn check_name(name: &str) -> Result<()> {
     let n_bytes = name.len();
     if name.is_empty() {
@@ -549,14 +548,15 @@ pub fn check_name(name: &str) -> Result<()> {
         )));
     }
     if name.chars().any(char::is_control) {
-        return Err(Error::damaged("the name has a control character in it"));
+        return Err(Error::damaged("the name contains a control character"));
     }
     Ok(())
 }
 
-/// Bytes of a tensor, or what is wrong.
+/// Bytes of a tensor, or a message.
 ///
-/// Stricter than [`Dtype::n_bytes`]: extents beside a zero must have a product too, since other readers multiply them.
+/// Stricter than [`Dtype::n_bytes`]: the product of the nonzero extents must not overflow either, since other readers
+/// multiply all extents.
 pub(crate) fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> Result<u64, String> {
     let bits = shape
         .iter()
@@ -566,7 +566,7 @@ pub(crate) fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> Result<u64, String> {
         None => Err(format!("the size of {dtype} of shape {shape:?} overflows")),
         Some(_) if shape.contains(&0) => Ok(0),
         Some(bits) if !bits.is_multiple_of(8) => Err(format!(
-            "{dtype} of shape {shape:?} is no whole number of bytes: {bits} bits"
+            "{dtype} of shape {shape:?} has {bits} bits, which is not an integer number of bytes"
         )),
         Some(bits) => Ok(bits / 8),
     }

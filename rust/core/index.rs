@@ -1,10 +1,9 @@
-//! Which shard is where, and from that the plan of a request.
+//! The index of the stored shards, and the plan of a request.
 //!
-//! For each key the index keeps its stored tiles: symbolic where they form a grid, so that it costs the same for sixteen
-//! ranks and sixteen thousand, explicit elsewhere (see `stored`).
+//! For each key the index holds the stored tiles: symbolically if they form a grid, so that its size does not depend on the
+//! number of ranks, and explicitly otherwise (see `stored`).
 //!
-//! Files are opened when a plan first needs them, and a plan keeps the opened files that it uses: what was checked is
-//! what is read.
+//! A file is opened when a plan first needs it. The plan holds the opened file, so that it reads the file that was checked.
 
 use crate::cast::can_cast;
 use crate::checksum::Checksums;
@@ -35,16 +34,16 @@ pub struct Index {
     files: Vec<FileSlot>,
     tensors: Vec<Stored>,
     by_key: HashMap<String, u32>,
-    wholes: Vec<Whole>,
+    whole_files: Vec<WholeFile>,
     is_closed: std::sync::atomic::AtomicBool,
 }
 
-/// Opens the bytes of a file.
-type Open = Box<dyn Fn() -> Result<Source> + Send + Sync>;
+/// A function that opens a file.
+type Opener = Box<dyn Fn() -> Result<Source> + Send + Sync>;
 
 struct FileSlot {
     path: PathBuf,
-    open: Open,
+    open: Opener,
     format: Format,
     checksums: Option<Arc<Checksums>>,
     opened: Mutex<Option<Arc<ShardFile>>>,
@@ -59,28 +58,28 @@ impl fmt::Debug for FileSlot {
     }
 }
 
-/// A file of which every tensor is one of the index, whole and under its own name.
+/// A file whose tensors are all in the index. Each is stored completely in the file, under its key.
 ///
-/// There can be a million of them, so nothing is kept for each: the header that the file was checked by is the table.
+/// A file can have a million tensors. The index holds nothing per tensor: it uses the table of the file.
 #[derive(Debug)]
-struct Whole {
+struct WholeFile {
     file: u32,
     table: Arc<Table>,
-    /// How many of `tensors` come before these.
+    /// Number of entries of `tensors` that come before these.
     n_before: usize,
 }
 
 /// A tensor of the index.
 enum Found<'a> {
-    Kept(&'a Stored),
-    Whole(u32, Entry<'a>),
+    Listed(&'a Stored),
+    InWholeFile(u32, Entry<'a>),
 }
 
 impl Found<'_> {
     fn shape(&self) -> &[u64] {
         match self {
-            Self::Kept(stored) => &stored.shape,
-            Self::Whole(_, entry) => &entry.shape,
+            Self::Listed(stored) => &stored.shape,
+            Self::InWholeFile(_, entry) => &entry.shape,
         }
     }
 }
@@ -91,12 +90,12 @@ impl Index {
         Self::default()
     }
 
-    /// Adds a shard file, to be opened when it is needed; its number.
+    /// Adds a shard file and returns its number. The file is opened when it is needed.
     pub fn add_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
         self.add_local(path, follow_links, method, Format::Safetensors)
     }
 
-    /// Adds a `.ckpt` file, to be opened when it is needed; its number.
+    /// Adds a `.ckpt` file and returns its number. The file is opened when it is needed.
     pub fn add_ckpt_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
         self.add_local(path, follow_links, method, Format::Ckpt)
     }
@@ -113,7 +112,7 @@ impl Index {
         self.add_source(named, format, open)
     }
 
-    /// Adds a file that `open` opens when it is needed; its number. `path` names it until then.
+    /// Adds a file that `open` opens when it is needed, and returns its number. `path` names it in messages.
     pub fn add_source(
         &mut self,
         path: PathBuf,
@@ -130,24 +129,26 @@ impl Index {
         self.files.len() as u32 - 1
     }
 
-    /// What a file must be, told before it is opened.
+    /// Sets the expected size and checksums of a file before it is opened.
     ///
     /// # Errors
-    /// There is no such file, it is open already, or it is no safetensors file.
+    /// There is no such file, it is already open, or it is not a safetensors file.
     pub fn set_checksums(&mut self, file: u32, checksums: Checksums) -> Result<()> {
         let n_files = self.files.len();
-        let slot = self
-            .files
-            .get_mut(file as usize)
-            .ok_or_else(|| Error::new(Kind::Argument, format!("no file {file} of {n_files}")))?;
+        let slot = self.files.get_mut(file as usize).ok_or_else(|| {
+            Error::new(
+                Kind::Argument,
+                format!("there is no file {file} among {n_files}"),
+            )
+        })?;
         let opened = slot.opened.get_mut();
         if opened.map_or(true, |opened| opened.is_some()) {
-            let message = format!("{} is open already", slot.path.display());
+            let message = format!("{} is already open", slot.path.display());
             return Err(Error::new(Kind::Argument, message));
         }
         if slot.format != Format::Safetensors {
             let message = format!(
-                "{} is no safetensors file: no checksums belong to it",
+                "{} is not a safetensors file: checksums are not supported",
                 slot.path.display()
             );
             return Err(Error::new(Kind::Argument, message));
@@ -156,7 +157,7 @@ impl Index {
         Ok(())
     }
 
-    /// `key` lies whole in a file under its own name, be it in one part or several.
+    /// Adds a tensor that is stored completely in one file, under its key, in one or several parts.
     pub fn add_whole(&mut self, key: &str, file: u32) -> Result<()> {
         let opened = self.open(file)?;
         if let Some(array) = opened.table().split(key) {
@@ -179,7 +180,7 @@ impl Index {
         self.insert(key, Some(dtype), shape, form)
     }
 
-    /// All tensors of a file lie whole in it under their own names, in the order of their data.
+    /// Adds all tensors of a file, in the order of their data. Each is stored completely in the file, under its key.
     pub fn add_whole_file(&mut self, file: u32) -> Result<()> {
         let opened = self.open(file)?;
         let table = Arc::clone(opened.table());
@@ -197,7 +198,7 @@ impl Index {
             }
         }
         let n_before = self.tensors.len();
-        self.wholes.push(Whole {
+        self.whole_files.push(WholeFile {
             file,
             table,
             n_before,
@@ -205,7 +206,7 @@ impl Index {
         Ok(())
     }
 
-    /// `key` lies in the files of the ranks as a layout says, under its own name: one file a position.
+    /// Adds a tensor that is stored in the files of the ranks by a layout, under its key: one file per position.
     pub fn add_layout(
         &mut self,
         key: &str,
@@ -217,7 +218,7 @@ impl Index {
             || files.iter().any(|&f| f as usize >= self.files.len())
         {
             let message = format!(
-                "{} files for a mesh of {} ranks, or unknown files",
+                "{} files were given for a mesh of {} ranks, or a file is unknown",
                 files.len(),
                 layout.mesh().n_points()
             );
@@ -252,8 +253,8 @@ impl Index {
         )
     }
 
-    /// `key` is partitioned into `n_parts` equal parts along each dim. The files of cell `i`, row-major over the parts, are
-    /// `files[starts[i]..starts[i + 1]]`; its dtype is the one in the first file that is opened.
+    /// Adds a tensor that is partitioned into `n_parts` equal parts along each dim. The files of cell `i`, row-major over
+    /// the parts, are `files[starts[i]..starts[i + 1]]`. The dtype is read from the first file that is opened.
     pub fn add_table(
         &mut self,
         key: &str,
@@ -274,7 +275,7 @@ impl Index {
             && files.iter().all(|&file| (file as usize) < self.files.len());
         if !is_table {
             let message = format!(
-                "{}: the table of its files does not fit its parts",
+                "{}: the table of files does not match the parts",
                 named(key)
             );
             return Err(Error::new(Kind::Argument, message).key(key));
@@ -291,9 +292,9 @@ impl Index {
         self.insert(key, None, shape.to_vec(), form)
     }
 
-    /// `key` consists of explicit tiles. Equal regions are replicas; other overlaps are refused unless `overlapping`.
+    /// Adds a tensor by explicit tiles. Equal regions are replicas; other overlaps are an error unless `overlapping`.
     ///
-    /// A dim with `factors` is that many dims in the tiles: of `[n0, n1]`, row `r` of the `n0 * n1` is `(r / n1, r % n1)`.
+    /// A dim with `factors` is several dims in the tiles: with `[n0, n1]`, index `r` of the dim is `(r / n1, r % n1)`.
     pub fn add_tiles(
         &mut self,
         key: &str,
@@ -337,27 +338,27 @@ impl Index {
         (0..self.len()).filter_map(|i| self.key(i))
     }
 
-    /// The key of a number, in the order in which they were added.
+    /// The key with a number, in the order in which they were added.
     pub fn key(&self, i: usize) -> Option<&str> {
-        let mut n_in_wholes = 0;
-        for whole in &self.wholes {
-            let first = whole.n_before + n_in_wholes;
+        let mut n_in_whole_files = 0;
+        for whole in &self.whole_files {
+            let first = whole.n_before + n_in_whole_files;
             if i < first {
                 break;
             }
             if i < first + whole.table.len() {
                 return Some(whole.table.entry(i - first).name);
             }
-            n_in_wholes += whole.table.len();
+            n_in_whole_files += whole.table.len();
         }
-        let stored = self.tensors.get(i - n_in_wholes)?;
+        let stored = self.tensors.get(i - n_in_whole_files)?;
         Some(&stored.key)
     }
 
     /// Number of keys.
     pub fn len(&self) -> usize {
-        let in_wholes: usize = self.wholes.iter().map(|whole| whole.table.len()).sum();
-        self.tensors.len() + in_wholes
+        let in_whole_files: usize = self.whole_files.iter().map(|whole| whole.table.len()).sum();
+        self.tensors.len() + in_whole_files
     }
 
     /// Whether there is no key.
@@ -369,7 +370,7 @@ impl Index {
     pub fn contains(&self, key: &str) -> bool {
         self.by_key.contains_key(key)
             || self
-                .wholes
+                .whole_files
                 .iter()
                 .any(|whole| whole.table.find(key).is_some())
     }
@@ -384,7 +385,7 @@ impl Index {
         Ok(&self.slot(file)?.path)
     }
 
-    /// How a file tells what it holds.
+    /// Format of a file.
     pub fn file_format(&self, file: u32) -> Result<Format> {
         Ok(self.slot(file)?.format)
     }
@@ -395,7 +396,7 @@ impl Index {
             .ok_or_else(|| Error::new(Kind::Argument, format!("there is no file {file}")))
     }
 
-    /// Opens a file, or gives the one that is open.
+    /// Opens a file, or returns the opened file.
     pub fn open(&self, file: u32) -> Result<Arc<ShardFile>> {
         let slot = self.slot(file)?;
         let mut opened = slot
@@ -414,7 +415,7 @@ impl Index {
         Ok(shard_file)
     }
 
-    /// Lets go of the files; plans that were made keep theirs.
+    /// Closes the files. Existing plans keep the files that they use.
     pub fn close(&self) {
         self.is_closed
             .store(true, std::sync::atomic::Ordering::Relaxed);
@@ -428,34 +429,34 @@ impl Index {
 
     fn found(&self, key: &str) -> Result<Found<'_>> {
         if let Some(&i) = self.by_key.get(key) {
-            return Ok(Found::Kept(&self.tensors[i as usize]));
+            return Ok(Found::Listed(&self.tensors[i as usize]));
         }
-        for whole in &self.wholes {
+        for whole in &self.whole_files {
             if let Some(i) = whole.table.find(key) {
-                return Ok(Found::Whole(whole.file, whole.table.entry(i)));
+                return Ok(Found::InWholeFile(whole.file, whole.table.entry(i)));
             }
         }
         Err(Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key))
     }
 
-    /// dtype and global shape of a key.
+    /// dtype and global shape of a key. Opens a file if the dtype is not known yet.
     pub fn info(&self, key: &str) -> Result<(Dtype, Vec<u64>)> {
         match self.found(key)? {
-            Found::Kept(stored) => Ok((self.dtype(stored)?, stored.shape.clone())),
-            Found::Whole(_, entry) => Ok((entry.dtype, entry.shape)),
+            Found::Listed(stored) => Ok((self.dtype(stored)?, stored.shape.clone())),
+            Found::InWholeFile(_, entry) => Ok((entry.dtype, entry.shape)),
         }
     }
 
-    /// Global shape of a key; opens nothing.
+    /// Global shape of a key. Opens no file.
     pub fn shape(&self, key: &str) -> Result<Vec<u64>> {
         Ok(self.found(key)?.shape().to_vec())
     }
 
-    /// The files that hold a part of a key, each once, ascending; opens nothing.
+    /// The files that hold a part of a key, each once, ascending. Opens no file.
     pub fn holders(&self, key: &str) -> Result<Vec<u32>> {
         let stored = match self.found(key)? {
-            Found::Whole(file, _) => return Ok(vec![file]),
-            Found::Kept(stored) => stored,
+            Found::InWholeFile(file, _) => return Ok(vec![file]),
+            Found::Listed(stored) => stored,
         };
         let mut files: Vec<u32> = match &stored.form {
             Form::Grid(Grid {
@@ -482,8 +483,8 @@ impl Index {
 
     fn dtype_of(&self, key: &str) -> Result<Dtype> {
         match self.found(key)? {
-            Found::Kept(stored) => self.dtype(stored),
-            Found::Whole(_, entry) => Ok(entry.dtype),
+            Found::Listed(stored) => self.dtype(stored),
+            Found::InWholeFile(_, entry) => Ok(entry.dtype),
         }
     }
 
@@ -496,7 +497,7 @@ impl Index {
             ..
         }) = &stored.form
         else {
-            unreachable!("only tensors of a table come without a dtype")
+            unreachable!("only tensors of a table have no dtype")
         };
         let Some(&file) = files.first() else {
             return Err(no_holder(&stored.key, &Region::whole(&stored.shape)));
@@ -508,13 +509,13 @@ impl Index {
         Ok(*stored.dtype.get_or_init(|| dtype))
     }
 
-    /// Every stored region of a key and the files that hold it; of one in factored dims the box around it.
+    /// Every stored region of a key, or its bounding box if it is in factored dims, and the files that hold it.
     pub fn shards(&self, key: &str) -> Result<Vec<(Region, Vec<u32>)>> {
         let stored = match self.found(key)? {
-            Found::Whole(file, entry) => {
+            Found::InWholeFile(file, entry) => {
                 return Ok(vec![(Region::whole(&entry.shape), vec![file])]);
             }
-            Found::Kept(stored) => stored,
+            Found::Listed(stored) => stored,
         };
         match &stored.form {
             Form::Grid(grid) => (0..grid.n_cells())
@@ -527,13 +528,14 @@ impl Index {
         }
     }
 
-    /// Every stored array that holds a part of a key, and its tiles: what `add_tiles` takes without factors. Replicas are all told.
+    /// Every stored array that holds a part of a key, and its tiles, replicas included. `add_tiles` accepts the result, without
+    /// factors.
     pub fn stored_arrays(&self, key: &str) -> Result<Vec<(StoredTensor, Vec<Tile>)>> {
         let stored = match self.found(key)? {
-            Found::Whole(file, entry) => {
+            Found::InWholeFile(file, entry) => {
                 return Ok(Grid::whole(&entry.shape, file).stored_arrays(key));
             }
-            Found::Kept(stored) => stored,
+            Found::Listed(stored) => stored,
         };
         match &stored.form {
             Form::Grid(grid) => Ok(grid.stored_arrays(&stored.key)),
@@ -541,7 +543,7 @@ impl Index {
         }
     }
 
-    /// Checks that the stored regions of every key cover it without hole or overlap.
+    /// Checks that the stored regions of every key cover it without gaps.
     pub fn check_coverage(&self) -> Result<()> {
         self.tensors
             .par_iter()
@@ -551,11 +553,11 @@ impl Index {
             })
     }
 
-    /// Opens every file that holds a tensor and checks that it is as the index expects; `(file, name)` of what nobody expects.
+    /// Opens every file that holds a tensor and compares it with the index. Returns `(file, name)` of unlisted tensors.
     pub fn check(&self) -> Result<Vec<(u32, String)>> {
         self.check_coverage()?;
-        // Their tensors were taken from their headers: that they open is all there is to check.
-        for whole in &self.wholes {
+        // Their entries come from their headers, so opening them is the only check.
+        for whole in &self.whole_files {
             self.open(whole.file)?;
         }
         let mut expected: Vec<Vec<(&Stored, &str, Vec<u64>)>> =
@@ -590,7 +592,7 @@ impl Index {
             .map(|(file, expected)| {
                 let file = file as u32;
                 let opened = self.open(file)?;
-                let is_whole = self.wholes.iter().any(|whole| whole.file == file);
+                let is_whole = self.whole_files.iter().any(|whole| whole.file == file);
                 let mut is_known = vec![is_whole; opened.table().len()];
                 for (stored, name, shape) in expected {
                     let at = opened
@@ -622,7 +624,7 @@ impl Index {
             return Ok(());
         }
         let message = format!(
-            "{} in {}: {} {} was expected, {} {} was found",
+            "{} in {}: expected {} {}, found {} {}",
             named(name),
             self.files[file as usize].path.display(),
             expected.0,
@@ -638,7 +640,7 @@ impl Index {
     fn missing_in(&self, file: u32, name: &str) -> Error {
         let path = &self.files[file as usize].path;
         Error::damaged(format!(
-            "{} does not hold {}, which should be there",
+            "{} does not hold the expected tensor {}",
             path.display(),
             named(name)
         ))
@@ -646,8 +648,8 @@ impl Index {
         .path(path)
     }
 
-    /// The checked plan of a request. `cast`: floating-point tensors are cast to it, others stay as they are. `verify`:
-    /// carrying it out compares every chunk that it touches with its sum, where checksums are known.
+    /// Plans the copies of a request and checks them. With `cast`, floating-point tensors are cast to that dtype; others are
+    /// not. With `verify`, execution compares every chunk that it reads with its checksum, for files with checksums.
     pub fn plan(
         &self,
         request: &Request,
@@ -657,7 +659,7 @@ impl Index {
         if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
             return Err(closed());
         }
-        // Shapes and keys of everything first: nothing is opened for a request that cannot be met.
+        // Keys and shapes are checked first, so that no file is opened for an invalid request.
         for wanted in &request.arrays {
             self.check_requested(wanted)?;
         }
@@ -672,7 +674,7 @@ impl Index {
             let selected = self.select(wanted, &mut chosen_bytes)?;
             for one in &selected {
                 if wanted.keys.iter().any(|(key, _)| key == one.name) {
-                    self.learn_dtype(one)?;
+                    self.set_dtype_from_file(one)?;
                 }
             }
             let stored_dtype = self.dtype_of(first_key)?;
@@ -680,7 +682,7 @@ impl Index {
                 let dtype = self.dtype_of(key)?;
                 if dtype != stored_dtype {
                     let message = format!(
-                        "`{}` joins {} of {stored_dtype} and {} of {dtype}; one dtype is needed",
+                        "`{}` joins {} of {stored_dtype} and {} of {dtype}; expected the same dtype",
                         Printable(&wanted.name),
                         named(first_key),
                         named(key),
@@ -711,7 +713,7 @@ impl Index {
                 let (per_unit, unit_bytes) = stored_dtype.unit();
                 if !src.is_multiple_of(per_unit) {
                     let message = format!(
-                        "a cut of {} ({stored_dtype}) does not fall on whole bytes",
+                        "a shard of {} ({stored_dtype}) does not begin or end at a byte boundary",
                         named(name)
                     );
                     return Err(Error::new(Kind::Unsupported, message).key(name));
@@ -731,8 +733,8 @@ impl Index {
         Ok(plan)
     }
 
-    /// Where only shard files know the dtype of a tensor, it is learnt from one that is opened anyway.
-    fn learn_dtype(&self, selected: &SelectedCopy<'_>) -> Result<()> {
+    /// Sets an unknown dtype of a tensor from the file of a selected copy, which is opened in any case.
+    fn set_dtype_from_file(&self, selected: &SelectedCopy<'_>) -> Result<()> {
         if let Some(&number) = self.by_key.get(selected.name) {
             let stored = &self.tensors[number as usize];
             if stored.dtype.get().is_none()
@@ -744,7 +746,7 @@ impl Index {
         Ok(())
     }
 
-    /// How many copies the plan of a request has, without opening a file: the symbolic part of planning alone.
+    /// Number of copies in the plan of a request. Opens no file: only the symbolic part of planning is executed.
     pub fn count_copy_ops(&self, request: &Request) -> Result<usize> {
         let mut chosen_bytes = vec![0; self.files.len()];
         request.arrays.iter().try_fold(0, |n, wanted| {
@@ -760,7 +762,7 @@ impl Index {
                 && *shape != found.shape()
             {
                 let message = format!(
-                    "{} has shape {}, the layout was made for {}",
+                    "{} has shape {}, but the layout is for {}",
                     named(key),
                     Dims(found.shape()),
                     Dims(shape)
@@ -772,7 +774,7 @@ impl Index {
             let found = self.found(key)?;
             if !tile.global.lies_in(found.shape()) {
                 let message = format!(
-                    "{} has shape {}; {} lies outside",
+                    "{} has shape {}; {} is outside",
                     named(key),
                     Dims(found.shape()),
                     tile.global
@@ -783,7 +785,7 @@ impl Index {
         Ok(())
     }
 
-    /// The copies that make up an array: each wanted element once, replicas chosen so that files share the bytes.
+    /// Selects the copies of an array: each element once, with replicas chosen so that the bytes are spread over the files.
     fn select<'a>(
         &'a self,
         wanted: &RequestedArray,
@@ -795,11 +797,11 @@ impl Index {
                 continue;
             }
             match self.found(key)? {
-                Found::Whole(file, entry) => {
+                Found::InWholeFile(file, entry) => {
                     let grid = Grid::whole(&entry.shape, file);
                     grid.select(entry.name, tile, chosen_bytes, &mut selected)?;
                 }
-                Found::Kept(stored) => match &stored.form {
+                Found::Listed(stored) => match &stored.form {
                     Form::Grid(grid) => {
                         grid.select(&stored.key, tile, chosen_bytes, &mut selected)?;
                     }
@@ -845,10 +847,10 @@ fn cast_target(stored: Dtype, cast: Option<Dtype>) -> Result<Dtype> {
     if !can_cast(stored, cast) {
         return Err(Error::new(
             Kind::Unsupported,
-            format!("a cast from {stored} to {cast} is not offered"),
+            format!("a cast from {stored} to {cast} is not supported"),
         )
         .hint(
-            "F64, F32, F16 and BF16 are cast to each other; leave such tensors out with `keys=`",
+            "casts between F64, F32, F16 and BF16 are supported; select other tensors with `keys=`",
         ));
     }
     Ok(cast)

@@ -1,14 +1,14 @@
-//! How one tensor lies on a mesh, and the tiles that a rank holds of it.
+//! How one tensor is partitioned over a mesh, and the tiles that each rank holds.
 //!
-//! A layout is a checked value: once made, every rank's tiles follow without further questions. The axes of the mesh
-//! fall into four groups: those that cut a dim, those that cut the flattened block (`flat`), those on which the holder
-//! is fixed (`place`), and the rest, along which ranks are replicas. The tiles of all coordinates of the first two
-//! groups cover the tensor by construction.
+//! The constructor checks a layout, so that the tiles of every rank can be computed without errors. There are four groups
+//! of mesh axes: axes that split a dim, axes that split the flattened block (`flat`), axes with a fixed coordinate
+//! (`place`), and the remaining axes, along which ranks are replicas. The tiles at all coordinates of the first two groups
+//! cover the tensor by construction.
 //!
-//! Along a dim a part is a list of segments of the global extent, laid one after the other in the local extent: one
-//! segment where a dim is cut plainly, one a block where it is fused of blocks. A rank's block is the product of its
-//! segments over the dims; its tiles are that product's boxes. `flat` takes a range of the flattened block, which is
-//! again a few boxes.
+//! Along a dim a part is a list of segments of the global extent, which are contiguous in the local extent: one segment
+//! for a plain dim, one segment per block for a fused dim. The block of a rank is the product of its segments over the
+//! dims; its tiles are the boxes of that product. `flat` selects a range of the flattened block, which is again a few
+//! boxes.
 
 use crate::dtype::n_elements;
 use crate::error::{Error, Kind, Result};
@@ -17,15 +17,15 @@ use crate::region::{Dims, Region, flat_range_boxes, row_major_strides};
 use crate::tile::Tile;
 use std::sync::Arc;
 
-/// Most blocks of a tensor, multiplied over its dims: a rank can have a tile for each.
+/// Most blocks of a tensor, multiplied over its dims. A rank can have one tile per block.
 const MAX_BLOCKS: u64 = 1 << 16;
 
-/// What happens to an extent that does not divide by its parts.
+/// The rule for an extent that is not divisible by the number of parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Uneven {
     /// An error.
     Refuse,
-    /// Chunks of the rounded-up quotient, axis after axis, as torch cuts; trailing parts may be empty.
+    /// Chunks of the rounded-up quotient, axis by axis, as `torch.chunk` does; trailing parts may be empty.
     Ceil,
 }
 
@@ -34,39 +34,39 @@ pub enum Uneven {
 pub struct Block {
     /// Extent of the block.
     pub size: u64,
-    /// Whether it is cut; a block that is not cut is whole in every part.
+    /// Whether it is split; every part holds all of a block that is not split.
     pub is_cut: bool,
 }
 
-/// What is said of one dim.
+/// Specification of one dim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DimSpec {
-    /// The axes that cut it, first = outermost.
+    /// The axes that split it, outermost first.
     pub axes: Vec<usize>,
     /// Explicit sizes of the parts.
     pub sizes: Option<Vec<u64>>,
-    /// Blocks that are each cut by themselves.
+    /// Blocks that are each split separately.
     pub blocks: Option<Vec<Block>>,
 }
 
-/// What is said of one tensor; see the fields of the layout file.
+/// Specification of a layout; the fields are those of a layout file.
 #[derive(Debug, Clone)]
 pub struct Spec {
     /// The global shape.
     pub shape: Vec<u64>,
-    /// One entry a dim.
+    /// One entry per dim.
     pub dims: Vec<DimSpec>,
-    /// Rule for extents that do not divide.
+    /// Rule for extents that are not divisible.
     pub uneven: Uneven,
-    /// Axes over which the flattened block is cut.
+    /// Axes that split the flattened block.
     pub flat: Option<Vec<usize>>,
     /// `stored[j]` is the global dim at storage position `j`.
     pub stored: Option<Vec<usize>>,
-    /// Axes, first = outermost, and the folded coordinate at which the tensor is held.
+    /// Axes, outermost first, and the combined coordinate of the ranks that hold the tensor.
     pub place: Vec<(Vec<usize>, u64)>,
 }
 
-/// How one tensor lies on a mesh.
+/// How one tensor is partitioned over a mesh.
 #[derive(Debug)]
 pub struct Layout {
     mesh: Arc<Mesh>,
@@ -74,25 +74,25 @@ pub struct Layout {
     dims: Vec<DimCut>,
     flat: Option<Vec<usize>>,
     order: Vec<usize>,
-    /// For each axis the coordinate that `place` fixes.
+    /// For each axis the coordinate that `place` fixes, if any.
     fixed: Vec<Option<u64>>,
 }
 
-/// One dim, cut.
+/// Partition of one dim.
 #[derive(Debug)]
 pub(crate) struct DimCut {
     pub(crate) axes: Vec<usize>,
     pub(crate) cuts: Cuts,
 }
 
-/// Where a dim is cut.
+/// Boundaries of the parts of a dim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Cuts {
     /// Parts of one size.
     Even { extent: u64, n_parts: u64 },
     /// Part `k` is `bounds[k]..bounds[k + 1]`.
     Listed(Vec<u64>),
-    /// Each block for itself: its start and the bounds of its parts; one part only: whole everywhere.
+    /// For each block its start and the bounds of its parts. A block with one part is complete in every part of the dim.
     Blocks(Vec<(u64, Self)>, u64),
 }
 
@@ -104,18 +104,18 @@ impl Cuts {
         }
     }
 
-    /// Range of a part of a plain cut.
+    /// Range of a part of a dim without blocks.
     pub(crate) fn part(&self, part: u64) -> (u64, u64) {
         match self {
             Self::Even { extent, n_parts } => {
                 (part * (extent / n_parts), (part + 1) * (extent / n_parts))
             }
             Self::Listed(bounds) => (bounds[part as usize], bounds[part as usize + 1]),
-            Self::Blocks(..) => unreachable!("a fused dim has segments"),
+            Self::Blocks(..) => unreachable!("a dim with blocks has segments"),
         }
     }
 
-    /// The parts of a plain cut that touch `start..end`, which is not empty.
+    /// The parts of a dim without blocks that overlap `start..end`, which is not empty.
     pub(crate) fn parts_over(&self, start: u64, end: u64) -> std::ops::Range<u64> {
         match self {
             Self::Even { extent, n_parts } => {
@@ -127,11 +127,11 @@ impl Cuts {
                 let last = bounds.partition_point(|b| *b < end) - 1;
                 first as u64..last as u64 + 1
             }
-            Self::Blocks(..) => unreachable!("a fused dim has segments"),
+            Self::Blocks(..) => unreachable!("a dim with blocks has segments"),
         }
     }
 
-    /// `(global start, extent)` of the segments of a part, in local order, without empty ones.
+    /// `(global start, extent)` of the nonempty segments of a part, in local order.
     fn segments(&self, part: u64) -> Vec<(u64, u64)> {
         let segment = |(start, end): (u64, u64), base: u64| {
             (end > start).then_some((base + start, end - start))
@@ -150,7 +150,7 @@ impl Cuts {
     }
 }
 
-/// Where a flattened block lies in a joint buffer: its start, and the extent of each part of the buffer.
+/// Position of a flattened block in a joint buffer, and the size of each part of the buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlatSpan {
     /// Element of the joint buffer at which the block begins.
@@ -180,10 +180,7 @@ impl Layout {
         if specs.len() != n {
             return Err(Error::new(
                 Kind::Layout,
-                format!(
-                    "the layout speaks of {} dims, the tensor has {n}",
-                    specs.len()
-                ),
+                format!("the layout has {} dims, the tensor has {n}", specs.len()),
             ));
         }
         let mut used = vec![false; mesh.axes().len()];
@@ -206,7 +203,7 @@ impl Layout {
         if n_blocks.is_none_or(|n| n > MAX_BLOCKS) {
             return Err(Error::new(
                 Kind::Layout,
-                format!("`blocks` make more than {MAX_BLOCKS} blocks of the tensor"),
+                format!("`blocks` split the tensor into more than {MAX_BLOCKS} blocks"),
             ));
         }
         let dims = specs
@@ -224,7 +221,7 @@ impl Layout {
                 .iter()
                 .any(|&d| d >= n || std::mem::replace(&mut seen[d], true))
         {
-            let message = format!("`stored` {order:?} is no permutation of the {n} dims");
+            let message = format!("`stored` {order:?} is not a permutation of the {n} dims");
             return Err(Error::new(Kind::Layout, message));
         }
         let fixed = Self::fixed_coordinates(&mesh, &used, place)?;
@@ -258,7 +255,7 @@ impl Layout {
                 let at = mesh.coordinate(position, axis);
                 if used[axis] && *size > 1 {
                     let message = format!(
-                        "axis `{name}` both cuts the tensor and places it: parts of it would be nowhere"
+                        "axis `{name}` both splits the tensor and occurs in `place`: no rank would hold some parts"
                     );
                     return Err(Error::new(Kind::Layout, message));
                 }
@@ -292,12 +289,12 @@ impl Layout {
         &self.dims
     }
 
-    /// Axes over which the flattened block is cut.
+    /// Axes that split the flattened block.
     pub fn flat_axes(&self) -> Option<&[usize]> {
         self.flat.as_deref()
     }
 
-    /// Whether every holder has one box of one grid.
+    /// Whether every holder has one region of a regular grid.
     pub fn is_grid(&self) -> bool {
         self.flat.is_none()
             && self
@@ -319,7 +316,7 @@ impl Layout {
         (0..self.mesh.n_points()).filter(|&position| self.holds(position))
     }
 
-    /// One position for every distinct part, in mesh order, with its replicas' step pattern left to [`Self::replicas`].
+    /// One position for every distinct part, in mesh order; [`Self::replicas`] returns the others.
     pub fn distinct(&self) -> impl Iterator<Item = u64> {
         let free = self.free_axes();
         self.holders()
@@ -340,7 +337,7 @@ impl Layout {
         self.mesh.n_folded(&self.free_axes())
     }
 
-    /// Axes along which ranks hold the same.
+    /// Axes along which ranks are replicas.
     pub(crate) fn free_axes(&self) -> Vec<usize> {
         let cut = |axis: usize| {
             self.dims.iter().any(|dim| dim.axes.contains(&axis))
@@ -351,7 +348,7 @@ impl Layout {
             .collect()
     }
 
-    /// Position contributed by the axes that `place` fixes.
+    /// The part of the position that the axes in `place` determine.
     pub(crate) fn fixed_position(&self) -> u64 {
         self.fixed
             .iter()
@@ -375,7 +372,7 @@ impl Layout {
         self.order.iter().map(|&d| extents[d]).collect()
     }
 
-    /// Where the block lies in its own flattened buffer, padded to a multiple of the parts.
+    /// The span of a block that is alone in its flattened buffer, padded to a multiple of the number of parts.
     pub fn own_span(&self, position: u64) -> FlatSpan {
         let n: u64 = self.block_shape(position).iter().product();
         let parts = self
@@ -401,7 +398,7 @@ impl Layout {
         self.tiles_in(position, self.own_span(position))
     }
 
-    /// The tiles of a rank where the flattened block lies in a joint buffer. Without `flat` the span plays no part.
+    /// The tiles of a rank whose flattened block is part of a joint buffer. Without `flat` the span is ignored.
     pub fn tiles_in(&self, position: u64, span: FlatSpan) -> Vec<Tile> {
         if !self.holds(position) {
             return Vec::new();
@@ -461,7 +458,7 @@ fn push_tiles(
     tiles: &mut Vec<Tile>,
 ) {
     let n = segments.len();
-    // For each dim the pieces (global start, local start, extent) of the box.
+    // For each dim the parts (global start, local start, extent) of the box.
     let mut pieces: Vec<Vec<(u64, u64, u64)>> = Vec::with_capacity(n);
     for d in 0..n {
         let (mut local, mut found) = (0, Vec::new());
@@ -530,7 +527,7 @@ impl DimCut {
             (Some(_), Some(_)) => {
                 return Err(Error::new(
                     Kind::Layout,
-                    "`sizes` and `blocks` exclude each other",
+                    "`sizes` and `blocks` are mutually exclusive",
                 ));
             }
             (Some(sizes), None) => {
@@ -539,7 +536,7 @@ impl DimCut {
                     .try_fold(0_u64, |sum, size| sum.checked_add(*size));
                 if sizes.len() as u64 != n_parts || total != Some(extent) {
                     let message = format!(
-                        "`sizes` lists {} parts of {} elements, the axes make {n_parts} parts of {extent} elements",
+                        "`sizes` lists {} parts with {} elements in total; expected {n_parts} parts with {extent} elements",
                         sizes.len(),
                         total.map_or_else(|| "too many".to_owned(), |n| n.to_string()),
                     );
@@ -559,7 +556,7 @@ impl DimCut {
                 if total != Some(extent) {
                     let sizes: Vec<_> = blocks.iter().map(|block| block.size).collect();
                     let message = format!(
-                        "`blocks` {sizes:?} do not add up to the {extent} elements of the dim"
+                        "the sum of `blocks` {sizes:?} is not the {extent} elements of the dim"
                     );
                     return Err(Error::new(Kind::Layout, message));
                 }
@@ -591,7 +588,7 @@ impl DimCut {
     }
 }
 
-/// Bounds of torch's chunks, axis after axis: each axis cuts the chunks of the one before.
+/// Bounds of the chunks of `torch.chunk`, axis by axis: each axis splits the chunks of the previous one.
 fn ceil_bounds(mesh: &Mesh, axes: &[usize], extent: u64) -> Vec<u64> {
     let mut bounds = vec![0, extent];
     for &axis in axes {

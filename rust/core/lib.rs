@@ -1,10 +1,11 @@
 //! Bytes and geometry of sharded checkpoints: shard files, layouts, checked plans, parallel copies.
 //!
-//! This crate knows shard files, tiles and plans. It knows nothing of checkpoints, steps or frameworks, reads no
-//! environment variable and prints nothing. The files that describe checkpoints are decoded by `reshard-formats`. Offsets and shapes are in elements unless a name ends in `_bytes`.
+//! This crate handles shard files, tiles and plans. It has no notion of steps or frameworks, reads no environment
+//! variable and prints nothing. `reshard-formats` decodes the files that describe checkpoints. Offsets and shapes are in
+//! elements unless a name ends in `_bytes`.
 
 #[cfg(not(target_pointer_width = "64"))]
-compile_error!("reshard addresses files of any size: 64-bit targets only");
+compile_error!("reshard needs a 64-bit target: offsets in files are held in `usize`");
 
 // Values.
 pub mod dtype;
@@ -22,7 +23,7 @@ pub mod local_array;
 pub mod shard_file;
 pub mod source;
 
-// Which shard is where; the checked plan.
+// Where each shard is stored; the checked plan.
 mod factors;
 pub mod index;
 pub mod plan;
@@ -37,7 +38,7 @@ mod fetch;
 pub mod memory;
 pub mod strided;
 
-// Writing one file durably, and proving what is read.
+// Writing one file durably; verification of what is read.
 pub mod checksum;
 pub mod snapshot;
 pub mod verify;

@@ -1,11 +1,11 @@
-//! The tensors of one file as its users see them: each under its name, joined from the parts in which it is stored.
+//! The tensors of one file, each joined from the parts in which it is stored.
 
 use crate::dtype::Dtype;
 use crate::header::Entry;
 use crate::region::{Region, row_major_strides};
 use crate::tile::Tile;
 
-/// A tensor of a file: joined, where it is stored in several parts.
+/// A tensor of a file, stored in one or several parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalArray {
     /// Its name.
@@ -14,7 +14,7 @@ pub struct LocalArray {
     pub dtype: Dtype,
     /// Its shape in elements.
     pub shape: Vec<u64>,
-    /// Where it lies in the file.
+    /// Its stored parts.
     pub parts: Vec<Part>,
 }
 
@@ -23,14 +23,14 @@ pub struct LocalArray {
 pub struct Part {
     /// The name under which it is stored.
     pub name: String,
-    /// The shape that is stored.
+    /// Its stored shape.
     pub shape: Vec<u64>,
-    /// Which boxes of the tensor lie where in it.
+    /// The tiles of the tensor that it stores.
     pub tiles: Vec<Tile>,
 }
 
 impl LocalArray {
-    /// One that is stored as it is.
+    /// A tensor that is stored in one part.
     pub(crate) fn whole(entry: &Entry<'_>) -> Self {
         let tile = Tile {
             global: Region::whole(&entry.shape),

@@ -1,16 +1,16 @@
 #![expect(unsafe_code, reason = "non-temporal stores are processor intrinsics")]
-//! Destination memory: fresh pages on huge pages, and stores that do not pollute the cache.
+//! Destination memory: allocation on huge pages, and non-temporal stores.
 //!
-//! Page faults cost more than the copy itself, so fresh destinations are mapped on 2 MiB boundaries and advised to be
-//! huge; their first touch is left to the threads that fill them. Into memory that is warm already, non-temporal
-//! stores save the read of every line that is about to be overwritten; into fresh pages they lose.
+//! Page faults cost more than the copy itself. New destinations are therefore mapped on 2 MiB boundaries with the advice
+//! to use huge pages, and the threads that fill them touch them first. In memory that is resident already, non-temporal
+//! stores avoid the read of each line before it is overwritten; in new pages they are slower than plain stores.
 
 use crate::error::{Error, Kind, Result};
 use memmap2::{MmapMut, MmapOptions};
 
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Zeroed anonymous memory, on huge pages where it is large enough and the system offers them.
+/// Zeroed anonymous memory. It uses huge pages if it is large enough and the system supports them.
 #[derive(Debug)]
 pub struct Memory {
     map: Option<MmapMut>,
@@ -19,7 +19,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Memory of a size; it becomes resident when it is touched.
+    /// Allocates memory of a size in bytes. Pages become resident when they are touched.
     pub fn new(len: usize) -> Result<Self> {
         if len == 0 {
             return Ok(Self {
@@ -29,15 +29,18 @@ impl Memory {
             });
         }
         let huge = len >= HUGE_PAGE_BYTES;
-        let room = len + if huge { HUGE_PAGE_BYTES } else { 0 };
-        let map = MmapOptions::new().len(room).map_anon().map_err(|error| {
-            Error::new(Kind::Io, format!("cannot allocate {len} bytes: {error}"))
-                .hint("load fewer keys at a time, or give your own buffers with `out=`")
-        })?;
+        let map_len = len + if huge { HUGE_PAGE_BYTES } else { 0 };
+        let map = MmapOptions::new()
+            .len(map_len)
+            .map_anon()
+            .map_err(|error| {
+                Error::new(Kind::Io, format!("cannot allocate {len} bytes: {error}"))
+                    .hint("load fewer keys at a time, or pass your own buffers as `out=`")
+            })?;
         let mut start = 0;
         if huge {
             start = map.as_ptr().align_offset(HUGE_PAGE_BYTES);
-            // Advice that a kernel without huge pages refuses costs nothing but speed.
+            // A kernel without huge pages rejects the advice; the memory is usable all the same.
             #[cfg(target_os = "linux")]
             let _ = map.advise(memmap2::Advice::HugePage);
         }
@@ -48,29 +51,29 @@ impl Memory {
         })
     }
 
-    /// Keeps the memory out of children that are forked from now on: their parent goes on using it.
-    pub fn not_for_children(&self) {
+    /// Excludes the memory from child processes that are forked later.
+    pub fn exclude_from_fork(&self) {
         #[cfg(target_os = "linux")]
         if let Some(map) = &self.map {
             let _ = map.advise(memmap2::Advice::DontFork);
         }
     }
 
-    /// The bytes, to read.
+    /// The bytes, for reading.
     pub fn as_slice(&self) -> &[u8] {
         self.map
             .as_ref()
             .map_or(&[], |map| &map[self.start..self.start + self.len])
     }
 
-    /// The bytes.
+    /// The bytes, for writing.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         self.map
             .as_mut()
             .map_or(&mut [], |map| &mut map[self.start..self.start + self.len])
     }
 
-    /// Address of the first byte, for export; dangling when empty.
+    /// Address of the first byte; dangling if there are no bytes.
     pub fn as_ptr(&self) -> *const u8 {
         self.map
             .as_ref()
@@ -88,21 +91,21 @@ impl Memory {
     }
 }
 
-/// How a destination is written.
+/// How a destination is stored to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stores {
-    /// Fresh pages: plain stores, in runs as long as they come.
+    /// New pages: plain stores, for runs of any length.
     Fresh,
-    /// Memory whose content is used at once: plain stores, which leave it in the cache.
+    /// Memory that is read again soon: plain stores, which keep it in the cache.
     Plain,
     /// Memory that is resident already: non-temporal stores for long runs.
     Streaming,
 }
 
-/// Shorter runs stay with plain stores: the partial lines at their ends would cost more than is saved.
+/// Shorter runs use plain stores: partial lines at their ends cost more than non-temporal stores save.
 const MIN_STREAMED_BYTES: usize = 1024;
 
-/// Copies a run; both have the same length.
+/// Copies a run of bytes. Both slices have the same length.
 pub fn copy_run(to: &mut [u8], from: &[u8], stores: Stores) {
     #[cfg(target_arch = "x86_64")]
     if stores == Stores::Streaming
@@ -110,17 +113,17 @@ pub fn copy_run(to: &mut [u8], from: &[u8], stores: Stores) {
         && std::arch::is_x86_feature_detected!("avx")
     {
         assert_eq!(to.len(), from.len());
-        // SAFETY: the processor has AVX, as just asked; the function has no other requirement.
+        // SAFETY: the processor has AVX, as checked above; the function has no other requirement.
         unsafe { stream_avx(to, from) };
         return;
     }
     to.copy_from_slice(from);
 }
 
-/// Asks for bytes that will be read soon to be brought into the second-level cache.
+/// Prefetches bytes that are read soon into the second-level cache.
 ///
-/// Processors foresee what is read in order, but not across pages: of short runs that lie apart, each would begin with a wait
-/// for memory. Into the first level it would not pay: too few lines can be on their way there.
+/// Hardware prefetchers follow sequential reads but do not cross pages, so each of several short runs at a distance would
+/// start with a cache miss. The first-level cache is not used because it supports too few outstanding lines.
 pub fn prefetch(bytes: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     for line in bytes.chunks(64) {
@@ -132,7 +135,7 @@ pub fn prefetch(bytes: &[u8]) {
     let _ = bytes;
 }
 
-/// Makes the non-temporal stores of this thread visible before what it does next, as other threads see it.
+/// Orders the non-temporal stores of this thread before its later stores.
 pub fn finish_stores(stores: Stores) {
     #[cfg(target_arch = "x86_64")]
     if stores == Stores::Streaming {
@@ -155,24 +158,24 @@ fn stream_avx(to: &mut [u8], from: &[u8]) {
     let (to_lines, to_tail) = to_rest.as_chunks_mut::<LINE>();
     let (from_lines, from_tail) = from_rest.as_chunks::<LINE>();
     for (to, from) in to_lines.iter_mut().zip(from_lines) {
-        #[expect(clippy::cast_ptr_alignment, reason = "the load asks for no alignment")]
+        #[expect(clippy::cast_ptr_alignment, reason = "the load requires no alignment")]
         let source = from.as_ptr().cast::<__m256i>();
         #[expect(
             clippy::cast_ptr_alignment,
-            reason = "the head was split off up to a line"
+            reason = "the head was split off at a line boundary"
         )]
         let target = to.as_mut_ptr().cast::<__m256i>();
-        // SAFETY: `from` is 64 readable bytes and the load asks for no alignment.
+        // SAFETY: `from` is 64 readable bytes and the load requires no alignment.
         let low = unsafe { _mm256_loadu_si256(source) };
-        // SAFETY: 32 bytes on, the second half of the 64 readable bytes.
+        // SAFETY: 32 bytes further, still inside the 64 readable bytes.
         let high_at = unsafe { source.add(1) };
-        // SAFETY: the last 32 of the 64 readable bytes; the load asks for no alignment.
+        // SAFETY: the last 32 of the 64 readable bytes; the load requires no alignment.
         let high = unsafe { _mm256_loadu_si256(high_at) };
         // SAFETY: `to` is 64 writable bytes on a 64-byte boundary (the head was split off), so on a 32-byte one.
         unsafe { _mm256_stream_si256(target, low) };
-        // SAFETY: 32 bytes on, the second half of the 64 writable bytes.
+        // SAFETY: 32 bytes further, still inside the 64 writable bytes.
         let high_to = unsafe { target.add(1) };
-        // SAFETY: the last 32 of the 64 writable bytes, again on a 32-byte boundary.
+        // SAFETY: the last 32 of the 64 writable bytes, on a 32-byte boundary.
         unsafe { _mm256_stream_si256(high_to, high) };
     }
     to_tail.copy_from_slice(from_tail);

@@ -1,11 +1,11 @@
-//! A device mesh: named axes, their sizes, and which global rank stands at each point.
+//! A device mesh: named axes, their sizes, and the global rank at each point.
 
 use crate::error::{Error, Kind, Printable, Result};
 use std::collections::HashMap;
 
-/// More points than any machine has; keeps everything that is counted per rank in memory.
+/// Most points of a mesh. It bounds the memory of tables with one entry per rank.
 pub const MAX_POINTS: u64 = 1 << 20;
-/// Most axes: more than the sizes above 1 of so many points can have.
+/// Most axes. A mesh of `MAX_POINTS` points has fewer axes of size 2 or more.
 const MAX_AXES: usize = 256;
 
 /// A device mesh. The first axis varies slowest; points are row-major.
@@ -14,7 +14,7 @@ pub struct Mesh {
     axes: Vec<(String, u64)>,
     strides: Vec<u64>,
     n_points: u64,
-    /// `None`: the rank is the position.
+    /// `None` if each rank equals its position.
     ranks: Option<Ranks>,
 }
 
@@ -25,7 +25,7 @@ struct Ranks {
 }
 
 impl Mesh {
-    /// A mesh of named axes; `ranks` is the global rank at each point, by default the point's position.
+    /// Creates a mesh of named axes. `ranks` lists the global rank at each point, by default the position of the point.
     pub fn new(axes: Vec<(String, u64)>, ranks: Option<Vec<u64>>) -> Result<Self> {
         if axes.len() > MAX_AXES {
             let message = format!("the mesh has {} axes, more than {MAX_AXES}", axes.len());
@@ -35,7 +35,7 @@ impl Mesh {
         for (i, (name, size)) in axes.iter().enumerate() {
             if name.is_empty() || *size == 0 {
                 let message = format!(
-                    "mesh axis `{}` has size {size}; a name and a size of at least 1 are needed",
+                    "mesh axis `{}` has size {size}; expected a name and a size of at least 1",
                     Printable(name)
                 );
                 return Err(Error::new(Kind::Layout, message));
@@ -43,7 +43,7 @@ impl Mesh {
             if axes[..i].iter().any(|(other, _)| other == name) {
                 return Err(Error::new(
                     Kind::Layout,
-                    format!("mesh axis `{}` is named twice", Printable(name)),
+                    format!("mesh axis `{}` occurs twice", Printable(name)),
                 ));
             }
             n_points = n_points
@@ -127,7 +127,7 @@ impl Mesh {
         self.axes[axis].1
     }
 
-    /// How far apart neighbours on an axis stand in position.
+    /// Difference of the positions of adjacent points on an axis.
     pub fn stride(&self, axis: usize) -> u64 {
         self.strides[axis]
     }
@@ -158,14 +158,14 @@ impl Mesh {
         position / self.strides[axis] % self.axes[axis].1
     }
 
-    /// Several axes folded to one coordinate, first = outermost.
+    /// Combines the coordinates on several axes to one, outermost axis first.
     pub fn fold(&self, position: u64, axes: &[usize]) -> u64 {
         axes.iter().fold(0, |folded, &axis| {
             folded * self.size(axis) + self.coordinate(position, axis)
         })
     }
 
-    /// The contribution to the position of a folded coordinate.
+    /// The part of the position that a combined coordinate on several axes determines.
     pub fn unfold(&self, mut folded: u64, axes: &[usize]) -> u64 {
         let mut position = 0;
         for &axis in axes.iter().rev() {

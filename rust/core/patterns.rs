@@ -1,15 +1,13 @@
 //! Patterns over tensor keys: globs, regular expressions, and the index `{i}` in either.
 //!
 //! A pattern is a glob over the whole key in which only `*` and `?` are special, or `re:` and a regular expression that
-//! matches the whole key. Patterns come from files of strangers, so every search takes time linear in the key: globs
-//! are matched greedily, and the regular expressions are those of the `regex` crate, which does not backtrack.
+//! matches the whole key. Patterns can come from untrusted files, so every search takes time linear in the key: globs are
+//! matched greedily, and the regular expressions are those of the `regex` crate, which does not backtrack.
 //!
-//! [`Patterns`] finds the first of many patterns that matches a key. Patterns without a wildcard are looked up. Every
-//! other glob is filed under one window of up to `WINDOW_BYTES` bytes of its literal text, the one that the fewest
-//! globs have. Only the globs whose window occurs in a key are compared with the key. All regular expressions are
-//! searched at once.
-//!
-//! This module knows nothing of meshes or tensors.
+//! [`Patterns`] finds the first of many patterns that matches a key. Patterns without a wildcard are looked up in a table.
+//! Every other glob is indexed by one window of up to `WINDOW_BYTES` bytes of its literal text: the window that the fewest
+//! globs contain. Only globs whose window occurs in a key are compared with the key. All regular expressions are searched
+//! at once.
 
 use crate::error::{Error, Kind, Printable, Result};
 use regex::{Regex, RegexBuilder, RegexSet, RegexSetBuilder};
@@ -20,23 +18,23 @@ use std::time::Instant;
 
 /// Most characters of a pattern.
 const MAX_CHARS: usize = 4096;
-/// Most bytes of one compiled regular expression: a few hundred characters with classes and counts.
+/// Most bytes of one compiled regular expression. It allows a few hundred characters with classes and counts.
 const MAX_REGEX_BYTES: usize = 256 << 10;
 /// Most bytes of all regular expressions that are searched together.
 const MAX_SET_BYTES: usize = 16 << 20;
 /// Deepest nesting of a regular expression.
 const MAX_NESTING: u32 = 64;
-/// Longest window of literal text under which a glob is filed.
+/// Longest window of literal text by which a glob is indexed.
 const WINDOW_BYTES: usize = 8;
-/// Slots of the estimate of how many globs have a window.
+/// Slots of the estimate of how many globs contain a window.
 const COUNT_SLOTS: usize = 1 << 18;
 /// Most digits of an index.
 const MAX_INDEX_DIGITS: usize = 18;
-/// Longest time that one set of patterns is searched, in total. The patterns of real layouts take milliseconds.
+/// Limit of the total search time of one set of patterns. The patterns of typical layouts take milliseconds.
 const MAX_SEARCH_NANOS: u64 = 60_000_000_000;
 
 const INDEX: &str = "{i}";
-/// Stands for the index in a regular expression: a letter without case that tensor keys do not have.
+/// Placeholder of the index in a regular expression: a letter without case that does not occur in tensor keys.
 const MARK: char = '\u{16a0}';
 
 /// A regular expression that is searched in linear time.
@@ -54,15 +52,15 @@ const MARK: char = '\u{16a0}';
 pub struct Expression(Regex);
 
 impl Expression {
-    /// Compiles a regular expression that matches whole texts.
+    /// Compiles a regular expression that matches the whole text.
     ///
     /// # Errors
-    /// [`Kind::Argument`]: it is not valid, uses look-around or back-references, or is too large.
+    /// [`Kind::Argument`]: it is invalid, uses look-around or back-references, or is too large.
     pub fn new(text: &str) -> Result<Self> {
         Self::compiled(text, &whole(text))
     }
 
-    /// Compiles a regular expression that matches texts of which it matches a part.
+    /// Compiles a regular expression that matches any part of a text.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -85,7 +83,7 @@ impl Expression {
         self.0.is_match(text)
     }
 
-    /// What its groups match, if it matches.
+    /// The text of each group; `None` if it does not match.
     pub fn groups<'t>(&self, text: &'t str) -> Option<Vec<Option<&'t str>>> {
         let found = self.0.captures(text)?;
         let groups = found.iter().skip(1);
@@ -93,12 +91,12 @@ impl Expression {
     }
 }
 
-/// The expression that matches where this one matches the whole text.
+/// Wraps an expression so that it matches the whole text.
 fn whole(text: &str) -> String {
     format!(r"\A(?:{text})\z")
 }
 
-/// Checked by itself: `a)|(b` is balanced only inside of the group of [`whole`].
+/// Checks an expression without the group of [`whole`], inside which `a)|(b` would be balanced.
 fn check_syntax(text: &str) -> Result<()> {
     let mut parser = regex_syntax::ParserBuilder::new()
         .nest_limit(MAX_NESTING)
@@ -115,7 +113,7 @@ fn refused(text: &str, error: &regex::Error) -> Error {
     }
     let message = format!("`re:{}` is too large once compiled", Printable(text));
     Error::new(Kind::Argument, message).hint(
-        "repeat less, and write `[0-9]` for `\\d` and `[A-Za-z0-9_]` for `\\w`, which match every script",
+        "use smaller counts, and `[0-9]` for `\\d` and `[A-Za-z0-9_]` for `\\w`, which match all scripts",
     )
 }
 
@@ -131,11 +129,11 @@ fn invalid(text: &str, error: &str) -> Error {
     Error::new(Kind::Argument, message).hint(hint)
 }
 
-/// A glob over a whole text, in parts between its stars.
+/// A glob over a whole text, split at its stars.
 #[derive(Debug)]
 struct Glob {
     first: Part,
-    /// What stands between stars, and then behind the last one; `None`: there is no star.
+    /// The parts between stars and the part after the last star; `None` if there is no star.
     rest: Option<(Vec<Part>, Part)>,
 }
 
@@ -143,7 +141,7 @@ struct Glob {
 #[derive(Debug)]
 struct Part {
     text: String,
-    /// Whether a `?` is in it.
+    /// Whether it contains a `?`.
     has_any: bool,
     n_chars: usize,
 }
@@ -157,7 +155,7 @@ impl Part {
         }
     }
 
-    /// How many bytes it takes at the start of `text`, if it matches there.
+    /// Number of bytes that it matches at the start of `text`.
     fn at_start(&self, text: &str) -> Option<usize> {
         if !self.has_any {
             return text.starts_with(&self.text).then_some(self.text.len());
@@ -172,7 +170,7 @@ impl Part {
         Some(found.offset())
     }
 
-    /// Where it begins if it matches the end of `text`.
+    /// Start of its match at the end of `text`.
     fn at_end(&self, text: &str) -> Option<usize> {
         if !self.has_any {
             return text
@@ -183,7 +181,7 @@ impl Part {
         self.at_start(&text[at..]).map(|_| at)
     }
 
-    /// Where its first match in `text` ends.
+    /// End of its first match in `text`.
     fn first_end(&self, text: &str) -> Option<usize> {
         if !self.has_any {
             return text.find(&self.text).map(|at| at + self.text.len());
@@ -207,7 +205,7 @@ impl Glob {
         Self { first, rest }
     }
 
-    /// The first match of each part is as good as any other one: no step is ever taken back.
+    /// Taking the first match of each part is sufficient, so there is no backtracking.
     fn matches(&self, text: &str) -> bool {
         let Some(start) = self.first.at_start(text) else {
             return false;
@@ -245,10 +243,10 @@ impl Glob {
     }
 }
 
-/// Checks one pattern without compiling it; whether it is a regular expression with special characters.
+/// Checks one pattern without compiling it. Returns whether it is a regular expression with special characters.
 ///
 /// # Errors
-/// [`Kind::Argument`]: it is empty, too long or no regular expression. One that is too large is found when compiled.
+/// [`Kind::Argument`]: it is empty, too long or not a valid regular expression. The compiled size is not checked.
 pub fn check(text: &str) -> Result<bool> {
     check_length(text)?;
     let Some(expression) = text.strip_prefix("re:") else {
@@ -258,7 +256,7 @@ pub fn check(text: &str) -> Result<bool> {
     Ok(unescaped(expression).is_none())
 }
 
-/// Many patterns, of which the first that matches a key is found.
+/// A set of patterns, for the search of the first pattern that matches a key.
 ///
 /// ```
 /// use reshard_core::patterns::Patterns;
@@ -271,24 +269,25 @@ pub fn check(text: &str) -> Result<bool> {
 #[derive(Debug)]
 pub struct Patterns {
     n: usize,
-    /// The numbers of the patterns that match one key only, ascending.
+    /// For each key the numbers of the patterns that match only this key, ascending.
     exact: HashMap<String, Vec<u32>>,
     globs: Vec<(u32, Glob)>,
-    /// Of each length of window: where in `filed` the globs of a window are.
+    /// For each length of window: the range of each window in `indexed`.
     windows: Vec<HashMap<u64, (u32, u32)>>,
-    /// Places in `globs`: first those without literal text, then window by window.
-    filed: Vec<u32>,
-    n_unfiled: usize,
+    /// Positions in `globs`: first those of globs without a window, then window by window.
+    indexed: Vec<u32>,
+    n_without_window: usize,
     expressions: RegexSet,
     expression_numbers: Vec<u32>,
     searched_nanos: AtomicU64,
 }
 
 impl Patterns {
-    /// Compiles patterns; they are numbered in their order.
+    /// Compiles patterns. They are numbered in their order.
     ///
     /// # Errors
-    /// [`Kind::Argument`]: one is empty, too long or no regular expression, or all expressions together are too large.
+    /// [`Kind::Argument`]: a pattern is empty, too long or not a valid regular expression, or all expressions together are
+    /// too large.
     pub fn new<T: AsRef<str>>(texts: &[T]) -> Result<Self> {
         let mut exact: HashMap<String, Vec<u32>> = HashMap::new();
         let mut globs = Vec::new();
@@ -329,29 +328,29 @@ impl Patterns {
                 "{} regular expressions are too large together once compiled",
                 expressions.len()
             );
-            Error::new(Kind::Argument, message).hint("write globs where they say the same")
+            Error::new(Kind::Argument, message).hint("use globs where they match the same keys")
         })?;
         let mut this = Self {
             n: texts.len(),
             exact,
             globs,
             windows: vec![HashMap::new(); WINDOW_BYTES + 1],
-            filed: Vec::new(),
-            n_unfiled: 0,
+            indexed: Vec::new(),
+            n_without_window: 0,
             expressions,
             expression_numbers,
             searched_nanos: AtomicU64::new(0),
         };
-        this.file();
+        this.index_globs();
         Ok(this)
     }
 
-    /// Files each glob under the window that the fewest have.
-    fn file(&mut self) {
+    /// Indexes each glob by the window that the fewest globs contain.
+    fn index_globs(&mut self) {
         let hasher = RandomState::new();
         let slot =
             |window: u64, n_bytes: usize| hasher.hash_one((window, n_bytes)) as usize % COUNT_SLOTS;
-        // One glob by itself is compared with every key anyway.
+        // A single glob is compared with every key.
         let mut counts = vec![0_u32; if self.globs.len() > 1 { COUNT_SLOTS } else { 0 }];
         if !counts.is_empty() {
             for (_, glob) in &self.globs {
@@ -371,9 +370,9 @@ impl Patterns {
             chosen.push((rarest.map(|(window, n_bytes)| (n_bytes, window)), at as u32));
         }
         chosen.sort_unstable();
-        self.n_unfiled = chosen.partition_point(|(window, _)| window.is_none());
-        self.filed = chosen.iter().map(|&(_, at)| at).collect();
-        let mut start = self.n_unfiled;
+        self.n_without_window = chosen.partition_point(|(window, _)| window.is_none());
+        self.indexed = chosen.iter().map(|&(_, at)| at).collect();
+        let mut start = self.n_without_window;
         for same in chosen[start..].chunk_by(|a, b| a.0 == b.0) {
             if let Some((n_bytes, window)) = same[0].0 {
                 let end = start + same.len();
@@ -383,12 +382,12 @@ impl Patterns {
         }
     }
 
-    /// How many patterns there are.
+    /// Number of patterns.
     pub fn len(&self) -> usize {
         self.n
     }
 
-    /// Whether there is none.
+    /// Whether there is no pattern.
     pub fn is_empty(&self) -> bool {
         self.n == 0
     }
@@ -396,7 +395,7 @@ impl Patterns {
     /// The number of the first pattern that matches the whole key.
     ///
     /// # Errors
-    /// [`Kind::Argument`]: these patterns have taken too long by now.
+    /// [`Kind::Argument`]: the searches of these patterns have exceeded the time limit in total.
     pub fn find(&self, key: &str) -> Result<Option<usize>> {
         self.timed(|| {
             let mut best = self.exact.get(key).map_or(u32::MAX, |numbers| numbers[0]);
@@ -444,7 +443,7 @@ impl Patterns {
         })
     }
 
-    /// Of each pattern whether it matches one of the keys.
+    /// For each pattern whether it matches one of the keys.
     ///
     /// # Errors
     /// As [`Self::find`].
@@ -467,15 +466,15 @@ impl Patterns {
         Ok(is_used)
     }
 
-    /// The globs that could match the key, each once.
+    /// Calls `each` with every glob that may match the key, once.
     fn candidates(&self, key: &str, mut each: impl FnMut(u32, &Glob)) {
-        let mut all = |filed: &[u32]| {
-            for &at in filed {
+        let mut all = |indexed: &[u32]| {
+            for &at in indexed {
                 let (number, glob) = &self.globs[at as usize];
                 each(*number, glob);
             }
         };
-        all(&self.filed[..self.n_unfiled]);
+        all(&self.indexed[..self.n_without_window]);
         let mut seen: Vec<u32> = Vec::new();
         for (n_bytes, windows) in self.windows.iter().enumerate() {
             if windows.is_empty() {
@@ -487,7 +486,7 @@ impl Patterns {
                         continue;
                     }
                     seen.push(start);
-                    all(&self.filed[start as usize..end as usize]);
+                    all(&self.indexed[start as usize..end as usize]);
                 }
             }
         }
@@ -513,7 +512,7 @@ impl Patterns {
     }
 }
 
-/// The windows of a glob's literal text, of the longest size that it has.
+/// The windows of the literal text of a glob, of the largest possible size.
 fn windows_of(glob: &Glob) -> impl Iterator<Item = (u64, usize)> {
     let longest = glob.literals().map(str::len).max().unwrap_or(0);
     let n_bytes = longest.min(WINDOW_BYTES);
@@ -530,7 +529,7 @@ fn packed(window: &[u8]) -> u64 {
         .fold(0, |packed, &byte| packed << 8 | u64::from(byte))
 }
 
-/// The one key that a regular expression without special characters matches.
+/// The only key that a regular expression without special characters matches.
 fn unescaped(expression: &str) -> Option<String> {
     let mut key = String::with_capacity(expression.len());
     let mut chars = expression.chars();
@@ -570,7 +569,7 @@ fn check_length(text: &str) -> Result<()> {
     Ok(())
 }
 
-/// A pattern that holds `{i}` exactly once: one run of digits, the index of a layer or an expert.
+/// A pattern that contains `{i}` exactly once, for the digits of an index, such as that of a layer or an expert.
 ///
 /// ```
 /// use reshard_core::patterns::IndexPattern;
@@ -584,9 +583,9 @@ pub struct IndexPattern(IndexForm);
 
 #[derive(Debug)]
 enum IndexForm {
-    /// What stands left and right of the index.
+    /// The text left and right of the index.
     Glob(Glob, Glob),
-    /// With any digits in the place of the index, and with [`MARK`] there.
+    /// The expression with any digits for the index, and with [`MARK`] for the index.
     Expression(Box<(Expression, Expression)>),
 }
 
@@ -594,14 +593,14 @@ impl IndexPattern {
     /// Compiles a pattern with one `{i}`.
     ///
     /// # Errors
-    /// [`Kind::Argument`]: it does not hold `{i}` exactly once, or is no pattern.
+    /// [`Kind::Argument`]: it does not contain `{i}` exactly once, or is invalid.
     pub fn new(text: &str) -> Result<Self> {
         check_length(text)?;
         let Some((before, after)) = text
             .split_once(INDEX)
             .filter(|(_, after)| !after.contains(INDEX))
         else {
-            let message = format!("`{}` must hold `{INDEX}` exactly once", Printable(text));
+            let message = format!("`{}` must contain `{INDEX}` exactly once", Printable(text));
             return Err(Error::new(Kind::Argument, message));
         };
         let Some(before_in) = before.strip_prefix("re:") else {
@@ -612,11 +611,11 @@ impl IndexPattern {
         Ok(Self(IndexForm::Expression(Box::new((digits, marked)))))
     }
 
-    /// The values that `{i}` can have when the pattern matches the key, ascending; more than one, of which two are
-    /// given, means that it is ambiguous.
+    /// The possible values of `{i}` for a key, ascending. If there are more than one, the match is ambiguous, and two are
+    /// returned.
     ///
     /// # Errors
-    /// [`Kind::Argument`]: an index is too long to be one.
+    /// [`Kind::Argument`]: an index has too many digits.
     pub fn indices(&self, key: &str) -> Result<Vec<u64>> {
         let mut found = BTreeSet::new();
         match &self.0 {
@@ -645,7 +644,7 @@ impl IndexPattern {
                 }
                 if key.contains(MARK) {
                     let message = format!(
-                        "`{}` holds the letter `{MARK}`, which an index cannot stand beside",
+                        "`{}` contains the letter `{MARK}`, which is not supported in a key with an index",
                         Printable(key)
                     );
                     return Err(Error::new(Kind::Argument, message));
@@ -720,7 +719,7 @@ mod tests {
     }
 
     #[test]
-    fn a_glob_is_found_whatever_window_it_is_filed_under() {
+    fn a_glob_is_found_for_every_window() {
         let texts: Vec<String> = (0..2000)
             .map(|i| format!("layers.{i}.*.w?ight"))
             .chain(["*?".into(), "a*".into(), "*.b".into()])

@@ -1,8 +1,8 @@
-//! A reshard plan: the complete, checked list of what is copied from where to where.
+//! A reshard plan: the checked list of all copies from stored to requested tensors.
 //!
-//! A plan is made of arrays, one for each local tensor that is wanted, and each array of copies: strided boxes that
-//! lie in one stored tensor and in the array. Every element of an array is covered by exactly one copy or is padding.
-//! Carrying it out can fail only by I/O.
+//! A plan consists of arrays, one per requested local tensor. An array consists of copies: strided boxes of a stored
+//! tensor and of the array. Exactly one copy covers each element of an array, or the element is padding. Execution fails
+//! only for I/O errors, damage and cancellation.
 
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Result};
@@ -12,48 +12,48 @@ use crate::strided::{Dim, dst_span, merge_dims};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A strided box in a source and in an array. Dims are sorted by falling `dst`; equal runs are merged.
+/// A strided box in a source and in an array. Dims are sorted by descending `dst`; contiguous dims are merged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CopyOp {
-    /// Which of the plan's sources.
+    /// Number of the source in the plan.
     pub source: u32,
-    /// Byte of the source at which its first element lies.
+    /// First byte of the box in the source.
     pub src_start_bytes: u64,
-    /// Element of the array at which it begins.
+    /// First element of the box in the array.
     pub dst: u64,
-    /// Its dims.
+    /// The dims of the box.
     pub dims: Vec<Dim>,
 }
 
 impl CopyOp {
-    /// One past its last element in the array.
+    /// One past the last element of the box in the array.
     pub(crate) fn dst_end(&self) -> u64 {
         self.dst + dst_span(&self.dims)
     }
 }
 
-/// One wanted local tensor.
+/// One requested local tensor.
 #[derive(Debug, Clone)]
 pub struct Array {
     /// Its name.
     pub name: String,
     /// dtype in the sources.
     pub stored: Dtype,
-    /// dtype wanted; differs from `stored` where a cast was asked for.
+    /// Requested dtype; it differs from `stored` if the array is cast.
     pub dtype: Dtype,
     /// Its shape, in storage order, in elements.
     pub shape: Vec<u64>,
-    /// Sorted by `dst`. Counted in units of [`Dtype::unit`] of `stored`.
+    /// Sorted by `dst`, in units of [`Dtype::unit`] of `stored`.
     pub(crate) copy_ops: Vec<CopyOp>,
     /// Ranges that no copy covers, sorted, in units.
     pub(crate) padding: Vec<(u64, u64)>,
-    /// Largest `dst_end` of the copies up to here: where a search for the first overlap begins.
+    /// For each copy the largest `dst_end` of all copies up to it, for the search of the first overlap.
     max_end: Vec<u64>,
     n_units: u64,
 }
 
 impl Array {
-    /// An array of copies and padding, both counted in elements.
+    /// Creates an array from copies and padding, both in elements.
     pub fn new(
         name: String,
         (stored, dtype): (Dtype, Dtype),
@@ -73,11 +73,13 @@ impl Array {
                     .iter_mut()
                     .all(|copy_op| to_units(copy_op, per_unit));
             if !whole {
-                let message = format!("a cut of `{name}` ({stored}) does not fall on whole bytes");
+                let message = format!(
+                    "a shard of `{name}` ({stored}) does not begin or end at a byte boundary"
+                );
                 return Err(Error::new(Kind::Unsupported, message)
                     .key(&name)
                     .hint(format!(
-                        "cut the last dim at multiples of {per_unit} elements"
+                        "split the last dim at multiples of {per_unit} elements"
                     )));
             }
             for (from, to) in &mut padding {
@@ -106,12 +108,12 @@ impl Array {
         })
     }
 
-    /// Units of the array: elements, but for dtypes narrower than a byte.
+    /// Number of units; a unit is one element, except for dtypes narrower than a byte.
     pub fn n_units(&self) -> u64 {
         self.n_units
     }
 
-    /// Bytes of one unit as wanted.
+    /// Bytes of one unit in the requested dtype.
     pub fn unit_bytes(&self) -> u64 {
         self.dtype.unit().1
     }
@@ -121,14 +123,14 @@ impl Array {
         self.n_units * self.unit_bytes()
     }
 
-    /// The copies that may touch `start..end`.
+    /// The copies that may overlap `start..end`, in units.
     pub(crate) fn copy_ops_over(&self, start: u64, end: u64) -> &[CopyOp] {
         let first = self.max_end.partition_point(|e| *e <= start);
         let last = self.copy_ops.partition_point(|copy_op| copy_op.dst < end);
         self.copy_ops.get(first..last).unwrap_or(&[])
     }
 
-    /// The one copy, if the array lies in a source just as it is wanted.
+    /// The only copy, if the array is stored in a source contiguously and in the requested dtype.
     pub fn contiguous(&self) -> Option<&CopyOp> {
         match self.copy_ops.as_slice() {
             [copy_op] if self.padding.is_empty() && self.stored == self.dtype => {
@@ -144,7 +146,7 @@ impl Array {
     }
 }
 
-/// Recounts a copy of a sub-byte dtype in whole-byte units; false if it does not fall on them.
+/// Converts a copy of a sub-byte dtype to units of complete bytes; false if that is not possible.
 fn to_units(copy_op: &mut CopyOp, per_unit: u64) -> bool {
     if !copy_op.dst.is_multiple_of(per_unit) {
         return false;
@@ -165,10 +167,10 @@ fn to_units(copy_op: &mut CopyOp, per_unit: u64) -> bool {
     inner
 }
 
-/// Where a copy's bytes lie.
+/// The source of a copy.
 #[derive(Debug, Clone)]
 pub enum PlanSource<'a> {
-    /// A shard file, and its number in the index.
+    /// Number of a shard file in the index, and the file.
     File(u32, Arc<ShardFile>),
     /// Memory of the caller.
     Memory(&'a [u8]),
@@ -183,9 +185,9 @@ pub struct MemoryTensor<'a> {
     pub dtype: Dtype,
     /// Its shape.
     pub shape: Vec<u64>,
-    /// Everything from its first element to its last.
+    /// All bytes from its first to its last element.
     pub bytes: &'a [u8],
-    /// Bytes between neighbours, one entry a dim; of a dtype narrower than a byte they play no part.
+    /// Strides in bytes, one per dim; ignored for dtypes narrower than a byte.
     pub strides_bytes: Vec<u64>,
 }
 
@@ -194,7 +196,7 @@ pub struct MemoryTensor<'a> {
 pub struct Plan<'a> {
     pub(crate) arrays: Vec<Array>,
     pub(crate) sources: Vec<PlanSource<'a>>,
-    /// Whether chunks are compared with their sums, where sums are known.
+    /// Whether chunks are compared with their checksums, for files with checksums.
     pub(crate) verify: bool,
 }
 
@@ -215,7 +217,7 @@ impl<'a> Plan<'a> {
             self.arrays
                 .get(*i)
                 .cloned()
-                .ok_or_else(|| Error::new(Kind::Argument, format!("no array {i}")))
+                .ok_or_else(|| Error::new(Kind::Argument, format!("there is no array {i}")))
         };
         Ok(Self {
             arrays: arrays.iter().map(pick).collect::<Result<_>>()?,
@@ -234,7 +236,7 @@ impl<'a> Plan<'a> {
         self.arrays.iter().map(|array| array.copy_ops.len()).sum()
     }
 
-    /// Bytes wanted of each file, by its number in the index.
+    /// Bytes that are copied from each file, by its number in the index.
     pub fn source_bytes(&self) -> BTreeMap<u32, u64> {
         let mut bytes = BTreeMap::new();
         for array in &self.arrays {
@@ -248,8 +250,10 @@ impl<'a> Plan<'a> {
         bytes
     }
 
-    /// A plan over memory of the caller: one array a buffer, in order.
+    /// Creates a plan over memory of the caller: one array per tensor, in order.
     ///
+    /// # Errors
+    /// The bytes or strides of a tensor do not match its shape.
     pub fn of_memory(tensors: Vec<MemoryTensor<'a>>) -> Result<Self> {
         let mut plan = Plan::default();
         for tensor in tensors {
@@ -266,7 +270,7 @@ impl<'a> Plan<'a> {
             let (per_unit, unit_bytes) = dtype.unit();
             let n_bytes = dtype
                 .n_bytes(&shape)
-                .ok_or_else(|| bad("has no whole number of bytes"))?;
+                .ok_or_else(|| bad("does not have an integer number of bytes"))?;
             let contiguous = row_major_strides(&shape);
             let is_contiguous = per_unit > 1
                 || shape.iter().enumerate().all(|(d, len)| {
@@ -292,8 +296,9 @@ impl<'a> Plan<'a> {
                             dst: contiguous[d],
                         })
                     });
-                    dims.collect::<Option<Vec<_>>>()
-                        .ok_or_else(|| bad("has strides that are no multiples of its elements"))?
+                    dims.collect::<Option<Vec<_>>>().ok_or_else(|| {
+                        bad("has strides that are not multiples of the element size")
+                    })?
                 };
                 let span = if is_contiguous {
                     Some(n_bytes)
@@ -302,7 +307,7 @@ impl<'a> Plan<'a> {
                 };
                 if span.is_none_or(|span| span > bytes.len() as u64) {
                     return Err(bad(&format!(
-                        "has {} bytes, its shape and strides ask for more",
+                        "has {} bytes, its shape and strides require more",
                         bytes.len()
                     )));
                 }
@@ -332,7 +337,7 @@ fn checked_span(dims: &[Dim]) -> Option<u64> {
     })
 }
 
-/// A copy from a box that lies in both sides: element offsets and strides, one stride a dim.
+/// Source offset, destination offset and dims of the copy of a region; both sides have an offset and one stride per dim.
 pub(crate) fn strided_copy(
     common: &Region,
     (src, src_strides): (u64, &[u64]),

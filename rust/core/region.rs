@@ -1,10 +1,10 @@
-//! A box of a tensor: half-open, in elements.
+//! Regions: half-open boxes of a tensor, in elements.
 
 use crate::dtype::n_elements;
 use crate::error::{Error, Kind, Result};
 use std::fmt;
 
-/// `offset` and `shape` of a box, one entry a dim. A 0-d region has one element.
+/// A half-open box of a tensor: `offset` and `shape`, one entry per dim. A 0-d region has one element.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Region {
     offset: Vec<u64>,
@@ -12,7 +12,10 @@ pub struct Region {
 }
 
 impl Region {
-    /// A region; offset and shape have the same length, their sum and the number of elements do not overflow.
+    /// Creates a region.
+    ///
+    /// # Errors
+    /// Offset and shape differ in length, or their sum or the number of elements overflows.
     pub fn new(offset: Vec<u64>, shape: Vec<u64>) -> Result<Self> {
         let fits = offset
             .iter()
@@ -20,7 +23,7 @@ impl Region {
             .all(|(o, s)| o.checked_add(*s).is_some());
         if offset.len() != shape.len() || !fits || n_elements(&shape).is_none() {
             let message = format!(
-                "offset {} and shape {} are no region",
+                "offset {} and shape {} do not form a region",
                 Dims(&offset),
                 Dims(&shape)
             );
@@ -29,7 +32,7 @@ impl Region {
         Ok(Self { offset, shape })
     }
 
-    /// The whole of a tensor whose number of elements is known to fit.
+    /// The region of a complete tensor. Its number of elements must not overflow.
     pub fn whole(shape: &[u64]) -> Self {
         Self {
             offset: vec![0; shape.len()],
@@ -37,12 +40,12 @@ impl Region {
         }
     }
 
-    /// First element, one index a dim.
+    /// Index of the first element in each dim.
     pub fn offset(&self) -> &[u64] {
         &self.offset
     }
 
-    /// Extent, one a dim.
+    /// Number of elements in each dim.
     pub fn shape(&self) -> &[u64] {
         &self.shape
     }
@@ -62,17 +65,17 @@ impl Region {
         self.shape.iter().product()
     }
 
-    /// Whether it holds no element.
+    /// Whether there is no element.
     pub fn is_empty(&self) -> bool {
         self.shape.contains(&0)
     }
 
-    /// Whether it lies inside a tensor of this shape.
+    /// Whether it is inside a tensor of this shape.
     pub fn lies_in(&self, shape: &[u64]) -> bool {
         self.rank() == shape.len() && (0..self.rank()).all(|d| self.end(d) <= shape[d])
     }
 
-    /// The common box, unless it is empty.
+    /// The intersection; `None` if it is empty.
     pub fn intersect(&self, other: &Self) -> Option<Self> {
         debug_assert_eq!(self.rank(), other.rank());
         let mut offset = Vec::with_capacity(self.rank());
@@ -89,7 +92,7 @@ impl Region {
         Some(Self { offset, shape })
     }
 
-    /// What is left of `self` without `other`: at most two boxes a dim, disjoint.
+    /// The elements of `self` that are not in `other`, as disjoint regions, at most two per dim.
     pub fn subtract(&self, other: &Self) -> Vec<Self> {
         let Some(common) = self.intersect(other) else {
             return vec![self.clone()];
@@ -124,7 +127,7 @@ impl fmt::Display for Region {
     }
 }
 
-/// A shape or offset as people write it: `(4, 2)`, `(8,)`, `()`.
+/// Displays a shape or offset as a Python tuple: `(4, 2)`, `(8,)`, `()`.
 pub struct Dims<'a>(pub &'a [u64]);
 
 impl fmt::Display for Dims<'_> {
@@ -148,7 +151,7 @@ pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
     strides
 }
 
-/// The row-major range `start..end` of an array as boxes, in order: at most `2 n - 1` for `n` dims.
+/// The row-major range `start..end` of an array as regions, in order: at most `2 n - 1` for `n` dims.
 pub fn flat_range_boxes(shape: &[u64], start: u64, end: u64) -> Vec<Region> {
     let mut boxes = Vec::new();
     let mut region = Region {

@@ -1,4 +1,4 @@
-//! What is wanted: local arrays, each made of regions of the tensors of an index.
+//! Requests: local arrays, each made of regions of the tensors of an index.
 
 use crate::error::{Error, Kind, Printable, Result};
 use crate::layout::{FlatSpan, Layout};
@@ -6,18 +6,18 @@ use crate::region::{Region, row_major_strides};
 use crate::tile::Tile;
 use std::sync::Arc;
 
-/// One wanted array, by regions of keys.
+/// One requested array, made of tiles of keys.
 #[derive(Debug)]
 pub struct RequestedArray {
     pub(crate) name: String,
     pub(crate) shape: Vec<u64>,
     pub(crate) tiles: Vec<(String, Tile)>,
     pub(crate) padding: Vec<(u64, u64)>,
-    /// Keys that it is made of and the global shapes that the request takes for granted.
+    /// The keys of its tiles, and the global shapes that the request assumes.
     pub(crate) keys: Vec<(String, Option<Vec<u64>>)>,
 }
 
-/// The local arrays that a load or a file wants.
+/// The local arrays that are requested.
 #[derive(Debug, Default)]
 pub struct Request {
     pub(crate) arrays: Vec<RequestedArray>,
@@ -29,12 +29,15 @@ impl Request {
         self.arrays.len()
     }
 
-    /// Whether nothing is wanted.
+    /// Whether there is no array.
     pub fn is_empty(&self) -> bool {
         self.arrays.is_empty()
     }
 
-    /// The part of `key` that the rank at a position of the layout's mesh holds.
+    /// Requests the part of `key` that the rank at a position of the mesh holds.
+    ///
+    /// # Errors
+    /// The rank holds no part.
     pub fn add(&mut self, name: &str, key: &str, layout: &Layout, position: u64) -> Result<()> {
         if !layout.holds(position) {
             let message = format!(
@@ -65,7 +68,7 @@ impl Request {
         Ok(())
     }
 
-    /// A box of `key`.
+    /// Requests a region of `key`.
     pub fn add_region(&mut self, name: &str, key: &str, region: Region) {
         let shape = region.shape().to_vec();
         let tile = Tile {
@@ -82,7 +85,10 @@ impl Request {
         });
     }
 
-    /// The part of a rank in the blocks of several keys laid end to end, each start rounded up to `align`.
+    /// Requests the part of a rank in the concatenated blocks of several keys; each start is rounded up to `align` elements.
+    ///
+    /// # Errors
+    /// There are no keys, their layouts differ in `flat` or mesh, the rank does not hold one, or the result is too long.
     pub fn add_joined(
         &mut self,
         name: &str,
@@ -97,13 +103,15 @@ impl Request {
             )
             .key(name)
         };
-        let (_, first) = members.first().ok_or_else(|| bad("no keys".to_owned()))?;
+        let (_, first) = members
+            .first()
+            .ok_or_else(|| bad("it has no keys".to_owned()))?;
         let axes = first
             .flat_axes()
-            .ok_or_else(|| bad("its keys are not flat".to_owned()))?;
+            .ok_or_else(|| bad("the layouts of its keys have no `flat`".to_owned()))?;
         let position = first.mesh().position(rank)?;
         if align == 0 {
-            return Err(bad("`align` is 0; at least 1 is needed".to_owned()));
+            return Err(bad("`align` is 0; expected at least 1".to_owned()));
         }
         let (mut end, mut starts) = (0_u64, Vec::new());
         for (key, layout) in members {
@@ -112,30 +120,30 @@ impl Request {
                 || !layout.holds(position)
             {
                 return Err(bad(format!(
-                    "`{}` lies on other axes, or rank {rank} does not hold it",
+                    "`{}` is partitioned over other axes, or rank {rank} does not hold it",
                     Printable(key)
                 )));
             }
             let n: u64 = layout.block_shape(position).iter().product();
             let start = end
                 .checked_next_multiple_of(align)
-                .ok_or_else(|| bad("is too long".to_owned()))?;
+                .ok_or_else(|| bad("it is too long".to_owned()))?;
             end = start
                 .checked_add(n)
                 .filter(|end| *end < 1 << 62)
-                .ok_or_else(|| bad("is too long".to_owned()))?;
+                .ok_or_else(|| bad("it is too long".to_owned()))?;
             starts.push((start, n));
         }
         let parts = first.mesh().n_folded(axes);
         let unit = parts
             .checked_mul(align)
-            .ok_or_else(|| bad("is too long".to_owned()))?;
+            .ok_or_else(|| bad("it is too long".to_owned()))?;
         let total = end
             .checked_next_multiple_of(unit)
-            .ok_or_else(|| bad("is too long".to_owned()))?;
+            .ok_or_else(|| bad("it is too long".to_owned()))?;
         let part_len = total / parts;
         let own = first.mesh().fold(position, axes) * part_len;
-        let mut wanted = RequestedArray {
+        let mut array = RequestedArray {
             name: name.to_owned(),
             shape: vec![part_len],
             tiles: Vec::new(),
@@ -145,11 +153,11 @@ impl Request {
                 .map(|(key, layout)| (key.clone(), Some(layout.shape().to_vec())))
                 .collect(),
         };
-        // Everything of the own part that lies in no block is padding.
+        // All elements of the part that are in no block are padding.
         let mut gap_from = own;
         for ((key, layout), (start, n)) in members.iter().zip(starts) {
             let tiles = layout.tiles_in(position, FlatSpan { start, part_len });
-            wanted
+            array
                 .tiles
                 .extend(tiles.into_iter().map(|tile| (key.clone(), tile)));
             let (from, to) = (
@@ -158,15 +166,15 @@ impl Request {
             );
             if from < to {
                 if gap_from < from {
-                    wanted.padding.push((gap_from - own, from - own));
+                    array.padding.push((gap_from - own, from - own));
                 }
                 gap_from = to;
             }
         }
         if gap_from < own + part_len {
-            wanted.padding.push((gap_from - own, part_len));
+            array.padding.push((gap_from - own, part_len));
         }
-        self.arrays.push(wanted);
+        self.arrays.push(array);
         Ok(())
     }
 

@@ -1,7 +1,7 @@
 //! One shard file: its checked table of contents and its bytes.
 //!
-//! A safetensors file tells its table at its beginning; that of a `.ckpt` is put together by a walk over the file. What
-//! differs ends here: to everybody else a file has tensors with a name, a dtype, a shape and a place.
+//! A safetensors file has its table at the start; the table of a `.ckpt` file is collected by parsing the complete framing.
+//! Other modules do not distinguish the formats: a file has tensors with a name, a dtype, a shape and a byte range.
 
 use crate::checksum::Checksums;
 use crate::ckpt::Records;
@@ -13,21 +13,21 @@ use crate::local_array::LocalArray;
 use crate::source::Source;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// How a shard file tells what it holds.
+/// The format of a shard file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// A header.
+    /// A safetensors file, with a header.
     Safetensors,
-    /// Values with the contents between them.
+    /// A `.ckpt` file, a sequence of values.
     Ckpt,
 }
 
-/// What a shard file says of its tensors.
+/// The table of contents of a shard file.
 #[derive(Debug)]
 pub enum Table {
-    /// Of a safetensors file.
+    /// The header of a safetensors file.
     Header(Header),
-    /// Of a `.ckpt` file.
+    /// The records of a `.ckpt` file.
     Records(Records),
 }
 
@@ -37,12 +37,12 @@ pub struct ShardFile {
     source: Source,
     table: Arc<Table>,
     checksums: Option<Arc<Checksums>>,
-    /// Whether the whole file has been compared with what stands in it for that.
+    /// Whether the content of the file has been compared with the CRC in it.
     is_verified: Mutex<bool>,
 }
 
 impl Table {
-    /// How many stored tensors there are.
+    /// Number of stored tensors.
     pub fn len(&self) -> usize {
         match self {
             Self::Header(header) => header.len(),
@@ -50,7 +50,7 @@ impl Table {
         }
     }
 
-    /// Whether there is none.
+    /// Whether there is no stored tensor.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -66,7 +66,7 @@ impl Table {
         }
     }
 
-    /// The number of the stored tensor of this name.
+    /// The number of the stored tensor with this name.
     pub fn find(&self, name: &str) -> Option<usize> {
         match self {
             Self::Header(header) => header.find(name),
@@ -74,7 +74,7 @@ impl Table {
         }
     }
 
-    /// Where the bytes of the entries are counted from.
+    /// Byte of the file from which the bytes of the entries are counted.
     pub fn data_start(&self) -> u64 {
         match self {
             Self::Header(header) => header.data_start(),
@@ -82,7 +82,7 @@ impl Table {
         }
     }
 
-    /// Keys and values of `__metadata__`, sorted by key; `None` where there is none.
+    /// Keys and values of `__metadata__`, sorted by key; `None` if the file has none.
     pub fn metadata(&self) -> Option<impl ExactSizeIterator<Item = (&str, &str)>> {
         match self {
             Self::Header(header) => header.metadata(),
@@ -90,7 +90,7 @@ impl Table {
         }
     }
 
-    /// Names of values that are text and no tensors.
+    /// Names of values that are text instead of tensors.
     pub fn strings(&self) -> &[String] {
         match self {
             Self::Header(_) => &[],
@@ -108,7 +108,7 @@ impl Table {
         }
     }
 
-    /// The tensor of a name, if it is stored in several parts.
+    /// The tensor with a name, if it is stored in several parts.
     pub fn split(&self, name: &str) -> Option<LocalArray> {
         match self {
             Self::Header(_) => None,
@@ -118,7 +118,7 @@ impl Table {
 }
 
 impl ShardFile {
-    /// Reads and checks the table of a file; where checksums are told, also that it has their size and header.
+    /// Reads and checks the table of a file. With `checksums`, also verifies its size and its header.
     pub fn open(source: Source, format: Format, checksums: Option<Arc<Checksums>>) -> Result<Self> {
         let table = match format {
             Format::Safetensors => Table::Header(read_header(&source, checksums.as_deref())?),
@@ -134,12 +134,12 @@ impl ShardFile {
         })
     }
 
-    /// The checksums of its chunks, where they are known.
+    /// The checksums of its chunks, if they are known.
     pub fn checksums(&self) -> Option<&Arc<Checksums>> {
         self.checksums.as_ref()
     }
 
-    /// What it says of its tensors.
+    /// The table of contents.
     pub fn table(&self) -> &Arc<Table> {
         &self.table
     }
@@ -149,7 +149,7 @@ impl ShardFile {
         &self.source
     }
 
-    /// dtype, shape and first byte in the file of a stored tensor.
+    /// dtype, shape and first byte of a stored tensor in the file.
     pub fn tensor(&self, name: &str) -> Option<(Dtype, Vec<u64>, u64)> {
         let entry = self.table.entry(self.table.find(name)?);
         Some((
@@ -159,16 +159,15 @@ impl ShardFile {
         ))
     }
 
-    /// Whether the file itself has a sum of all its bytes.
+    /// Whether the file ends with a CRC of its content.
     pub fn has_crc(&self) -> bool {
         matches!(&*self.table, Table::Records(records) if records.has_crc())
     }
 
-    /// Compares all bytes with the sum in the file, if it has one and that has not been done: an opened file is the
-    /// same file as long as it is open.
+    /// Compares the content with the CRC at the end of the file, if there is one. This is done once per opened file.
     ///
     /// # Errors
-    /// They differ, or cannot be read.
+    /// The content differs, or cannot be read.
     pub fn verify(&self, control: &Control) -> Result<()> {
         let Table::Records(records) = &*self.table else {
             return Ok(());
@@ -176,7 +175,7 @@ impl ShardFile {
         if !records.has_crc() {
             return Ok(());
         }
-        // Others wait here rather than read the file a second time.
+        // Other threads wait for the lock instead of reading the file again.
         let mut is_verified = self
             .is_verified
             .lock()
@@ -195,7 +194,7 @@ fn read_header(source: &Source, checksums: Option<&Checksums>) -> Result<Header>
         && source.n_bytes() != checksums.n_bytes()
     {
         let message = format!(
-            "{} has {} bytes, {} were written",
+            "{} has {} bytes, but {} were written",
             path.display(),
             source.n_bytes(),
             checksums.n_bytes()
@@ -203,24 +202,24 @@ fn read_header(source: &Source, checksums: Option<&Checksums>) -> Result<Header>
         return Err(Error::damaged(message).path(path));
     }
     let header = Header::read(source);
-    let altered = || {
+    let differs = || {
         let message = format!(
-            "{}: the header is not the one that was written",
+            "{}: the header differs from the one that was written",
             path.display()
         );
         Error::damaged(message).path(path)
     };
     if let Some(checksums) = checksums {
-        // A header that is not the one that was written is best told so, whatever else is wrong with it.
+        // A wrong checksum is reported before any other fault of the header.
         match &header {
             Ok(header) if header.checksum() == checksums.header_checksum() => {}
             Err(error) if error.kind() == crate::Kind::Io => {}
-            _ => return Err(altered()),
+            _ => return Err(differs()),
         }
     }
     let header = header.map_err(|error| error.within(path.display()))?;
     if checksums.is_some_and(|checksums| checksums.header_bytes() != header.data_start()) {
-        return Err(altered());
+        return Err(differs());
     }
     Ok(header)
 }

@@ -1,7 +1,7 @@
-//! Snapshots: the images of shard files in memory, taken while the caller waits and written while it goes on.
+//! Snapshots: images of shard files in memory. The caller waits for the copy; the write runs in the background.
 //!
-//! An image is the whole file, header included, so that it goes to disk straight from where it lies. Its memory comes
-//! from a pool: touching fresh pages costs more than the copy, and a trainer saves the same state again and again.
+//! An image is the complete file, header included, so that it is written from its memory without another copy. The memory
+//! comes from a pool, because page faults cost more than the copy and a training run saves the same state repeatedly.
 
 use crate::checksum::Checksums;
 use crate::control::Control;
@@ -12,20 +12,20 @@ use crate::writer::{Content, Options, write_image};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Sizes are rounded up to this, so that a state that grows a little finds its memory again.
+/// Sizes are rounded up to a multiple of this, so that a state that grows slightly can reuse memory.
 const ROUND_BYTES: u64 = 4 << 20;
 
-/// Memory that snapshots take and give back.
+/// A pool of memory for snapshots.
 #[derive(Debug)]
 pub struct Pool {
     max_free_bytes: u64,
     free: Mutex<Vec<Memory>>,
-    /// The process that may use it: children do not inherit the memory.
+    /// The process that may use the memory; child processes do not inherit it.
     pid: u32,
 }
 
 impl Pool {
-    /// A pool that keeps at most so many bytes that nobody uses.
+    /// Creates a pool that keeps at most `max_free_bytes` of unused memory.
     pub fn new(max_free_bytes: u64) -> Self {
         Self {
             max_free_bytes,
@@ -34,7 +34,7 @@ impl Pool {
         }
     }
 
-    /// Bytes that are kept and not in use.
+    /// Bytes of unused memory.
     pub fn free_bytes(&self) -> u64 {
         if self.pid != std::process::id() {
             return 0;
@@ -43,8 +43,8 @@ impl Pool {
         free.iter().map(|memory| memory.len() as u64).sum()
     }
 
-    /// The smallest free memory that is large enough and not twice as large, and whether its pages were touched before.
-    fn take(&self, n_bytes: u64) -> Result<(Memory, Stores)> {
+    /// Acquires the smallest free memory of one to two times the size, or allocates memory, with the matching kind of stores.
+    fn acquire(&self, n_bytes: u64) -> Result<(Memory, Stores)> {
         let size = n_bytes.next_multiple_of(ROUND_BYTES) as usize;
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = free
@@ -58,14 +58,14 @@ impl Pool {
         }
         drop(free);
         let memory = Memory::new(size)?;
-        memory.not_for_children();
+        memory.exclude_from_fork();
         Ok((memory, Stores::Fresh))
     }
 
-    fn give_back(&self, memory: Memory) {
+    fn release(&self, memory: Memory) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.push(memory);
-        // The oldest go first: sizes that are no longer asked for.
+        // The oldest memory is freed first.
         while free.iter().map(|memory| memory.len() as u64).sum::<u64>() > self.max_free_bytes {
             free.remove(0);
         }
@@ -75,7 +75,7 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         if self.pid != std::process::id() {
-            // A child does not have this memory: what lies at its address may be something else.
+            // A child process does not have this memory; its addresses may be in use for something else.
             let free = self.free.get_mut().unwrap_or_else(PoisonError::into_inner);
             free.drain(..).for_each(std::mem::forget);
         }
@@ -95,7 +95,8 @@ impl Snapshot {
     /// Copies the arrays of a plan on the current rayon pool.
     ///
     /// # Errors
-    /// The header cannot be built, memory is short, the pool belongs to a parent process, or the run was cancelled.
+    /// The header cannot be built, memory cannot be allocated, the pool belongs to a parent process, or the run was
+    /// cancelled.
     pub fn take(
         pool: &Arc<Pool>,
         plan: &Plan<'_>,
@@ -104,7 +105,7 @@ impl Snapshot {
     ) -> Result<Self> {
         check_process(pool)?;
         let content = Content::new(plan, metadata)?;
-        let (mut memory, stores) = pool.take(content.n_bytes())?;
+        let (mut memory, stores) = pool.acquire(content.n_bytes())?;
         let image = &mut memory.as_mut_slice()[..content.n_bytes() as usize];
         let filled = content.fill(0, image, stores, control);
         let this = Self {
@@ -116,18 +117,18 @@ impl Snapshot {
         filled.map(|()| this)
     }
 
-    /// Size of the file to be.
+    /// Size of the file in bytes.
     pub fn n_bytes(&self) -> u64 {
         self.n_bytes
     }
 
-    /// Writes the image; see [`crate::writer::write`]. Of the options the metadata plays no part: it lies in the image.
+    /// Writes the image; see [`crate::writer::write`]. The metadata of the options is ignored: the image contains it.
     ///
     /// # Errors
-    /// As there, or this is a child of the process that took it.
+    /// As [`crate::writer::write`], or this is a child of the process that took the snapshot.
     pub fn write(&self, path: &Path, options: &Options, control: &Control) -> Result<Checksums> {
         check_process(&self.pool)?;
-        let memory = self.memory.as_ref().expect("taken out by drop alone");
+        let memory = self.memory.as_ref().expect("only drop takes the memory");
         let image = &memory.as_slice()[..self.n_bytes as usize];
         write_image(path, image, self.header_bytes, options, control)
     }
@@ -139,7 +140,7 @@ impl Drop for Snapshot {
             return;
         };
         if self.pool.pid == std::process::id() {
-            self.pool.give_back(memory);
+            self.pool.release(memory);
         } else {
             std::mem::forget(memory);
         }
@@ -151,10 +152,10 @@ fn check_process(pool: &Pool) -> Result<()> {
         return Ok(());
     }
     let message = format!(
-        "this snapshot belongs to process {}, and this is a child of it",
+        "this snapshot belongs to process {}, the parent of this process",
         pool.pid
     );
-    Err(Error::new(Kind::Argument, message).hint("save in the process that began the save"))
+    Err(Error::new(Kind::Argument, message).hint("save in the process that started the save"))
 }
 
 #[cfg(test)]
@@ -164,7 +165,7 @@ mod tests {
     use crate::plan::MemoryTensor;
 
     #[test]
-    fn a_snapshot_is_what_a_write_would_be_and_its_memory_is_used_again() {
+    fn a_snapshot_equals_a_written_file_and_its_memory_is_reused() {
         let folder = tempfile::tempdir().unwrap();
         let pool = Arc::new(Pool::new(64 << 20));
         let options = Options {
@@ -203,7 +204,7 @@ mod tests {
                     })
             );
         }
-        // 4 MiB for the small one, 12 for the large one, which serves the last one too.
+        // 4 MiB for the small snapshot, and 12 MiB for the large one and the last one.
         assert_eq!(pool.free_bytes(), 16 << 20);
     }
 }

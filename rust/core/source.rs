@@ -1,14 +1,13 @@
 #![expect(
     unsafe_code,
-    reason = "mapping a file is unsafe; the risk is told at `Source`"
+    reason = "mapping a file is unsafe; `LocalFile` documents the risk"
 )]
-//! Where stored bytes come from, behind one type: a map or positioned reads of one opened file, or ranges of an object
-//! that is stored elsewhere.
+//! Sources of stored bytes: an opened file that is mapped or read by positioned reads, or ranges of a remote object.
 //!
-//! On local file systems the file is mapped: bulk copies out of the page cache need no second copy. On network file
-//! systems, where mapping is slow, large positioned reads take its place. Anything else implements [`Ranges`].
+//! On local file systems the file is mapped, so that bytes are copied once, out of the page cache. On network file systems,
+//! where maps are slow, large positioned reads are used. Other stores implement [`Ranges`].
 //!
-//! This module is the only one of the crate that opens or maps a file for reading.
+//! Only this module of the crate opens or maps files for reading.
 
 use crate::error::{Error, Kind, Printable, Result};
 use memmap2::{Mmap, MmapMut, MmapOptions};
@@ -35,15 +34,15 @@ pub enum Method {
     Read,
 }
 
-/// An object outside the local file system of which ranges can be read, by any thread.
+/// An object outside the local file system whose ranges can be read, by any thread.
 ///
-/// Every call returns bytes of the same version of the object. An implementation that finds another version, or a
-/// shorter one, returns an error of [`Kind::Damaged`].
+/// All calls return bytes of the same version of the object. If the object was replaced or truncated, the implementation
+/// returns an error of [`Kind::Damaged`].
 pub trait Ranges: fmt::Debug + Send + Sync {
-    /// Fills a buffer from a position. The range lies inside the object.
+    /// Fills a buffer from a position. The range is inside the object.
     fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()>;
 
-    /// A range, fetched if needed and borrowed until the object is dropped; `None` if [`Self::is_lending`] is false.
+    /// Returns a range, fetched if needed, borrowed until the object is dropped; `None` if [`Self::is_lending`] is false.
     fn bytes(&self, _start: u64, _len: u64) -> Result<Option<&[u8]>> {
         Ok(None)
     }
@@ -53,13 +52,13 @@ pub trait Ranges: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Whether a range is in memory, so that [`Self::bytes`] fetches nothing; false if that is not known.
+    /// Whether a range is in memory, so that [`Self::bytes`] fetches nothing; false if unknown.
     fn is_resident(&self, _start: u64, _len: u64) -> bool {
         false
     }
 }
 
-/// An opened source of bytes, of a size that does not change.
+/// An opened source of bytes of a fixed size.
 #[derive(Debug)]
 pub struct Source {
     path: PathBuf,
@@ -73,27 +72,27 @@ enum Store {
     Ranges(Box<dyn Ranges>),
 }
 
-/// An opened regular file. What is read is always this file, whatever happens to its name.
+/// An opened regular file. All reads return bytes of this file, also if another file gets its name.
 ///
-/// Its descriptor is kept as long as the process can spare it: beyond half of its limit, or 512, a file is opened again for
-/// each use, and refused if it is not the same one any more. A map needs no descriptor.
+/// The descriptor stays open while the process has few of them. Beyond 512 descriptors, or half of the limit of the process,
+/// the file is opened again for each read, and the read fails if it is another file. A map needs no descriptor.
 ///
-/// A map shows what the file is at the time of the copy: bytes that another process changes in place change here too
-/// (we never do that to a published file). A file that another process cuts short makes a copy fail cleanly, because
-/// every range is brought in by `MADV_POPULATE_READ` before it is touched; a cut in the instant between the two kills
-/// the process, as it does for every user of maps.
+/// A map shows the current content of the file: changes in place by another process are visible (this crate never changes
+/// a published file). If another process truncates the file, a copy fails with an error, because every range is faulted in
+/// by `MADV_POPULATE_READ` before it is accessed. A truncation between these two steps terminates the process by SIGBUS, as
+/// for every user of maps.
 #[derive(Debug)]
 struct LocalFile {
     follow_links: bool,
     fd: Option<FdSlot>,
-    /// Device and number of the file.
+    /// Device and inode number of the file.
     identity: (u64, u64),
     map: Option<Mmap>,
-    /// Whether the system reports to this process which pages of the file are in memory.
+    /// Whether the system reports the resident pages of the file to this process.
     knows_residency: bool,
 }
 
-/// An open descriptor, one of a bounded number in this process.
+/// An open descriptor. The number of slots in a process is bounded.
 #[derive(Debug)]
 struct FdSlot(File);
 
@@ -119,7 +118,7 @@ impl Drop for FdSlot {
 }
 
 impl Source {
-    /// Opens a regular file. `follow_links` says whether the last component may be a symbolic link.
+    /// Opens a regular file. With `follow_links` the last component of the path may be a symbolic link.
     pub fn open(path: &Path, follow_links: bool, method: Method) -> Result<Self> {
         let (file, identity, n_bytes) = open_regular(path, follow_links)?;
         let is_mapped = n_bytes > 0
@@ -148,7 +147,7 @@ impl Source {
         })
     }
 
-    /// An object of `n_bytes` bytes that is read by ranges; `path` names it in messages.
+    /// A source of an object of `n_bytes` bytes that is read by ranges; `path` names it in messages.
     pub fn of_ranges(path: PathBuf, n_bytes: u64, ranges: Box<dyn Ranges>) -> Self {
         Self {
             path,
@@ -157,22 +156,22 @@ impl Source {
         }
     }
 
-    /// The path, as it was when the source was opened.
+    /// The path under which the source was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether positioned reads cost no opening.
+    /// Whether positioned reads use an open descriptor.
     pub fn has_fd(&self) -> bool {
         matches!(&self.store, Store::File(LocalFile { fd: Some(_), .. }))
     }
 
-    /// Size when it was opened.
+    /// Size in bytes when the source was opened.
     pub fn n_bytes(&self) -> u64 {
         self.n_bytes
     }
 
-    /// Whether ranges can be borrowed: the file is mapped, or the object lends its ranges.
+    /// Whether ranges can be borrowed: the file is mapped, or the object has borrowable ranges.
     pub fn is_mapped(&self) -> bool {
         match &self.store {
             Store::File(file) => file.map.is_some(),
@@ -180,7 +179,7 @@ impl Source {
         }
     }
 
-    /// A range, brought into memory; `None` if ranges cannot be borrowed.
+    /// Borrows a range and faults it in; `None` if ranges cannot be borrowed.
     pub fn bytes(&self, start: u64, len: u64) -> Result<Option<&[u8]>> {
         let map = match &self.store {
             Store::File(file) => &file.map,
@@ -203,7 +202,7 @@ impl Source {
         Ok(Some(&map[range]))
     }
 
-    /// Whether a range is in memory, so that borrowing it reads nothing; false if that is not known.
+    /// Whether a range is in memory, so that borrowing it reads nothing; false if unknown.
     pub fn is_resident(&self, start: u64, len: u64) -> bool {
         let Ok(range) = self.range(start, len) else {
             return false;
@@ -214,7 +213,7 @@ impl Source {
         }
     }
 
-    /// A kernel before 5.14 does not know the advice: there the size of the file is asked instead.
+    /// Handles a failed `MADV_POPULATE_READ`. Kernels before 5.14 do not support it; the size of the file is checked instead.
     #[cfg(target_os = "linux")]
     fn explain_populate(&self, error: &std::io::Error, end: u64) -> Result<()> {
         let Store::File(file) = &self.store else {
@@ -235,7 +234,7 @@ impl Source {
         self.read_at_or(start, to, |now| self.shrunk(now))
     }
 
-    /// As [`Self::read_at`]; of a file that has become shorter, the error is made from its size now.
+    /// As [`Self::read_at`]. If the file was truncated, `shrunk` creates the error from its current size.
     pub(crate) fn read_at_or(
         &self,
         start: u64,
@@ -255,15 +254,15 @@ impl Source {
         }
     }
 
-    /// A private copy-on-write map of the whole file: writes to it reach neither the file nor other maps. `None` if the
-    /// source is not a local file.
+    /// A private copy-on-write map of the complete file: writes to it change neither the file nor other maps. `None` if
+    /// the source is not a local file.
     pub fn private_map(&self) -> Result<Option<MmapMut>> {
         let Store::File(file) = &self.store else {
             return Ok(None);
         };
         file.with_opened(&self.path, |file| {
-            // SAFETY: as in `shared_map`; the map is handed out as plain memory, whose owner is told what a file that
-            // is cut short does to it.
+            // SAFETY: as in `shared_map`. The map is returned as plain memory; `LocalFile` documents the effect of a
+            // truncation.
             let map = unsafe { MmapOptions::new().map_copy(file) };
             let map = map.map_err(|error| Error::io("cannot map", &self.path, &error))?;
             let now = len_of(file);
@@ -274,7 +273,7 @@ impl Source {
         })
     }
 
-    /// Reads that bypass the page cache, where the file system allows it.
+    /// Reads that bypass the page cache where the file system supports it.
     pub fn uncached(&self) -> Result<Uncached<'_>> {
         let Store::File(file) = &self.store else {
             return Ok(Uncached {
@@ -284,7 +283,7 @@ impl Source {
         };
         let direct = open_direct(&self.path);
         if direct.is_none() {
-            // Pages that were written back are dropped, others are the only copy there is.
+            // Clean pages are dropped. Dirty pages stay: they are the only copy.
             file.with_opened(&self.path, |file| {
                 let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
                 Ok(())
@@ -300,7 +299,7 @@ impl Source {
         let end = start.checked_add(len).filter(|end| *end <= self.n_bytes);
         let end = end.ok_or_else(|| {
             let message = format!(
-                "{} has {} bytes; {len} bytes at {start} were asked for",
+                "{} has {} bytes; {len} bytes at {start} were requested",
                 show(&self.path),
                 self.n_bytes
             );
@@ -317,12 +316,12 @@ impl Source {
         );
         Error::damaged(message)
             .path(&self.path)
-            .hint("something truncated the file while it was in use")
+            .hint("another process truncated the file while it was in use")
     }
 }
 
 impl LocalFile {
-    /// Does something with the opened file.
+    /// Calls `action` with the file, which is opened again if its descriptor was not kept.
     fn with_opened<T>(&self, path: &Path, action: impl FnOnce(&File) -> Result<T>) -> Result<T> {
         if let Some(FdSlot(file)) = &self.fd {
             return action(file);
@@ -330,12 +329,12 @@ impl LocalFile {
         let (file, identity, _) = open_regular(path, self.follow_links)?;
         if identity != self.identity {
             let message = format!(
-                "{} is another file than the one that was checked",
+                "{} was replaced by another file after it was opened",
                 show(path)
             );
             return Err(Error::damaged(message)
                 .path(path)
-                .hint("something replaced it; open the checkpoint again"));
+                .hint("open the checkpoint again"));
         }
         action(&file)
     }
@@ -349,24 +348,24 @@ impl LocalFile {
         let page = rustix::param::page_size();
         let first = range.start / page * page;
         let n_pages = (range.end - first).div_ceil(page);
-        let told = self
+        let n_cached = self
             .fd
             .as_ref()
             .and_then(|FdSlot(file)| n_cached_pages(file, range.start as u64, range.len() as u64));
-        told.map_or_else(
+        n_cached.map_or_else(
             || all_in_memory(&map[first..range.end], n_pages),
             |n| n == n_pages as u64,
         )
     }
 
-    /// Whether a range of the map is in the page cache: not known here.
+    /// Whether a range of the map is in the page cache: unknown on this system.
     #[cfg(not(target_os = "linux"))]
     fn is_resident(&self, _range: std::ops::Range<usize>) -> bool {
         false
     }
 }
 
-/// Reads of a source that bypass the page cache where they can.
+/// Reads of a source that bypass the page cache where possible.
 #[derive(Debug)]
 pub struct Uncached<'a> {
     source: &'a Source,
@@ -374,7 +373,7 @@ pub struct Uncached<'a> {
 }
 
 impl Uncached<'_> {
-    /// Reads `len` bytes from a position into a buffer that begins on a page and has room for whole blocks of 4096 bytes.
+    /// Reads `len` bytes from a position. The buffer is page-aligned, and its size is a multiple of 4096 bytes.
     pub fn read_at(&self, start: u64, len: usize, buffer: &mut [u8]) -> Result<()> {
         let direct = self.direct.as_ref();
         if direct.is_some_and(|file| read_direct(file, start, buffer, len)) {
@@ -384,15 +383,15 @@ impl Uncached<'_> {
     }
 }
 
-/// Pages of a range of a file that are in the page cache, as cachestat(2) tells, which Linux has since 6.5. It counts by
-/// folios, of many pages each, and costs a fiftieth of what mincore(2) does.
+/// Number of pages of a range of a file in the page cache, by cachestat(2) of Linux 6.5 and later. It counts folios of many
+/// pages each and takes a fiftieth of the time of mincore(2).
 #[cfg(target_os = "linux")]
 fn n_cached_pages(file: &File, start: u64, len: u64) -> Option<u64> {
-    const SYS_CACHESTAT: libc::c_long = 451; // not in `libc` for every target; the same number on all but alpha
+    const SYS_CACHESTAT: libc::c_long = 451; // `libc` does not define it for every target; the number is the same on all but alpha
     let range = [start, len];
     let mut found = [0_u64; 5];
-    // SAFETY: the call reads two numbers, start and length, and writes five, of which the pages in the cache are the first;
-    // the descriptor is open as long as `file` lives.
+    // SAFETY: the call reads two numbers, start and length, and writes five; the first one is the number of cached pages.
+    // The descriptor is open as long as `file` lives.
     let status = unsafe {
         libc::syscall(
             SYS_CACHESTAT,
@@ -405,20 +404,20 @@ fn n_cached_pages(file: &File, start: u64, len: u64) -> Option<u64> {
     (status == 0).then_some(found[0])
 }
 
-/// Whether all pages of a part of a map, which begins on a page, are in memory, as mincore(2) tells.
+/// Whether all pages of a page-aligned part of a map are in memory, by mincore(2).
 #[cfg(target_os = "linux")]
 fn all_in_memory(part: &[u8], n_pages: usize) -> bool {
     let mut pages = vec![0_u8; n_pages];
     let at = part.as_ptr().cast_mut().cast();
-    // SAFETY: the part lies in a live map and begins on a page, since the map does; the call only writes one byte a page of
-    // it to `pages`, which has that many.
+    // SAFETY: the part is inside a live map and page-aligned. The call writes one byte per page to `pages`, which has that
+    // many bytes.
     let status = unsafe { libc::mincore(at, part.len(), pages.as_mut_ptr().cast()) };
     status == 0 && pages.iter().all(|page| page & 1 == 1)
 }
 
-/// Opens a regular file; it, its device and number, its size.
+/// Opens a regular file. Returns it, its device and inode number, and its size in bytes.
 fn open_regular(path: &Path, follow_links: bool) -> Result<(File, (u64, u64), u64)> {
-    // NONBLOCK: opening a FIFO that someone planted must not hang.
+    // NONBLOCK: opening a FIFO must not block.
     let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     if !follow_links {
         flags |= OFlags::NOFOLLOW;
@@ -426,7 +425,7 @@ fn open_regular(path: &Path, follow_links: bool) -> Result<(File, (u64, u64), u6
     let opened = rustix::fs::open(path, flags, Mode::empty());
     let file = opened.map_err(|errno| match errno {
         rustix::io::Errno::LOOP if !follow_links => Error::damaged(format!(
-            "{} is a symbolic link; a regular file was expected",
+            "{} is a symbolic link; expected a regular file",
             show(path)
         ))
         .path(path),
@@ -452,17 +451,17 @@ fn open_direct(path: &Path) -> Option<File> {
         .map(File::from)
 }
 
-/// Reads `len` bytes into a buffer that has room for whole blocks; false if that cannot be done directly.
+/// Reads `len` bytes into a buffer with a size in complete blocks; false if a direct read is not possible.
 fn read_direct(file: &File, start: u64, buffer: &mut [u8], len: usize) -> bool {
-    let room = len.next_multiple_of(DIRECT_BLOCK_BYTES).min(buffer.len());
+    let block_end = len.next_multiple_of(DIRECT_BLOCK_BYTES).min(buffer.len());
     let mut done = 0;
     while done < len {
-        match file.read_at(&mut buffer[done..room], start + done as u64) {
+        match file.read_at(&mut buffer[done..block_end], start + done as u64) {
             Ok(n) if n > 0 => done += n,
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
             _ => return false,
         }
-        // A short read that ends inside a block can only be followed by the end of the file.
+        // After a short read that ends inside a block only the end of the file can follow.
         if done < len && !done.is_multiple_of(DIRECT_BLOCK_BYTES) {
             return false;
         }
@@ -471,8 +470,8 @@ fn read_direct(file: &File, start: u64, buffer: &mut [u8], len: usize) -> bool {
 }
 
 fn shared_map(file: &File, path: &Path) -> Result<Mmap> {
-    // SAFETY: the map is only read, through `Source::bytes`, which brings each range in first. That no other process
-    // changes or truncates the file meanwhile cannot be had from the system; what follows is told at `Source`.
+    // SAFETY: the map is read only through `Source::bytes`, which faults each range in first. The system cannot prevent
+    // that another process changes or truncates the file; `LocalFile` documents the effect.
     let map = unsafe { MmapOptions::new().map(file) };
     let map = map.map_err(|error| Error::io("cannot map", path, &error))?;
     #[cfg(target_os = "linux")]
@@ -480,16 +479,16 @@ fn shared_map(file: &File, path: &Path) -> Result<Mmap> {
     Ok(map)
 }
 
-/// Whether mincore(2) speaks of the page cache: of files that the caller may neither write nor own it says that all of
-/// them is in memory.
+/// Whether mincore(2) reports the page cache. For files that the caller neither owns nor may write it reports all pages as
+/// resident.
 fn knows_residency(file: &File, path: &Path) -> bool {
-    let is_own = file
+    let is_owner = file
         .metadata()
         .is_ok_and(|status| status.uid() == rustix::process::geteuid().as_raw());
-    is_own || rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok()
+    is_owner || rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok()
 }
 
-/// Size of a file now; 0 if it cannot be told.
+/// Current size of a file; 0 if it is unknown.
 fn len_of(file: &File) -> u64 {
     file.metadata().map_or(0, |status| status.len())
 }
@@ -498,7 +497,7 @@ fn show(path: &Path) -> String {
     Printable(&path.to_string_lossy()).to_string()
 }
 
-/// Whether a file lies on a file system whose page cache is this machine's own.
+/// Whether a file is on a local file system, which has its page cache on this host.
 #[cfg(target_os = "linux")]
 fn is_local(file: &File) -> bool {
     // Magic numbers of statfs(2).
@@ -531,7 +530,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_cut_short_is_an_error_by_map_and_by_read() {
+    fn a_truncated_file_is_an_error_by_map_and_by_read() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         for method in [Method::Map, Method::Read] {
@@ -556,7 +555,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn both_calls_tell_the_same_of_the_page_cache() {
+    fn cachestat_and_mincore_agree_on_the_page_cache() {
         const N: usize = 8 << 20;
         let page = rustix::param::page_size();
         let folder = tempfile::tempdir().unwrap();
@@ -569,7 +568,7 @@ mod tests {
         };
         let FdSlot(file) = local.fd.as_ref().unwrap();
         file.sync_all().unwrap();
-        // What is dropped differs from file system to file system: only that both calls agree on it is known.
+        // File systems differ in what they drop. The test checks only that both calls agree.
         rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
         rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::Random).unwrap();
         file.read_exact_at(&mut [0; 100], 3 << 20).unwrap();

@@ -1,8 +1,8 @@
-//! The stored tiles of one tensor, in one of two forms, and the copies that a wanted tile needs of them.
+//! The stored tiles of one tensor, in one of two forms, and the selection of copies for a requested tile.
 //!
-//! A *grid* is symbolic: per dim where it is cut, and for a cell of the grid who holds it, either the ranks of a mesh
-//! (whose files are known by rank) or a table. Everything irregular is a list of *explicit tiles*, sorted, and checked
-//! to be disjoint by a sweep; some of their dims can be described by factors, in which all of that is done. Files are numbers here; who opens them is the index.
+//! A *grid* is symbolic: the boundaries of the parts of each dim, and the holders of each cell, either the ranks of a mesh
+//! (each with a file) or a table. Irregular tensors are lists of *explicit tiles*, sorted and checked to be disjoint. Some
+//! of their dims can have factors; then the regions are in factored dims. Files are numbers; the index opens them.
 
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
@@ -14,20 +14,20 @@ use crate::tile::Tile;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
-/// Holders of one shard that are weighed against each other; beyond that the choice gains nothing.
+/// Most replicas of a shard among which one is chosen. More candidates do not improve the balance.
 const MAX_CANDIDATES: u64 = 16;
 
-/// Work bound of the check that explicit tiles are disjoint, per tile: real layouts need a few steps.
+/// Limit of steps per tile in the check that explicit tiles are disjoint. Typical layouts need a few steps.
 const MAX_SWEEP_STEPS: u64 = 4096;
 
-/// Most tiles that are told of a tensor whose tiles are given in factored dims.
+/// Most tiles to which the tiles of a tensor in factored dims are expanded.
 const MAX_RUNS: u64 = 1 << 22;
 
 #[derive(Debug)]
 pub(crate) struct Stored {
     pub(crate) key: String,
     pub(crate) shape: Vec<u64>,
-    /// Known from the caller, or from the first shard file that was asked.
+    /// Given by the caller, or read from the first shard file that is opened.
     pub(crate) dtype: OnceLock<Dtype>,
     pub(crate) form: Form,
 }
@@ -48,9 +48,9 @@ pub(crate) struct Grid {
 
 #[derive(Debug)]
 pub(crate) enum Holders {
-    /// One file that holds the whole.
+    /// One file that holds the complete tensor.
     File(u32),
-    /// The ranks of a mesh: file of each position.
+    /// The ranks of a mesh, and the file of each position.
     Mesh(Arc<Layout>, Arc<[u32]>),
     /// For each cell, row-major: `files[starts[cell]..starts[cell + 1]]`.
     Table { starts: Vec<u32>, files: Vec<u32> },
@@ -59,20 +59,21 @@ pub(crate) enum Holders {
 /// Explicit tiles of one key.
 #[derive(Debug)]
 pub(crate) struct Tiles {
-    /// What the dims of the regions are, if not those of the tensor.
+    /// The factors of the dims, if the regions are in factored dims.
     factors: Option<Factors>,
     /// Distinct regions, sorted by their offset in `dim`.
     pub(crate) regions: Vec<Region>,
-    /// For each region the places where it is stored.
-    pub(crate) places: Vec<Vec<Place>>,
+    /// The replicas of each region.
+    pub(crate) replicas: Vec<Vec<Replica>>,
     pub(crate) tensors: Vec<StoredTensor>,
     pub(crate) dim: usize,
-    /// Largest end in `dim` of the regions up to here.
+    /// For each region the largest end in `dim` of all regions up to it.
     pub(crate) max_end: Vec<u64>,
 }
 
+/// A stored copy of a region.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct Replica {
     pub(crate) tensor: u32,
     pub(crate) local_offset: u64,
     pub(crate) local_strides: Vec<u64>,
@@ -83,9 +84,9 @@ pub(crate) struct Place {
 pub struct StoredTensor {
     /// Number of the file.
     pub file: u32,
-    /// Its name there.
+    /// Its stored name.
     pub name: String,
-    /// Its shape there.
+    /// Its stored shape.
     pub shape: Vec<u64>,
 }
 
@@ -95,13 +96,13 @@ pub(crate) struct SelectedCopy<'a> {
     pub(crate) file: u32,
     pub(crate) name: &'a str,
     pub(crate) stored_shape: Vec<u64>,
-    /// Element of the stored tensor.
+    /// First element in the stored tensor.
     pub(crate) src: u64,
     pub(crate) copy_op: CopyOp,
 }
 
 impl Grid {
-    /// One cell: the whole tensor in one file.
+    /// A grid of one cell: the complete tensor in one file.
     pub(crate) fn whole(shape: &[u64], file: u32) -> Self {
         let cuts = shape
             .iter()
@@ -117,7 +118,7 @@ impl Grid {
         self.cuts.iter().map(Cuts::n_parts).product()
     }
 
-    /// The parts of a cell, one a dim, from its row-major number.
+    /// The parts of a cell, one per dim, from its row-major number.
     pub(crate) fn parts(&self, mut cell: u64) -> Vec<u64> {
         let mut parts = vec![0; self.cuts.len()];
         for (part, cuts) in parts.iter_mut().zip(&self.cuts).rev() {
@@ -152,7 +153,7 @@ impl Grid {
             .fold(0, |cell, (cuts, part)| cell * cuts.n_parts() + part)
     }
 
-    /// Files that hold a cell; of many replicas an even sample of at most `max`.
+    /// The files that hold a cell; if there are more than `max` replicas, an evenly spaced sample.
     pub(crate) fn files(&self, cell: u64, max: u64) -> Vec<u32> {
         match &self.holders {
             Holders::File(file) => vec![*file],
@@ -161,27 +162,27 @@ impl Grid {
             }
             Holders::Mesh(layout, files) => {
                 let mesh = layout.mesh();
-                let cut: u64 = layout
+                let partitioned: u64 = layout
                     .dims()
                     .iter()
                     .zip(self.parts(cell))
                     .map(|(dim, part)| mesh.unfold(part, &dim.axes))
                     .sum();
-                let base = cut + layout.fixed_position();
+                let base = partitioned + layout.fixed_position();
                 let free = layout.free_axes();
                 let n = mesh.n_folded(&free);
-                let n_taken = n.min(max);
-                // Different cells begin their sample at different replicas, so that ties do not all fall on one file.
-                (0..n_taken)
+                let n_sampled = n.min(max);
+                // The sample begins at a different replica for each cell, so that ties do not select the same file.
+                (0..n_sampled)
                     .map(|k| {
-                        files[(base + mesh.unfold((k * n / n_taken + cell) % n, &free)) as usize]
+                        files[(base + mesh.unfold((k * n / n_sampled + cell) % n, &free)) as usize]
                     })
                     .collect()
             }
         }
     }
 
-    /// The shape in which a region of a cell is stored, and where it lies there: all of it, its dims in storage order.
+    /// The stored shape of the region of a cell, and its tile: the complete stored array, with dims in storage order.
     fn stored_tile(&self, region: Region) -> (Vec<u64>, Tile) {
         let stored_shape: Vec<u64> = self.order.iter().map(|&d| region.shape()[d]).collect();
         let storage = row_major_strides(&stored_shape);
@@ -197,7 +198,7 @@ impl Grid {
         (stored_shape, tile)
     }
 
-    /// Each cell in each file that holds it.
+    /// The stored array of each cell in each file that holds it.
     pub(crate) fn stored_arrays(&self, key: &str) -> Vec<(StoredTensor, Vec<Tile>)> {
         (0..self.n_cells())
             .flat_map(|cell| {
@@ -227,14 +228,14 @@ impl Grid {
             };
             if !is_whole {
                 let message = format!(
-                    "{}: the cuts of dim {d} do not cover its {} elements",
+                    "{}: the parts of dim {d} do not cover its {} elements",
                     named(&stored.key),
                     stored.shape[d]
                 );
                 return Err(Error::new(Kind::Coverage, message).key(&stored.key));
             }
         }
-        // The ranks of a mesh hold every cell by construction: the axes that cut, place and repeat are disjoint.
+        // The ranks of a mesh hold every cell by construction: axes that split, place and replicate are disjoint.
         if let Holders::Table { starts, .. } = &self.holders {
             let n_cells = self.n_cells();
             let empty =
@@ -253,17 +254,17 @@ impl Grid {
         chosen: &mut [u64],
         selected: &mut Vec<SelectedCopy<'a>>,
     ) -> Result<()> {
-        let wanted = &tile.global;
+        let requested = &tile.global;
         let over: Vec<_> = self
             .cuts
             .iter()
             .enumerate()
-            .map(|(d, c)| c.parts_over(wanted.offset()[d], wanted.end(d)))
+            .map(|(d, c)| c.parts_over(requested.offset()[d], requested.end(d)))
             .collect();
         let mut parts: Vec<u64> = over.iter().map(|range| range.start).collect();
         loop {
             let region = self.region_of(&parts);
-            if let Some(common) = wanted.intersect(&region) {
+            if let Some(common) = requested.intersect(&region) {
                 let cell = self.cell(&parts);
                 let n = common.n_elements();
                 let file = choose(&self.files(cell, MAX_CANDIDATES), chosen, n)
@@ -278,7 +279,7 @@ impl Grid {
                     tile,
                 ));
             }
-            // The next cell, as an odometer.
+            // The next cell in row-major order.
             let Some(d) = (0..parts.len()).rev().find(|&d| parts[d] + 1 < over[d].end) else {
                 return Ok(());
             };
@@ -301,7 +302,7 @@ impl Tiles {
         let factored = factors.as_ref().map(Factors::shape);
         let shape = factored.as_deref().unwrap_or(shape);
         let mut tensors = Vec::new();
-        let mut by_region: HashMap<Region, Vec<Place>> = HashMap::new();
+        let mut by_region: HashMap<Region, Vec<Replica>> = HashMap::new();
         for (tensor, tiles) in stored {
             let n = n_elements(&tensor.shape);
             if tensor.file as usize >= n_files {
@@ -319,7 +320,7 @@ impl Tiles {
             for tile in tiles {
                 if !tile.global.lies_in(shape) || tile.local_strides.len() != shape.len() {
                     let message = format!(
-                        "a tile of {} lies outside the shape {}",
+                        "a tile of {} is outside the shape {}",
                         tile.global,
                         Dims(shape)
                     );
@@ -327,24 +328,24 @@ impl Tiles {
                 }
                 if tile.local_end().is_none_or(|end| end > n) {
                     let message = format!(
-                        "the tile of {} lies outside the stored tensor of shape {}",
+                        "the tile of {} is outside the stored tensor of shape {}",
                         tile.global,
                         Dims(&tensor.shape)
                     );
                     return Err(Error::damaged(message));
                 }
                 if !tile.global.is_empty() {
-                    let place = Place {
+                    let replica = Replica {
                         tensor: tensors.len() as u32,
                         local_offset: tile.local_offset,
                         local_strides: tile.local_strides,
                     };
-                    by_region.entry(tile.global).or_default().push(place);
+                    by_region.entry(tile.global).or_default().push(replica);
                 }
             }
             tensors.push(tensor);
         }
-        // Queries walk along the dim that separates the regions best.
+        // Searches use the dim with the most distinct offsets.
         let distinct = |d: usize| {
             by_region
                 .keys()
@@ -357,9 +358,9 @@ impl Tiles {
             .unwrap_or(0);
         let mut sorted: Vec<_> = by_region.into_iter().collect();
         sorted.sort_by(|(a, _), (b, _)| (a.offset().get(dim), a).cmp(&(b.offset().get(dim), b)));
-        let (regions, places): (Vec<_>, Vec<_>) = sorted.into_iter().unzip();
+        let (regions, replicas): (Vec<_>, Vec<_>) = sorted.into_iter().unzip();
         if !overlapping {
-            prove_disjoint(&regions)?;
+            check_disjoint(&regions)?;
         }
         let mut end = 0;
         let max_end = regions
@@ -372,7 +373,7 @@ impl Tiles {
         Ok(Self {
             factors,
             regions,
-            places,
+            replicas,
             tensors,
             dim,
             max_end,
@@ -382,15 +383,15 @@ impl Tiles {
     /// Each stored tensor with its tiles, in the dims of the tensor.
     pub(crate) fn stored_arrays(&self, key: &str) -> Result<Vec<(StoredTensor, Vec<Tile>)>> {
         if let Some(factors) = &self.factors {
-            let runs = |(region, places): (&Region, &Vec<Place>)| {
-                let n_runs = |place: &Place| factors.n_runs(region, &place.local_strides);
-                places.iter().map(n_runs).fold(0, u64::saturating_add)
+            let runs = |(region, replicas): (&Region, &Vec<Replica>)| {
+                let n_runs = |replica: &Replica| factors.n_runs(region, &replica.local_strides);
+                replicas.iter().map(n_runs).fold(0, u64::saturating_add)
             };
-            let n_runs = self.regions.iter().zip(&self.places).map(runs);
+            let n_runs = self.regions.iter().zip(&self.replicas).map(runs);
             let n_runs = n_runs.fold(0, u64::saturating_add);
             if n_runs > MAX_RUNS {
                 let message = format!(
-                    "{} consists of {n_runs} runs of rows that take turns; at most {MAX_RUNS} are told one by one",
+                    "{} consists of {n_runs} runs of interleaved rows; at most {MAX_RUNS} can be listed",
                     named(key)
                 );
                 return Err(Error::new(Kind::Unsupported, message).key(key));
@@ -401,40 +402,47 @@ impl Tiles {
             .iter()
             .map(|tensor| (tensor.clone(), Vec::new()))
             .collect();
-        for (region, places) in self.regions.iter().zip(&self.places) {
-            for place in places {
+        for (region, replicas) in self.regions.iter().zip(&self.replicas) {
+            for replica in replicas {
                 let tile = Tile {
                     global: region.clone(),
-                    local_offset: place.local_offset,
-                    local_strides: place.local_strides.clone(),
+                    local_offset: replica.local_offset,
+                    local_strides: replica.local_strides.clone(),
                 };
-                let own = &mut stored[place.tensor as usize].1;
+                let tiles = &mut stored[replica.tensor as usize].1;
                 match &self.factors {
-                    None => own.push(tile),
-                    Some(factors) => own.extend(factors.join(&tile)),
+                    None => tiles.push(tile),
+                    Some(factors) => tiles.extend(factors.join(&tile)),
                 }
             }
         }
         Ok(stored)
     }
 
-    /// Each region, or the box around it in the dims of the tensor, and the files that hold it.
+    /// Each region, or its bounding box in the dims of the tensor, and the files that hold it.
     pub(crate) fn shards(&self) -> Vec<(Region, Vec<u32>)> {
-        let shard = |(region, places): (&Region, &Vec<Place>)| {
-            let around = self.factors.as_ref().map(|factors| factors.around(region));
-            let files = places
+        let shard = |(region, replicas): (&Region, &Vec<Replica>)| {
+            let bounding_box = self
+                .factors
+                .as_ref()
+                .map(|factors| factors.bounding_box(region));
+            let files = replicas
                 .iter()
-                .map(|place| self.tensors[place.tensor as usize].file);
-            (around.unwrap_or_else(|| region.clone()), files.collect())
+                .map(|replica| self.tensors[replica.tensor as usize].file);
+            (
+                bounding_box.unwrap_or_else(|| region.clone()),
+                files.collect(),
+            )
         };
-        self.regions.iter().zip(&self.places).map(shard).collect()
+        self.regions.iter().zip(&self.replicas).map(shard).collect()
     }
 
-    pub(crate) fn over(&self, wanted: &Region) -> std::ops::Range<usize> {
-        if wanted.rank() == 0 {
+    /// The regions that may overlap a requested one.
+    pub(crate) fn over(&self, requested: &Region) -> std::ops::Range<usize> {
+        if requested.rank() == 0 {
             return 0..self.regions.len();
         }
-        let (start, end) = (wanted.offset()[self.dim], wanted.end(self.dim));
+        let (start, end) = (requested.offset()[self.dim], requested.end(self.dim));
         let first = self.max_end.partition_point(|e| *e <= start);
         let last = self
             .regions
@@ -453,38 +461,39 @@ impl Tiles {
             .iter()
             .map(|region| u128::from(region.n_elements()))
             .sum();
-        if covered == u128::from(whole.n_elements()) && prove_disjoint(&self.regions).is_ok() {
+        if covered == u128::from(whole.n_elements()) && check_disjoint(&self.regions).is_ok() {
             return Ok(());
         }
-        let mut holes = vec![whole];
+        let mut uncovered = vec![whole];
         for region in &self.regions {
-            holes = holes
+            uncovered = uncovered
                 .iter()
-                .flat_map(|hole| hole.subtract(region))
+                .flat_map(|rest| rest.subtract(region))
                 .collect();
-            if holes.len() > 1 << 16 {
+            if uncovered.len() > 1 << 16 {
                 let message = format!(
-                    "{}: its {} tiles are too irregular to prove",
+                    "{}: its {} tiles are too irregular to check their coverage",
                     named(&stored.key),
                     self.regions.len()
                 );
                 return Err(Error::new(Kind::Unsupported, message).key(&stored.key));
             }
         }
-        holes
+        uncovered
             .first()
-            .map_or(Ok(()), |hole| Err(self.uncovered(stored, hole)))
+            .map_or(Ok(()), |region| Err(self.coverage_error(stored, region)))
     }
 
-    fn uncovered(&self, stored: &Stored, hole: &Region) -> Error {
+    fn coverage_error(&self, stored: &Stored, uncovered: &Region) -> Error {
         let factors = self.factors.as_ref();
-        let hole = factors.map_or_else(|| hole.clone(), |factors| factors.first_run(hole));
+        let uncovered =
+            factors.map_or_else(|| uncovered.clone(), |factors| factors.first_run(uncovered));
         let message = format!(
-            "the stored shards of {} leave {hole} uncovered",
+            "the stored shards of {} leave {uncovered} uncovered",
             named(&stored.key)
         );
         let hint = format!(
-            "{} regions of it are stored; a shard file is missing or its description is incomplete",
+            "{} regions of it are stored; a shard file is missing, or its metadata is incomplete",
             self.regions.len()
         );
         Error::new(Kind::Coverage, message)
@@ -506,7 +515,7 @@ impl Tiles {
         parts.try_for_each(|part| self.select_box(stored, &part, chosen, selected))
     }
 
-    /// `select`, of a tile in the dims of the regions.
+    /// As [`Self::select`], for a tile in the dims of the regions.
     fn select_box<'a>(
         &'a self,
         stored: &'a Stored,
@@ -514,7 +523,7 @@ impl Tiles {
         chosen: &mut [u64],
         selected: &mut Vec<SelectedCopy<'a>>,
     ) -> Result<()> {
-        // What is still wanted shrinks by each region that is used: overlapping replicas give every element once.
+        // `rest` shrinks by each region that is used, so that overlapping regions give every element once.
         let mut rest = vec![tile.global.clone()];
         for i in self.over(&tile.global) {
             if rest.is_empty() {
@@ -525,28 +534,28 @@ impl Tiles {
                 continue;
             }
             let mut left = Vec::with_capacity(rest.len());
-            for wanted in rest {
-                let Some(common) = wanted.intersect(region) else {
-                    left.push(wanted);
+            for requested in rest {
+                let Some(common) = requested.intersect(region) else {
+                    left.push(requested);
                     continue;
                 };
-                left.extend(wanted.subtract(&common));
-                let files: Vec<u32> = self.places[i]
+                left.extend(requested.subtract(&common));
+                let files: Vec<u32> = self.replicas[i]
                     .iter()
                     .take(MAX_CANDIDATES as usize)
                     .map(|p| self.tensors[p.tensor as usize].file)
                     .collect();
                 let file = choose(&files, chosen, common.n_elements())
-                    .expect("a region is stored somewhere");
-                let place = self.places[i]
+                    .expect("a region has at least one replica");
+                let replica = self.replicas[i]
                     .iter()
                     .find(|p| self.tensors[p.tensor as usize].file == file)
-                    .expect("chosen of them");
-                let tensor = &self.tensors[place.tensor as usize];
+                    .expect("the file was chosen from the replicas");
+                let tensor = &self.tensors[replica.tensor as usize];
                 let source = Tile {
                     global: region.clone(),
-                    local_offset: place.local_offset,
-                    local_strides: place.local_strides.clone(),
+                    local_offset: replica.local_offset,
+                    local_strides: replica.local_strides.clone(),
                 };
                 selected.push(selected_copy(
                     file,
@@ -560,13 +569,13 @@ impl Tiles {
             rest = left;
         }
         rest.first()
-            .map_or(Ok(()), |hole| Err(self.uncovered(stored, hole)))
+            .map_or(Ok(()), |region| Err(self.coverage_error(stored, region)))
     }
 }
 
-/// Refuses regions that overlap. They are split along one dim after the other into groups that touch; a group that no
-/// dim splits further is compared pair by pair.
-fn prove_disjoint(regions: &[Region]) -> Result<()> {
+/// Checks that regions do not overlap. They are split along one dim after the other into groups that overlap in that dim;
+/// a group that no dim splits further is compared pair by pair.
+fn check_disjoint(regions: &[Region]) -> Result<()> {
     let mut group: Vec<&Region> = regions.iter().collect();
     let mut steps = (regions.len() as u64 + 16) * MAX_SWEEP_STEPS;
     split_groups(&mut group, 0, 0, &mut steps)
@@ -586,7 +595,7 @@ fn split_groups(group: &mut [&Region], dim: usize, unsplit: usize, steps: &mut u
                 *steps = steps.checked_sub(1).ok_or_else(too_irregular)?;
                 if let Some(common) = a.intersect(b) {
                     let message = format!(
-                        "stored regions {a} and {b} overlap in {common} and are no replicas of each other"
+                        "stored regions {a} and {b} overlap in {common} and are not replicas of each other"
                     );
                     return Err(Error::new(Kind::Coverage, message));
                 }
@@ -616,11 +625,11 @@ fn split_groups(group: &mut [&Region], dim: usize, unsplit: usize, steps: &mut u
 fn too_irregular() -> Error {
     Error::new(
         Kind::Unsupported,
-        "the stored tiles are too irregular to prove that they do not overlap",
+        "the stored tiles are too irregular to check that they do not overlap",
     )
 }
 
-/// The file of the least bytes so far; it gets the new ones.
+/// Chooses the file with the fewest elements so far and adds `n` to it.
 fn choose(files: &[u32], chosen: &mut [u64], n: u64) -> Option<u32> {
     let file = files
         .iter()
@@ -636,10 +645,13 @@ fn selected_copy<'a>(
     stored_shape: Vec<u64>,
     common: &Region,
     source: &Tile,
-    wanted: &Tile,
+    requested: &Tile,
 ) -> SelectedCopy<'a> {
     let at = (source.local_at(common.offset()), &source.local_strides[..]);
-    let to = (wanted.local_at(common.offset()), &wanted.local_strides[..]);
+    let to = (
+        requested.local_at(common.offset()),
+        &requested.local_strides[..],
+    );
     let (src, dst, dims) = strided_copy(common, at, to);
     SelectedCopy {
         file,

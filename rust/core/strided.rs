@@ -3,10 +3,10 @@
 use crate::error::Result;
 use crate::memory::{Stores, copy_run, prefetch};
 
-/// How far ahead of a copy of short runs its source is prefetched, in bytes of runs.
+/// Prefetch distance of a copy of short runs, in bytes of runs.
 const PREFETCH_BYTES: usize = 8192;
 
-/// One dim of a copy: how many elements, and how far apart they are on the two sides, in elements.
+/// One dim of a copy: the number of elements, and their strides on both sides, in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dim {
     /// Number of elements.
@@ -17,31 +17,31 @@ pub struct Dim {
     pub dst: u64,
 }
 
-/// Elements from the first to the last of a box in the array.
+/// Elements from the first to the last element of a box in the array, both included.
 pub(crate) fn dst_span(dims: &[Dim]) -> u64 {
     dims.iter().map(|dim| (dim.len - 1) * dim.dst).sum::<u64>() + 1
 }
 
-/// Elements from the first to the last of a box in its source.
+/// Elements from the first to the last element of a box in its source, both included.
 pub(crate) fn src_span(dims: &[Dim]) -> u64 {
     dims.iter().map(|dim| (dim.len - 1) * dim.src).sum::<u64>() + 1
 }
 
-/// Number and extent of the dim whose elements lie farthest apart in the source; `None` of a single element.
+/// The dim with the largest stride in the source, and its number; `None` for a single element.
 pub(crate) fn widest(dims: &[Dim]) -> Option<(usize, Dim)> {
     let dims = dims.iter().copied().enumerate();
     dims.filter(|(_, dim)| dim.len > 1)
         .max_by_key(|(_, dim)| dim.src)
 }
 
-/// All dims but one: a row of a box.
+/// All dims except one: a row of a box.
 pub(crate) fn without(dims: &[Dim], at: usize) -> Vec<Dim> {
     let mut row = dims.to_vec();
     row.remove(at);
     row
 }
 
-/// Drops dims of one element, sorts by falling stride in the array, and merges dims that continue each other.
+/// Drops dims of one element, sorts by descending stride in the array, and merges contiguous dims.
 pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
     dims.retain(|dim| dim.len != 1);
     dims.sort_by_key(|dim| std::cmp::Reverse(dim.dst));
@@ -60,7 +60,8 @@ pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
     merged
 }
 
-/// Emits the boxes of a strided box that lie in `start..end` of the destination, as (dims, source offset, destination).
+/// Splits off the part of a strided box in `start..end` of the destination: `emit` gets dims, source and destination offset
+/// of each box.
 pub(crate) fn restrict(
     dims: &[Dim],
     src: u64,
@@ -79,14 +80,14 @@ pub(crate) fn restrict(
         .split_first()
         .expect("a single element lies inside or outside");
     let inner_span = dst_span(inner);
-    // Row k covers dst + k * outer.dst .. + inner_span; rows do not overlap, so at most one row is cut at each end.
+    // Row k covers dst + k * outer.dst .. + inner_span. Rows do not overlap: at most one row is partial at each end.
     let first = (start + 1)
         .saturating_sub(dst + inner_span)
         .div_ceil(outer.dst);
     let whole_first = start.saturating_sub(dst).div_ceil(outer.dst);
     let last = (end - dst).div_ceil(outer.dst).min(outer.len);
     let whole_last = match (end - dst).checked_sub(inner_span) {
-        Some(room) => (room / outer.dst + 1).min(outer.len),
+        Some(free) => (free / outer.dst + 1).min(outer.len),
         None => 0,
     };
     let at = |row: u64| (src + row * outer.src, dst + row * outer.dst);
@@ -108,7 +109,7 @@ pub(crate) fn restrict(
     Ok(())
 }
 
-/// Whether a box is one run on both sides, so that it can be read where it belongs.
+/// Whether a box is one run on both sides, so that it can be read into its destination.
 pub(crate) fn is_one_run(dims: &[Dim]) -> bool {
     match dims {
         [] => true,
@@ -117,7 +118,7 @@ pub(crate) fn is_one_run(dims: &[Dim]) -> bool {
     }
 }
 
-/// Units of the longest run of a box in its source.
+/// Length of the longest run of a box in its source, in units.
 pub(crate) fn source_run(dims: &[Dim]) -> u64 {
     let mut by_stride: Vec<&Dim> = dims.iter().collect();
     by_stride.sort_by_key(|dim| dim.src);
@@ -135,12 +136,12 @@ pub(crate) fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64
     };
     let run_bytes = (run * unit_bytes) as usize;
     if run > 1 || outer.is_empty() {
-        // Runs that lie apart are brought near in time; shorter ones share pages, of longer ones the beginning is little.
+        // Runs with gaps are prefetched. Shorter runs share pages; of longer runs only the first lines would miss.
         let step = outer
             .last()
             .map_or(0, |dim| (dim.src * unit_bytes) as usize);
-        let apart = step > run_bytes && (256..=PREFETCH_BYTES).contains(&run_bytes);
-        let ahead = if apart {
+        let is_prefetched = step > run_bytes && (256..=PREFETCH_BYTES).contains(&run_bytes);
+        let ahead = if is_prefetched {
             PREFETCH_BYTES / run_bytes * step
         } else {
             0
@@ -204,8 +205,8 @@ fn for_each_row_from(
     }
 }
 
-/// Element by element, for permuted boxes: in squares over the dim that is dense in the source and the one that is dense
-/// in the destination, so that both sides are touched a cache line at a time.
+/// Copies element by element, for permuted boxes. It iterates over squares of the dim that is dense in the source and the
+/// dim that is dense in the destination, so that both sides are accessed by cache lines.
 fn copy_elements<const N: usize>(from: &[u8], to: &mut [u8], dims: &[Dim]) {
     const SQUARE: u64 = 32;
     let mut outer = dims.to_vec();

@@ -1,20 +1,20 @@
-//! The one idea: a box of the global tensor and where it lies in a local one.
+//! Tiles: a region of the global tensor and its position in a local array.
 
 use crate::region::Region;
 
-/// `global` lies in the local array at element `local_offset` with element strides `local_strides`, one a global dim.
+/// The region `global` is stored in the local array from element `local_offset` on, with element strides `local_strides`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tile {
-    /// The box of the global tensor.
+    /// The region of the global tensor.
     pub global: Region,
-    /// Element of the local array at which the box begins.
+    /// Element of the local array at which the region begins.
     pub local_offset: u64,
-    /// Elements between neighbours in the local array, one a global dim.
+    /// Strides in the local array in elements, one per global dim.
     pub local_strides: Vec<u64>,
 }
 
 impl Tile {
-    /// Element of the local array that holds a global element of this tile.
+    /// The element of the local array that stores a global element of this tile.
     pub fn local_at(&self, global: &[u64]) -> u64 {
         let steps = global
             .iter()

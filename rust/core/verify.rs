@@ -1,8 +1,8 @@
-//! Verification of what is read: every chunk that a plan touches against its checksum, and whole files past the page cache.
+//! Verification: of every chunk that a plan reads, and of complete files past the page cache.
 //!
-//! Out of a map a chunk is verified once in the run of a plan, by the first band that touches it, just before it is copied:
-//! so it is read from memory once and copied out of the cache. What is fetched by positioned reads is verified where it
-//! was read to, every time: other bytes might come the next time.
+//! A chunk of a map is verified once per execution of a plan, by the first band that reads it, directly before it is
+//! copied: it is read from memory once and copied out of the cache. Bytes of a positioned read are verified after every
+//! read, because another read can return other bytes.
 
 use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::control::Control;
@@ -17,10 +17,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes that a scrub reads at once.
 const PIECE_BYTES: usize = 4 << 20;
-/// Bytes of a run that are summed and then copied: well inside the first cache.
+/// Bytes of a run that are checksummed and then copied; they fit into the first-level cache.
 const BLOCK_BYTES: usize = 4 << 10;
 
-/// A range of a mapped file that is in memory.
+/// A range of a mapped file that is faulted in.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ResidentRange<'a> {
     first: u64,
@@ -28,7 +28,7 @@ pub(crate) struct ResidentRange<'a> {
 }
 
 impl<'a> ResidentRange<'a> {
-    /// Bytes of the file: out of this range if they lie in it, else faulted in.
+    /// Bytes of the file: from this range if it contains them, otherwise faulted in.
     fn bytes(this: Option<Self>, file: &'a ShardFile, at: u64, n: u64) -> Result<Option<&'a [u8]>> {
         let known = this.and_then(|this| {
             let from = at.checked_sub(this.first)? as usize;
@@ -38,10 +38,10 @@ impl<'a> ResidentRange<'a> {
     }
 }
 
-/// Which chunks of a plan's sources have been verified in this run of it.
+/// The chunks of the sources of a plan that have been verified in this execution.
 #[derive(Debug)]
 pub(crate) struct Checks {
-    /// One bit a chunk, one entry a source; none where nothing is known to compare with.
+    /// One bit per chunk, one entry per source; `None` for a source that is not verified.
     claims: Vec<Option<Box<[AtomicU64]>>>,
 }
 
@@ -60,13 +60,13 @@ impl Checks {
         }
     }
 
-    /// The checksums to compare a source with, if it is to be verified.
+    /// The checksums of a source; `None` if it is not verified.
     pub(crate) fn checksums<'a>(&self, source: u32, file: &'a ShardFile) -> Option<&'a Checksums> {
         self.claims[source as usize].as_ref()?;
         file.checksums().map(AsRef::as_ref)
     }
 
-    /// Whether the caller is the first to ask for a chunk, and so the one to verify it.
+    /// Claims a chunk for verification; false if another thread has claimed it.
     fn claim(&self, source: u32, chunk: usize) -> bool {
         let bit = 1 << (chunk % 64);
         self.claims[source as usize]
@@ -74,8 +74,8 @@ impl Checks {
             .is_some_and(|bits| bits[chunk / 64].fetch_or(bit, Ordering::Relaxed) & bit == 0)
     }
 
-    /// All chunks of a mapped file that hold a byte of a range, brought in by one call: many small ones cost more than the
-    /// checksums. None where the file is not mapped.
+    /// Faults in all chunks that contain a byte of a range, by one call: many small calls take longer than the checksums.
+    /// `None` if the file is not mapped.
     pub(crate) fn prefault<'a>(
         file: &'a ShardFile,
         checksums: &Checksums,
@@ -88,8 +88,8 @@ impl Checks {
         Ok(bytes.map(|bytes| ResidentRange { first, bytes }))
     }
 
-    /// Verifies a chunk of a mapped file while a run inside it is copied, a cache line's neighbourhood after the other: the
-    /// copy finds every block where the checksum was just computed. False if another thread verifies the chunk, or there is no map.
+    /// Verifies a chunk of a mapped file and copies a run of it in the same pass, block by block: each block is still in the
+    /// first-level cache when it is copied. False if another thread verifies the chunk, or the file is not mapped.
     pub(crate) fn copy_run(
         &self,
         source: u32,
@@ -110,20 +110,20 @@ impl Checks {
         control.fetched(n as u64);
         let (before, rest) = bytes.split_at((start - at) as usize);
         let (run, after) = rest.split_at(to.len());
-        let mut sum = crc32c(0, before);
+        let mut checksum = crc32c(0, before);
         for (from, to) in run.chunks(BLOCK_BYTES).zip(to.chunks_mut(BLOCK_BYTES)) {
-            sum = crc32c(sum, from);
+            checksum = crc32c(checksum, from);
             copy_run(to, from, stores);
         }
-        if !checksums.is(chunks.start, crc32c(sum, after)) {
+        if !checksums.is(chunks.start, crc32c(checksum, after)) {
             return Err(differs(file.source(), at, n));
         }
         Ok(true)
     }
 
-    /// A range of a mapped file whose chunks are verified, here or by another thread of the run.
+    /// A range of a mapped file whose chunks are verified, by this thread or by another one of the same execution.
     ///
-    /// If that other thread finds damage the whole run fails, whatever was copied meanwhile.
+    /// If the other thread finds damage, the execution fails.
     pub(crate) fn mapped<'a>(
         &self,
         source: u32,
@@ -145,7 +145,7 @@ impl Checks {
                 return Err(differs(file.source(), at, n));
             }
             if at <= start && start + len <= at + n as u64 {
-                // It was brought in just now, and once is enough.
+                // The range is inside the chunk that was just faulted in.
                 let from = (start - at) as usize;
                 return Ok(Some(&bytes[from..from + len as usize]));
             }
@@ -154,17 +154,17 @@ impl Checks {
     }
 }
 
-/// Whether [`verify_files`] has something to do.
+/// Whether [`verify_files`] reads a file.
 pub(crate) fn verifies_files(plan: &Plan<'_>) -> bool {
     let has_crc =
         |source: &PlanSource| matches!(source, PlanSource::File(_, file) if file.has_crc());
     plan.verify && plan.sources.iter().any(has_crc)
 }
 
-/// Verifies the sources of a plan that have a checksum of their own whole, if the plan is to be verified.
+/// Verifies the sources of a plan that end with a CRC of their content, if the plan is verified.
 ///
 /// # Errors
-/// One of them differs from its checksum, or cannot be read.
+/// A source differs from its CRC, or cannot be read.
 pub(crate) fn verify_files(plan: &Plan<'_>, control: &Control) -> Result<()> {
     if !verifies_files(plan) {
         return Ok(());
@@ -175,7 +175,7 @@ pub(crate) fn verify_files(plan: &Plan<'_>, control: &Control) -> Result<()> {
     })
 }
 
-/// Reads the chunks that hold a range into scratch memory and verifies them there; where in it the range begins.
+/// Reads the chunks that contain a range into scratch memory and verifies them. Returns the start of the range in it.
 pub(crate) fn read_chunks(
     file: &ShardFile,
     checksums: &Checksums,
@@ -193,7 +193,7 @@ pub(crate) fn read_chunks(
     Ok((start - first) as usize)
 }
 
-/// Verifies whole chunks, from chunk `first` on, in memory.
+/// Verifies complete chunks in memory, from chunk `first` on.
 pub(crate) fn verify_chunks(
     file: &ShardFile,
     checksums: &Checksums,
@@ -209,8 +209,8 @@ pub(crate) fn verify_chunks(
     Ok(())
 }
 
-/// Verifies every chunk that holds a byte of these contiguous arrays, and files with a checksum of their own, without copying
-/// anything.
+/// Verifies every chunk that contains a byte of these contiguous arrays, and the files that end with a CRC. Nothing is
+/// copied.
 ///
 /// # Errors
 /// A chunk differs from its checksum, or cannot be read.
@@ -249,19 +249,20 @@ pub fn verify(plan: &Plan<'_>, arrays: &[usize], control: &Control) -> Result<()
 fn differs(source: &Source, at: u64, n: usize) -> Error {
     let path = source.path();
     let message = format!(
-        "{}: bytes {at} to {} are not what was written",
+        "{}: bytes {at} to {} differ from what was written",
         Printable(&path.to_string_lossy()),
         at + n as u64
     );
     Error::damaged(message).path(path).hint(
-        "`reshard verify` lists all damage; `reshard explain` tells which older iteration is whole",
+        "`reshard verify` lists all damage; `reshard explain` lists older iterations that are complete",
     )
 }
 
-/// Reads a whole file and compares it with its checksums: the ranges that differ, neighbours joined.
+/// Reads a complete file and compares it with its checksums. Returns the byte ranges that differ; adjacent ranges are
+/// joined.
 ///
-/// With `direct` the page cache is passed by, where the file system allows it, so that what is verified is what the disk
-/// returns.
+/// With `direct` the page cache is bypassed where the file system supports it, so that the content of the disk is
+/// verified.
 ///
 /// # Errors
 /// The file has another size, or cannot be read.
@@ -274,7 +275,7 @@ pub fn scrub(
     let path = source.path();
     if source.n_bytes() != checksums.n_bytes() {
         let message = format!(
-            "{} has {} bytes, {} were written",
+            "{} has {} bytes, but {} were written",
             Printable(&path.to_string_lossy()),
             source.n_bytes(),
             checksums.n_bytes()
@@ -290,8 +291,8 @@ pub fn scrub(
             control.check()?;
             let start = piece * PIECE_BYTES as u64;
             let len = (checksums.n_bytes() - start).min(PIECE_BYTES as u64) as usize;
-            let kept = buffers.lock().map_or(None, |mut kept| kept.pop());
-            let mut memory = match kept {
+            let free = buffers.lock().map_or(None, |mut buffers| buffers.pop());
+            let mut memory = match free {
                 Some(memory) => memory,
                 None => Memory::new(PIECE_BYTES)?,
             };
@@ -308,8 +309,8 @@ pub fn scrub(
                 .map(|(i, _)| first + i)
                 .collect();
             control.advance(len as u64);
-            if let Ok(mut kept) = buffers.lock() {
-                kept.push(memory);
+            if let Ok(mut buffers) = buffers.lock() {
+                buffers.push(memory);
             }
             Ok(bad)
         })

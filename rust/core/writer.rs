@@ -1,13 +1,13 @@
-//! Writing one shard file: streamed, within a memory budget, whole or not at all.
+//! Writes one shard file atomically: streamed, within a memory budget.
 //!
-//! The file is produced front to back in pieces of 4 MiB, eight in flight. Each writer thread has memory for one: it
-//! takes the next piece, fills it straight from the sources of a plan, checksums its 256 KiB chunks while they lie in the
-//! cache, writes it, and takes another; so nobody waits for anybody else, and the disk is never without work. The checksums
-//! are taken before the bytes are written: they speak of what was meant, not of what the disk returned. The bytes go to
-//! a temporary sibling, which is synced and then renamed: under its name the file is whole.
+//! The file is written in pieces of 4 MiB, up to eight at a time. Each writer thread has memory for one piece. It claims the
+//! next piece, fills it from the sources of a plan, computes the checksums of its 256 KiB chunks while they are in the
+//! cache, writes it, and claims the next one. The threads do not wait for each other. The checksums are computed before the
+//! write, so they are those of the intended bytes. The bytes go to a temporary file in the same folder, which is synced and
+//! then renamed: a file under its final name is complete.
 //!
-//! `O_DIRECT` is the fast way to durable bytes and leaves the page cache to others; where a file system refuses it, and
-//! for the tail that is no multiple of its block, writes are buffered.
+//! `O_DIRECT` gives the highest throughput of durable writes and does not fill the page cache. Writes are buffered where the
+//! file system does not support it, and for a tail that is not a multiple of the block size.
 
 use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::control::Control;
@@ -26,15 +26,15 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
-/// Alignment that every disk accepts for direct writes.
+/// Alignment of direct writes that every disk accepts.
 const DIRECT_BLOCK_BYTES: usize = 4096;
 const PIECE_BYTES: usize = 4 << 20;
-/// Disks reach their full speed with as many; more gain nothing.
+/// Enough for the full throughput of disks.
 const PIECES_IN_FLIGHT: usize = 8;
 const BAND_BYTES: usize = 2 << 20;
-/// Files from this size on begin their data on a page, so that it can be read and mapped aligned.
+/// In files of at least this size the data is page-aligned, for direct reads and maps.
 const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
-/// The least budget: one piece is filled while another is written.
+/// The smallest budget: one piece is filled while another is written.
 pub const MIN_MEMORY_BYTES: u64 = 2 * PIECE_BYTES as u64;
 
 /// How a file is written.
@@ -42,17 +42,17 @@ pub const MIN_MEMORY_BYTES: u64 = 2 * PIECE_BYTES as u64;
 pub struct Options {
     /// The header's `__metadata__`.
     pub metadata: Vec<(String, String)>,
-    /// Sync the file and its folder before returning.
+    /// Sync the file and its folder before the call returns.
     pub durable: bool,
-    /// Try `O_DIRECT`.
+    /// Use `O_DIRECT` where the file system supports it.
     pub direct: bool,
-    /// Permission bits, less the process's umask.
+    /// Permission bits, reduced by the umask.
     pub mode: u32,
 }
 
-/// The memory through which files are written: some pieces, within a budget.
+/// The memory through which files are written: several pieces, within a budget.
 ///
-/// It is kept from file to file, because touching fresh pages costs more than filling them.
+/// It is reused for each file, because page faults cost more than filling the memory.
 #[derive(Debug)]
 pub struct Buffers {
     memory: Memory,
@@ -60,11 +60,11 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// Buffers within a budget; nothing is allocated before the first file.
+    /// Creates buffers within a budget. Memory is allocated at the first write.
     pub fn new(memory_bytes: u64) -> Result<Self> {
         if memory_bytes < MIN_MEMORY_BYTES {
             let message = format!(
-                "a budget of {memory_bytes} bytes is too small; at least {MIN_MEMORY_BYTES} are needed"
+                "a memory budget of {memory_bytes} bytes is too small; expected at least {MIN_MEMORY_BYTES}"
             );
             return Err(Error::new(Kind::Argument, message));
         }
@@ -74,11 +74,11 @@ impl Buffers {
         })
     }
 
-    /// Memory for one piece each, as many as a file of this size has use for.
+    /// Buffers of one piece each, as many as a file of this size uses.
     fn for_file(&mut self, n_bytes: u64) -> Result<Vec<&mut [u8]>> {
         let n = n_in_flight(n_bytes).min(self.max_pieces);
         if self.memory.len() < n * PIECE_BYTES {
-            // All at once: files of growing sizes must not allocate again and again.
+            // The complete budget is allocated at once, so that files of growing sizes do not reallocate.
             let n = if n > 1 { self.max_pieces } else { 1 };
             self.memory = Memory::new(n * PIECE_BYTES)?;
         }
@@ -93,21 +93,21 @@ fn n_in_flight(n_bytes: u64) -> usize {
         .min(PIECES_IN_FLIGHT as u64) as usize
 }
 
-/// Where a file of a known size is written. It becomes visible as a whole, by [`Self::publish`]; a sink that is dropped
-/// without it leaves nothing behind, and what had the name before is unchanged.
+/// The destination of a file of a known size. [`Self::publish`] makes the file visible. A sink that is dropped before that
+/// is removed, and an older file with the same name is unchanged.
 pub trait Sink: Sync + Sized {
-    /// Writes bytes at a position. Several threads write at once, each its own range, and every byte is written once.
+    /// Writes bytes at a position. Several threads write disjoint ranges concurrently; every byte is written once.
     fn write_at(&self, start: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Makes the file visible under its name, after all bytes were written.
+    /// Makes the file visible under its name. All bytes have been written.
     fn publish(self) -> Result<()>;
 }
 
-/// Whether a file is so small that the calling thread writes it alone, without a pool: it is one piece.
+/// Whether a file is small enough to be written by the calling thread without a pool. Such a file is one piece.
 pub fn is_small(plan: &Plan<'_>, options: &Options) -> bool {
     const MAX_ARRAYS: usize = 256;
     const MAX_BYTES: usize = 1 << 20;
-    // Of one array a name, whose characters can be escaped to six bytes each, and at most 32 extents.
+    // Header bytes of one array: a name, with up to six bytes per escaped character, and at most 32 extents.
     const { assert!(MAX_BYTES + MAX_ARRAYS * 7168 + (64 << 10) * 6 <= PIECE_BYTES) };
     let metadata = options.metadata.iter();
     let metadata_bytes: usize = metadata
@@ -122,7 +122,8 @@ pub fn is_small(plan: &Plan<'_>, options: &Options) -> bool {
 /// Writes the arrays of a plan into one shard file, in their order and under their names.
 ///
 /// # Errors
-/// Whatever fails, the temporary is removed and a file that had the name before is untouched.
+/// A source cannot be read or is damaged, the file cannot be written, or the run was cancelled. The temporary file is then
+/// removed, and an older file with the same name is unchanged.
 pub fn write(
     path: &Path,
     plan: &Plan<'_>,
@@ -131,14 +132,14 @@ pub fn write(
     control: &Control,
 ) -> Result<Checksums> {
     let content = Content::new(plan, &options.metadata).map_err(|error| error.path(path))?;
-    let create = |n_bytes| Temporary::create(path, n_bytes, options);
+    let create = |n_bytes| TemporaryFile::create(path, n_bytes, options);
     write_content(&content, create, buffers, control)
 }
 
-/// As [`write()`], to a sink that is created for the size of the file.
+/// As [`write()`], to a sink that `create` makes for a size in bytes.
 ///
 /// # Errors
-/// As there; the sink is dropped without being published.
+/// As [`write()`]; the sink is dropped without being published.
 pub fn write_to<S: Sink>(
     create: impl FnOnce(u64) -> Result<S>,
     plan: &Plan<'_>,
@@ -160,16 +161,16 @@ fn write_content<S: Sink>(
     let n_bytes = content.n_bytes();
     let sink = create(n_bytes)?;
     let buffers = buffers.for_file(n_bytes)?;
-    let pieces = Pieces::new(&sink, Bytes::Planned(content), n_bytes, control);
+    let pieces = PieceWriter::new(&sink, Bytes::Planned(content), n_bytes, control);
     let chunks = pieces.write(buffers)?;
     sink.publish()?;
     content.checksums(chunks)
 }
 
-/// Writes the image of a file that lies in memory, from a page on. See [`write()`].
+/// Writes the image of a file from page-aligned memory. See [`write()`].
 ///
 /// # Errors
-/// As there.
+/// As [`write()`].
 pub fn write_image(
     path: &Path,
     image: &[u8],
@@ -178,8 +179,8 @@ pub fn write_image(
     control: &Control,
 ) -> Result<Checksums> {
     let n_bytes = image.len() as u64;
-    let temporary = Temporary::create(path, n_bytes, options)?;
-    let pieces = Pieces::new(&temporary, Bytes::InMemory(image), n_bytes, control);
+    let temporary = TemporaryFile::create(path, n_bytes, options)?;
+    let pieces = PieceWriter::new(&temporary, Bytes::InMemory(image), n_bytes, control);
     let chunks = pieces.write(
         (0..n_in_flight(n_bytes))
             .map(|_| Default::default())
@@ -190,7 +191,7 @@ pub fn write_image(
     Checksums::new(n_bytes, header_bytes, crc32c(0, header), chunks)
 }
 
-/// The bytes of the file to be.
+/// The content of the file: the header and the arrays of a plan.
 pub(crate) struct Content<'a> {
     plan: &'a Plan<'a>,
     checks: Checks,
@@ -235,7 +236,7 @@ impl<'a> Content<'a> {
 }
 
 impl Content<'_> {
-    /// Fills the bytes of the file from `start` on, on the current pool.
+    /// Fills `to` with the bytes of the file from `start` on, on the current pool.
     pub(crate) fn fill(
         &self,
         start: u64,
@@ -270,7 +271,7 @@ impl Content<'_> {
             head.copy_from_slice(&self.header[at as usize..at as usize + n]);
             (at, to) = (at + n as u64, rest);
         }
-        // The last array that begins at or before this byte; empty arrays share their start with the next one.
+        // The last array that begins at or before this byte. Empty arrays have the start of the next one.
         let mut i = self
             .starts
             .partition_point(|start| data_start + start <= at)
@@ -294,15 +295,15 @@ impl Content<'_> {
     }
 }
 
-/// Where the bytes of a file come from.
+/// The source of the bytes of a file.
 #[derive(Clone, Copy)]
 enum Bytes<'a> {
     Planned(&'a Content<'a>),
     InMemory(&'a [u8]),
 }
 
-/// The pieces of a file on their way to it.
-struct Pieces<'a, S> {
+/// Writes the pieces of a file to a sink.
+struct PieceWriter<'a, S> {
     sink: &'a S,
     bytes: Bytes<'a>,
     n_bytes: u64,
@@ -312,8 +313,8 @@ struct Pieces<'a, S> {
     control: &'a Control,
 }
 
-impl<'a, S: Sink> Pieces<'a, S> {
-    /// As many pieces are filled at once as the current pool has threads.
+impl<'a, S: Sink> PieceWriter<'a, S> {
+    /// At most as many pieces are filled concurrently as the current pool has threads.
     fn new(sink: &'a S, bytes: Bytes<'a>, n_bytes: u64, control: &'a Control) -> Self {
         let n_chunks = (n_bytes as usize).div_ceil(CHUNK_BYTES);
         Self {
@@ -322,7 +323,7 @@ impl<'a, S: Sink> Pieces<'a, S> {
             n_bytes,
             next: AtomicU64::new(0),
             checksums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
-            // Asking for their number starts the threads of a pool: a single piece needs none.
+            // `current_num_threads` starts the threads of a pool; a single piece needs none.
             fill_permits: Semaphore::new(if n_bytes > PIECE_BYTES as u64 {
                 rayon::current_num_threads()
             } else {
@@ -332,10 +333,10 @@ impl<'a, S: Sink> Pieces<'a, S> {
         }
     }
 
-    /// Writes them all by one thread a buffer, and returns the checksums of the chunks.
+    /// Writes all pieces with one thread per buffer, and returns the checksums of the chunks.
     fn write(self, mut buffers: Vec<&mut [u8]>) -> Result<Vec<u32>> {
         if let [buffer] = &mut buffers[..] {
-            // A small file is written in the time that a thread takes to start.
+            // Starting a thread takes longer than writing a small file.
             self.write_some(buffer)?;
             return Ok(self
                 .checksums
@@ -348,14 +349,14 @@ impl<'a, S: Sink> Pieces<'a, S> {
                 .into_iter()
                 .map(|buffer| scope.spawn(|| self.write_some(buffer)))
                 .collect();
-            // All have ended before anything is said.
-            let ended: Vec<_> = writers
+            // All threads are joined before an error is returned.
+            let results: Vec<_> = writers
                 .into_iter()
                 .map(std::thread::ScopedJoinHandle::join)
                 .collect();
-            ended.into_iter().try_for_each(|result| {
-                let died = Error::new(Kind::Io, "a writer thread died");
-                result.unwrap_or(Err(died))
+            results.into_iter().try_for_each(|result| {
+                let panicked = Error::new(Kind::Io, "a writer thread panicked");
+                result.unwrap_or(Err(panicked))
             })
         })?;
         Ok(self
@@ -373,7 +374,7 @@ impl<'a, S: Sink> Pieces<'a, S> {
             }
             let written = self.write_one(at, buffer);
             if written.is_err() {
-                // The others need not go on.
+                // The other threads stop at their next piece.
                 self.next.store(self.n_bytes, Ordering::Relaxed);
                 return written;
             }
@@ -395,23 +396,22 @@ impl<'a, S: Sink> Pieces<'a, S> {
                 piece
             }
         };
-        // Of what is meant to be written, whatever the disk makes of it.
-        for (chunk, sum) in piece
+        for (chunk, checksum) in piece
             .chunks(CHUNK_BYTES)
             .zip(&self.checksums[at as usize / CHUNK_BYTES..])
         {
-            sum.store(crc32c(0, chunk), Ordering::Relaxed);
+            checksum.store(crc32c(0, chunk), Ordering::Relaxed);
         }
         drop(permit);
         self.sink.write_at(at, piece)?;
         if let Bytes::InMemory(_) = self.bytes {
-            self.control.advance(len as u64); // who fills has told of it
+            self.control.advance(len as u64); // `fill_band` counts the bytes of the other kind
         }
         Ok(())
     }
 }
 
-/// Bounds how many threads fill pieces at once; a thread that waits for the disk holds no permit.
+/// Limits the number of threads that fill pieces concurrently. A thread that writes holds no permit.
 struct Semaphore {
     n_free: Mutex<usize>,
     freed: Condvar,
@@ -425,7 +425,7 @@ impl Semaphore {
         }
     }
 
-    /// A permit, released when it is dropped.
+    /// Waits for a permit, which is released when it is dropped.
     fn acquire(&self) -> impl Drop + '_ {
         struct Permit<'a>(&'a Semaphore);
         impl Drop for Permit<'_> {
@@ -444,8 +444,8 @@ impl Semaphore {
     }
 }
 
-/// A file under a temporary name, removed on drop unless it was published.
-struct Temporary {
+/// A file under a temporary name. It is removed on drop unless it was published.
+struct TemporaryFile {
     path: PathBuf,
     /// The name under which it is published.
     target: PathBuf,
@@ -455,13 +455,16 @@ struct Temporary {
     is_published: bool,
 }
 
-impl Temporary {
+impl TemporaryFile {
     fn create(path: &Path, n_bytes: u64, options: &Options) -> Result<Self> {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         let name = path.file_name().ok_or_else(|| {
-            Error::new(Kind::Argument, format!("{} names no file", path.display()))
+            Error::new(
+                Kind::Argument,
+                format!("{} is not the path of a file", path.display()),
+            )
         })?;
-        // Not ending in `.safetensors`, so that no reader takes it for a shard.
+        // The name does not end in `.safetensors`, so that readers ignore the file.
         let serial = COUNTER.fetch_add(1, Ordering::Relaxed);
         let temporary = path.with_file_name(format!(
             ".{}.{}-{serial}.tmp",
@@ -472,7 +475,7 @@ impl Temporary {
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let open = || rustix::fs::open(&temporary, flags, Mode::from_raw_mode(options.mode));
         let opened = open().or_else(|errno| {
-            // A dead process with our number left one of this name behind.
+            // A file of a terminated process with the same process id.
             if errno == rustix::io::Errno::EXIST {
                 rustix::fs::unlink(&temporary)?;
                 return open();
@@ -500,12 +503,12 @@ impl Temporary {
                     path,
                     &errno.into(),
                 )
-                .hint("free some space, or choose another destination"));
+                .hint("free disk space, or choose another destination"));
             }
         }
         if options.direct && n_bytes >= PIECE_BYTES as u64 {
             let flags = OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-            // Refused by tmpfs and some network file systems: then all writes are buffered.
+            // tmpfs and some network file systems do not support it. Then all writes are buffered.
             this.direct = rustix::fs::open(&this.path, flags, Mode::empty())
                 .ok()
                 .map(File::from);
@@ -514,11 +517,11 @@ impl Temporary {
     }
 }
 
-impl Sink for Temporary {
+impl Sink for TemporaryFile {
     fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()> {
         let failed = |error: std::io::Error| {
             let error = Error::io("cannot write", &self.path, &error);
-            error.hint("the destination is unchanged; free space or choose another one if the disk is full")
+            error.hint("the destination is unchanged; if the disk is full, free disk space or choose another destination")
         };
         let direct_len = if self.direct.is_some() {
             bytes.len() / DIRECT_BLOCK_BYTES * DIRECT_BLOCK_BYTES
@@ -530,7 +533,7 @@ impl Sink for Temporary {
             && !aligned.is_empty()
         {
             match direct.write_all_at(aligned, at) {
-                // Opened, but this device wants a larger alignment: the page cache does it.
+                // The device requires a larger alignment: the write is buffered.
                 Err(error)
                     if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) =>
                 {
@@ -549,7 +552,7 @@ impl Sink for Temporary {
 
     fn publish(mut self) -> Result<()> {
         if self.is_durable {
-            // After a failed sync the file's pages can no longer be trusted: it is dropped, never synced again.
+            // After a failed sync the state of the pages is undefined. The file is removed and never synced again.
             self.buffered
                 .sync_all()
                 .map_err(|error| Error::io("cannot sync", &self.path, &error))?;
@@ -569,19 +572,19 @@ impl Sink for Temporary {
     }
 }
 
-impl Drop for Temporary {
+impl Drop for TemporaryFile {
     fn drop(&mut self) {
         if !self.is_published {
-            // Already failing: what could be said of this failure helps nobody.
+            // The caller gets the first error; an error of the removal is ignored.
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Renames a file or folder: onto a name that must be free, or exchanging the two names in one step.
+/// Renames a file or folder to an unused name, or exchanges two names atomically.
 ///
-/// Where a file system cannot exchange, the old one is moved aside, the new one in, and the old one back to the first
-/// name; a crash between leaves both under one of these names.
+/// If the file system cannot exchange names, `to` is renamed to `<from>.old`, `from` to `to`, and `<from>.old` to `from`.
+/// After a crash in between, both exist under two of these three names.
 pub fn rename(from: &Path, to: &Path, exchange: bool) -> std::io::Result<()> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     use rustix::io::Errno;
@@ -600,17 +603,17 @@ pub fn rename(from: &Path, to: &Path, exchange: bool) -> std::io::Result<()> {
         }
         return std::fs::rename(from, to);
     }
-    let mut aside = from.as_os_str().to_owned();
-    aside.push(".old");
-    std::fs::rename(to, &aside)?;
+    let mut old = from.as_os_str().to_owned();
+    old.push(".old");
+    std::fs::rename(to, &old)?;
     if let Err(error) = std::fs::rename(from, to) {
-        std::fs::rename(&aside, to)?;
+        std::fs::rename(&old, to)?;
         return Err(error);
     }
-    std::fs::rename(&aside, from)
+    std::fs::rename(&old, from)
 }
 
-/// Makes the entries of a folder durable.
+/// Syncs the entries of a folder.
 pub fn sync_folder(path: &Path) -> Result<()> {
     let synced = File::open(path).and_then(|folder| folder.sync_all());
     synced.map_err(|error| Error::io("cannot sync folder", path, &error))

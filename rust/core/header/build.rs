@@ -1,4 +1,4 @@
-//! The writer of headers, under the same rules as the reader.
+//! The writer of headers, with the limits of the parser.
 
 use super::tokens::NUMBER_END;
 use super::{
@@ -8,14 +8,13 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Printable, Result};
 use std::collections::HashSet;
 
-/// Makes the header of a file whose tensors lie in the given order without gaps.
+/// Builds the header of a file with tensors in the given order, without gaps.
 ///
-/// Returns the length field, the compact JSON and spaces up to a multiple of `align_bytes`, where the data begins; and
-/// the first byte of each tensor, counted from there. Metadata comes first, sorted by key, and not at all if empty.
+/// Returns the length field, the compact JSON and padding up to a multiple of `align_bytes`, where the data begins, and the
+/// first byte of each tensor, counted from there. Metadata comes first, sorted by key; it is omitted if it is empty.
 ///
 /// # Errors
-/// [`Kind::Argument`] for a name or shape that a header cannot hold, and for a duplicate; [`Kind::Unsupported`] if the
-/// file would break a limit.
+/// [`Kind::Argument`] for an invalid or duplicate name or shape, [`Kind::Unsupported`] if a limit is exceeded.
 ///
 /// ```
 /// use reshard_core::dtype::Dtype;
@@ -34,7 +33,7 @@ pub fn build(
     if align_bytes == 0 {
         return Err(Error::new(
             Kind::Argument,
-            "data cannot be aligned to a multiple of 0 bytes",
+            "`align_bytes` is 0; expected at least 1",
         ));
     }
     if tensors.len() > MAX_TENSORS {
@@ -74,7 +73,7 @@ pub fn build(
             return refuse(Kind::Argument, error.message().to_owned());
         }
         if name == METADATA {
-            return refuse(Kind::Argument, "a tensor cannot have this name".to_owned());
+            return refuse(Kind::Argument, "the name is reserved".to_owned());
         }
         if !names.insert(name) {
             return refuse(Kind::Argument, "the name occurs twice".to_owned());
@@ -94,7 +93,7 @@ pub fn build(
             _ => {
                 return refuse(
                     Kind::Argument,
-                    format!("shape {shape:?} at byte {start} goes beyond 2^63"),
+                    format!("shape {shape:?} at byte {start} exceeds 2^63 - 1"),
                 );
             }
         };
@@ -125,5 +124,5 @@ pub fn build(
 }
 
 fn push_json(out: &mut Vec<u8>, text: &str) {
-    serde_json::to_writer(out, text).expect("text in memory always has a JSON form");
+    serde_json::to_writer(out, text).expect("every string has a JSON form");
 }

@@ -1,13 +1,13 @@
-//! The tokens of a header: strings, plain integers, shapes and what stands between them. Nothing is copied or kept.
+//! The tokens of a header: strings, plain integers, shapes and punctuation.
 
 use super::MAX_RANK;
 use crate::error::{Error, Printable, Result};
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// Numbers in a header are below this, so that every implementation can hold them.
+/// Numbers in a header are below this limit, so that every implementation can represent them.
 pub const NUMBER_END: u64 = 1 << 63;
-/// The longest spelling of one byte of text: `\u0061`.
+/// Longest escape of one byte of text: `\u0061`.
 const ESCAPE_BYTES: usize = 6;
 
 /// A range of the header's text.
@@ -37,14 +37,14 @@ impl std::ops::Deref for Shape {
     }
 }
 
-/// The tokens of a text that is known to be UTF-8, one after the other. Nothing is copied.
+/// Reads the tokens of UTF-8 text one after the other, without copies.
 pub(super) struct Scanner<'t> {
     pub(super) text: &'t [u8],
     pub(super) at: usize,
 }
 
 impl<'t> Scanner<'t> {
-    /// The next byte that is no white space; `None` at the end.
+    /// The next byte that is not white space; `None` at the end.
     fn peek(&mut self) -> Option<u8> {
         while let Some(&byte) = self.text.get(self.at) {
             if !matches!(byte, b' ' | b'\t' | b'\n' | b'\r') {
@@ -55,13 +55,13 @@ impl<'t> Scanner<'t> {
         None
     }
 
-    /// Where the next token begins.
+    /// Position of the next token.
     pub(super) fn position(&mut self) -> usize {
         self.peek();
         self.at
     }
 
-    /// Takes a byte that must come now.
+    /// Consumes a byte that must be the next token.
     pub(super) fn open(&mut self, byte: u8) -> Result<()> {
         if self.peek() != Some(byte) {
             return Err(self.expected(&format!("`{}`", byte as char)));
@@ -70,7 +70,7 @@ impl<'t> Scanner<'t> {
         Ok(())
     }
 
-    /// Whether another member follows: takes the comma before it, or what closes the list.
+    /// Whether another member follows. Consumes the comma before it, or the closing byte.
     pub(super) fn more(&mut self, close: u8, is_first: &mut bool) -> Result<bool> {
         let is_first = std::mem::replace(is_first, false);
         match self.peek() {
@@ -156,7 +156,7 @@ impl<'t> Scanner<'t> {
         Ok(shape)
     }
 
-    /// After the header's object there are only spaces.
+    /// Checks that only spaces follow the object of the header.
     pub(super) fn end(&self) -> Result<()> {
         let rest = &self.text[self.at..];
         let Some(n_spaces) = rest.iter().position(|&byte| byte != b' ') else {
@@ -169,7 +169,7 @@ impl<'t> Scanner<'t> {
         .expected("only spaces after the header's object"))
     }
 
-    /// What a string means; `what` it is and how long it may be serve to refuse it before it is copied.
+    /// Decodes a string. A string longer than `max_bytes` is rejected before it is copied; `what` names it in the message.
     pub(super) fn decoded(&self, text: Text, max_bytes: usize, what: &str) -> Result<Cow<'t, str>> {
         let escaped = &self.text[text.range()];
         let too_long = || {
@@ -212,10 +212,10 @@ impl<'t> Scanner<'t> {
 }
 
 fn str_of(bytes: &[u8]) -> &str {
-    std::str::from_utf8(bytes).expect("the whole text was checked, and strings end at ASCII quotes")
+    std::str::from_utf8(bytes).expect("the text is UTF-8, and strings end at ASCII quotes")
 }
 
-/// Decodes the escapes of a JSON string where it stands; how many bytes are left.
+/// Decodes the escapes of a JSON string in place. Returns the number of decoded bytes.
 pub(super) fn unescape(text: &mut [u8]) -> Result<usize> {
     let (mut from, mut to) = (0, 0);
     while from < text.len() {
@@ -239,7 +239,7 @@ pub(super) fn unescape(text: &mut [u8]) -> Result<usize> {
             Some(b'r') => Some(('\r', 2)),
             Some(b't') => Some(('\t', 2)),
             Some(b'u') => match (hex4(2), rest.get(6..8), hex4(8)) {
-                // A character beyond 16 bits is a pair.
+                // A surrogate pair.
                 (Some(high @ 0xd800..0xdc00), Some(b"\\u"), Some(low @ 0xdc00..0xe000)) => {
                     char::from_u32(0x1_0000 + ((high - 0xd800) << 10) + (low - 0xdc00))
                         .map(|c| (c, 12))

@@ -1,13 +1,13 @@
-//! Decodes a `metadata.json`: which tensor is cut how, and which file holds which of its shards.
+//! Decodes a `metadata.json`: the partition of each tensor, and the files that hold its shards.
 //!
-//! The file can be hundreds of MB (it names every shard of every rank), so it is streamed into tables of small
-//! numbers: a file's name is kept once, and so is a layout; one holder of one shard costs 16 bytes.
+//! The file lists every shard of every rank and can have hundreds of MB. It is streamed into compact tables: the names of
+//! files and the layouts are stored once, and one holder of one shard takes 16 bytes.
 //!
-//! Nothing in it is believed. Fields are found by name in any order, nothing may occur twice, and what the file says
-//! twice must agree: the cuts of a tensor with its layout, the shape of each shard with the cuts. Every shard of
-//! every tensor must be listed, and some file must hold it. Unknown fields are skipped.
+//! The content is validated. Fields can have any order, nothing may occur twice, and redundant values must agree: the
+//! fragmentations of a tensor with its layout, the shape of each shard with the fragmentations. Every shard of every
+//! tensor must be listed and held by a file. Unknown fields are skipped.
 //!
-//! This module opens no file: it knows what is written, not whether it is there.
+//! This module opens no file and does not check that the listed files exist.
 
 mod json;
 mod records;
@@ -36,7 +36,7 @@ const MAX_DTYPE_BYTES: usize = 64;
 /// Longest name of a file, as of most file systems.
 const MAX_FILE_NAME_BYTES: usize = 255;
 
-/// What a `metadata.json` says.
+/// The content of a `metadata.json`.
 ///
 /// ```
 /// use reshard_formats::metadata::decode;
@@ -60,24 +60,24 @@ const MAX_FILE_NAME_BYTES: usize = 255;
 pub struct Metadata {
     /// Names of the shard files in the order of their first mention.
     pub files: Vec<String>,
-    /// The different layouts in the order of their first mention.
+    /// The distinct layouts in the order of their first mention.
     pub layouts: Vec<DeviceLayout>,
     /// The tensors in the order of the file.
     pub tensors: Vec<MetadataTensor>,
 }
 
-/// How a tensor lies on the devices, with the field names of the file.
+/// The layout of a tensor on the devices, with the field names of the file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct DeviceLayout {
     /// Sizes of the mesh axes, outermost first.
     pub device_matrix: Vec<u64>,
-    /// For each dim the axes that cut it, outermost first, counted from the innermost axis (0). Not cut: empty.
+    /// For each dim the axes that split it, outermost first, numbered from the innermost axis (0). Empty: not split.
     pub tensor_map: Vec<Vec<u64>>,
     /// Names of the mesh axes.
     pub alias_name: Vec<String>,
     /// The global rank at each mesh point, row-major.
     pub rank_list: Vec<u64>,
-    /// Always false: another meaning of the mesh, which is refused.
+    /// Always false: interleaved layouts are not supported.
     pub interleaved_parallel: bool,
 }
 
@@ -86,31 +86,31 @@ pub struct DeviceLayout {
 pub struct MetadataTensor {
     /// Its key.
     pub name: String,
-    /// Its dtype as the file spells it.
+    /// Its dtype in the spelling of the file.
     pub dtype: String,
     /// Its global shape in elements.
     pub shape: Vec<u64>,
-    /// In how many equal parts each dim is cut.
+    /// Number of equal parts of each dim.
     pub fragmentations: Vec<u64>,
-    /// Number of its layout; `None` if that is null, and the tensor whole.
+    /// Number of its layout; `None` if the layout is null and the tensor is not partitioned.
     pub layout: Option<u32>,
-    /// Who holds each part.
+    /// The holders of each part.
     pub cells: CellTable,
 }
 
-/// For each cell of a tensor's grid, row-major over the fragmentations, who holds it.
+/// The holders of each cell of the grid of a tensor, row-major over the fragmentations.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CellTable {
-    /// Where the holders of each cell begin, and the end of the last.
+    /// Start of the holders of each cell, and the end of the last.
     pub starts: Vec<u32>,
-    /// `(file, storage rank)`, cell after cell; within one in the order of the files, each once.
+    /// `(file, storage rank)` of each holder, cell by cell; within a cell in the order of the files, each once.
     pub holders: Vec<(u32, u64)>,
 }
 
 impl DeviceLayout {
-    /// In how many parts each dim is cut.
-    fn cuts(&self) -> Vec<u64> {
-        // A value counts the axes from the innermost one.
+    /// Number of parts of each dim.
+    fn n_parts(&self) -> Vec<u64> {
+        // Axes are numbered from the innermost one.
         let size = |&axis: &u64| self.device_matrix[self.device_matrix.len() - 1 - axis as usize];
         self.tensor_map
             .iter()
@@ -120,7 +120,7 @@ impl DeviceLayout {
 }
 
 impl CellTable {
-    /// How many cells there are.
+    /// Number of cells.
     pub fn n_cells(&self) -> usize {
         self.starts.len().saturating_sub(1)
     }
@@ -134,7 +134,7 @@ impl CellTable {
     }
 }
 
-/// The index of the tensors of a checkpoint; its files lie in `folder`.
+/// Builds the index of the tensors of a checkpoint. Its files are in `folder`.
 pub fn index_of(metadata: &Metadata, folder: &Path, method: Method) -> Result<Index> {
     let mut index = Index::new();
     for name in &metadata.files {
@@ -157,8 +157,8 @@ pub fn index_of(metadata: &Metadata, folder: &Path, method: Method) -> Result<In
 /// Decodes the text of a `metadata.json`.
 ///
 /// # Errors
-/// [`Kind::Damaged`] if it violates the format or contradicts itself, [`Kind::Coverage`] if a part of a tensor is not
-/// listed or held by no file, [`Kind::Unsupported`] for an interleaved layout.
+/// [`Kind::Damaged`] if it violates the format or is inconsistent, [`Kind::Coverage`] if a part of a tensor is not listed
+/// or no file holds it, [`Kind::Unsupported`] for an interleaved layout.
 pub fn decode(text: &[u8]) -> Result<Metadata> {
     let text = std::str::from_utf8(text).map_err(|error| {
         Error::damaged(format!(
@@ -169,29 +169,29 @@ pub fn decode(text: &[u8]) -> Result<Metadata> {
     let mut decoder = Decoder::default();
     decoder.pass(text)?;
     if decoder.is_storage_early {
-        // Holders were listed before the tensors they belong to.
+        // The holders precede the tensors in the file.
         decoder.pass(text)?;
     }
     decoder.finish()
 }
 
-/// Tables being filled.
+/// The tables during decoding.
 #[derive(Default)]
 struct Decoder {
     metadata: Metadata,
     tensors: HashMap<String, u32>,
     files: HashMap<String, u32>,
     layouts: HashMap<DeviceLayout, u32>,
-    /// One a tensor.
+    /// One per tensor.
     stored: Vec<Stored>,
     has_tensors: bool,
     has_storage: bool,
     is_storage_early: bool,
-    /// What stopped the pass, if a rule of this module did; the JSON reader's errors carry only text.
+    /// The error of this module that stopped the pass. Errors of the JSON parser contain only text.
     error: Option<Error>,
 }
 
-/// What was said so far about where a tensor is stored.
+/// The holders of a tensor that were decoded so far.
 #[derive(Default)]
 struct Stored {
     /// The cell of each storage key.
@@ -214,7 +214,7 @@ impl Decoder {
         })
     }
 
-    /// Applies what was parsed; whatever went wrong is kept, with its context, and stops the pass.
+    /// Applies a parsed value. An error is stored with its context and stops the pass.
     fn settle<T, E: serde::de::Error>(
         &mut self,
         parsed: Result<T, E>,
@@ -257,12 +257,12 @@ impl Decoder {
         }
         let chunks = record.chunks.ok_or_else(|| missing("chunk"))?;
 
-        let n_cells = check_cuts(&shape, &fragmentations)?;
+        let n_cells = check_fragmentations(&shape, &fragmentations)?;
         let layout = match record.layout {
             None if n_cells == 1 => None,
             None => {
                 return Err(Error::damaged(format!(
-                    "`layout` is null, which means whole, but `axis_fragmentations` is {fragmentations:?}"
+                    "`layout` is null, which means not partitioned, but `axis_fragmentations` is {fragmentations:?}"
                 )));
             }
             Some(record) => Some(self.add_layout(record, &fragmentations)?),
@@ -289,10 +289,10 @@ impl Decoder {
 
     fn add_layout(&mut self, record: LayoutRecord, fragmentations: &[u64]) -> Result<u32> {
         let layout = record.check()?;
-        let cuts = layout.cuts();
-        if cuts != fragmentations {
+        let n_parts = layout.n_parts();
+        if n_parts != fragmentations {
             return Err(Error::damaged(format!(
-                "`layout` cuts the dims {cuts:?} times, but `axis_fragmentations` is {fragmentations:?}"
+                "`layout` splits the dims into {n_parts:?} parts, but `axis_fragmentations` is {fragmentations:?}"
             )));
         }
         if let Some(&id) = self.layouts.get(&layout) {
@@ -334,12 +334,7 @@ impl Decoder {
             )));
         }
         if holders.is_empty() {
-            return Err(uncovered(
-                shape,
-                fragmentations,
-                offset,
-                "no file is named that holds it",
-            ));
+            return Err(uncovered(shape, fragmentations, offset, "no file holds it"));
         }
         let cell = offset as u32;
         self.stored[id].cells.push(cell);
@@ -353,7 +348,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// The number of a file.
+    /// Returns the number of a file, and adds the file if it is new.
     fn file(&mut self, name: &str) -> Result<u32> {
         if let Some(&id) = self.files.get(name) {
             return Ok(id);
@@ -365,7 +360,7 @@ impl Decoder {
         Ok(id)
     }
 
-    /// Turns what was collected into tables; every cell must be held.
+    /// Converts the collected values to tables. Every cell must have a holder.
     fn finish(mut self) -> Result<Metadata> {
         for (is_there, section) in [
             (self.has_tensors, "state_dict_metadata"),
@@ -398,10 +393,10 @@ impl Stored {
                 Printable(&key)
             )));
         }
-        // The cells are distinct and in the grid: if they are as many as the grid's, they are all of them.
+        // The cells are distinct and inside the grid, so all cells are listed if their number is right.
         let n_cells: u64 = tensor.fragmentations.iter().product();
         if cells.len() as u64 != n_cells {
-            let why = "`storage_data` names no file that holds it";
+            let why = "`storage_data` lists no file for it";
             return Err(uncovered(
                 &tensor.shape,
                 &tensor.fragmentations,
@@ -503,8 +498,8 @@ impl<'de> Members<'de> for Storage<'_> {
     }
 }
 
-/// The grid of a tensor: how many equal parts there are in all.
-fn check_cuts(shape: &[u64], fragmentations: &[u64]) -> Result<u64> {
+/// Checks the grid of a tensor. Returns the number of cells.
+fn check_fragmentations(shape: &[u64], fragmentations: &[u64]) -> Result<u64> {
     if shape.len() != fragmentations.len() {
         return Err(Error::damaged(format!(
             "`global_shape` {shape:?} has {} dims, but `axis_fragmentations` {fragmentations:?} has {}",
@@ -524,25 +519,25 @@ fn check_cuts(shape: &[u64], fragmentations: &[u64]) -> Result<u64> {
     }
     let n_cells = fragmentations
         .iter()
-        .try_fold(1_u64, |n, &cuts| n.checked_mul(cuts));
+        .try_fold(1_u64, |n, &parts| n.checked_mul(parts));
     let n_cells = n_cells
         .filter(|n| (1..=MAX_CELLS).contains(n))
         .ok_or_else(|| {
             Error::damaged(format!(
-                "`axis_fragmentations` {fragmentations:?} makes no number of shards from 1 to 2^31"
+                "`axis_fragmentations` {fragmentations:?} makes an invalid number of shards; expected 1 to 2^31"
             ))
         })?;
-    for (dim, (extent, cuts)) in shape.iter().zip(fragmentations).enumerate() {
-        if !extent.is_multiple_of(*cuts) {
+    for (dim, (extent, parts)) in shape.iter().zip(fragmentations).enumerate() {
+        if !extent.is_multiple_of(*parts) {
             return Err(Error::damaged(format!(
-                "dim {dim} has {extent} elements, which {cuts} shards do not divide evenly; this format has no uneven cuts"
+                "dim {dim} has {extent} elements, which is not divisible by {parts} shards; this format has no uneven shards"
             )));
         }
     }
     Ok(n_cells)
 }
 
-/// Every cell of the grid is listed as a shard of the shape that the cuts give.
+/// Checks that every cell of the grid is listed, with the shape of a shard.
 fn check_chunks(
     chunks: Vec<ChunkRecord>,
     shape: &[u64],
@@ -557,7 +552,7 @@ fn check_chunks(
         let found = chunk.local_shape.ok_or_else(|| missing("local_shape"))?;
         let &[cell] = offset.as_slice() else {
             return Err(Error::damaged(format!(
-                "`global_offset` {offset:?} of a chunk must be one number, the shard's"
+                "`global_offset` {offset:?} of a chunk must be one number, that of the shard"
             )));
         };
         if cell >= n_cells {
@@ -567,14 +562,14 @@ fn check_chunks(
         }
         if found != local {
             return Err(Error::damaged(format!(
-                "`local_shape` of chunk {cell} is {found:?}, but `global_shape` {shape:?} cut {fragmentations:?} times \
-                 gives {local:?}; this format has no uneven cuts"
+                "`local_shape` of chunk {cell} is {found:?}, but `global_shape` {shape:?} in {fragmentations:?} parts \
+                 gives {local:?}; this format has no uneven shards"
             )));
         }
         cells.push(cell as u32);
     }
     cells.sort_unstable();
-    // The original drops repeated chunks, too.
+    // MindSpore Transformers ignores repeated chunks as well.
     cells.dedup();
     if cells.len() as u64 == n_cells {
         return Ok(());
@@ -591,11 +586,11 @@ fn local_shape(shape: &[u64], fragmentations: &[u64]) -> Vec<u64> {
     shape
         .iter()
         .zip(fragmentations)
-        .map(|(extent, cuts)| extent / cuts)
+        .map(|(extent, parts)| extent / parts)
         .collect()
 }
 
-/// The least number that is missing from ascending, distinct ones.
+/// The smallest number that is missing from ascending, distinct numbers.
 fn first_missing(cells: &[u32]) -> u64 {
     cells
         .iter()
@@ -626,14 +621,14 @@ fn uncovered(shape: &[u64], fragmentations: &[u64], cell: u64, why: &str) -> Err
     )
 }
 
-/// The name of a shard file beside its `metadata.json`, and nothing that could lead elsewhere.
+/// Checks that a name is that of a shard file in the folder of the `metadata.json`.
 fn check_file_name(name: &str) -> Result<()> {
     let problem = if name.is_empty() || name == "." || name == ".." {
-        "is no file's name".to_owned()
+        "is not a file name".to_owned()
     } else if name.contains(['/', '\\']) {
-        "leads to another folder".to_owned()
+        "names another folder".to_owned()
     } else if name.chars().any(char::is_control) {
-        "has a control character in it".to_owned()
+        "contains a control character".to_owned()
     } else if name.len() > MAX_FILE_NAME_BYTES {
         format!("has {} bytes, more than {MAX_FILE_NAME_BYTES}", name.len())
     } else if ![".safetensors", ".safetensor"]

@@ -1,14 +1,14 @@
 //! The messages of a strategy file of `MindSpore` (proto2, package `mindspore.straspb`), as plain tuples.
 //!
-//! Fields that must stand once are declared as repeated and counted, and 32-bit numbers as 64-bit ones and compared
-//! with their range: the decoder itself would take the last of several, nothing for a missing one, and the low half of
-//! a number that is too large. Numbers of repeated fields are written one by one, as the original writes them, and read
-//! packed too. Unknown fields are skipped. What the numbers mean is told in `python/reshard/layout/strategy.py`.
+//! Fields that must occur once are declared as repeated and counted, and 32-bit numbers are declared as 64-bit numbers and
+//! range-checked: the decoder alone would accept several values, a missing value, and the low half of a number that is too
+//! large. Repeated numbers are written unpacked, as `MindSpore` writes them, and read packed or unpacked. Unknown fields
+//! are skipped. `python/reshard/layout/strategy.py` documents the meaning of the numbers.
 
 use prost::Message;
 use reshard_core::{Error, Kind, Result};
 
-/// Most numbers in one list of an operator or a tensor, and most lists of one.
+/// Most numbers in one list of an operator or a tensor, and most lists of an operator or a tensor.
 const MAX_DIMS: usize = 1 << 10;
 /// Most rows of parts of one tensor.
 const MAX_ROWS: usize = 1 << 20;
@@ -65,7 +65,7 @@ struct Layouts {
     opt_weight_shard_size: Vec<i64>,
 }
 
-/// `uint32`, `int32` and `int64` numbers: as 64-bit ones they are written alike.
+/// `uint32`, `int32` and `int64` numbers. Declared as 64-bit numbers they have the same encoding.
 #[derive(Clone, PartialEq, Message)]
 struct Dims {
     #[prost(int64, repeated, packed = "false", tag = "1")]
@@ -82,12 +82,12 @@ pub type LayoutTuple = (String, Lists, Lists, Lists, Lists, i64, i64, i64);
 /// Decodes the messages of a strategy file: the current stage, the strategies and the layouts.
 ///
 /// # Errors
-/// [`Kind::Damaged`] if the bytes are not these messages, or a field does not stand once or is out of its range.
+/// [`Kind::Damaged`] if the bytes are not these messages, or a field does not occur once or is out of its range.
 pub fn decode(data: &[u8]) -> Result<(i64, Vec<StrategyTuple>, Vec<LayoutTuple>)> {
     let map = StrategyMap::decode(data).map_err(|error| {
         Error::new(
             Kind::Damaged,
-            format!("not the messages of a strategy: {error}"),
+            format!("not a strategy file in protobuf: {error}"),
         )
     })?;
     let strategies = map.parallel_strategy_item.into_iter().enumerate();
@@ -147,14 +147,14 @@ const UINT32: Range = 0..=u32::MAX as i64;
 const INT32: Range = i32::MIN as i64..=i32::MAX as i64;
 const INT64: Range = i64::MIN..=i64::MAX;
 
-/// The one value of a field that must stand exactly once.
+/// The value of a field that must occur exactly once.
 fn once<T>(values: Vec<T>, field: &str) -> Result<T> {
     let n = values.len();
     let mut values = values.into_iter();
     match (values.next(), n) {
         (Some(value), 1) => Ok(value),
         _ => Err(damaged(format!(
-            "`{field}` must stand once, it stands {n} times"
+            "`{field}` must occur once, it occurs {n} times"
         ))),
     }
 }
@@ -173,7 +173,7 @@ fn within(value: i64, field: &str, range: &Range) -> Result<i64> {
     }
     let (low, high) = (range.start(), range.end());
     Err(damaged(format!(
-        "`{field}` holds {value}, expected {low} to {high}"
+        "`{field}` is {value}, expected {low} to {high}"
     )))
 }
 
@@ -181,7 +181,7 @@ fn lists(messages: Vec<Dims>, field: &str, max: usize, range: Range) -> Result<L
     if messages.len() > MAX_DIMS {
         let n = messages.len();
         return Err(damaged(format!(
-            "`{field}` has {n} lists, more than {MAX_DIMS}"
+            "`{field}` has {n} lists; at most {MAX_DIMS} are allowed"
         )));
     }
     let mut lists = Vec::with_capacity(messages.len());
@@ -189,7 +189,7 @@ fn lists(messages: Vec<Dims>, field: &str, max: usize, range: Range) -> Result<L
         if dim.len() > max {
             let n = dim.len();
             return Err(damaged(format!(
-                "`{field}` has {n} numbers, more than {max}"
+                "`{field}` has {n} numbers; at most {max} are allowed"
             )));
         }
         for &value in &dim {
@@ -225,7 +225,7 @@ fn encoded(
         u64::try_from(value).map_err(|_| {
             Error::new(
                 Kind::Argument,
-                format!("a stage is not negative, found {value}"),
+                format!("a stage is {value}; expected a number that is not negative"),
             )
         })
     };

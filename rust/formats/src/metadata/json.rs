@@ -1,5 +1,5 @@
-//! Strict reading of JSON into plain records over a streaming parser: fields in any order, none of them twice,
-//! integers that are plain, lists and nesting that end. What is unknown is skipped, under the same limits.
+//! Strict parsing of JSON into plain records over a streaming parser: fields in any order, none of them twice, plain
+//! integers, bounded lists and bounded nesting. Unknown fields are skipped, under the same limits.
 
 use reshard_core::header::NUMBER_END;
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 
 /// Deepest nesting of values that are skipped.
 const MAX_DEPTH: usize = 16;
-/// Most fields of one object that nobody knows.
+/// Most unknown fields of one object.
 const MAX_UNKNOWN: usize = 64;
 
 /// An object with known fields.
@@ -18,13 +18,13 @@ pub(super) trait Record<'de> {
     /// Their names.
     const FIELDS: &'static [&'static str];
 
-    /// Takes the value of a field from `map`, which is called at most once for each.
+    /// Reads the value of a field from `map`. It is called at most once for each field.
     fn field<A: MapAccess<'de>>(&mut self, field: usize, map: &mut A) -> Result<(), A::Error>;
 }
 
 /// An object whose keys are data.
 pub(super) trait Members<'de> {
-    /// Takes the value of a key from `map`; keys may come twice.
+    /// Reads the value of a key from `map`. A key can occur more than once.
     fn member<A: MapAccess<'de>>(
         &mut self,
         key: Cow<'de, str>,
@@ -178,7 +178,7 @@ impl<'de, R: Record<'de> + Default> Visitor<'de> for Nullable<R> {
     }
 }
 
-/// Reads a string, without a copy where it has no escapes.
+/// Reads a string, without a copy if it has no escapes.
 pub(super) struct Text;
 
 impl<'de> DeserializeSeed<'de> for Text {
@@ -297,7 +297,7 @@ impl<'de> Visitor<'de> for Texts {
     }
 }
 
-/// Reads `tensor_map`: for each dim an axis, -1, or a list of them. -1 says nothing and is dropped.
+/// Reads `tensor_map`: for each dim an axis, -1, or a list of them. -1 means no axis and is dropped.
 pub(super) struct TensorMap;
 
 impl<'de> DeserializeSeed<'de> for TensorMap {
@@ -322,7 +322,7 @@ impl<'de> Visitor<'de> for TensorMap {
     }
 }
 
-/// An axis, -1, or (not nested again) a list of them.
+/// An axis, -1, or a list of them, which is not nested further.
 struct Axes {
     is_nested: bool,
 }
@@ -386,7 +386,7 @@ fn collect<'de, A: SeqAccess<'de>, S: DeserializeSeed<'de>>(
     Ok(values)
 }
 
-/// Skips a value of any kind, unless it is nested too deep or has a key twice.
+/// Skips a value of any type. A value that is nested too deep or has duplicate keys is an error.
 #[derive(Default)]
 pub(super) struct Skip {
     depth: usize,

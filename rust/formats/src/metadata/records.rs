@@ -1,4 +1,4 @@
-//! The records of a `metadata.json` as they come, field by field; a field that did not come is `None`.
+//! The records of a `metadata.json` during parsing. A field that has not been read is `None`.
 
 use super::json::{
     Nullable, Number, Numbers, Object, Record, Records, Skip, TensorMap, Text, Texts,
@@ -9,7 +9,7 @@ use reshard_core::header::MAX_RANK;
 use serde::de::MapAccess;
 use std::borrow::Cow;
 
-/// The fields of a tensor as they come.
+/// The fields of a tensor.
 #[derive(Default)]
 pub(super) struct TensorRecord<'de> {
     pub(super) properties: Option<PropertiesRecord<'de>>,
@@ -37,7 +37,7 @@ impl<'de> Record<'de> for TensorRecord<'de> {
                 .map(|shape| self.shape = Some(shape)),
             2 => map
                 .next_value_seed(Numbers::at_most(MAX_RANK))
-                .map(|cuts| self.fragmentations = Some(cuts)),
+                .map(|parts| self.fragmentations = Some(parts)),
             3 => {
                 self.has_layout = true;
                 map.next_value_seed(Nullable::default())
@@ -68,7 +68,7 @@ impl<'de> Record<'de> for PropertiesRecord<'de> {
             0 => map
                 .next_value_seed(Text)
                 .map(|dtype| self.dtype = Some(dtype)),
-            // Nothing depends on them: which ranks hold a shard is told by `storage_data`.
+            // These fields are not used: `storage_data` lists the ranks that hold a shard.
             _ => map.next_value_seed(Skip::default()),
         }
     }
@@ -114,7 +114,7 @@ impl<'de> Record<'de> for LayoutRecord {
 }
 
 impl LayoutRecord {
-    /// A layout that does not contradict itself.
+    /// Checks the fields for consistency.
     pub(super) fn check(self) -> Result<DeviceLayout> {
         let missing = |field: &str| Error::damaged(format!("`layout.{field}` is missing"));
         let layout = DeviceLayout {
@@ -129,7 +129,7 @@ impl LayoutRecord {
         if layout.interleaved_parallel {
             return Err(Error::new(
                 Kind::Unsupported,
-                "`layout.interleaved_parallel` is true: which rank holds what is open",
+                "`layout.interleaved_parallel` is true, which is not supported",
             )
             .hint("save the checkpoint without interleaved parallelism"));
         }
@@ -162,7 +162,7 @@ impl LayoutRecord {
         for &axis in layout.tensor_map.iter().flatten() {
             if axis >= n_axes as u64 {
                 return Err(Error::damaged(format!(
-                    "`layout.tensor_map` names axis {axis}, counted from 0, but `layout.device_matrix` has {n_axes}"
+                    "`layout.tensor_map` has axis {axis}, numbered from 0, but `layout.device_matrix` has {n_axes} axes"
                 )));
             }
             if std::mem::replace(&mut used[axis as usize], true) {
@@ -212,7 +212,7 @@ impl<'de> Record<'de> for HolderRecord<'de> {
             1 => map
                 .next_value_seed(Number)
                 .map(|rank| self.rank = Some(rank)),
-            // The ranks that held the same shard before duplicates were left out; any stored copy serves.
+            // The ranks that held the same shard. It is not used: every stored copy is valid.
             _ => map.next_value_seed(Skip::default()),
         }
     }

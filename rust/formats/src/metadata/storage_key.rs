@@ -1,13 +1,13 @@
-//! The keys of `storage_data`: the text that Python gives for the pair of a tensor's name and its shard's number.
+//! The keys of `storage_data`: the text that Python prints for the pair of the name of a tensor and the number of a shard.
 
 use reshard_core::error::{Error, Printable, Result};
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// The storage key of a shard: what Python prints for `(name, (offset,))`.
+/// The storage key of a shard: the text that Python prints for `(name, (offset,))`.
 ///
-/// The original looks its own text up, so every character must agree: Python prefers single quotes, and escapes what
-/// Unicode says is not printable.
+/// MindSpore Transformers searches for its own text, so every character must be the same: Python prefers single quotes and
+/// escapes characters that are not printable in Unicode.
 ///
 /// ```
 /// use reshard_formats::metadata::storage_key;
@@ -39,30 +39,30 @@ pub fn storage_key(name: &str, offset: u64) -> String {
                     0x100..=0xffff => write!(key, "\\u{code:04x}"),
                     _ => write!(key, "\\U{code:08x}"),
                 };
-                written.expect("a string takes any text");
+                written.expect("writing to a string does not fail");
             }
         }
     }
-    write!(key, "{quote}, ({offset},))").expect("a string takes any text");
+    write!(key, "{quote}, ({offset},))").expect("writing to a string does not fail");
     key
 }
 
-/// Python's `str.isprintable` of one character. Both languages take it from Unicode's general categories; they may
-/// differ on a character that is newer than the Unicode of one of them.
+/// Python's `str.isprintable` of one character. Both languages use the general categories of Unicode; they can differ for a
+/// character that is newer than the Unicode version of one of them.
 fn is_printable(c: char) -> bool {
-    // Rust's debug form escapes the same characters, and besides them a combining one at the very start.
+    // `escape_debug` escapes the same characters, and additionally a combining character at the start of the text.
     let mut buffer = [b'a'; 5];
     let n_bytes = c.encode_utf8(&mut buffer[1..]).len();
     let text = std::str::from_utf8(&buffer[..=n_bytes]).expect("two characters");
     matches!(c, '"' | '\'' | '\\') || text.escape_debug().nth(1) == Some(c)
 }
 
-/// Name and offset of a storage key; the inverse of [`storage_key`].
+/// Parses a storage key into name and offset; the inverse of [`storage_key`].
 ///
-/// Read from the right, since a name may contain anything.
+/// The key is parsed from the right, since a name can contain any character.
 ///
 /// # Errors
-/// `Kind::Damaged` if the text is nothing that Python prints for such a pair.
+/// `Kind::Damaged` if Python does not print this text for any such pair.
 ///
 /// ```
 /// use reshard_formats::metadata::parse_storage_key;
@@ -95,7 +95,7 @@ pub fn parse_storage_key(key: &str) -> Result<(Cow<'_, str>, u64)> {
     })
 }
 
-/// What is between the quotes, decoded; `None` if Python would not have printed it.
+/// Decodes the text between the quotes; `None` if Python does not print it.
 fn unescape(text: &str, quote: char) -> Option<Cow<'_, str>> {
     if !text.contains(['\\', quote]) {
         return Some(Cow::Borrowed(text));
