@@ -1,7 +1,7 @@
 //! Planning at scale: checks the coverage of 2,000 tensors on 16,384 ranks, and plans one rank of another layout.
 //!
-//! Prints time and peak memory, and compares the number of copies with the arithmetic of the layouts. Fails above one second
-//! or 256 MiB.
+//! Prints time and peak memory, and compares the number of copies with the arithmetic of the layouts. Fails above one
+//! second or 256 MiB.
 
 #![expect(clippy::print_stdout, reason = "a bench prints its table")]
 
@@ -66,7 +66,8 @@ fn main() {
     let axes = |sizes: [u64; 2]| vec![("dp".to_owned(), sizes[0]), ("tp".to_owned(), sizes[1])];
     let from = Arc::new(Mesh::new(axes([2048, 8]), None).unwrap());
     let to = Arc::new(Mesh::new(axes([1024, 16]), None).unwrap());
-    // Typical layouts of training: split by tensor parallelism and replicated; split by ZeRO as well; split on both dims.
+    // Typical layouts of training: split by tensor parallelism and replicated; split by ZeRO as well; split on both
+    // dims.
     let stored = [
         layout(&from, [&[1], &[]]),
         layout(&from, [&[1, 0], &[]]),

@@ -1,4 +1,4 @@
-//! The walk over a `.ckpt`: real files, an independent encoder, damage of every kind, and a file larger than memory.
+//! The parser of `.ckpt` files: real files, an independent encoder, damaged files, and a file larger than memory.
 
 #![expect(clippy::too_many_lines, reason = "a table of cases")]
 
@@ -33,7 +33,7 @@ fn samples() -> Vec<PathBuf> {
     found
 }
 
-// -- an encoder of its own, as the protobuf documentation has the wire format
+// -- an independent encoder, after the documentation of the protobuf wire format
 
 fn varint(mut n: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -54,7 +54,7 @@ fn field(number: u8, content: &[u8]) -> Vec<u8> {
     .concat()
 }
 
-/// How a value is written: as the original does, or otherwise as the wire format allows.
+/// The encoding of a value: that of `MindSpore`, or another one that the wire format allows.
 #[derive(Debug, Clone, Copy)]
 struct Style {
     packed: bool,
@@ -150,7 +150,7 @@ fn tensors() -> impl Strategy<Value = Vec<Tensor>> {
     })
 }
 
-/// The file of these tensors, and the content of each.
+/// Encodes tensors. Returns the file, and the content of each tensor.
 fn encode(tensors: &[Tensor]) -> (Vec<u8>, Vec<Vec<u8>>) {
     let (mut file, mut contents) = (Vec::new(), Vec::new());
     let mut next = 0_u8;
@@ -174,7 +174,7 @@ fn encode(tensors: &[Tensor]) -> (Vec<u8>, Vec<Vec<u8>>) {
     (file, contents)
 }
 
-/// A tensor put together from the tiles of its parts, element by element.
+/// Assembles a tensor from the tiles of its parts, element by element.
 fn assembled(file: &[u8], records: &Records, array: &LocalArray) -> Vec<u8> {
     let unit = (array.dtype.bits() / 8) as usize;
     let n: u64 = array.shape.iter().product();
@@ -196,7 +196,7 @@ fn assembled(file: &[u8], records: &Records, array: &LocalArray) -> Vec<u8> {
                 let from = entry.start as usize + tile.local_at(&at) as usize * unit;
                 assert!(from + unit <= entry.end as usize);
                 let slot = &mut bytes[to as usize];
-                assert!(slot.is_none(), "an element is told twice");
+                assert!(slot.is_none(), "an element is covered twice");
                 *slot = Some(file[from..from + unit].to_vec());
             }
         }
@@ -225,7 +225,7 @@ proptest! {
         prop_assert!(records.split("none").is_none());
     }
 
-    /// Whatever is done to a file: an error of the right kind, or a table that lies inside the file.
+    /// A changed file gives an error of the right kind, or a table whose ranges are inside the file.
     #[test]
     fn damage_is_an_error_or_harmless(
         tensors in tensors(),
@@ -289,11 +289,11 @@ fn check_any(file: &[u8]) -> Result<(), TestCaseError> {
 }
 
 #[test]
-fn every_cut_of_a_real_file_is_told() {
+fn every_truncation_of_a_real_file_is_detected() {
     for path in samples() {
         let bytes = fs::read(&path).unwrap();
         let whole = read(&bytes).unwrap();
-        // A cut between two values leaves a file that only its CRC, if it had one, could tell from a whole one.
+        // A truncation between two values gives a valid file without a CRC.
         let mut between = 0;
         for n in 0..bytes.len() {
             match read(&bytes[..n]) {
@@ -311,10 +311,10 @@ fn every_cut_of_a_real_file_is_told() {
     }
 }
 
-// -- what is refused
+// -- what is rejected
 
 #[test]
-fn refuses_with_a_reason() {
+fn rejects_with_a_message() {
     let good = value("w", "Float32", &[2], &[0; 8], PLAIN);
     let v = |tag, kind, dims: &[u64], n| value(tag, kind, dims, &vec![0; n], PLAIN);
     let of = |content: &[u8]| field(1, content);
@@ -609,7 +609,7 @@ fn refuses_with_a_reason() {
     }
 }
 
-// -- a file that no memory holds
+// -- a file larger than memory
 
 #[test]
 fn contents_are_not_read() {
@@ -624,7 +624,7 @@ fn contents_are_not_read() {
         [&[0x0a][..], &varint(inner.len() as u64 + rest), &inner].concat()
     };
     let file = File::create(&path).unwrap();
-    // Two records of a tebibyte of holes each, then a small tensor.
+    // Two sparse records of a tebibyte each, then a small tensor.
     let mut at = 0;
     for _ in 0..2 {
         let head = head("big", CONTENT);

@@ -1,4 +1,5 @@
-//! The header of a shard file: what is accepted, what is refused and how, and that the reference reader agrees.
+//! The header of a shard file: accepted headers, rejected headers with their errors, and agreement with the reference
+//! implementation.
 
 #![expect(
     clippy::too_many_lines,
@@ -17,7 +18,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// A file of a header's text and `data_bytes` zeros.
+/// A file with the text of a header and `data_bytes` zeros.
 fn file_of(json: &[u8], data_bytes: usize) -> Vec<u8> {
     let mut file = (json.len() as u64).to_le_bytes().to_vec();
     file.extend_from_slice(json);
@@ -54,7 +55,7 @@ fn rows(header: &Header) -> Vec<Row> {
         .collect()
 }
 
-/// The same by the reference implementation; its order among tensors without bytes is its own.
+/// The same by the reference implementation. Its order of tensors without bytes can differ.
 fn reference_rows(file: &[u8]) -> Result<Vec<Row>, safetensors::SafeTensorError> {
     let (_, metadata) = SafeTensors::read_metadata(file)?;
     let mut rows: Vec<Row> = metadata
@@ -82,7 +83,7 @@ fn sorted(mut rows: Vec<Row>) -> Vec<Row> {
 }
 
 #[test]
-fn reads_what_is_there() {
+fn reads_a_header() {
     let json = br#"{"__metadata__":{"format":"pt","a":"\u0041\n"},
         "b":{"shape":[],"dtype":"I64","data_offsets":[8,16]},
         "empty":{"dtype":"F32","shape":[0,7],"data_offsets":[8,8]},
@@ -145,7 +146,7 @@ fn every_dtype_has_its_size() {
 const W: &str = r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
 
 #[test]
-fn refuses() {
+fn rejects_invalid_headers() {
     use Kind::{Damaged, Unsupported};
     const NONE: Option<&str> = None;
     const KEY: Option<&str> = Some("w");
@@ -316,7 +317,7 @@ fn refuses() {
 }
 
 #[test]
-fn refuses_other_bytes() {
+fn rejects_other_bytes() {
     let file = |length: u64, rest: &[u8]| [&length.to_le_bytes(), rest].concat();
     let text = |text: &[u8]| file_of(text, 0);
     #[rustfmt::skip]
@@ -352,7 +353,7 @@ fn refuses_other_bytes() {
 }
 
 #[test]
-fn every_truncation_is_refused() {
+fn every_truncation_is_rejected() {
     let file = file_of(W.as_bytes(), 8);
     assert!(read(&file).is_ok());
     for n_bytes in 0..file.len() {
@@ -445,7 +446,7 @@ fn real_files_read_as_by_the_reference() {
     }
 }
 
-/// Where both accept a file, they say the same of it; what the reference refuses is refused here, too.
+/// Both give the same result for a file that both accept; a file that the reference rejects is rejected here as well.
 fn check_against_reference(file: &[u8]) -> Result<(), TestCaseError> {
     let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     let json = file[8..8 + length].to_vec();
@@ -471,7 +472,7 @@ fn check_against_reference(file: &[u8]) -> Result<(), TestCaseError> {
 
 type Tensor = (String, Dtype, Vec<u64>);
 
-/// A few tensors of different names, most of them of whole bytes.
+/// A few tensors with distinct names; most have an integer number of bytes.
 fn tensors() -> impl Strategy<Value = Vec<Tensor>> {
     let dtype = proptest::sample::select(Dtype::ALL);
     let shape = vec(prop_oneof![1 => Just(0_u64), 6 => 1_u64..8], 0..5);
@@ -511,7 +512,7 @@ fn build(
     header::build(&tensors, metadata, align_bytes)
 }
 
-/// One change of a text: where, how much is taken away, what is put there.
+/// One change of a text: position, number of removed bytes, inserted bytes.
 fn mutation() -> impl Strategy<Value = (usize, usize, Vec<u8>)> {
     let token = proptest::sample::select(
         [
@@ -578,7 +579,7 @@ proptest! {
         let header = read(&file).unwrap();
         prop_assert_eq!(header.data_start(), header_bytes as u64);
         prop_assert_eq!(sorted(rows(&header)), sorted(expected.clone()));
-        // In the order of the data, which is the order given except among those without bytes.
+        // The order of the data is the given order, except for tensors without bytes.
         prop_assert!(rows(&header).is_sorted_by_key(|row| (row.3, row.4)));
         prop_assert_eq!(header.metadata().is_some(), !metadata.is_empty());
         let pairs: Vec<_> = header.metadata().into_iter().flatten().collect();
@@ -588,7 +589,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_changed_is_refused_or_read_as_by_the_reference(
+    fn a_changed_header_is_rejected_or_read_as_by_the_reference(
         tensors in tensors(), metadata in metadata(), mutations in vec(mutation(), 1..4),
     ) {
         let (header, starts) = build(&tensors, &metadata, 1).unwrap();
@@ -602,9 +603,9 @@ proptest! {
         check_against_reference(&file_of(&json, data_bytes as usize))?;
     }
 
-    /// Well-formed, but with numbers and names that may not fit together.
+    /// Well-formed headers with numbers and names that can be inconsistent.
     #[test]
-    fn what_contradicts_itself_is_refused_or_read_as_by_the_reference(
+    fn an_inconsistent_header_is_rejected_or_read_as_by_the_reference(
         entries in vec(("[ab]{1,2}", proptest::sample::select(vec!["F32", "U8", "F4", "F6_E2M3", "C64"]), vec(0_u64..3, 0..3), 0_u64..6, 0_u64..10), 0..4),
         data_bytes in 0_usize..16,
     ) {
@@ -643,7 +644,7 @@ fn the_header_written_is_canonical() {
 }
 
 #[test]
-fn refuses_to_write() {
+fn rejects_what_a_header_cannot_hold() {
     use Kind::{Argument, Unsupported};
     let tensor = |name: &str, dtype, shape: &[u64]| (name.to_owned(), dtype, shape.to_vec());
     let w = || tensor("w", Dtype::F32, &[2]);

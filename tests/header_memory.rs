@@ -1,6 +1,6 @@
-//! The memory of a header pass stays within twice the header's size plus 32 MiB, whatever the header.
+//! Parsing a header takes at most twice the size of the header plus 32 MiB, for any header.
 //!
-//! A test binary of its own: it counts every allocation of the process.
+//! This is a separate test binary, because it counts every allocation of the process.
 #![expect(unsafe_code, reason = "an allocator can be counted only by being one")]
 
 use reshard_core::header::Header;
@@ -15,21 +15,21 @@ struct Counting;
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// `realloc` stays the provided one: allocate, copy, free. So the old and the new block count together.
-// SAFETY: every call goes to the system's allocator unchanged; counting touches no memory of it.
+// `realloc` is the default one: allocate, copy, free. The old and the new block are both counted.
+// SAFETY: every call is forwarded to the system allocator unchanged; the counters do not access its memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         PEAK.fetch_max(
             NOW.fetch_add(layout.size(), Relaxed) + layout.size(),
             Relaxed,
         );
-        // SAFETY: the caller's promises are passed on.
+        // SAFETY: the caller fulfils the contract, which is the same.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         NOW.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promises are passed on.
+        // SAFETY: the caller fulfils the contract, which is the same.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -39,7 +39,8 @@ static ALLOCATOR: Counting = Counting;
 
 const MB: usize = 1_000_000;
 
-/// `{"0":{...},"1":{...},...}` of empty tensors; their numbers are multiplied by `stride` to mix the order of the names.
+/// `{"0":{...},"1":{...},...}` of empty tensors; their numbers are multiplied by `stride` to mix the order of the
+/// names.
 fn empty_tensors(n: usize, shape: &str, stride: usize) -> Vec<u8> {
     let mut json = String::with_capacity(n * (shape.len() + 70));
     for i in 0..n {
@@ -65,7 +66,7 @@ fn metadata_of(n: usize) -> Vec<u8> {
     json.into_bytes()
 }
 
-/// `before`, `middle` again and again up to `n_bytes`, `after`.
+/// `before`, `middle` repeated up to `n_bytes`, `after`.
 fn repeated(before: &str, middle: &str, after: &str, n_bytes: usize) -> Vec<u8> {
     let n = (n_bytes - before.len() - after.len()) / middle.len();
     [before, &middle.repeat(n), after].concat().into_bytes()
@@ -128,7 +129,7 @@ fn the_worst_headers_stay_within_bounds() {
         check_peak(name, peak, n_bytes);
     }
 
-    // Reading the text from a file comes on top.
+    // Reading the text from a file takes additional memory.
     let json = repeated(r#"{"__metadata__":{"a":""#, "x", r#""}}"#, 100 * MB);
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&(json.len() as u64).to_le_bytes()).unwrap();

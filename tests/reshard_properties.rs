@@ -1,5 +1,5 @@
-//! The whole path of the core against an oracle that moves one element at a time: random layouts as source and as
-//! destination, written to real files, planned, and copied by map and by positioned reads.
+//! The complete path of the core, compared with an oracle that moves one element at a time: random layouts as source
+//! and destination, written to real files, planned, and copied by map and by positioned reads.
 
 use proptest::prelude::*;
 use reshard_core::control::Control;
@@ -68,7 +68,7 @@ fn local_array(layout: &Layout, position: u64, whole: &[u8], size: usize) -> Vec
 }
 
 prop_compose! {
-    /// A layout of a shape over a mesh of up to 12 ranks: which axes do what is drawn, what does not fit is left out.
+    /// A random layout of a shape over a mesh of up to 12 ranks. Invalid combinations are omitted.
     fn layouts(shape: Vec<u64>)(
         sizes in prop::collection::vec(1..4_u64, 0..3),
         uses in prop::collection::vec(0..7_usize, 3),
@@ -117,14 +117,14 @@ fn cases() -> impl Strategy<Value = (Arc<Layout>, Layout, Dtype)> {
         .prop_map(|(from, to, dtype)| (Arc::new(from), to, DTYPES[dtype]))
 }
 
-/// A tensor whose dims are described by factors, and in those cut into cells that are stored as they come.
+/// A tensor with factored dims, partitioned into cells in the factored dims.
 #[derive(Debug, Clone)]
 struct Factored {
     shape: Vec<u64>,
     factors: BTreeMap<usize, Vec<u64>>,
     /// The factors of all dims, one after the other.
     dims: Vec<u64>,
-    /// The bounds of the cells, a list a factored dim.
+    /// The bounds of the cells, one list per factored dim.
     bounds: Vec<Vec<u64>>,
     /// `order[j]` is the factored dim at storage position `j`.
     order: Vec<usize>,
@@ -153,7 +153,7 @@ fn factored() -> impl Strategy<Value = Factored> {
             Factored {
                 shape: all.iter().map(|own| own.iter().product()).collect(),
                 bounds: bounds.collect(),
-                // A dim of one factor can be told or not: it is described by itself either way.
+                // For a dim of one factor the entry is optional.
                 factors: (0..)
                     .zip(all)
                     .filter(|(dim, own)| own.len() > 1 || dim % 2 == 0)
@@ -166,7 +166,7 @@ fn factored() -> impl Strategy<Value = Factored> {
 }
 
 impl Factored {
-    /// All cells in one file, each an array of its own in storage order, and the tile that it is.
+    /// Writes all cells to one file, each as an array in storage order, and returns their tiles.
     fn write(
         &self,
         path: &Path,
@@ -275,7 +275,7 @@ proptest! {
                 let mut request = Request::default();
                 request.add("w", "w", &to, position).unwrap();
                 let plan = index.plan(&request, None, true).unwrap();
-                // Whatever was there before, padding included, is overwritten.
+                // The complete buffer, padding included, is overwritten.
                 let mut found = vec![0xA5; expected.len()];
                 let control = Control::default();
                 fill(&plan, vec![&mut found], Stores::Streaming, &control).unwrap();
@@ -299,9 +299,9 @@ proptest! {
         };
         let all: Vec<_> = cells.iter().map(stored).collect();
         index.add_tiles("w", dtype, from.shape.clone(), from.factors.clone(), all.clone(), false).unwrap();
-        // What is told of it makes the same tensor without factors.
-        let told = index.stored_arrays("w").unwrap();
-        index.add_tiles("again", dtype, from.shape.clone(), BTreeMap::new(), told, false).unwrap();
+        // The listed arrays give the same tensor without factors.
+        let listed = index.stored_arrays("w").unwrap();
+        index.add_tiles("again", dtype, from.shape.clone(), BTreeMap::new(), listed, false).unwrap();
         index.check().unwrap();
         for (key, position) in to.holders().flat_map(|position| [("w", position), ("again", position)]) {
             let expected = local_array(&to, position, &whole, size);
@@ -312,7 +312,7 @@ proptest! {
             fill(&plan, vec![&mut found], Stores::Streaming, &Control::default()).unwrap();
             prop_assert_eq!(&found, &expected);
         }
-        // Without one cell there is a hole, and the region that is named lies in it.
+        // Without one cell the tensor is not covered; the error names a region inside the missing cell.
         let mut holed = Index::new();
         holed.add_file(folder.path().join("cells.safetensors"), false, Method::Map);
         holed.add_tiles("w", dtype, from.shape.clone(), from.factors.clone(), all[1..].to_vec(), false).unwrap();

@@ -1,5 +1,5 @@
-//! A second kind of source, bytes in memory that are served by ranges, and a second kind of sink: header, plan, copy,
-//! verification and writing work over them as over local files.
+//! A second kind of source, an object in memory that is read by ranges, and a second kind of sink: header, plan, copy,
+//! verification and writing give the same results as for local files.
 
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
@@ -24,16 +24,16 @@ use std::sync::{Arc, Mutex};
 #[derive(Debug, Clone)]
 struct Object {
     bytes: Arc<Vec<u8>>,
-    is_lending: bool,
+    is_borrowable: bool,
     unreadable_from: u64,
     n_read: Arc<AtomicU64>,
 }
 
 impl Object {
-    fn new(bytes: Vec<u8>, is_lending: bool) -> Self {
+    fn new(bytes: Vec<u8>, is_borrowable: bool) -> Self {
         Self {
             bytes: Arc::new(bytes),
-            is_lending,
+            is_borrowable,
             unreadable_from: u64::MAX,
             n_read: Arc::default(),
         }
@@ -60,11 +60,13 @@ impl Ranges for Object {
     }
 
     fn bytes(&self, start: u64, len: u64) -> Result<Option<&[u8]>> {
-        self.is_lending.then(|| self.range(start, len)).transpose()
+        self.is_borrowable
+            .then(|| self.range(start, len))
+            .transpose()
     }
 
-    fn is_lending(&self) -> bool {
-        self.is_lending
+    fn is_borrowable(&self) -> bool {
+        self.is_borrowable
     }
 }
 
@@ -168,21 +170,24 @@ fn a_plan_over_ranges_copies_what_a_plan_over_a_local_file_copies() {
     std::fs::write(&path, &bytes).unwrap();
     let local = index_over(move || Source::open(&path, false, Method::Map), None);
     let expected = filled(&local.plan(&request(), None, false).unwrap()).unwrap();
-    for is_lending in [false, true] {
+    for is_borrowable in [false, true] {
         for checksums in [None, Some(checksums.clone())] {
-            let object = Object::new(bytes.clone(), is_lending);
+            let object = Object::new(bytes.clone(), is_borrowable);
             let opened = object.clone();
             let index = index_over(move || Ok(opened.source()), checksums);
             index.check_coverage().unwrap();
             assert_eq!(index.check().unwrap(), []);
             let plan = index.plan(&request(), None, true).unwrap();
-            assert!(filled(&plan).unwrap() == expected, "lending: {is_lending}");
+            assert!(
+                filled(&plan).unwrap() == expected,
+                "lending: {is_borrowable}"
+            );
         }
     }
 }
 
 #[test]
-fn opening_a_file_reads_its_header_alone() {
+fn opening_a_file_reads_only_its_header() {
     let (bytes, checksums) = shard_file();
     let object = Object::new(bytes, false);
     let header = Header::read(&object.source()).unwrap();
@@ -198,9 +203,9 @@ fn damage_in_a_range_is_found_by_copies_by_verification_and_by_a_scrub() {
     let mut damaged = bytes.clone();
     damaged[at] ^= 4;
     let control = Control::default();
-    for is_lending in [false, true] {
-        let whole = Object::new(bytes.clone(), is_lending).source();
-        let object = Object::new(damaged.clone(), is_lending);
+    for is_borrowable in [false, true] {
+        let whole = Object::new(bytes.clone(), is_borrowable).source();
+        let object = Object::new(damaged.clone(), is_borrowable);
         for direct in [false, true] {
             assert_eq!(scrub(&whole, &checksums, direct, &control).unwrap(), []);
             let ranges = scrub(&object.source(), &checksums, direct, &control).unwrap();
@@ -224,8 +229,8 @@ fn damage_in_a_range_is_found_by_copies_by_verification_and_by_a_scrub() {
 #[test]
 fn the_error_of_a_store_is_the_error_of_the_copy() {
     let (bytes, _) = shard_file();
-    for is_lending in [false, true] {
-        let mut object = Object::new(bytes.clone(), is_lending);
+    for is_borrowable in [false, true] {
+        let mut object = Object::new(bytes.clone(), is_borrowable);
         object.unreadable_from = 2_000_000;
         let index = index_over(move || Ok(object.source()), None);
         let error = filled(&index.plan(&request(), None, true).unwrap()).unwrap_err();
@@ -235,7 +240,7 @@ fn the_error_of_a_store_is_the_error_of_the_copy() {
 }
 
 #[test]
-fn ranges_outside_the_object_are_refused_before_the_store_is_asked() {
+fn ranges_outside_the_object_are_rejected_without_a_read() {
     let object = Object::new(vec![7; 100], true);
     let source = object.source();
     assert_eq!(source.bytes(90, 11).unwrap_err().kind(), Kind::Damaged);
@@ -260,8 +265,8 @@ fn a_ckpt_file_over_ranges_has_the_table_and_the_crc_of_the_local_file() {
         }
         let local = Source::open(&path, false, Method::Auto).unwrap();
         let expected = ShardFile::open(local, Format::Ckpt, None).unwrap();
-        for is_lending in [false, true] {
-            let object = Object::new(std::fs::read(&path).unwrap(), is_lending);
+        for is_borrowable in [false, true] {
+            let object = Object::new(std::fs::read(&path).unwrap(), is_borrowable);
             let file = ShardFile::open(object.source(), Format::Ckpt, None).unwrap();
             assert_eq!(file.table().arrays(), expected.table().arrays());
             assert_eq!(file.has_crc(), expected.has_crc());

@@ -1,7 +1,7 @@
 //! crc32c of the 256 KiB chunks of a shard file: computed while the file is written, compared while it is read.
 //!
-//! Chunks are counted from the first byte of the file, header included. A CRC detects every burst error of up to 32 bits
-//! and every error of up to 3 bits in a chunk. It does not protect against deliberate changes.
+//! Chunks are counted from the first byte of the file, header included. A CRC detects every burst error of up to 32
+//! bits and every error of up to 3 bits in a chunk. It does not protect against deliberate changes.
 
 use crate::error::{Error, Kind, Result};
 use crc_fast::{CrcAlgorithm, Digest};

@@ -7,8 +7,8 @@
 //! TensorProto    1 repeated int64 dims; 2 string tensor_type; 3 bytes tensor_content
 //! ```
 //!
-//! Optionally `crc_num` and ten bytes with a CRC-32 of all preceding bytes follow. A tensor that is too large for one value
-//! is stored in consecutive values with the same tag, type and dims; its content is the concatenation of theirs.
+//! Optionally `crc_num` and ten bytes with a CRC-32 of all preceding bytes follow. A tensor that is too large for one
+//! value is stored in consecutive values with the same tag, type and dims; its content is the concatenation of theirs.
 //!
 //! A general decoder would load the complete file. This parser reads only the bytes between the contents, in small
 //! windows, and compares every length with the size of the file. Memory is bounded for any input: at most 200 bytes per
@@ -108,7 +108,8 @@ impl Records {
     /// Parses a file.
     ///
     /// # Errors
-    /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for an unknown type, `Kind::Io` if a read fails.
+    /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for an unknown type, `Kind::Io` if a read
+    /// fails.
     pub fn read(source: &Source) -> Result<Self> {
         let path = source.path();
         let window = Window {
@@ -640,7 +641,8 @@ impl Parser<'_> {
 
     // -- the wire format
 
-    /// End of a field of `len` bytes that begins at the current position. It must not exceed `end`; `what` names the field.
+    /// End of a field of `len` bytes that begins at the current position. It must not exceed `end`; `what` names the
+    /// field.
     fn end_of(&self, len: u64, end: u64, what: &str) -> Result<u64> {
         let rest = end - self.at;
         if len > rest {

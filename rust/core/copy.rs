@@ -1,8 +1,9 @@
 //! Execution of a plan: bands of the destination are filled in parallel.
 //!
 //! The destination is divided into bands of about 2 MiB, independently of tensors and files. A band is a slice that one
-//! worker owns. The copies that overlap a band are restricted to it, the source range of each is faulted in or read, and
-//! its strided runs are copied. A dense source range is fetched at once; a range with large gaps is fetched run by run.
+//! worker owns. The copies that overlap a band are restricted to it, the source range of each is faulted in or read,
+//! and its strided runs are copied. A dense source range is fetched at once; a range with large gaps is fetched run by
+//! run.
 //!
 //! ```text
 //! for each band in parallel:

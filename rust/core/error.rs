@@ -138,8 +138,8 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Text from a file for display: control characters are escaped, so that they do not control a terminal, and long text is
-/// truncated.
+/// Text from a file for display: control characters are escaped, so that they do not control a terminal, and long text
+/// is truncated.
 pub struct Printable<'a>(pub &'a str);
 
 impl fmt::Display for Printable<'_> {

@@ -1,8 +1,8 @@
 //! Factored dims: index `r` of a dim with extent `n0 * n1` is `(r / n1, r % n1)`, and likewise for more factors.
 //!
-//! Interleaved rows of two tensors are one region each in factored dims. In the dims of the tensor, the public dims, each
-//! row would be a tile. A region of the public dims is a few regions of the factored dims: a head, a middle and a tail per
-//! dim. A region of the factored dims is one public region per run, or is described by its bounding box.
+//! Interleaved rows of two tensors are one region each in factored dims. In the dims of the tensor, the public dims,
+//! each row would be a tile. A region of the public dims is a few regions of the factored dims: a head, a middle and a
+//! tail per dim. A region of the factored dims is one public region per run, or is described by its bounding box.
 
 use crate::error::{Error, Kind, Result};
 use crate::region::{Dims, Region, flat_range_boxes, row_major_strides};
@@ -68,7 +68,8 @@ impl Factors {
         self.0.concat()
     }
 
-    /// Converts a tile of the public dims to disjoint tiles of the factored dims: at most `2 n - 1` per dim of `n` factors.
+    /// Converts a tile of the public dims to disjoint tiles of the factored dims: at most `2 n - 1` per dim of `n`
+    /// factors.
     pub(crate) fn split(&self, tile: &Tile) -> Vec<Tile> {
         if tile.global.is_empty() {
             return Vec::new();

@@ -66,7 +66,8 @@ impl<'a> BoxCopy<'a> {
         if let PlanSource::File(_, file) = self.source
             && let Some(checksums) = self.run.checks.checksums(self.copy_op.source, file)
         {
-            // If rows are so far apart that complete chunks between them are skipped, each part faults in its own range.
+            // If rows are so far apart that complete chunks between them are skipped, each part faults in its own
+            // range.
             let is_dense = dims
                 .iter()
                 .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
@@ -86,7 +87,8 @@ impl<'a> BoxCopy<'a> {
         )
     }
 
-    /// Copies a box in parts that are verified first. A part is no larger than a chunk, so that it is still in the cache.
+    /// Copies a box in parts that are verified first. A part is no larger than a chunk, so that it is still in the
+    /// cache.
     fn verified_parts(
         &mut self,
         file: &'a ShardFile,
@@ -219,7 +221,8 @@ impl<'a> BoxCopy<'a> {
         Ok(())
     }
 
-    /// Copies a box from unit `src` of the copy to unit `dst` of the slice. A dense part of the source is fetched at once.
+    /// Copies a box from unit `src` of the copy to unit `dst` of the slice. A dense part of the source is fetched at
+    /// once.
     fn dense_parts(&mut self, dims: &[Dim], src: u64, dst: u64, is_part: bool) -> Result<()> {
         let (start, span) = self.source_range(dims, src);
         let file = match self.source {

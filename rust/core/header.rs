@@ -1,13 +1,14 @@
 //! The header of a safetensors file: a strict parser of its JSON, and a writer.
 //!
 //! A shard file consists of 8 bytes (the length of the header, little-endian), the header, and the data of all tensors
-//! without gaps. Every other file is rejected before anything of it is stored: lengths are compared with the size of the
-//! file, sizes are computed with overflow checks, and every byte of the data belongs to exactly one tensor.
+//! without gaps. Every other file is rejected before anything of it is stored: lengths are compared with the size of
+//! the file, sizes are computed with overflow checks, and every byte of the data belongs to exactly one tensor.
 //!
 //! Memory is bounded for malicious input as well: at most twice the size of the header plus 32 MiB. Names, shapes and
-//! metadata are therefore kept as positions in the text of the header. For the same reason this module has its own parser:
-//! a general JSON parser decodes escaped strings, holds a stack of open values and quotes wrong values in messages, each of
-//! a size that the file controls, before a limit applies. The grammar has three levels and no recursion.
+//! metadata are therefore kept as positions in the text of the header. For the same reason this module has its own
+//! parser: a general JSON parser decodes escaped strings, holds a stack of open values and quotes wrong values in
+//! messages, each of a size that the file controls, before a limit applies. The grammar has three levels and no
+//! recursion.
 //!
 //! This module handles the header of one file. It does not interpret tensors and does not read data.
 
@@ -347,7 +348,8 @@ impl Header {
         Ok(())
     }
 
-    /// Checks that every byte of the data belongs to exactly one tensor. A tensor without elements is between two others.
+    /// Checks that every byte of the data belongs to exactly one tensor. A tensor without elements is between two
+    /// others.
     fn check_coverage(&self, data_bytes: u64) -> Result<()> {
         let mut covered = 0;
         for (i, slot) in self.slots.iter().enumerate() {

@@ -1,9 +1,10 @@
 //! The index of the stored shards, and the plan of a request.
 //!
-//! For each key the index holds the stored tiles: symbolically if they form a grid, so that its size does not depend on the
-//! number of ranks, and explicitly otherwise (see `stored`).
+//! For each key the index holds the stored tiles: symbolically if they form a grid, so that its size does not depend on
+//! the number of ranks, and explicitly otherwise (see `stored`).
 //!
-//! A file is opened when a plan first needs it. The plan holds the opened file, so that it reads the file that was checked.
+//! A file is opened when a plan first needs it. The plan holds the opened file, so that it reads the file that was
+//! checked.
 
 use crate::cast::can_cast;
 use crate::checksum::Checksums;
@@ -253,8 +254,8 @@ impl Index {
         )
     }
 
-    /// Adds a tensor that is partitioned into `n_parts` equal parts along each dim. The files of cell `i`, row-major over
-    /// the parts, are `files[starts[i]..starts[i + 1]]`. The dtype is read from the first file that is opened.
+    /// Adds a tensor that is partitioned into `n_parts` equal parts along each dim. The files of cell `i`, row-major
+    /// over the parts, are `files[starts[i]..starts[i + 1]]`. The dtype is read from the first file that is opened.
     pub fn add_table(
         &mut self,
         key: &str,
@@ -528,8 +529,8 @@ impl Index {
         }
     }
 
-    /// Every stored array that holds a part of a key, and its tiles, replicas included. `add_tiles` accepts the result, without
-    /// factors.
+    /// Every stored array that holds a part of a key, and its tiles, replicas included. `add_tiles` accepts the result,
+    /// without factors.
     pub fn stored_arrays(&self, key: &str) -> Result<Vec<(StoredTensor, Vec<Tile>)>> {
         let stored = match self.found(key)? {
             Found::InWholeFile(file, entry) => {
@@ -648,8 +649,9 @@ impl Index {
         .path(path)
     }
 
-    /// Plans the copies of a request and checks them. With `cast`, floating-point tensors are cast to that dtype; others are
-    /// not. With `verify`, execution compares every chunk that it reads with its checksum, for files with checksums.
+    /// Plans the copies of a request and checks them. With `cast`, floating-point tensors are cast to that dtype;
+    /// others are not. With `verify`, execution compares every chunk that it reads with its checksum, for files with
+    /// checksums.
     pub fn plan(
         &self,
         request: &Request,
@@ -660,8 +662,8 @@ impl Index {
             return Err(closed());
         }
         // Keys and shapes are checked first, so that no file is opened for an invalid request.
-        for wanted in &request.arrays {
-            self.check_requested(wanted)?;
+        for requested in &request.arrays {
+            self.check_requested(requested)?;
         }
         let mut chosen_bytes = vec![0; self.files.len()];
         let mut plan = Plan {
@@ -669,21 +671,21 @@ impl Index {
             ..Plan::default()
         };
         let mut sources: HashMap<u32, u32> = HashMap::new();
-        for wanted in &request.arrays {
-            let (first_key, _) = &wanted.keys[0];
-            let selected = self.select(wanted, &mut chosen_bytes)?;
+        for requested in &request.arrays {
+            let (first_key, _) = &requested.keys[0];
+            let selected = self.select(requested, &mut chosen_bytes)?;
             for one in &selected {
-                if wanted.keys.iter().any(|(key, _)| key == one.name) {
+                if requested.keys.iter().any(|(key, _)| key == one.name) {
                     self.set_dtype_from_file(one)?;
                 }
             }
             let stored_dtype = self.dtype_of(first_key)?;
-            for (key, _) in &wanted.keys[1..] {
+            for (key, _) in &requested.keys[1..] {
                 let dtype = self.dtype_of(key)?;
                 if dtype != stored_dtype {
                     let message = format!(
                         "`{}` joins {} of {stored_dtype} and {} of {dtype}; expected the same dtype",
-                        Printable(&wanted.name),
+                        Printable(&requested.name),
                         named(first_key),
                         named(key),
                     );
@@ -722,11 +724,11 @@ impl Index {
                 copy_ops.push(copy_op);
             }
             let array = Array::new(
-                wanted.name.clone(),
+                requested.name.clone(),
                 (stored_dtype, dtype),
-                wanted.shape.clone(),
+                requested.shape.clone(),
                 copy_ops,
-                wanted.padding.clone(),
+                requested.padding.clone(),
             )?;
             plan.arrays.push(array);
         }
@@ -749,14 +751,14 @@ impl Index {
     /// Number of copies in the plan of a request. Opens no file: only the symbolic part of planning is executed.
     pub fn count_copy_ops(&self, request: &Request) -> Result<usize> {
         let mut chosen_bytes = vec![0; self.files.len()];
-        request.arrays.iter().try_fold(0, |n, wanted| {
-            self.check_requested(wanted)?;
-            Ok(n + self.select(wanted, &mut chosen_bytes)?.len())
+        request.arrays.iter().try_fold(0, |n, requested| {
+            self.check_requested(requested)?;
+            Ok(n + self.select(requested, &mut chosen_bytes)?.len())
         })
     }
 
-    fn check_requested(&self, wanted: &RequestedArray) -> Result<()> {
-        for (key, shape) in &wanted.keys {
+    fn check_requested(&self, requested: &RequestedArray) -> Result<()> {
+        for (key, shape) in &requested.keys {
             let found = self.found(key)?;
             if let Some(shape) = shape
                 && *shape != found.shape()
@@ -770,7 +772,7 @@ impl Index {
                 return Err(Error::new(Kind::Mismatch, message).key(key));
             }
         }
-        for (key, tile) in &wanted.tiles {
+        for (key, tile) in &requested.tiles {
             let found = self.found(key)?;
             if !tile.global.lies_in(found.shape()) {
                 let message = format!(
@@ -785,14 +787,15 @@ impl Index {
         Ok(())
     }
 
-    /// Selects the copies of an array: each element once, with replicas chosen so that the bytes are spread over the files.
+    /// Selects the copies of an array: each element once, with replicas chosen so that the bytes are spread over the
+    /// files.
     fn select<'a>(
         &'a self,
-        wanted: &RequestedArray,
+        requested: &RequestedArray,
         chosen_bytes: &mut [u64],
     ) -> Result<Vec<SelectedCopy<'a>>> {
         let mut selected = Vec::new();
-        for (key, tile) in &wanted.tiles {
+        for (key, tile) in &requested.tiles {
             if tile.global.is_empty() {
                 continue;
             }

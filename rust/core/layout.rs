@@ -1,9 +1,9 @@
 //! How one tensor is partitioned over a mesh, and the tiles that each rank holds.
 //!
-//! The constructor checks a layout, so that the tiles of every rank can be computed without errors. There are four groups
-//! of mesh axes: axes that split a dim, axes that split the flattened block (`flat`), axes with a fixed coordinate
-//! (`place`), and the remaining axes, along which ranks are replicas. The tiles at all coordinates of the first two groups
-//! cover the tensor by construction.
+//! The constructor checks a layout, so that the tiles of every rank can be computed without errors. There are four
+//! groups of mesh axes: axes that split a dim, axes that split the flattened block (`flat`), axes with a fixed
+//! coordinate (`place`), and the remaining axes, along which ranks are replicas. The tiles at all coordinates of the
+//! first two groups cover the tensor by construction.
 //!
 //! Along a dim a part is a list of segments of the global extent, which are contiguous in the local extent: one segment
 //! for a plain dim, one segment per block for a fused dim. The block of a rank is the product of its segments over the
@@ -92,7 +92,8 @@ pub(crate) enum Cuts {
     Even { extent: u64, n_parts: u64 },
     /// Part `k` is `bounds[k]..bounds[k + 1]`.
     Listed(Vec<u64>),
-    /// For each block its start and the bounds of its parts. A block with one part is complete in every part of the dim.
+    /// For each block its start and the bounds of its parts. A block with one part is complete in every part of the
+    /// dim.
     Blocks(Vec<(u64, Self)>, u64),
 }
 
@@ -513,11 +514,11 @@ impl DimCut {
                         .map(|&a| format!("{} ({})", mesh.axes()[a].0, mesh.size(a)))
                         .collect();
                     let message = format!(
-                        "{what}{extent} elements do not divide into {n_parts} parts over {}",
+                        "{what}{extent} elements are not divisible into {n_parts} parts over {}",
                         names.join(" x ")
                     );
                     Err(Error::new(Kind::Layout, message).hint(
-                        "say `uneven: ceil` for torch's chunks, or `sizes` for explicit parts",
+                        "set `uneven: ceil` for chunks as of torch.chunk, or `sizes` for explicit parts",
                     ))
                 }
             }

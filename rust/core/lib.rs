@@ -1,8 +1,8 @@
 //! Bytes and geometry of sharded checkpoints: shard files, layouts, checked plans, parallel copies.
 //!
 //! This crate handles shard files, tiles and plans. It has no notion of steps or frameworks, reads no environment
-//! variable and prints nothing. `reshard-formats` decodes the files that describe checkpoints. Offsets and shapes are in
-//! elements unless a name ends in `_bytes`.
+//! variable and prints nothing. `reshard-formats` decodes the files that describe checkpoints. Offsets and shapes are
+//! in elements unless a name ends in `_bytes`.
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("reshard needs a 64-bit target: offsets in files are held in `usize`");

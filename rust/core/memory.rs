@@ -1,9 +1,10 @@
 #![expect(unsafe_code, reason = "non-temporal stores are processor intrinsics")]
 //! Destination memory: allocation on huge pages, and non-temporal stores.
 //!
-//! Page faults cost more than the copy itself. New destinations are therefore mapped on 2 MiB boundaries with the advice
-//! to use huge pages, and the threads that fill them touch them first. In memory that is resident already, non-temporal
-//! stores avoid the read of each line before it is overwritten; in new pages they are slower than plain stores.
+//! Page faults cost more than the copy itself. New destinations are therefore mapped on 2 MiB boundaries with the
+//! advice to use huge pages, and the threads that fill them touch them first. In memory that is resident already,
+//! non-temporal stores avoid the read of each line before it is overwritten; in new pages they are slower than plain
+//! stores.
 
 use crate::error::{Error, Kind, Result};
 use memmap2::{MmapMut, MmapOptions};
@@ -122,8 +123,8 @@ pub fn copy_run(to: &mut [u8], from: &[u8], stores: Stores) {
 
 /// Prefetches bytes that are read soon into the second-level cache.
 ///
-/// Hardware prefetchers follow sequential reads but do not cross pages, so each of several short runs at a distance would
-/// start with a cache miss. The first-level cache is not used because it supports too few outstanding lines.
+/// Hardware prefetchers follow sequential reads but do not cross pages, so each of several short runs at a distance
+/// would start with a cache miss. The first-level cache is not used because it supports too few outstanding lines.
 pub fn prefetch(bytes: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     for line in bytes.chunks(64) {

@@ -1,13 +1,13 @@
 //! Patterns over tensor keys: globs, regular expressions, and the index `{i}` in either.
 //!
 //! A pattern is a glob over the whole key in which only `*` and `?` are special, or `re:` and a regular expression that
-//! matches the whole key. Patterns can come from untrusted files, so every search takes time linear in the key: globs are
-//! matched greedily, and the regular expressions are those of the `regex` crate, which does not backtrack.
+//! matches the whole key. Patterns can come from untrusted files, so every search takes time linear in the key: globs
+//! are matched greedily, and the regular expressions are those of the `regex` crate, which does not backtrack.
 //!
-//! [`Patterns`] finds the first of many patterns that matches a key. Patterns without a wildcard are looked up in a table.
-//! Every other glob is indexed by one window of up to `WINDOW_BYTES` bytes of its literal text: the window that the fewest
-//! globs contain. Only globs whose window occurs in a key are compared with the key. All regular expressions are searched
-//! at once.
+//! [`Patterns`] finds the first of many patterns that matches a key. Patterns without a wildcard are looked up in a
+//! table. Every other glob is indexed by one window of up to `WINDOW_BYTES` bytes of its literal text: the window that
+//! the fewest globs contain. Only globs whose window occurs in a key are compared with the key. All regular expressions
+//! are searched at once.
 
 use crate::error::{Error, Kind, Printable, Result};
 use regex::{Regex, RegexBuilder, RegexSet, RegexSetBuilder};
@@ -286,8 +286,8 @@ impl Patterns {
     /// Compiles patterns. They are numbered in their order.
     ///
     /// # Errors
-    /// [`Kind::Argument`]: a pattern is empty, too long or not a valid regular expression, or all expressions together are
-    /// too large.
+    /// [`Kind::Argument`]: a pattern is empty, too long or not a valid regular expression, or all expressions together
+    /// are too large.
     pub fn new<T: AsRef<str>>(texts: &[T]) -> Result<Self> {
         let mut exact: HashMap<String, Vec<u32>> = HashMap::new();
         let mut globs = Vec::new();
@@ -611,8 +611,8 @@ impl IndexPattern {
         Ok(Self(IndexForm::Expression(Box::new((digits, marked)))))
     }
 
-    /// The possible values of `{i}` for a key, ascending. If there are more than one, the match is ambiguous, and two are
-    /// returned.
+    /// The possible values of `{i}` for a key, ascending. If there are more than one, the match is ambiguous, and two
+    /// are returned.
     ///
     /// # Errors
     /// [`Kind::Argument`]: an index has too many digits.

@@ -1,8 +1,8 @@
 //! A reshard plan: the checked list of all copies from stored to requested tensors.
 //!
 //! A plan consists of arrays, one per requested local tensor. An array consists of copies: strided boxes of a stored
-//! tensor and of the array. Exactly one copy covers each element of an array, or the element is padding. Execution fails
-//! only for I/O errors, damage and cancellation.
+//! tensor and of the array. Exactly one copy covers each element of an array, or the element is padding. Execution
+//! fails only for I/O errors, damage and cancellation.
 
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Result};
@@ -337,7 +337,8 @@ fn checked_span(dims: &[Dim]) -> Option<u64> {
     })
 }
 
-/// Source offset, destination offset and dims of the copy of a region; both sides have an offset and one stride per dim.
+/// Source offset, destination offset and dims of the copy of a region; both sides have an offset and one stride per
+/// dim.
 pub(crate) fn strided_copy(
     common: &Region,
     (src, src_strides): (u64, &[u64]),

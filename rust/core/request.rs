@@ -85,10 +85,12 @@ impl Request {
         });
     }
 
-    /// Requests the part of a rank in the concatenated blocks of several keys; each start is rounded up to `align` elements.
+    /// Requests the part of a rank in the concatenated blocks of several keys; each start is rounded up to `align`
+    /// elements.
     ///
     /// # Errors
-    /// There are no keys, their layouts differ in `flat` or mesh, the rank does not hold one, or the result is too long.
+    /// There are no keys, their layouts differ in `flat` or mesh, the rank does not hold one, or the result is too
+    /// long.
     pub fn add_joined(
         &mut self,
         name: &str,

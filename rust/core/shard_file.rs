@@ -1,7 +1,8 @@
 //! One shard file: its checked table of contents and its bytes.
 //!
-//! A safetensors file has its table at the start; the table of a `.ckpt` file is collected by parsing the complete framing.
-//! Other modules do not distinguish the formats: a file has tensors with a name, a dtype, a shape and a byte range.
+//! A safetensors file has its table at the start; the table of a `.ckpt` file is collected by parsing the complete
+//! framing. Other modules do not distinguish the formats: a file has tensors with a name, a dtype, a shape and a byte
+//! range.
 
 use crate::checksum::Checksums;
 use crate::ckpt::Records;

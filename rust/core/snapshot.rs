@@ -1,7 +1,8 @@
 //! Snapshots: images of shard files in memory. The caller waits for the copy; the write runs in the background.
 //!
-//! An image is the complete file, header included, so that it is written from its memory without another copy. The memory
-//! comes from a pool, because page faults cost more than the copy and a training run saves the same state repeatedly.
+//! An image is the complete file, header included, so that it is written from its memory without another copy. The
+//! memory comes from a pool, because page faults cost more than the copy and a training run saves the same state
+//! repeatedly.
 
 use crate::checksum::Checksums;
 use crate::control::Control;
@@ -43,7 +44,8 @@ impl Pool {
         free.iter().map(|memory| memory.len() as u64).sum()
     }
 
-    /// Acquires the smallest free memory of one to two times the size, or allocates memory, with the matching kind of stores.
+    /// Acquires the smallest free memory of one to two times the size, or allocates memory, with the matching kind of
+    /// stores.
     fn acquire(&self, n_bytes: u64) -> Result<(Memory, Stores)> {
         let size = n_bytes.next_multiple_of(ROUND_BYTES) as usize;
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);

@@ -4,8 +4,8 @@
 )]
 //! Sources of stored bytes: an opened file that is mapped or read by positioned reads, or ranges of a remote object.
 //!
-//! On local file systems the file is mapped, so that bytes are copied once, out of the page cache. On network file systems,
-//! where maps are slow, large positioned reads are used. Other stores implement [`Ranges`].
+//! On local file systems the file is mapped, so that bytes are copied once, out of the page cache. On network file
+//! systems, where maps are slow, large positioned reads are used. Other stores implement [`Ranges`].
 //!
 //! Only this module of the crate opens or maps files for reading.
 
@@ -36,19 +36,20 @@ pub enum Method {
 
 /// An object outside the local file system whose ranges can be read, by any thread.
 ///
-/// All calls return bytes of the same version of the object. If the object was replaced or truncated, the implementation
-/// returns an error of [`Kind::Damaged`].
+/// All calls return bytes of the same version of the object. If the object was replaced or truncated, the
+/// implementation returns an error of [`Kind::Damaged`].
 pub trait Ranges: fmt::Debug + Send + Sync {
     /// Fills a buffer from a position. The range is inside the object.
     fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()>;
 
-    /// Returns a range, fetched if needed, borrowed until the object is dropped; `None` if [`Self::is_lending`] is false.
+    /// Returns a range, fetched if needed, borrowed until the object is dropped; `None` if [`Self::is_borrowable`] is
+    /// false.
     fn bytes(&self, _start: u64, _len: u64) -> Result<Option<&[u8]>> {
         Ok(None)
     }
 
     /// Whether [`Self::bytes`] returns any range.
-    fn is_lending(&self) -> bool {
+    fn is_borrowable(&self) -> bool {
         false
     }
 
@@ -74,13 +75,14 @@ enum Store {
 
 /// An opened regular file. All reads return bytes of this file, also if another file gets its name.
 ///
-/// The descriptor stays open while the process has few of them. Beyond 512 descriptors, or half of the limit of the process,
-/// the file is opened again for each read, and the read fails if it is another file. A map needs no descriptor.
+/// The descriptor stays open while the process has few of them. Beyond 512 descriptors, or half of the limit of the
+/// process, the file is opened again for each read, and the read fails if it is another file. A map needs no
+/// descriptor.
 ///
-/// A map shows the current content of the file: changes in place by another process are visible (this crate never changes
-/// a published file). If another process truncates the file, a copy fails with an error, because every range is faulted in
-/// by `MADV_POPULATE_READ` before it is accessed. A truncation between these two steps terminates the process by SIGBUS, as
-/// for every user of maps.
+/// A map shows the current content of the file: changes in place by another process are visible (this crate never
+/// changes a published file). If another process truncates the file, a copy fails with an error, because every range is
+/// faulted in by `MADV_POPULATE_READ` before it is accessed. A truncation between these two steps terminates the
+/// process by SIGBUS, as for every user of maps.
 #[derive(Debug)]
 struct LocalFile {
     follow_links: bool,
@@ -175,7 +177,7 @@ impl Source {
     pub fn is_mapped(&self) -> bool {
         match &self.store {
             Store::File(file) => file.map.is_some(),
-            Store::Ranges(ranges) => ranges.is_lending(),
+            Store::Ranges(ranges) => ranges.is_borrowable(),
         }
     }
 
@@ -213,7 +215,8 @@ impl Source {
         }
     }
 
-    /// Handles a failed `MADV_POPULATE_READ`. Kernels before 5.14 do not support it; the size of the file is checked instead.
+    /// Handles a failed `MADV_POPULATE_READ`. Kernels before 5.14 do not support it; the size of the file is checked
+    /// instead.
     #[cfg(target_os = "linux")]
     fn explain_populate(&self, error: &std::io::Error, end: u64) -> Result<()> {
         let Store::File(file) = &self.store else {
@@ -383,15 +386,16 @@ impl Uncached<'_> {
     }
 }
 
-/// Number of pages of a range of a file in the page cache, by cachestat(2) of Linux 6.5 and later. It counts folios of many
-/// pages each and takes a fiftieth of the time of mincore(2).
+/// Number of pages of a range of a file in the page cache, by cachestat(2) of Linux 6.5 and later. It counts folios of
+/// many pages each and takes a fiftieth of the time of mincore(2).
 #[cfg(target_os = "linux")]
 fn n_cached_pages(file: &File, start: u64, len: u64) -> Option<u64> {
-    const SYS_CACHESTAT: libc::c_long = 451; // `libc` does not define it for every target; the number is the same on all but alpha
+    // `libc` does not define it for every target. The number is the same on all but alpha.
+    const SYS_CACHESTAT: libc::c_long = 451;
     let range = [start, len];
     let mut found = [0_u64; 5];
-    // SAFETY: the call reads two numbers, start and length, and writes five; the first one is the number of cached pages.
-    // The descriptor is open as long as `file` lives.
+    // SAFETY: the call reads two numbers, start and length, and writes five; the first one is the number of cached
+    // pages. The descriptor is open as long as `file` lives.
     let status = unsafe {
         libc::syscall(
             SYS_CACHESTAT,
@@ -409,8 +413,8 @@ fn n_cached_pages(file: &File, start: u64, len: u64) -> Option<u64> {
 fn all_in_memory(part: &[u8], n_pages: usize) -> bool {
     let mut pages = vec![0_u8; n_pages];
     let at = part.as_ptr().cast_mut().cast();
-    // SAFETY: the part is inside a live map and page-aligned. The call writes one byte per page to `pages`, which has that
-    // many bytes.
+    // SAFETY: the part is inside a live map and page-aligned. The call writes one byte per page to `pages`, which has
+    // that many bytes.
     let status = unsafe { libc::mincore(at, part.len(), pages.as_mut_ptr().cast()) };
     status == 0 && pages.iter().all(|page| page & 1 == 1)
 }
@@ -479,8 +483,8 @@ fn shared_map(file: &File, path: &Path) -> Result<Mmap> {
     Ok(map)
 }
 
-/// Whether mincore(2) reports the page cache. For files that the caller neither owns nor may write it reports all pages as
-/// resident.
+/// Whether mincore(2) reports the page cache. For files that the caller neither owns nor may write it reports all pages
+/// as resident.
 fn knows_residency(file: &File, path: &Path) -> bool {
     let is_owner = file
         .metadata()

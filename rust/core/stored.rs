@@ -1,8 +1,9 @@
 //! The stored tiles of one tensor, in one of two forms, and the selection of copies for a requested tile.
 //!
-//! A *grid* is symbolic: the boundaries of the parts of each dim, and the holders of each cell, either the ranks of a mesh
-//! (each with a file) or a table. Irregular tensors are lists of *explicit tiles*, sorted and checked to be disjoint. Some
-//! of their dims can have factors; then the regions are in factored dims. Files are numbers; the index opens them.
+//! A *grid* is symbolic: the boundaries of the parts of each dim, and the holders of each cell, either the ranks of a
+//! mesh (each with a file) or a table. Irregular tensors are lists of *explicit tiles*, sorted and checked to be
+//! disjoint. Some of their dims can have factors; then the regions are in factored dims. Files are numbers; the index
+//! opens them.
 
 use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Printable, Result};
@@ -573,8 +574,8 @@ impl Tiles {
     }
 }
 
-/// Checks that regions do not overlap. They are split along one dim after the other into groups that overlap in that dim;
-/// a group that no dim splits further is compared pair by pair.
+/// Checks that regions do not overlap. They are split along one dim after the other into groups that overlap in that
+/// dim; a group that no dim splits further is compared pair by pair.
 fn check_disjoint(regions: &[Region]) -> Result<()> {
     let mut group: Vec<&Region> = regions.iter().collect();
     let mut steps = (regions.len() as u64 + 16) * MAX_SWEEP_STEPS;

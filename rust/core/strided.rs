@@ -60,8 +60,8 @@ pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
     merged
 }
 
-/// Splits off the part of a strided box in `start..end` of the destination: `emit` gets dims, source and destination offset
-/// of each box.
+/// Splits off the part of a strided box in `start..end` of the destination: `emit` gets dims, source and destination
+/// offset of each box.
 pub(crate) fn restrict(
     dims: &[Dim],
     src: u64,
@@ -205,8 +205,8 @@ fn for_each_row_from(
     }
 }
 
-/// Copies element by element, for permuted boxes. It iterates over squares of the dim that is dense in the source and the
-/// dim that is dense in the destination, so that both sides are accessed by cache lines.
+/// Copies element by element, for permuted boxes. It iterates over squares of the dim that is dense in the source and
+/// the dim that is dense in the destination, so that both sides are accessed by cache lines.
 fn copy_elements<const N: usize>(from: &[u8], to: &mut [u8], dims: &[Dim]) {
     const SQUARE: u64 = 32;
     let mut outer = dims.to_vec();

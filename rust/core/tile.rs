@@ -2,7 +2,8 @@
 
 use crate::region::Region;
 
-/// The region `global` is stored in the local array from element `local_offset` on, with element strides `local_strides`.
+/// The region `global` is stored in the local array from element `local_offset` on, with element strides
+/// `local_strides`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tile {
     /// The region of the global tensor.

@@ -74,8 +74,8 @@ impl Checks {
             .is_some_and(|bits| bits[chunk / 64].fetch_or(bit, Ordering::Relaxed) & bit == 0)
     }
 
-    /// Faults in all chunks that contain a byte of a range, by one call: many small calls take longer than the checksums.
-    /// `None` if the file is not mapped.
+    /// Faults in all chunks that contain a byte of a range, by one call: many small calls take longer than the
+    /// checksums. `None` if the file is not mapped.
     pub(crate) fn prefault<'a>(
         file: &'a ShardFile,
         checksums: &Checksums,
@@ -88,8 +88,9 @@ impl Checks {
         Ok(bytes.map(|bytes| ResidentRange { first, bytes }))
     }
 
-    /// Verifies a chunk of a mapped file and copies a run of it in the same pass, block by block: each block is still in the
-    /// first-level cache when it is copied. False if another thread verifies the chunk, or the file is not mapped.
+    /// Verifies a chunk of a mapped file and copies a run of it in the same pass, block by block: each block is still
+    /// in the first-level cache when it is copied. False if another thread verifies the chunk, or the file is not
+    /// mapped.
     pub(crate) fn copy_run(
         &self,
         source: u32,

@@ -1,13 +1,13 @@
 //! Writes one shard file atomically: streamed, within a memory budget.
 //!
-//! The file is written in pieces of 4 MiB, up to eight at a time. Each writer thread has memory for one piece. It claims the
-//! next piece, fills it from the sources of a plan, computes the checksums of its 256 KiB chunks while they are in the
-//! cache, writes it, and claims the next one. The threads do not wait for each other. The checksums are computed before the
-//! write, so they are those of the intended bytes. The bytes go to a temporary file in the same folder, which is synced and
-//! then renamed: a file under its final name is complete.
+//! The file is written in pieces of 4 MiB, up to eight at a time. Each writer thread has memory for one piece. It
+//! claims the next piece, fills it from the sources of a plan, computes the checksums of its 256 KiB chunks while they
+//! are in the cache, writes it, and claims the next one. The threads do not wait for each other. The checksums are
+//! computed before the write, so they are those of the intended bytes. The bytes go to a temporary file in the same
+//! folder, which is synced and then renamed: a file under its final name is complete.
 //!
-//! `O_DIRECT` gives the highest throughput of durable writes and does not fill the page cache. Writes are buffered where the
-//! file system does not support it, and for a tail that is not a multiple of the block size.
+//! `O_DIRECT` gives the highest throughput of durable writes and does not fill the page cache. Writes are buffered
+//! where the file system does not support it, and for a tail that is not a multiple of the block size.
 
 use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::control::Control;
@@ -93,8 +93,8 @@ fn n_in_flight(n_bytes: u64) -> usize {
         .min(PIECES_IN_FLIGHT as u64) as usize
 }
 
-/// The destination of a file of a known size. [`Self::publish`] makes the file visible. A sink that is dropped before that
-/// is removed, and an older file with the same name is unchanged.
+/// The destination of a file of a known size. [`Self::publish`] makes the file visible. A sink that is dropped before
+/// that is removed, and an older file with the same name is unchanged.
 pub trait Sink: Sync + Sized {
     /// Writes bytes at a position. Several threads write disjoint ranges concurrently; every byte is written once.
     fn write_at(&self, start: u64, bytes: &[u8]) -> Result<()>;
@@ -122,8 +122,8 @@ pub fn is_small(plan: &Plan<'_>, options: &Options) -> bool {
 /// Writes the arrays of a plan into one shard file, in their order and under their names.
 ///
 /// # Errors
-/// A source cannot be read or is damaged, the file cannot be written, or the run was cancelled. The temporary file is then
-/// removed, and an older file with the same name is unchanged.
+/// A source cannot be read or is damaged, the file cannot be written, or the run was cancelled. The temporary file is
+/// then removed, and an older file with the same name is unchanged.
 pub fn write(
     path: &Path,
     plan: &Plan<'_>,
@@ -583,8 +583,8 @@ impl Drop for TemporaryFile {
 
 /// Renames a file or folder to an unused name, or exchanges two names atomically.
 ///
-/// If the file system cannot exchange names, `to` is renamed to `<from>.old`, `from` to `to`, and `<from>.old` to `from`.
-/// After a crash in between, both exist under two of these three names.
+/// If the file system cannot exchange names, `to` is renamed to `<from>.old`, `from` to `to`, and `<from>.old` to
+/// `from`. After a crash in between, both exist under two of these three names.
 pub fn rename(from: &Path, to: &Path, exchange: bool) -> std::io::Result<()> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     use rustix::io::Errno;

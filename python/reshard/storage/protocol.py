@@ -544,7 +544,7 @@ def _shard_entries(shards: Mapping[str, tuple[FileRecord, int]]) -> dict[str, ma
         n_chunks += entry.n_chunks
         if len(told.checksums) != 4 * entry.n_chunks:
             raise ArgumentError(
-                f"{show(name)}: {len(told.checksums)} bytes of checksums for {entry.n_chunks} chunks, expected 4 per chunk"
+                f"{show(name)}: {len(told.checksums)} bytes of checksums for {entry.n_chunks} chunks of 4 bytes each"
             )
     return entries
 

@@ -10,8 +10,9 @@ use std::collections::HashSet;
 
 /// Builds the header of a file with tensors in the given order, without gaps.
 ///
-/// Returns the length field, the compact JSON and padding up to a multiple of `align_bytes`, where the data begins, and the
-/// first byte of each tensor, counted from there. Metadata comes first, sorted by key; it is omitted if it is empty.
+/// Returns the length field, the compact JSON and padding up to a multiple of `align_bytes`, where the data begins, and
+/// the first byte of each tensor, counted from there. Metadata comes first, sorted by key; it is omitted if it is
+/// empty.
 ///
 /// # Errors
 /// [`Kind::Argument`] for an invalid or duplicate name or shape, [`Kind::Unsupported`] if a limit is exceeded.

@@ -169,7 +169,8 @@ impl<'t> Scanner<'t> {
         .expected("only spaces after the header's object"))
     }
 
-    /// Decodes a string. A string longer than `max_bytes` is rejected before it is copied; `what` names it in the message.
+    /// Decodes a string. A string longer than `max_bytes` is rejected before it is copied; `what` names it in the
+    /// message.
     pub(super) fn decoded(&self, text: Text, max_bytes: usize, what: &str) -> Result<Cow<'t, str>> {
         let escaped = &self.text[text.range()];
         let too_long = || {

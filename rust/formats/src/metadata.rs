@@ -1,7 +1,7 @@
 //! Decodes a `metadata.json`: the partition of each tensor, and the files that hold its shards.
 //!
-//! The file lists every shard of every rank and can have hundreds of MB. It is streamed into compact tables: the names of
-//! files and the layouts are stored once, and one holder of one shard takes 16 bytes.
+//! The file lists every shard of every rank and can have hundreds of MB. It is streamed into compact tables: the names
+//! of files and the layouts are stored once, and one holder of one shard takes 16 bytes.
 //!
 //! The content is validated. Fields can have any order, nothing may occur twice, and redundant values must agree: the
 //! fragmentations of a tensor with its layout, the shape of each shard with the fragmentations. Every shard of every
@@ -157,8 +157,8 @@ pub fn index_of(metadata: &Metadata, folder: &Path, method: Method) -> Result<In
 /// Decodes the text of a `metadata.json`.
 ///
 /// # Errors
-/// [`Kind::Damaged`] if it violates the format or is inconsistent, [`Kind::Coverage`] if a part of a tensor is not listed
-/// or no file holds it, [`Kind::Unsupported`] for an interleaved layout.
+/// [`Kind::Damaged`] if it violates the format or is inconsistent, [`Kind::Coverage`] if a part of a tensor is not
+/// listed or no file holds it, [`Kind::Unsupported`] for an interleaved layout.
 pub fn decode(text: &[u8]) -> Result<Metadata> {
     let text = std::str::from_utf8(text).map_err(|error| {
         Error::damaged(format!(

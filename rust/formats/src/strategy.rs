@@ -1,9 +1,9 @@
 //! The messages of a strategy file of `MindSpore` (proto2, package `mindspore.straspb`), as plain tuples.
 //!
-//! Fields that must occur once are declared as repeated and counted, and 32-bit numbers are declared as 64-bit numbers and
-//! range-checked: the decoder alone would accept several values, a missing value, and the low half of a number that is too
-//! large. Repeated numbers are written unpacked, as `MindSpore` writes them, and read packed or unpacked. Unknown fields
-//! are skipped. `python/reshard/layout/strategy.py` documents the meaning of the numbers.
+//! Fields that must occur once are declared as repeated and counted, and 32-bit numbers are declared as 64-bit numbers
+//! and range-checked: the decoder alone would accept several values, a missing value, and the low half of a number that
+//! is too large. Repeated numbers are written unpacked, as `MindSpore` writes them, and read packed or unpacked.
+//! Unknown fields are skipped. `python/reshard/layout/strategy.py` documents the meaning of the numbers.
 
 use prost::Message;
 use reshard_core::{Error, Kind, Result};

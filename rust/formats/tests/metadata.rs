@@ -1,4 +1,4 @@
-//! `metadata.json`: the real files decode to what they say, and nothing that contradicts itself is accepted.
+//! `metadata.json`: real files are decoded correctly, and inconsistent files are rejected.
 
 #![expect(clippy::too_many_lines, reason = "tables of cases")]
 
@@ -11,7 +11,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A tensor cut in two, whose name holds a single quote, and a whole one; every case below changes one place of it.
+/// A tensor in two shards, with a single quote in its name, and a tensor that is not partitioned. Every case below
+/// changes one place.
 const BASE: &str = r#"{
     "state_dict_metadata": {
         "it's": {
@@ -46,7 +47,7 @@ const BASE: &str = r#"{
 }"#;
 
 #[test]
-fn decodes_what_is_there() {
+fn decodes_the_base_file() {
     let Metadata {
         files,
         layouts,
@@ -84,7 +85,7 @@ fn changed(from: &str, to: &str) -> Result<Metadata> {
     assert_eq!(
         BASE.matches(from).count(),
         1,
-        "`{from}` must stand once in the base file"
+        "`{from}` must occur once in the base file"
     );
     decode(BASE.replace(from, to).as_bytes())
 }
@@ -101,7 +102,7 @@ const STORED_1: &str = r#""(\"it's\", (1,))": [{"file_name": "b.safetensors", "s
 const FILE: &str = r#""file_name": "b.safetensors""#;
 
 #[test]
-fn means_the_same() {
+fn equivalent_files_decode_to_the_same() {
     #[rustfmt::skip]
     let cases = [
         ("unknown fields", r#""layout": null,"#, r#""layout": null, "x": {"y": [[1.5, -1e9], null, "z\n"]}, "z": true,"#),
@@ -138,7 +139,7 @@ fn sections_in_either_order() {
 }
 
 #[test]
-fn refuses() {
+fn rejects_invalid_files() {
     use Kind::{Coverage, Damaged, Unsupported};
     const W: Option<&str> = Some("it's");
     const B: Option<&str> = Some("b");
@@ -146,7 +147,7 @@ fn refuses() {
     let cases = [
         // The JSON itself.
         ("no JSON", BASE, "", Damaged, None, "EOF while parsing"),
-        ("cut off", "\n    }\n}", "", Damaged, None, "EOF while parsing"),
+        ("truncated", "\n    }\n}", "", Damaged, None, "EOF while parsing"),
         ("something after it", "\n    }\n}", "\n}} x", Damaged, None, "trailing characters"),
         ("a trailing comma", r#""layout": null,"#, r#""layout": null,,"#, Damaged, B, "key must be a string"),
         ("no object", BASE, "[]", Damaged, None, "expected an object with state_dict_metadata, storage_data"),
@@ -210,11 +211,11 @@ fn refuses() {
         ("no file", r#"{"file_name": "a.safetensors", "storage_rank": 4}"#, r#"{"storage_rank": 4}"#, Damaged, B, "`file_name` is missing"),
         ("no storage rank", r#"{"file_name": "a.safetensors", "storage_rank": 4}"#, r#"{"file_name": "a.safetensors"}"#, Damaged, B, "`storage_rank` is missing"),
         // The grid.
-        ("more cuts than dims", r#""axis_fragmentations": [2, 1]"#, r#""axis_fragmentations": [2, 1, 1]"#, Damaged, W, "has 2 dims, but `axis_fragmentations` [2, 1, 1] has 3"),
-        ("no cut", r#""axis_fragmentations": [2, 1]"#, r#""axis_fragmentations": [0, 1]"#, Damaged, W, "invalid number of shards; expected 1 to 2^31"),
+        ("more fragmentations than dims", r#""axis_fragmentations": [2, 1]"#, r#""axis_fragmentations": [2, 1, 1]"#, Damaged, W, "has 2 dims, but `axis_fragmentations` [2, 1, 1] has 3"),
+        ("no parts", r#""axis_fragmentations": [2, 1]"#, r#""axis_fragmentations": [0, 1]"#, Damaged, W, "invalid number of shards; expected 1 to 2^31"),
         ("uneven", r#""global_shape": [4, 2]"#, r#""global_shape": [5, 2]"#, Damaged, W, "no uneven shards"),
-        ("null layout of a cut tensor", LAYOUT, "null", Damaged, W, "`layout` is null, which means not partitioned, but `axis_fragmentations` is [2, 1]"),
-        ("cut of a tensor without dims", r#""axis_fragmentations": []"#, r#""axis_fragmentations": [2]"#, Damaged, B, "has 0 dims"),
+        ("null layout of a partitioned tensor", LAYOUT, "null", Damaged, W, "`layout` is null, which means not partitioned, but `axis_fragmentations` is [2, 1]"),
+        ("fragmentation of a tensor without dims", r#""axis_fragmentations": []"#, r#""axis_fragmentations": [2]"#, Damaged, B, "has 0 dims"),
         ("chunk of another shape", CHUNK_1, r#", {"global_offset": [1], "local_shape": [1, 2]}"#, Damaged, W, "gives [2, 2]"),
         ("chunk outside", CHUNK_1, r#", {"global_offset": [2], "local_shape": [2, 2]}"#, Damaged, W, "makes 2 shards"),
         ("chunk at a position", CHUNK_1, r#", {"global_offset": [2, 0], "local_shape": [2, 2]}"#, Damaged, W, "must be one number"),
@@ -224,7 +225,7 @@ fn refuses() {
         ("no chunk at all", r#"[{"global_offset": [0], "local_shape": []}]"#, "[]", Coverage, B, "offset () shape () uncovered"),
         // The layout.
         ("interleaved", r#""interleaved_parallel": false"#, r#""interleaved_parallel": true"#, Unsupported, W, "interleaved_parallel"),
-        ("layout cuts otherwise", "[[1, 0], -1]", "[-1, [1, 0]]", Damaged, W, "`layout` splits the dims into [1, 2] parts, but `axis_fragmentations` is [2, 1]"),
+        ("layout splits differently", "[[1, 0], -1]", "[-1, [1, 0]]", Damaged, W, "`layout` splits the dims into [1, 2] parts, but `axis_fragmentations` is [2, 1]"),
         ("tensor map too short", "[[1, 0], -1]", "[[1, 0]]", Damaged, W, "`layout` splits the dims into [2] parts"),
         ("axis beyond the mesh", "[[1, 0], -1]", "[[1, 2], -1]", Damaged, W, "has axis 2"),
         ("negative axis", "[[1, 0], -1]", "[[1, -2], -1]", Damaged, W, "expected an axis or -1"),
@@ -339,7 +340,7 @@ fn samples() -> PathBuf {
 }
 
 #[test]
-fn real_files_decode_to_what_they_say() {
+fn real_files_are_decoded() {
     let cases = [
         "ckpt2/checkpoint/iteration_00000005",
         "ckpt2/checkpoint/iteration_00000010",
@@ -415,9 +416,9 @@ proptest! {
         prop_assert_eq!(parse_storage_key(&key).unwrap(), (name.into(), offset));
     }
 
-    /// One byte changed, taken away or added: an error, or tables that hold together.
+    /// One byte is changed, removed or added: an error, or consistent tables.
     #[test]
-    fn what_is_changed_is_refused_or_consistent(at in 0..BASE.len(), byte in any::<u8>(), kind in 0..3) {
+    fn a_changed_file_is_rejected_or_consistent(at in 0..BASE.len(), byte in any::<u8>(), kind in 0..3) {
         let mut text = BASE.as_bytes().to_vec();
         match kind {
             0 => text[at] = byte,

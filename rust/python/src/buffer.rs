@@ -69,8 +69,8 @@ impl Buffer {
         flags: c_int,
     ) -> PyResult<()> {
         let this = slf.get();
-        // SAFETY: the interpreter passed `view` to be filled. `slf` owns the `len` bytes at `address`, and the view holds a
-        // reference to `slf`, so that the bytes outlive the view. The size of an allocation fits isize.
+        // SAFETY: the interpreter passed `view` to be filled. `slf` owns the `len` bytes at `address`, and the view
+        // holds a reference to `slf`, so that the bytes outlive the view. The size of an allocation fits isize.
         let status = unsafe {
             ffi::PyBuffer_FillInfo(
                 view,
@@ -94,8 +94,8 @@ pub(crate) struct Borrowed {
     view: Box<ffi::Py_buffer>,
 }
 
-// SAFETY: other threads use only the address, which the exporter keeps valid until the release. The value is dropped, and
-// so released, only with the interpreter attached.
+// SAFETY: other threads use only the address, which the exporter keeps valid until the release. The value is dropped,
+// and so released, only with the interpreter attached.
 unsafe impl Send for Borrowed {}
 // SAFETY: as for Send.
 unsafe impl Sync for Borrowed {}
@@ -176,8 +176,8 @@ impl Borrowed {
         } else {
             reach + self.view.itemsize.cast_unsigned() as u64
         };
-        // SAFETY: the exporter guarantees every byte inside shape and strides until the release. If another Python thread
-        // writes to it meanwhile, the saved bytes change, as for any array that is passed to a writer.
+        // SAFETY: the exporter guarantees every byte inside shape and strides until the release. If another Python
+        // thread writes to it meanwhile, the saved bytes change, as for any array that is passed to a writer.
         unsafe { std::slice::from_raw_parts(self.view.buf.cast(), len as usize) }
     }
 
@@ -190,8 +190,8 @@ impl Borrowed {
         if self.view.len == 0 {
             return &mut [];
         }
-        // SAFETY: contiguous and writable as requested in `writable`. No other borrowed buffer overlaps it, as the caller
-        // has checked by `disjoint`.
+        // SAFETY: contiguous and writable as requested in `writable`. No other borrowed buffer overlaps it, as the
+        // caller has checked by `disjoint`.
         unsafe {
             std::slice::from_raw_parts_mut(self.view.buf.cast(), self.view.len.cast_unsigned())
         }

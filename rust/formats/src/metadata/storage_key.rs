@@ -1,4 +1,5 @@
-//! The keys of `storage_data`: the text that Python prints for the pair of the name of a tensor and the number of a shard.
+//! The keys of `storage_data`: the text that Python prints for the pair of the name of a tensor and the number of a
+//! shard.
 
 use reshard_core::error::{Error, Printable, Result};
 use std::borrow::Cow;
@@ -6,8 +7,8 @@ use std::fmt::Write;
 
 /// The storage key of a shard: the text that Python prints for `(name, (offset,))`.
 ///
-/// MindSpore Transformers searches for its own text, so every character must be the same: Python prefers single quotes and
-/// escapes characters that are not printable in Unicode.
+/// `MindSpore` Transformers searches for its own text, so every character must be the same: Python prefers single
+/// quotes and escapes characters that are not printable in Unicode.
 ///
 /// ```
 /// use reshard_formats::metadata::storage_key;
@@ -47,8 +48,8 @@ pub fn storage_key(name: &str, offset: u64) -> String {
     key
 }
 
-/// Python's `str.isprintable` of one character. Both languages use the general categories of Unicode; they can differ for a
-/// character that is newer than the Unicode version of one of them.
+/// Python's `str.isprintable` of one character. Both languages use the general categories of Unicode; they can differ
+/// for a character that is newer than the Unicode version of one of them.
 fn is_printable(c: char) -> bool {
     // `escape_debug` escapes the same characters, and additionally a combining character at the start of the text.
     let mut buffer = [b'a'; 5];
