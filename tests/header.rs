@@ -659,7 +659,7 @@ fn rejects_what_a_header_cannot_hold() {
         ("33 dims", vec![tensor("w", Dtype::U8, &[1; 33])], Unsupported, Some("w"), "33 dims; at most 32"),
         ("half a byte", vec![tensor("w", Dtype::F4, &[3])], Argument, Some("w"), "not an integer number of bytes"),
         ("overflow", vec![tensor("w", Dtype::F32, &[1 << 31, 1 << 31])], Argument, Some("w"), "overflows"),
-        ("overflow of all", vec![tensor("v", Dtype::U8, &[1 << 60]); 9].into_iter().enumerate().map(|(i, (name, dtype, shape))| (format!("{name}{i}"), dtype, shape)).collect(), Argument, Some("v7"), "beyond 2^63"),
+        ("overflow of all", vec![tensor("v", Dtype::U8, &[1 << 60]); 9].into_iter().enumerate().map(|(i, (name, dtype, shape))| (format!("{name}{i}"), dtype, shape)).collect(), Argument, Some("v7"), "exceeds 2^63 - 1"),
         ("extent of 2^63", vec![tensor("w", Dtype::F4, &[0, 1 << 63])], Argument, Some("w"), "overflows"),
     ];
     for (name, tensors, kind, key, message) in cases {

@@ -1,4 +1,4 @@
-"""Sums of chunks: taken when a file is written, compared when it is read or scrubbed; and snapshots."""
+"""Checksums of chunks: computed when a file is written, compared when it is read or scrubbed; and snapshots."""
 
 import os
 import random
@@ -18,7 +18,7 @@ METHODS: tuple[Method, ...] = ("map", "read")
 
 
 def test_crc32c_is_the_standard_one() -> None:
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of the catalogue of CRCs
+    assert crc32c(b"123456789") == 0xE3069283  # the check value in catalogues of CRCs
     for data in (b"", b"a", bytes(32), random.Random(1).randbytes(4099)):
         assert _core.crc32c(data) == crc32c(data)
         assert _core.crc32c(data[3:], _core.crc32c(data[:3])) == crc32c(data)
@@ -41,7 +41,7 @@ def entries(tensors: dict[str, np.ndarray]) -> list[tuple[str, str, tuple[int, .
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_is_written_is_told(tmp_path: Path, *, direct: bool) -> None:
+def test_a_write_returns_the_checksums_of_the_file(tmp_path: Path, *, direct: bool) -> None:
     path = tmp_path / "a.safetensors"
     written = _core.write_arrays(str(path), entries(arrays()), metadata={"format": "pt"}, direct=direct)
     content = path.read_bytes()
@@ -78,7 +78,7 @@ def request_of(regions: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> _
 
 
 def touched(path: Path, regions: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> set[int]:
-    """The chunks of the file that hold a byte of the regions."""
+    """The chunks of the file that contain a byte of the regions."""
     index = _core.Index()
     file = index.add_file(str(path))
     start = 8 + int.from_bytes(path.read_bytes()[:8], "little")
@@ -96,7 +96,7 @@ def touched(path: Path, regions: list[tuple[str, tuple[int, ...], tuple[int, ...
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", REGIONS)
-def test_a_changed_bit_is_found_where_its_chunk_is_touched_and_nowhere_else(
+def test_a_changed_bit_is_found_only_by_reads_of_its_chunk(
     tmp_path: Path, kind: str, method: Method
 ) -> None:
     path = tmp_path / "a.safetensors"
@@ -135,7 +135,7 @@ def test_a_changed_bit_is_found_where_its_chunk_is_touched_and_nowhere_else(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_view_is_proven_before_it_is_handed_out(tmp_path: Path, method: Method) -> None:
+def test_a_view_is_verified_before_it_is_returned(tmp_path: Path, method: Method) -> None:
     path = tmp_path / "a.safetensors"
     _core.write_arrays(str(path), entries(arrays()))
     content = path.read_bytes()
@@ -156,7 +156,7 @@ def test_a_view_is_proven_before_it_is_handed_out(tmp_path: Path, method: Method
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_header_or_a_size_that_is_not_the_written_one_is_refused(tmp_path: Path, method: Method) -> None:
+def test_another_header_or_size_is_rejected(tmp_path: Path, method: Method) -> None:
     path = tmp_path / "a.safetensors"
     tensors = {"small": arrays()["small"]}
     written = _core.write_arrays(str(path), entries(tensors), metadata={"format": "pt"})
@@ -165,7 +165,7 @@ def test_a_header_or_a_size_that_is_not_the_written_one_is_refused(tmp_path: Pat
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises(DamagedFileError, match="header is not the one"):
+        with pytest.raises(DamagedFileError, match="header differs from the one"):
             index_of(path, content, method)
     for other in (content[:-1], content + b"\0", b""):
         path.write_bytes(other)
@@ -175,7 +175,7 @@ def test_a_header_or_a_size_that_is_not_the_written_one_is_refused(tmp_path: Pat
             _core.scrub(str(path), written.n_bytes, written.checksums)
 
 
-def test_sums_that_do_not_belong_to_a_file_are_refused(tmp_path: Path) -> None:
+def test_checksums_that_do_not_match_a_file_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     written = _core.write_arrays(str(path), entries(arrays()))
     index = _core.Index()
@@ -185,7 +185,7 @@ def test_sums_that_do_not_belong_to_a_file_are_refused(tmp_path: Path) -> None:
         (written.n_bytes, written.checksums[:-1]),
         (1, written.checksums),
     ):
-        with pytest.raises(ArgumentError, match="sums"):
+        with pytest.raises(ArgumentError, match="checksums"):
             index.set_checksums(file, n_bytes, 0, 0, checksums)
     index.file_bytes(file)
     with pytest.raises(ArgumentError, match="already open"):
@@ -195,7 +195,7 @@ def test_sums_that_do_not_belong_to_a_file_are_refused(tmp_path: Path) -> None:
 # -- snapshots
 
 
-def test_a_snapshot_is_what_the_arrays_were(tmp_path: Path) -> None:
+def test_a_snapshot_keeps_the_content_of_the_arrays(tmp_path: Path) -> None:
     pool = _core.SnapshotPool()
     tensors = arrays() | {"strided": arrays()["other"][:, ::3]}
     written = _core.write_arrays(str(tmp_path / "a"), entries(tensors), metadata={"format": "pt"})
@@ -217,7 +217,7 @@ def test_a_snapshot_is_what_the_arrays_were(tmp_path: Path) -> None:
     assert small.free_bytes == 0
 
 
-def test_a_child_can_neither_write_nor_break_a_snapshot(tmp_path: Path) -> None:
+def test_a_child_process_can_neither_write_nor_damage_a_snapshot(tmp_path: Path) -> None:
     pool = _core.SnapshotPool()
     snapshot = pool.take(entries(arrays()))
     pid = os.fork()

@@ -7,7 +7,7 @@ CORE = Path(__file__).parent.parent / "rust/core"
 
 
 def without_tests_and_comments(source: str) -> str:
-    """Rust source without line comments and without the test module, which stands last in a file."""
+    """Rust source without line comments and without the test module, which is at the end of a file."""
     source = re.sub(r"//.*", "", source)
     return source.split("#[cfg(test)]\nmod ")[0]
 
@@ -32,7 +32,7 @@ def graph_of(core: Path) -> dict[str, set[str]]:
 
 
 def cycle_in(graph: dict[str, set[str]]) -> list[str]:
-    """Modules of which each uses the next, the first one again at the end; empty if there are none."""
+    """A cycle of modules, the first one repeated at the end; empty if there is none."""
     finished: set[str] = set()
 
     def search(path: list[str]) -> list[str]:
@@ -47,7 +47,7 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str]:
     return next((found for module in sorted(graph) if (found := search([module]))), [])
 
 
-def test_no_module_of_the_core_uses_itself_by_way_of_others() -> None:
+def test_the_modules_of_the_core_have_no_cycle() -> None:
     graph = graph_of(CORE)
     assert len(graph) > 20, "the modules were not found"
     assert {"plan", "verify", "error"} <= graph["copy"], "the uses were not found"
@@ -71,7 +71,7 @@ def test_the_check_finds_a_cycle_through_every_form_of_use(tmp_path: Path) -> No
 
 
 def test_only_source_and_writer_open_files() -> None:
-    """Everything else reads from a `Source`, so that a file can be an object in a store."""
+    """Other modules read from a `Source`, so that a file can be an object in a store."""
     opening = re.compile(r"\bFileExt\b|\bMmap\b|rustix::fs::open|\bstd::fs\b")
     modules = {path.stem: without_tests_and_comments(path.read_text()) for path in CORE.rglob("*.rs")}
     assert {name for name, source in modules.items() if opening.search(source)} == {"source", "writer"}
