@@ -532,7 +532,7 @@ fn rejects_with_a_message() {
             "packed dims beyond",
             tensor(&[0x0a, 9, 1]),
             Kind::Damaged,
-            "its dims has the length 9",
+            "its dims field has the length 9",
         ),
         (
             "one tag apart",

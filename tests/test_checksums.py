@@ -96,9 +96,7 @@ def touched(path: Path, regions: list[tuple[str, tuple[int, ...], tuple[int, ...
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", REGIONS)
-def test_a_changed_bit_is_found_only_by_reads_of_its_chunk(
-    tmp_path: Path, kind: str, method: Method
-) -> None:
+def test_a_changed_bit_is_found_only_by_reads_of_its_chunk(tmp_path: Path, kind: str, method: Method) -> None:
     path = tmp_path / "a.safetensors"
     written = _core.write_arrays(str(path), entries(arrays()))
     content = path.read_bytes()

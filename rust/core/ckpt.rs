@@ -490,7 +490,7 @@ impl Parser<'_> {
                 }
                 tag::DIMS => {
                     let len = self.varint(end)?;
-                    let dims_end = self.end_of(len, end, "its dims")?;
+                    let dims_end = self.end_of(len, end, "its dims field")?;
                     while self.at < dims_end {
                         let dim = self.dim(dims_end)?;
                         push_dim(&mut dims, dim)?;
