@@ -145,7 +145,7 @@ impl Index {
             let message = format!("{} is open already", slot.path.display());
             return Err(Error::new(Kind::Argument, message));
         }
-        if slot.format != Format::Safetensors {
+        if !matches!(slot.format, Format::Safetensors) {
             let message = format!(
                 "{} is no safetensors file: no checksums belong to it",
                 slot.path.display()
@@ -385,8 +385,8 @@ impl Index {
     }
 
     /// How a file tells what it holds.
-    pub fn file_format(&self, file: u32) -> Result<Format> {
-        Ok(self.slot(file)?.format)
+    pub fn file_format(&self, file: u32) -> Result<&Format> {
+        Ok(&self.slot(file)?.format)
     }
 
     fn slot(&self, file: u32) -> Result<&FileSlot> {
@@ -408,7 +408,7 @@ impl Index {
         if let Some(opened) = &*opened {
             return Ok(Arc::clone(opened));
         }
-        let shard_file = ShardFile::open((slot.open)()?, slot.format, slot.checksums.clone())?;
+        let shard_file = ShardFile::open((slot.open)()?, &slot.format, slot.checksums.clone())?;
         let shard_file = Arc::new(shard_file);
         *opened = Some(Arc::clone(&shard_file));
         Ok(shard_file)
@@ -696,10 +696,16 @@ impl Index {
                     file,
                     name,
                     stored_shape,
-                    src,
+                    mut src,
                     mut copy_op,
+                    boxes,
                 } = one;
                 let opened = self.open(file)?;
+                if let Some(strides) = opened.table().strides(name) {
+                    let strided = boxes.strided(&stored_shape, strides);
+                    (src, copy_op.dims) =
+                        strided.map_err(|error| error.key(name).within(named(name)))?;
+                }
                 let (found, shape, start) = opened
                     .tensor(name)
                     .ok_or_else(|| self.missing_in(file, name))?;

@@ -1,7 +1,7 @@
 //! One shard file: its checked table of contents and its bytes.
 //!
-//! A safetensors file tells its table at its beginning; that of a `.ckpt` is put together by a walk over the file. What
-//! differs ends here: to everybody else a file has tensors with a name, a dtype, a shape and a place.
+//! A safetensors file tells its table at its beginning; that of a `.ckpt` is put together by a walk over the file; that of
+//! another format comes from its reader. What differs ends here: to everybody else a file has tensors with a name, a dtype, a shape and a place.
 
 use crate::checksum::Checksums;
 use crate::ckpt::Records;
@@ -9,17 +9,35 @@ use crate::control::Control;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::header::{Entry, Header};
+use crate::listed::Listed;
 use crate::local_array::LocalArray;
+use crate::plan::CopyOp;
 use crate::source::Source;
+use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How a shard file tells what it holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Clone)]
 pub enum Format {
     /// A header.
     Safetensors,
     /// Values with the contents between them.
     Ckpt,
+    /// In another way, which this reader knows.
+    Listed(ReadTable),
+}
+
+/// Reads the table of a file.
+pub type ReadTable = Arc<dyn Fn(&Source) -> Result<Listed> + Send + Sync>;
+
+impl fmt::Debug for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Safetensors => "Safetensors",
+            Self::Ckpt => "Ckpt",
+            Self::Listed(_) => "Listed",
+        })
+    }
 }
 
 /// What a shard file says of its tensors.
@@ -29,6 +47,8 @@ pub enum Table {
     Header(Header),
     /// Of a `.ckpt` file.
     Records(Records),
+    /// Of a file of another format.
+    Listed(Listed),
 }
 
 /// An opened shard file whose table was checked.
@@ -47,6 +67,7 @@ impl Table {
         match self {
             Self::Header(header) => header.len(),
             Self::Records(records) => records.len(),
+            Self::Listed(listed) => listed.len(),
         }
     }
 
@@ -63,6 +84,7 @@ impl Table {
         match self {
             Self::Header(header) => header.entry(i),
             Self::Records(records) => records.entry(i),
+            Self::Listed(listed) => listed.entry(i),
         }
     }
 
@@ -71,6 +93,7 @@ impl Table {
         match self {
             Self::Header(header) => header.find(name),
             Self::Records(records) => records.find(name),
+            Self::Listed(listed) => listed.find(name),
         }
     }
 
@@ -78,7 +101,7 @@ impl Table {
     pub fn data_start(&self) -> u64 {
         match self {
             Self::Header(header) => header.data_start(),
-            Self::Records(_) => 0,
+            Self::Records(_) | Self::Listed(_) => 0,
         }
     }
 
@@ -86,14 +109,14 @@ impl Table {
     pub fn metadata(&self) -> Option<impl ExactSizeIterator<Item = (&str, &str)>> {
         match self {
             Self::Header(header) => header.metadata(),
-            Self::Records(_) => None,
+            Self::Records(_) | Self::Listed(_) => None,
         }
     }
 
     /// Names of values that are text and no tensors.
     pub fn strings(&self) -> &[String] {
         match self {
-            Self::Header(_) => &[],
+            Self::Header(_) | Self::Listed(_) => &[],
             Self::Records(records) => records.strings(),
         }
     }
@@ -105,25 +128,44 @@ impl Table {
                 .map(|i| LocalArray::whole(&header.entry(i)))
                 .collect(),
             Self::Records(records) => records.arrays().collect(),
+            Self::Listed(listed) => (0..listed.len())
+                .map(|i| LocalArray::whole(&listed.entry(i)))
+                .collect(),
         }
     }
 
     /// The tensor of a name, if it is stored in several parts.
     pub fn split(&self, name: &str) -> Option<LocalArray> {
         match self {
-            Self::Header(_) => None,
+            Self::Header(_) | Self::Listed(_) => None,
             Self::Records(records) => records.split(name),
+        }
+    }
+
+    /// The strides of a stored tensor, unless its elements follow each other in row-major order.
+    pub fn strides(&self, name: &str) -> Option<&[u64]> {
+        match self {
+            Self::Header(_) | Self::Records(_) => None,
+            Self::Listed(listed) => listed.strides(listed.find(name)?),
         }
     }
 }
 
 impl ShardFile {
     /// Reads and checks the table of a file; where checksums are told, also that it has their size and header.
-    pub fn open(source: Source, format: Format, checksums: Option<Arc<Checksums>>) -> Result<Self> {
+    pub fn open(
+        source: Source,
+        format: &Format,
+        checksums: Option<Arc<Checksums>>,
+    ) -> Result<Self> {
         let table = match format {
             Format::Safetensors => Table::Header(read_header(&source, checksums.as_deref())?),
             Format::Ckpt => Table::Records(
                 Records::read(&source).map_err(|error| error.within(source.path().display()))?,
+            ),
+            Format::Listed(read) => Table::Listed(
+                read(&source)
+                    .map_err(|error| error.within(source.path().display()).path(source.path()))?,
             ),
         };
         Ok(Self {
@@ -159,23 +201,33 @@ impl ShardFile {
         ))
     }
 
-    /// Whether the file itself has a sum of all its bytes.
+    /// Whether the file itself has checksums of its bytes.
     pub fn has_crc(&self) -> bool {
-        matches!(&*self.table, Table::Records(records) if records.has_crc())
+        match &*self.table {
+            Table::Header(_) => false,
+            Table::Records(records) => records.has_crc(),
+            Table::Listed(listed) => listed.has_crc(),
+        }
     }
 
-    /// Compares all bytes with the sum in the file, if it has one and that has not been done: an opened file is the
-    /// same file as long as it is open.
+    /// Compares the bytes that some copies read, or all bytes, with the checksums in the file, as far as it has them and
+    /// that has not been done: an opened file is the same file as long as it is open.
     ///
     /// # Errors
     /// They differ, or cannot be read.
-    pub fn verify(&self, control: &Control) -> Result<()> {
-        let Table::Records(records) = &*self.table else {
-            return Ok(());
-        };
-        if !records.has_crc() {
+    pub fn verify<'a>(
+        &self,
+        copy_ops: Option<impl Iterator<Item = &'a CopyOp>>,
+        control: &Control,
+    ) -> Result<()> {
+        if !self.has_crc() {
             return Ok(());
         }
+        let records = match &*self.table {
+            Table::Header(_) => return Ok(()),
+            Table::Listed(listed) => return listed.verify(&self.source, copy_ops, control),
+            Table::Records(records) => records,
+        };
         // Others wait here rather than read the file a second time.
         let mut is_verified = self
             .is_verified

@@ -11,14 +11,23 @@
 //!
 //! Source: `torch/distributed/checkpoint/metadata.py` and `filesystem.py` of torch 2.15.
 
+use crate::compressed::{decompressed, is_zstd};
 use crate::pickle::{Id, Pickle, Record};
-use crate::torch_file::{Leaf, Storage, Tensor, TorchFile, named_dtype};
+use crate::torch_file::{Leaf, Storage, Tensor, TorchFile, crc_ranges, named_dtype};
 use crate::zip::Window;
 use reshard_core::dtype::{Dtype, n_elements};
 use reshard_core::header::{MAX_RANK, check_name};
-use reshard_core::source::Source;
+use reshard_core::index::Index;
+use reshard_core::listed::Listed;
+use reshard_core::region::{Region, row_major_strides};
+use reshard_core::shard_file::Format;
+use reshard_core::source::{Method, Source};
+use reshard_core::stored::StoredTensor;
+use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, Result};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const METADATA: &str = "torch.distributed.checkpoint.metadata";
 
@@ -350,6 +359,183 @@ impl<'a> Decoder<'a> {
             .map(|id| extent(id).ok_or_else(|| Error::damaged("a size or offset that is no count")))
             .collect()
     }
+}
+
+/// The index of a folder. No data file is opened yet.
+///
+/// # Errors
+/// A file's path leaves the folder; chunks of a tensor overlap.
+pub fn index_of(dcp: &Dcp, folder: &Path, method: Method) -> Result<Index> {
+    let mut index = Index::new();
+    let paths: Vec<PathBuf> = dcp
+        .files
+        .iter()
+        .map(|name| path_in(folder, name))
+        .collect::<Result<_>>()?;
+    let mut items: Vec<Vec<Item>> = dcp.files.iter().map(|_| Vec::new()).collect();
+    let mut compressed = Vec::new();
+    for (number, tensor) in dcp.tensors.iter().enumerate() {
+        let Ok(dtype) = tensor.dtype else {
+            continue;
+        };
+        for (n, chunk) in tensor.chunks.iter().enumerate() {
+            let item = Item {
+                name: item_name(n, &tensor.name),
+                dtype,
+                shape: chunk.shape.clone(),
+                place: chunk.place.clone(),
+            };
+            if chunk.place.transforms.is_empty() {
+                items[chunk.place.file as usize].push(item);
+            } else if is_zstd(&chunk.place.transforms) {
+                compressed.push(((number, n), item));
+            } else {
+                let message = format!(
+                    "`{}` is transformed by {}, which is not known",
+                    shown(&tensor.name),
+                    shown(&chunk.place.transforms.join(", "))
+                );
+                return Err(Error::new(Kind::Unsupported, message).key(&tensor.name));
+            }
+        }
+    }
+    for (path, items) in paths.iter().zip(items) {
+        let opened = path.clone();
+        let open = move || Source::open(&opened, false, method);
+        index.add_source(path.clone(), reader_of(items), open);
+    }
+    // The items of a compressed file are unpacked one by one: to the index each one is a file of its own.
+    let mut unpacked: HashMap<(usize, usize), u32> = HashMap::new();
+    for (at, item) in compressed {
+        let path = paths[item.place.file as usize].clone();
+        let (opened, place, most) = (path.clone(), item.place.clone(), item.max_bytes());
+        let open = move || {
+            let source = Source::open(&opened, false, method)?;
+            decompressed(source, place.offset, place.n_bytes, most)
+        };
+        let format = Format::Listed(Arc::new(move |source: &Source| {
+            let place = Place {
+                file: 0,
+                offset: 0,
+                n_bytes: source.n_bytes(),
+                transforms: Vec::new(),
+            };
+            listed(
+                source,
+                &[Item {
+                    place,
+                    ..item.clone()
+                }],
+            )
+        }));
+        unpacked.insert(at, index.add_source(path, format, open));
+    }
+    for (number, tensor) in dcp.tensors.iter().enumerate() {
+        let Ok(dtype) = tensor.dtype else {
+            continue;
+        };
+        let stored = tensor.chunks.iter().enumerate().map(|(n, chunk)| {
+            let tile = Tile {
+                global: Region::new(chunk.offset.clone(), chunk.shape.clone())?,
+                local_offset: 0,
+                local_strides: row_major_strides(&chunk.shape),
+            };
+            let file = unpacked
+                .get(&(number, n))
+                .copied()
+                .unwrap_or(chunk.place.file);
+            let stored = StoredTensor {
+                file,
+                name: item_name(n, &tensor.name),
+                shape: chunk.shape.clone(),
+            };
+            Ok((stored, vec![tile]))
+        });
+        let stored = stored.collect::<Result<Vec<_>>>()?;
+        index.add_tiles(
+            &tensor.name,
+            dtype,
+            tensor.shape.clone(),
+            BTreeMap::new(),
+            stored,
+            false,
+        )?;
+    }
+    Ok(index)
+}
+
+/// A tensor that one item of a data file holds.
+#[derive(Debug, Clone)]
+struct Item {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<u64>,
+    place: Place,
+}
+
+impl Item {
+    /// Bytes that the item can have: its data, and a generous frame.
+    fn max_bytes(&self) -> u64 {
+        self.dtype
+            .n_bytes(&self.shape)
+            .unwrap_or(0)
+            .saturating_add(1 << 20)
+    }
+}
+
+fn item_name(number: usize, tensor: &str) -> String {
+    format!("{number}@{tensor}")
+}
+
+fn reader_of(items: Vec<Item>) -> Format {
+    Format::Listed(Arc::new(move |source: &Source| listed(source, &items)))
+}
+
+/// Opens the items of a data file.
+fn listed(source: &Source, items: &[Item]) -> Result<Listed> {
+    let mut tensors = Vec::with_capacity(items.len());
+    let mut ranges = Vec::with_capacity(items.len());
+    for Item {
+        name,
+        dtype,
+        shape,
+        place,
+    } in items
+    {
+        let key = name.split_once('@').map_or(name.as_str(), |(_, key)| key);
+        let (storage, tensor) = item_tensor(source, place, *dtype, shape)
+            .map_err(|error| error.key(key).within(format_args!("`{}`", shown(key))))?;
+        let storages = [storage];
+        ranges.extend(crc_ranges(&storages));
+        tensors.push(
+            Tensor {
+                storage: 0,
+                ..tensor
+            }
+            .listed(name.clone(), &storages),
+        );
+    }
+    // Two tensors never share an item, so ranges that are equal are one item listed twice.
+    ranges.sort_unstable_by_key(|range| range.start);
+    ranges.dedup();
+    Listed::new(tensors, ranges, source.n_bytes())
+}
+
+/// The path of a data file: one plain name, or names of folders below the folder.
+fn path_in(folder: &Path, name: &str) -> Result<PathBuf> {
+    let is_plain = !name.is_empty()
+        && !name.contains(['\0', '\\'])
+        && name
+            .split('/')
+            .all(|part| !part.is_empty() && part != "." && part != "..");
+    if !is_plain {
+        let message = format!(
+            "a data file has the path `{}`, which is not a plain path inside the folder",
+            shown(name)
+        );
+        return Err(Error::damaged(message));
+    }
+    Ok(folder.join(name))
 }
 
 /// The one tensor of an item, and its storage.

@@ -4,6 +4,7 @@
 //! This crate decodes and checks the content of these files. It opens no file, and the core does not depend on it: the
 //! core gets tensors, files and tiles.
 
+pub mod compressed;
 pub mod dcp;
 pub mod metadata;
 pub mod pickle;

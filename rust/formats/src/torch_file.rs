@@ -17,9 +17,12 @@
 use crate::pickle::{Id, Pickle, Record, Value};
 use crate::zip::{self, Member, Window};
 use reshard_core::dtype::{Dtype, n_elements};
-use reshard_core::header::MAX_RANK;
+use reshard_core::header::{MAX_RANK, check_name};
+use reshard_core::listed::{CrcRange, Listed, ListedTensor};
+use reshard_core::shard_file::Format;
 use reshard_core::{Error, Kind, Result};
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 /// What a legacy file begins with.
 const MAGIC: [u8; 10] = [0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19];
@@ -560,6 +563,52 @@ impl TorchFile {
         }
         Ok(walk.leaves)
     }
+}
+
+/// How the core reads the tensors of a file: each under its path.
+pub fn format() -> Format {
+    Format::Listed(Arc::new(|source| {
+        let window = Window::whole(source);
+        let file = TorchFile::read(window)?;
+        let mut tensors = Vec::new();
+        for (name, leaf) in file.leaves()? {
+            if let Leaf::Tensor(tensor) = leaf {
+                if !name.is_empty() {
+                    check_name(&name)?;
+                }
+                tensors.push(tensor.listed(name, &file.storages));
+            }
+        }
+        Listed::new(tensors, crc_ranges(&file.storages), source.n_bytes())
+    }))
+}
+
+impl Tensor {
+    /// The tensor as an entry of the core's table.
+    pub fn listed(self, name: String, storages: &[Storage]) -> ListedTensor {
+        let start = storages[self.storage].start + self.offset * self.dtype.unit().1;
+        ListedTensor {
+            name,
+            dtype: self.dtype,
+            shape: self.shape,
+            strides: self.strides,
+            start,
+        }
+    }
+}
+
+/// The checksums of storages that have one.
+pub fn crc_ranges(storages: &[Storage]) -> Vec<CrcRange> {
+    let with_crc = storages.iter().filter(|storage| storage.n_bytes > 0);
+    with_crc
+        .filter_map(|storage| {
+            Some(CrcRange {
+                start: storage.start,
+                n_bytes: storage.n_bytes,
+                crc: storage.crc?,
+            })
+        })
+        .collect()
 }
 
 struct Walk<'a> {
