@@ -67,7 +67,7 @@ def marked(value: object) -> object:
 
 def check_tensors(path: Path, expected: Path, prefix: str = "") -> int:
     with reshard.open(expected) as truth, reshard.open(path) as checkpoint:
-        names = [key.removeprefix(prefix) for key in truth.keys() if key.startswith(prefix)]
+        names = [key.removeprefix(prefix) for key in truth if key.startswith(prefix)]
         assert sorted(checkpoint.keys()) == sorted(names)
         for name in names:
             found, right = checkpoint.read(name), truth.read(prefix + name)
@@ -102,7 +102,7 @@ def test_a_folder_has_the_tensors_and_values_that_were_saved(name: str) -> None:
 def test_slices_layouts_and_conversions(tmp_path: Path) -> None:
     folder = DATA / "dcp_2d/checkpoint"
     with reshard.open(folder) as checkpoint:
-        key = next(key for key in checkpoint.keys() if len(checkpoint[key].shape) == 2)
+        key = next(key for key in checkpoint if len(checkpoint[key].shape) == 2)
         whole = checkpoint.read(key)
         assert (checkpoint.read(key, (slice(1, 3), 1)) == whole[1:3, 1]).all()
         loaded = checkpoint.load({"mesh": {"tp": 2}, "rules": [{"match": "*"}]}, rank=1)
@@ -113,18 +113,16 @@ def test_slices_layouts_and_conversions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", json.loads((HOSTILE / "hostile.json").read_text()))
-def test_a_hostile_file_is_refused_or_read_right(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_file_is_refused_or_read_right(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a pickle that ran would make a file here
     want = json.loads((HOSTILE / "hostile.json").read_text())[name]["want"]
     good = {"good.pt": "good.pt", "bin": "bin_good", "dcp": "dcp_good"}
-    reference = good.get(name.split("_")[0] if not name.endswith((".pt", ".pkl")) else "good.pt", "good.pt")
+    reference = good.get(name.split("_", maxsplit=1)[0] if not name.endswith((".pt", ".pkl")) else "good.pt", "good.pt")
     with reshard.open(HOSTILE / reference) as checkpoint:
-        right = {key: checkpoint.read(key) for key in checkpoint.keys()}
+        right = {key: checkpoint.read(key) for key in checkpoint}
     try:
         with reshard.open(HOSTILE / name) as checkpoint:
-            found = {key: checkpoint.read(key) for key in checkpoint.keys()}
+            found = {key: checkpoint.read(key) for key in checkpoint}
             checkpoint.extra()
     except ReshardError as error:
         assert want != "equal", error
@@ -143,15 +141,17 @@ def test_a_flipped_bit_is_found_by_the_crc(tmp_path: Path) -> None:
         shutil.copytree(source.parent, folder)
         whole = folder if source.suffix == ".distcp" else folder / source.name
         with reshard.open(whole) as checkpoint:
-            content = {key: checkpoint.read(key).tobytes() for key in checkpoint.keys()}
+            content = {key: checkpoint.read(key).tobytes() for key in checkpoint}
         data = bytearray((folder / source.name).read_bytes())
-        key, place = next((key, at) for key in content if len(content[key]) > 64 and (at := data.find(content[key])) > 0)
+        key, place = next(
+            (key, at) for key in content if len(content[key]) > 64 and (at := data.find(content[key])) > 0
+        )
         data[place + 3] ^= 16
         (folder / source.name).write_bytes(data)
         with reshard.open(whole) as checkpoint, pytest.raises(DamagedFileError, match="CRC-32"):
             checkpoint.read(key)
         with reshard.open(whole) as checkpoint:
-            others = [other for other in checkpoint.keys() if checkpoint[other].n_bytes and other != key]
+            others = [other for other in checkpoint if checkpoint[other].n_bytes and other != key]
             assert sum(checkpoint.read(other).nbytes for other in others[:3]) > 0
 
 

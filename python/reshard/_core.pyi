@@ -490,7 +490,6 @@ def write_arrays(
 def rename(source: str, target: str, *, exchange: bool) -> None:
     """Rename a file or folder onto a free name, or exchange two names in one step. Raises OSError."""
 
-
 @final
 class Opaque:
     """An object of a pickle whose class is not known here. Nothing was imported or called to make it.

@@ -78,6 +78,7 @@ def _open_dcp(folder: Path, method: _core.ReadMethod) -> CheckpointData:
             hint="use another step; `.metadata` is written last, and without it the files cannot be read",
         ) from None
     index, objects, unsupported, _ = _core.open_dcp(str(folder), data, method=method)
+    index.prove()  # torch leaves a hole as it was, and reads overlaps in any order
     if unsupported:
         names = listed(f"{show(name)} ({why})" for name, why in unsupported)
         _log.warning("%s: %d tensors cannot be read and are left out: %s", folder, len(unsupported), names)

@@ -32,7 +32,11 @@ class TorchFile(Format):
     def detect(self, path: Path) -> Match:
         """By the first bytes of a file; by the index or the one file of a folder."""
         if path.is_dir():
-            return Match.YES if any((path / name).is_file() for name in (names.INDEX_FILE, names.SINGLE_FILE)) else Match.NO
+            return (
+                Match.YES
+                if any((path / name).is_file() for name in (names.INDEX_FILE, names.SINGLE_FILE))
+                else Match.NO
+            )
         return Match.YES if names.is_head(read_head(path, names.HEAD_BYTES, follow_links=True)) else Match.NO
 
     def open(self, path: Path, options: OpenOptions) -> CheckpointData:
@@ -77,7 +81,9 @@ def _open_index(folder: Path, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     file_of = weight_map.read(folder / names.INDEX_FILE)
     # Files of a hub cache are symbolic links into its store: here links are followed.
-    numbers = {name: index.add_torch_file(str(folder / name), method=method) for name in dict.fromkeys(file_of.values())}
+    numbers = {
+        name: index.add_torch_file(str(folder / name), method=method) for name in dict.fromkeys(file_of.values())
+    }
     for key, name in file_of.items():
         index.add_whole(key, numbers[name])
     return CheckpointData(traits=TorchFile.traits, path=folder, index=index, method=method, follow_links=True)
