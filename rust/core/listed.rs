@@ -75,11 +75,9 @@ impl Listed {
         let mut by_name: Vec<u32> = (0..tensors.len() as u32).collect();
         by_name.sort_unstable_by(|a, b| tensors[*a as usize].name.cmp(&tensors[*b as usize].name));
         let name = |i: &u32| &tensors[*i as usize].name;
-        if let Some(pair) = by_name
-            .windows(2)
-            .find(|pair| name(&pair[0]) == name(&pair[1]))
-        {
-            let name = name(&pair[0]);
+        let mut pairs = by_name.iter().zip(by_name.iter().skip(1));
+        if let Some((first, _)) = pairs.find(|(a, b)| name(a) == name(b)) {
+            let name = name(first);
             return Err(Error::damaged(format!("`{}` is stored twice", Printable(name))).key(name));
         }
         ranges.sort_unstable_by_key(|range| (range.start, range.n_bytes));
@@ -196,8 +194,8 @@ impl ListedTensor {
             return Some(self.start);
         }
         let dims = self.shape.iter().zip(&self.strides);
-        let last = dims.fold(Some(0_u64), |at, (extent, stride)| {
-            at?.checked_add((extent - 1).checked_mul(*stride)?)
+        let last = dims.clone().try_fold(0_u64, |at, (extent, stride)| {
+            at.checked_add((extent - 1).checked_mul(*stride)?)
         })?;
         let (per_unit, unit_bytes) = self.dtype.unit();
         let n_bytes = last
@@ -217,13 +215,12 @@ impl CrcRange {
         while at < end {
             control.check()?;
             let n = (end - at).min(PIECE_BYTES);
-            match source.bytes(at, n)? {
-                Some(bytes) => digest.update(bytes),
-                None => {
-                    scratch.resize(n as usize, 0);
-                    source.read_at(at, &mut scratch)?;
-                    digest.update(&scratch);
-                }
+            if let Some(bytes) = source.bytes(at, n)? {
+                digest.update(bytes);
+            } else {
+                scratch.resize(n as usize, 0);
+                source.read_at(at, &mut scratch)?;
+                digest.update(&scratch);
             }
             at += n;
         }

@@ -310,6 +310,11 @@ fn shown(text: &str) -> String {
         .collect()
 }
 
+fn unknown(opcode: u8) -> Error {
+    let message = format!("opcode 0x{opcode:02x}, which no checkpoint writer uses");
+    Error::new(Kind::Unsupported, message)
+}
+
 fn damaged(message: impl Into<String>) -> Error {
     Error::damaged(message)
 }
@@ -400,6 +405,39 @@ impl<'a> Machine<'a> {
 
     fn step(&mut self, opcode: u8) -> Result<()> {
         match opcode {
+            0x80
+            | 0x95
+            | b'N'
+            | 0x88..=0x8e
+            | b'J'
+            | b'K'
+            | b'M'
+            | b'G'
+            | b'X'
+            | b'C'
+            | b'B'
+            | b'U'
+            | b'T' => self.literal(opcode),
+            b'('
+            | b')'
+            | 0x85..=0x87
+            | b't'
+            | b']'
+            | b'l'
+            | b'}'
+            | b'd'
+            | 0x8f..=0x91
+            | b'a'
+            | b'e'
+            | b's'
+            | b'u' => self.container(opcode),
+            _ => self.other(opcode),
+        }
+    }
+
+    /// Numbers and text, and what only frames them.
+    fn literal(&mut self, opcode: u8) -> Result<()> {
+        match opcode {
             0x80 => {
                 let protocol = self.byte()?;
                 if protocol > MAX_PROTOCOL {
@@ -460,6 +498,13 @@ impl<'a> Machine<'a> {
                 self.hold(n as usize)?;
                 self.push(value)
             }
+            _ => Err(unknown(opcode)),
+        }
+    }
+
+    /// Tuples, lists, dicts and sets.
+    fn container(&mut self, opcode: u8) -> Result<()> {
+        match opcode {
             b'(' => {
                 self.hold(8)?;
                 self.marks.push(self.stack.len());
@@ -514,6 +559,13 @@ impl<'a> Machine<'a> {
                 let items = self.pop_mark()?;
                 self.set_items(&items)
             }
+            _ => Err(unknown(opcode)),
+        }
+    }
+
+    /// Names, calls and the memo.
+    fn other(&mut self, opcode: u8) -> Result<()> {
+        match opcode {
             b'c' => {
                 let module = self.line()?;
                 let name = self.line()?;
@@ -564,10 +616,7 @@ impl<'a> Machine<'a> {
                 let number = u32::from_le_bytes(self.array()?);
                 self.recall(number)
             }
-            _ => {
-                let message = format!("opcode 0x{opcode:02x}, which no checkpoint writer uses");
-                Err(Error::new(Kind::Unsupported, message))
-            }
+            _ => Err(unknown(opcode)),
         }
     }
 

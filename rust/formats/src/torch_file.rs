@@ -782,9 +782,8 @@ fn storage_class(pickle: &Pickle, id: Id) -> Result<Option<Dtype>> {
 
 /// The dtype of a `torch.<dtype>`.
 pub fn named_dtype(pickle: &Pickle, id: Id) -> Result<Dtype> {
-    let name = match pickle.name(id) {
-        Some(("torch", name)) => name,
-        _ => return Err(Error::damaged("a dtype that is no name of torch")),
+    let Some(("torch", name)) = pickle.name(id) else {
+        return Err(Error::damaged("a dtype that is no name of torch"));
     };
     Ok(match name {
         "float64" | "double" => Dtype::F64,

@@ -383,7 +383,7 @@ pub(crate) fn read_torch_file(
     for (name, leaf) in leaves {
         match leaf {
             Leaf::Tensor(tensor) => {
-                tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?))
+                tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?));
             }
             Leaf::Other(id) => {
                 names.push(name);

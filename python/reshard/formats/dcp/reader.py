@@ -72,8 +72,8 @@ def _open_dcp(folder: Path, method: _core.ReadMethod) -> CheckpointData:
         data = read_small_file(folder / METADATA_FILE, MAX_METADATA_BYTES)
     except CheckpointNotFoundError:
         raise CheckpointNotFoundError(
-            f"{show(str(folder))} has data files of torch.distributed.checkpoint, but no `{METADATA_FILE}`: the save was "
-            "not finished",
+            f"{show(str(folder))} has data files of torch.distributed.checkpoint, but no `{METADATA_FILE}`: the "
+            "save was not finished",
             path=str(folder),
             hint="use another step; `.metadata` is written last, and without it the files cannot be read",
         ) from None

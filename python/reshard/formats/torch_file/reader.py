@@ -1,7 +1,7 @@
 """A file of `torch.save`, or a folder of `.bin` files: its tensors by path, and its other values.
 
-A path is the keys and positions that lead to a value, joined with dots: `model.layers.0.weight`. A file that is one tensor
-has the empty path. No class of the file is imported; a value that is no plain Python object becomes a `reshard.Opaque`.
+A path is the keys and positions that lead to a value, joined with dots: `model.layers.0.weight`. A file that is one
+tensor has the empty path. No class of the file is imported; a value that is no plain Python object is a `_core.Opaque`.
 """
 
 from __future__ import annotations
