@@ -239,6 +239,9 @@ class Index:
     def add_ckpt_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
         """Add a `.ckpt` file; see `add_file`. The records of a tensor in several records are stored as `<name>#<n>`."""
 
+    def add_torch_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
+        """A file of `torch.save`, whose tensors are named by their paths."""
+
     def set_checksums(self, file: int, n_bytes: int, header_bytes: int, header_checksum: int, checksums: bytes) -> None:
         """Set the expected size and checksums of a file that is not open yet.
 
@@ -597,4 +600,40 @@ def rename(source: str, target: str, *, exchange: bool) -> None:
         source: the current path.
         target: the new path; without `exchange` it must not exist.
         exchange: exchange the two paths.
+    """
+
+@final
+class Opaque:
+    """An object of a pickle whose class is not known here. Nothing was imported or called to make it.
+
+    Attributes:
+        name: module and name of its class or function.
+        arguments: the arguments of the call that would have made it, or None.
+        state: what would have become its attributes, or None.
+        items: `(key, value)` pairs that would have been set, or None.
+        appended: values that would have been appended, or None.
+    """
+
+    name: str
+    arguments: tuple[object, ...] | None
+    state: object
+    items: list[tuple[object, object]] | None
+    appended: list[object] | None
+
+def read_torch_file(
+    path: str, *, follow_links: bool = True
+) -> tuple[list[tuple[str, str, tuple[int, ...]]], list[tuple[str, object]]]:
+    """`(path, dtype, shape)` of each tensor of a file of `torch.save`, and `(path, value)` of everything else."""
+
+def read_torch_object(path: str, start: int, n_bytes: int, *, transforms: Sequence[str] = ()) -> object:
+    """The object of `torch.save` in a range of a file, with `transforms` undone."""
+
+def open_dcp(
+    folder: str, data: bytes, *, method: ReadMethod = "auto"
+) -> tuple[Index, list[tuple[str, str, int, int, list[str]]], list[tuple[str, str]], dict[str, list[int]]]:
+    """The index of a folder of `torch.distributed.checkpoint` whose `.metadata` has this content.
+
+    Returns:
+        The index; `(name, file, first byte, bytes, transforms)` of what is no tensor; `(name, reason)` of tensors that
+        cannot be read; shapes by name of tensors that are stored in another form.
     """

@@ -147,7 +147,7 @@ impl Index {
             let message = format!("{} is already open", slot.path.display());
             return Err(Error::new(Kind::Argument, message));
         }
-        if slot.format != Format::Safetensors {
+        if !matches!(slot.format, Format::Safetensors) {
             let message = format!(
                 "{} is not a safetensors file: checksums are not supported",
                 slot.path.display()
@@ -386,9 +386,9 @@ impl Index {
         Ok(&self.slot(file)?.path)
     }
 
-    /// Format of a file.
-    pub fn file_format(&self, file: u32) -> Result<Format> {
-        Ok(self.slot(file)?.format)
+    /// How a file tells what it holds.
+    pub fn file_format(&self, file: u32) -> Result<&Format> {
+        Ok(&self.slot(file)?.format)
     }
 
     fn slot(&self, file: u32) -> Result<&FileSlot> {
@@ -410,7 +410,7 @@ impl Index {
         if let Some(opened) = &*opened {
             return Ok(Arc::clone(opened));
         }
-        let shard_file = ShardFile::open((slot.open)()?, slot.format, slot.checksums.clone())?;
+        let shard_file = ShardFile::open((slot.open)()?, &slot.format, slot.checksums.clone())?;
         let shard_file = Arc::new(shard_file);
         *opened = Some(Arc::clone(&shard_file));
         Ok(shard_file)
@@ -700,10 +700,16 @@ impl Index {
                     file,
                     name,
                     stored_shape,
-                    src,
+                    mut src,
                     mut copy_op,
+                    boxes,
                 } = one;
                 let opened = self.open(file)?;
+                if let Some(strides) = opened.table().strides(name) {
+                    let strided = boxes.strided(&stored_shape, strides);
+                    (src, copy_op.dims) =
+                        strided.map_err(|error| error.key(name).within(named(name)))?;
+                }
                 let (found, shape, start) = opened
                     .tensor(name)
                     .ok_or_else(|| self.missing_in(file, name))?;

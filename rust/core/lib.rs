@@ -19,6 +19,7 @@ pub mod tile;
 // Reading: the header or the records, one shard file, the table of a checkpoint.
 pub mod ckpt;
 pub mod header;
+pub mod listed;
 pub mod local_array;
 pub mod shard_file;
 pub mod source;

@@ -10,17 +10,35 @@ use crate::control::Control;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::header::{Entry, Header};
+use crate::listed::Listed;
 use crate::local_array::LocalArray;
+use crate::plan::CopyOp;
 use crate::source::Source;
+use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The format of a shard file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Clone)]
 pub enum Format {
     /// A safetensors file, with a header.
     Safetensors,
     /// A `.ckpt` file, a sequence of values.
     Ckpt,
+    /// A file of a format that is read outside this crate.
+    Listed(ReadTable),
+}
+
+/// Reads the table of a file.
+pub type ReadTable = Arc<dyn Fn(&Source) -> Result<Listed> + Send + Sync>;
+
+impl fmt::Debug for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Safetensors => "Safetensors",
+            Self::Ckpt => "Ckpt",
+            Self::Listed(_) => "Listed",
+        })
+    }
 }
 
 /// The table of contents of a shard file.
@@ -30,6 +48,8 @@ pub enum Table {
     Header(Header),
     /// The records of a `.ckpt` file.
     Records(Records),
+    /// Of a file of another format.
+    Listed(Listed),
 }
 
 /// An opened shard file whose table was checked.
@@ -48,6 +68,7 @@ impl Table {
         match self {
             Self::Header(header) => header.len(),
             Self::Records(records) => records.len(),
+            Self::Listed(listed) => listed.len(),
         }
     }
 
@@ -64,6 +85,7 @@ impl Table {
         match self {
             Self::Header(header) => header.entry(i),
             Self::Records(records) => records.entry(i),
+            Self::Listed(listed) => listed.entry(i),
         }
     }
 
@@ -72,6 +94,7 @@ impl Table {
         match self {
             Self::Header(header) => header.find(name),
             Self::Records(records) => records.find(name),
+            Self::Listed(listed) => listed.find(name),
         }
     }
 
@@ -79,7 +102,7 @@ impl Table {
     pub fn data_start(&self) -> u64 {
         match self {
             Self::Header(header) => header.data_start(),
-            Self::Records(_) => 0,
+            Self::Records(_) | Self::Listed(_) => 0,
         }
     }
 
@@ -87,14 +110,14 @@ impl Table {
     pub fn metadata(&self) -> Option<impl ExactSizeIterator<Item = (&str, &str)>> {
         match self {
             Self::Header(header) => header.metadata(),
-            Self::Records(_) => None,
+            Self::Records(_) | Self::Listed(_) => None,
         }
     }
 
     /// Names of values that are text instead of tensors.
     pub fn strings(&self) -> &[String] {
         match self {
-            Self::Header(_) => &[],
+            Self::Header(_) | Self::Listed(_) => &[],
             Self::Records(records) => records.strings(),
         }
     }
@@ -106,25 +129,44 @@ impl Table {
                 .map(|i| LocalArray::whole(&header.entry(i)))
                 .collect(),
             Self::Records(records) => records.arrays().collect(),
+            Self::Listed(listed) => (0..listed.len())
+                .map(|i| LocalArray::whole(&listed.entry(i)))
+                .collect(),
         }
     }
 
     /// The tensor with a name, if it is stored in several parts.
     pub fn split(&self, name: &str) -> Option<LocalArray> {
         match self {
-            Self::Header(_) => None,
+            Self::Header(_) | Self::Listed(_) => None,
             Self::Records(records) => records.split(name),
+        }
+    }
+
+    /// The strides of a stored tensor, unless its elements follow each other in row-major order.
+    pub fn strides(&self, name: &str) -> Option<&[u64]> {
+        match self {
+            Self::Header(_) | Self::Records(_) => None,
+            Self::Listed(listed) => listed.strides(listed.find(name)?),
         }
     }
 }
 
 impl ShardFile {
     /// Reads and checks the table of a file. With `checksums`, also verifies its size and its header.
-    pub fn open(source: Source, format: Format, checksums: Option<Arc<Checksums>>) -> Result<Self> {
+    pub fn open(
+        source: Source,
+        format: &Format,
+        checksums: Option<Arc<Checksums>>,
+    ) -> Result<Self> {
         let table = match format {
             Format::Safetensors => Table::Header(read_header(&source, checksums.as_deref())?),
             Format::Ckpt => Table::Records(
                 Records::read(&source).map_err(|error| error.within(source.path().display()))?,
+            ),
+            Format::Listed(read) => Table::Listed(
+                read(&source)
+                    .map_err(|error| error.within(source.path().display()).path(source.path()))?,
             ),
         };
         Ok(Self {
@@ -160,23 +202,34 @@ impl ShardFile {
         ))
     }
 
-    /// Whether the file ends with a CRC of its content.
+    /// Whether the file itself has checksums of its bytes.
     pub fn has_crc(&self) -> bool {
-        matches!(&*self.table, Table::Records(records) if records.has_crc())
+        match &*self.table {
+            Table::Header(_) => false,
+            Table::Records(records) => records.has_crc(),
+            Table::Listed(listed) => listed.has_crc(),
+        }
     }
 
-    /// Compares the content with the CRC at the end of the file, if there is one. This is done once per opened file.
+    /// Compares the bytes that some copies read, or all bytes, with the checksums in the file, as far as it has them and
+    /// that has not been done: an opened file is the same file as long as it is open.
     ///
     /// # Errors
-    /// The content differs, or cannot be read.
-    pub fn verify(&self, control: &Control) -> Result<()> {
-        let Table::Records(records) = &*self.table else {
-            return Ok(());
-        };
-        if !records.has_crc() {
+    /// They differ, or cannot be read.
+    pub fn verify<'a>(
+        &self,
+        copy_ops: Option<impl Iterator<Item = &'a CopyOp>>,
+        control: &Control,
+    ) -> Result<()> {
+        if !self.has_crc() {
             return Ok(());
         }
-        // Other threads wait for the lock instead of reading the file again.
+        let records = match &*self.table {
+            Table::Header(_) => return Ok(()),
+            Table::Listed(listed) => return listed.verify(&self.source, copy_ops, control),
+            Table::Records(records) => records,
+        };
+        // Others wait here rather than read the file a second time.
         let mut is_verified = self
             .is_verified
             .lock()

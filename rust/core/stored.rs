@@ -11,6 +11,7 @@ use crate::factors::Factors;
 use crate::layout::{Cuts, Layout};
 use crate::plan::{CopyOp, strided_copy};
 use crate::region::{Dims, Region, row_major_strides};
+use crate::strided::Dim;
 use crate::tile::Tile;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -100,6 +101,37 @@ pub(crate) struct SelectedCopy<'a> {
     /// First element in the stored tensor.
     pub(crate) src: u64,
     pub(crate) copy_op: CopyOp,
+    pub(crate) boxes: Boxes,
+}
+
+/// The box that is copied, in the global tensor, and the tiles around it.
+#[derive(Debug)]
+pub(crate) struct Boxes {
+    common: Region,
+    source: Tile,
+    to: (u64, Vec<u64>),
+}
+
+impl Boxes {
+    /// First element and dims of the copy where the stored tensor has strides of its own.
+    ///
+    /// # Errors
+    /// The stored tensor is used in parts.
+    pub(crate) fn strided(&self, stored_shape: &[u64], strides: &[u64]) -> Result<(u64, Vec<Dim>)> {
+        let plain = row_major_strides(stored_shape);
+        if self.source.local_offset != 0 || self.source.local_strides != plain {
+            let message = "a tensor is stored with strides of its own, and only parts of it belong to the checkpoint's tensor";
+            return Err(Error::new(Kind::Unsupported, message));
+        }
+        let source = Tile {
+            global: self.source.global.clone(),
+            local_offset: 0,
+            local_strides: strides.to_vec(),
+        };
+        let at = (source.local_at(self.common.offset()), strides);
+        let (src, _, dims) = strided_copy(&self.common, at, (self.to.0, &self.to.1));
+        Ok((src, dims))
+    }
 }
 
 impl Grid {
@@ -271,14 +303,7 @@ impl Grid {
                 let file = choose(&self.files(cell, MAX_CANDIDATES), chosen, n)
                     .ok_or_else(|| no_holder(key, &region))?;
                 let (stored_shape, source) = self.stored_tile(region);
-                selected.push(selected_copy(
-                    file,
-                    key,
-                    stored_shape,
-                    &common,
-                    &source,
-                    tile,
-                ));
+                selected.push(selected_copy(file, key, stored_shape, common, source, tile));
             }
             // The next cell in row-major order.
             let Some(d) = (0..parts.len()).rev().find(|&d| parts[d] + 1 < over[d].end) else {
@@ -558,12 +583,13 @@ impl Tiles {
                     local_offset: replica.local_offset,
                     local_strides: replica.local_strides.clone(),
                 };
+                let shape = tensor.shape.clone();
                 selected.push(selected_copy(
                     file,
                     &tensor.name,
-                    tensor.shape.clone(),
-                    &common,
-                    &source,
+                    shape,
+                    common,
+                    source,
                     tile,
                 ));
             }
@@ -644,16 +670,14 @@ fn selected_copy<'a>(
     file: u32,
     name: &'a str,
     stored_shape: Vec<u64>,
-    common: &Region,
-    source: &Tile,
-    requested: &Tile,
+    common: Region,
+    source: Tile,
+    wanted: &Tile,
 ) -> SelectedCopy<'a> {
     let at = (source.local_at(common.offset()), &source.local_strides[..]);
-    let to = (
-        requested.local_at(common.offset()),
-        &requested.local_strides[..],
-    );
-    let (src, dst, dims) = strided_copy(common, at, to);
+    let to = (wanted.local_at(common.offset()), &wanted.local_strides[..]);
+    let (src, dst, dims) = strided_copy(&common, at, to);
+    let to = (to.0, wanted.local_strides.clone());
     SelectedCopy {
         file,
         name,
@@ -665,6 +689,7 @@ fn selected_copy<'a>(
             dst,
             dims,
         },
+        boxes: Boxes { common, source, to },
     }
 }
 

@@ -170,10 +170,17 @@ pub(crate) fn verify_files(plan: &Plan<'_>, control: &Control) -> Result<()> {
     if !verifies_files(plan) {
         return Ok(());
     }
-    plan.sources.par_iter().try_for_each(|source| match source {
-        PlanSource::File(_, file) => file.verify(control),
-        PlanSource::Memory(_) => Ok(()),
-    })
+    let all = || plan.arrays().iter().flat_map(|array| &array.copy_ops);
+    plan.sources
+        .par_iter()
+        .enumerate()
+        .try_for_each(|(number, source)| match source {
+            PlanSource::File(_, file) if file.has_crc() => {
+                let copy_ops = all().filter(|copy_op| copy_op.source as usize == number);
+                file.verify(Some(copy_ops), control)
+            }
+            _ => Ok(()),
+        })
 }
 
 /// Reads the chunks that contain a range into scratch memory and verifies them. Returns the start of the range in it.

@@ -11,9 +11,11 @@ from reshard.formats.base import Match
 from reshard.formats.checkpoint1.reader import CHECKPOINT1
 from reshard.formats.checkpoint2.root import CHECKPOINT2, TILED
 from reshard.formats.ckpt.reader import CKPT
+from reshard.formats.dcp.reader import DCP
 from reshard.formats.full_weights.reader import FULL_WEIGHTS
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.single_file.reader import SINGLE_FILE
+from reshard.formats.torch_file.reader import TORCH_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "detect"]
 
-FORMATS: tuple[Format, ...] = (HUGGINGFACE, FULL_WEIGHTS, CHECKPOINT2, CHECKPOINT1, TILED, CKPT, SINGLE_FILE)
+FORMATS: tuple[Format, ...] = (
+    HUGGINGFACE,
+    FULL_WEIGHTS,
+    DCP,
+    CHECKPOINT2,
+    CHECKPOINT1,
+    TILED,
+    TORCH_FILE,
+    CKPT,
+    SINGLE_FILE,
+)
 
 
 def detect(path: Path) -> Format:

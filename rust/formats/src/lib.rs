@@ -1,6 +1,12 @@
-//! The files of a checkpoint that describe its shard files: `metadata.json` and strategy files.
+//! The files of checkpoints that describe tensors: `metadata.json`, strategy files, files of `torch.save` and `.metadata`
+//! of `torch.distributed.checkpoint`.
 //!
 //! This crate decodes and checks the content of these files. It opens no file. The core does not depend on it.
 
+pub mod compressed;
+pub mod dcp;
 pub mod metadata;
+pub mod pickle;
 pub mod strategy;
+pub mod torch_file;
+pub mod zip;

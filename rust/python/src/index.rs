@@ -38,7 +38,7 @@ pub(crate) struct Index {
     metadata: Option<(Metadata, HashMap<String, usize>)>,
 }
 
-fn parse_method(method: &str) -> reshard_core::Result<Method> {
+pub(crate) fn parse_method(method: &str) -> reshard_core::Result<Method> {
     match method {
         "auto" => Ok(Method::Auto),
         "map" => Ok(Method::Map),
@@ -69,6 +69,14 @@ fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
 }
 
 impl Index {
+    /// An index of the core.
+    pub(crate) fn of(index: reshard_core::index::Index) -> Self {
+        Self {
+            index,
+            metadata: None,
+        }
+    }
+
     /// Opens a file with the interpreter released: parsing a `.ckpt` reads all over the file.
     fn opened(&self, py: Python<'_>, file: u32) -> reshard_core::Result<Arc<ShardFile>> {
         py.detach(|| self.index.open(file))
@@ -134,6 +142,22 @@ impl Index {
     ) -> PyResult<u32> {
         let method = raise(py, parse_method(method))?;
         Ok(self.index.add_file(path, follow_links, method))
+    }
+
+    #[pyo3(signature = (path, *, follow_links=true, method="auto"))]
+    fn add_torch_file(
+        &mut self,
+        py: Python<'_>,
+        path: PathBuf,
+        follow_links: bool,
+        method: &str,
+    ) -> PyResult<u32> {
+        let method = raise(py, parse_method(method))?;
+        let opened = path.clone();
+        let open = move || Source::open(&opened, follow_links, method);
+        Ok(self
+            .index
+            .add_source(path, crate::torch::torch_format(), open))
     }
 
     #[pyo3(signature = (path, *, follow_links=true, method="auto"))]
@@ -245,14 +269,17 @@ impl Index {
     }
 
     fn verify_crc(&self, py: Python<'_>, file: u32) -> PyResult<bool> {
-        if raise(py, self.index.file_format(file))? == Format::Safetensors {
+        if matches!(
+            raise(py, self.index.file_format(file))?,
+            Format::Safetensors
+        ) {
             return Ok(false);
         }
         let opened = raise(py, self.opened(py, file))?;
         let control = Control::default();
         let n_bytes = opened.source().n_bytes();
         run(py, None, n_bytes, None, &control, || {
-            opened.verify(&control)
+            opened.verify(None::<std::iter::Empty<_>>, &control)
         })?;
         Ok(opened.has_crc())
     }

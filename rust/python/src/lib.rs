@@ -15,6 +15,7 @@ mod patterns;
 mod plan;
 mod run;
 mod strategy;
+mod torch;
 mod verify;
 mod write;
 
@@ -32,6 +33,7 @@ mod _core {
         patterns::{Expression, IndexPattern, Patterns},
         plan::Plan,
         strategy::{decode_strategy, encode_strategy},
+        torch::{Opaque, open_dcp, read_torch_file, read_torch_object},
         verify::{crc32c, scrub},
         write::{Buffers, Snapshot, SnapshotPool, Written, rename, write_arrays},
     };

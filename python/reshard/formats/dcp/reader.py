@@ -1,0 +1,85 @@
+"""A folder of `torch.distributed.checkpoint`: its tensors from their chunks, and its other values.
+
+`.metadata` is a pickle. It is decoded by the core and never executed. Chunks that overlap or leave a part of a tensor
+uncovered are refused, and so is a chunk whose item has another shape or dtype than `.metadata` says: torch reads these
+without an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reshard import _core
+from reshard.errors import CheckpointNotFoundError
+from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.dcp.names import DATA_SUFFIX, MAX_METADATA_BYTES, METADATA_FILE
+from reshard.small_files import read_small_file, show
+from reshard.words import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from reshard.formats.base import OpenOptions
+
+__all__ = ["DCP"]
+
+_log = logging.getLogger("reshard")
+
+
+class Dcp(Format):
+    """A folder of `torch.distributed.checkpoint`."""
+
+    traits = Traits("dcp")
+
+    def detect(self, path: Path) -> Match:
+        """By `.metadata`; by data files where that is missing, so that the reader can say so."""
+        if not path.is_dir():
+            return Match.NO
+        is_dcp = (path / METADATA_FILE).is_file() or any(one.name.endswith(DATA_SUFFIX) for one in path.iterdir())
+        return Match.YES if is_dcp else Match.NO
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The tensors that `.metadata` lists; data files are opened when they are first needed."""
+        return _open_dcp(path, options.method)
+
+
+DCP = Dcp()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DcpData(CheckpointData):
+    """A folder with its values that are no tensors.
+
+    Attributes:
+        objects: `(name, file, first byte, bytes, transforms)` of each value.
+    """
+
+    objects: Sequence[tuple[str, str, int, int, list[str]]] = ()
+
+    def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  every value has a name of its own
+        """The values that are no tensors, by name."""
+        return {
+            name: _core.read_torch_object(str(self.path / file), start, n_bytes, transforms=transforms)
+            for name, file, start, n_bytes, transforms in self.objects
+        }
+
+
+def _open_dcp(folder: Path, method: _core.ReadMethod) -> CheckpointData:
+    try:
+        data = read_small_file(folder / METADATA_FILE, MAX_METADATA_BYTES)
+    except CheckpointNotFoundError:
+        raise CheckpointNotFoundError(
+            f"{show(str(folder))} has data files of torch.distributed.checkpoint, but no `{METADATA_FILE}`: the "
+            "save was not finished",
+            path=str(folder),
+            hint="use another step; `.metadata` is written last, and without it the files cannot be read",
+        ) from None
+    index, objects, unsupported, _ = _core.open_dcp(str(folder), data, method=method)
+    index.check_coverage()  # torch leaves a hole as it was, and reads overlaps in any order
+    if unsupported:
+        names = listed(f"{show(name)} ({why})" for name, why in unsupported)
+        _log.warning("%s: %d tensors cannot be read and are left out: %s", folder, len(unsupported), names)
+    return _DcpData(traits=Dcp.traits, path=folder, index=index, method=method, objects=objects)

@@ -1,0 +1,1 @@
+"""Files of `torch.save`: `.pt`, `.pth`, `.bin`, and folders of `.bin` files with an index."""

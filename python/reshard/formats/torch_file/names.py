@@ -1,0 +1,31 @@
+"""Files of `torch.save`: how they are recognised, and the folder of such files that Hugging Face used earlier.
+
+A file is a zip archive with a pickle and one member for each storage, or, from torch before 1.6, pickles followed by
+the storages. A folder holds `pytorch_model.bin`, or several files and `pytorch_model.bin.index.json`, which names the
+file of each tensor.
+
+Source: `torch/serialization.py` of torch 2.15; `transformers/modeling_utils.py` of transformers 4.
+"""
+
+from __future__ import annotations
+
+__all__ = ["HEAD_BYTES", "INDEX_FILE", "SINGLE_FILE", "is_head"]
+
+SINGLE_FILE = "pytorch_model.bin"
+INDEX_FILE = "pytorch_model.bin.index.json"
+
+HEAD_BYTES = 14
+"""So many bytes from the start of a file tell what it is."""
+
+_ZIP = b"PK\x03\x04"
+_LEGACY = bytes.fromhex("6cfc9c46f9206aa85019")  # the magic number, a pickled integer
+
+
+def is_head(head: bytes) -> bool:
+    r"""Whether these first bytes are those of a file of `torch.save`. Every zip archive begins this way.
+
+    Example:
+        >>> is_head(b"PK\x03\x04" + bytes(10)), is_head(b"{}")
+        (True, False)
+    """
+    return head.startswith(_ZIP) or (head[:1] == b"\x80" and head[4:14] == _LEGACY)

@@ -1,0 +1,89 @@
+"""A file of `torch.save`, or a folder of `.bin` files: its tensors by path, and its other values.
+
+A path is the keys and positions that lead to a value, joined with dots: `model.layers.0.weight`. A file that is one
+tensor has the empty path. No class of the file is imported; a value that is no plain Python object is a `_core.Opaque`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from reshard import _core
+from reshard.formats import weight_map
+from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.torch_file import names
+from reshard.small_files import read_head
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from reshard.formats.base import OpenOptions
+
+__all__ = ["TORCH_FILE"]
+
+
+class TorchFile(Format):
+    """A file of `torch.save`, or a folder of `.bin` files."""
+
+    traits = Traits("torch", is_pretrained=True)
+
+    def detect(self, path: Path) -> Match:
+        """By the first bytes of a file; by the index or the one file of a folder."""
+        if path.is_dir():
+            return (
+                Match.YES
+                if any((path / name).is_file() for name in (names.INDEX_FILE, names.SINGLE_FILE))
+                else Match.NO
+            )
+        return Match.YES if names.is_head(read_head(path, names.HEAD_BYTES, follow_links=True)) else Match.NO
+
+    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+        """The tensors of a file, or those that the index of a folder names."""
+        if not path.is_dir():
+            return _open_file(path, path, options.method)
+        if (path / names.INDEX_FILE).is_file():
+            return _open_index(path, options.method)
+        return _open_file(path, path / names.SINGLE_FILE, options.method)
+
+
+TORCH_FILE = TorchFile()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FileData(CheckpointData):
+    """A file with its values that are no tensors.
+
+    Attributes:
+        objects: the values by path.
+    """
+
+    objects: Mapping[str, object] = field(default_factory=dict)
+
+    def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  a file has no ranks
+        """The values that are no tensors, by path."""
+        return dict(self.objects)
+
+
+def _open_file(path: Path, file: Path, method: _core.ReadMethod) -> CheckpointData:
+    tensors, objects = _core.read_torch_file(str(file))
+    index = _core.Index()
+    number = index.add_torch_file(str(file), method=method)
+    for key, *_ in tensors:
+        index.add_whole(key, number)
+    return _FileData(
+        traits=TorchFile.traits, path=path, index=index, method=method, follow_links=True, objects=dict(objects)
+    )
+
+
+def _open_index(folder: Path, method: _core.ReadMethod) -> CheckpointData:
+    index = _core.Index()
+    file_of = weight_map.read(folder / names.INDEX_FILE)
+    # Files of a hub cache are symbolic links into its store: here links are followed.
+    numbers = {
+        name: index.add_torch_file(str(folder / name), method=method) for name in dict.fromkeys(file_of.values())
+    }
+    for key, name in file_of.items():
+        index.add_whole(key, numbers[name])
+    return CheckpointData(traits=TorchFile.traits, path=folder, index=index, method=method, follow_links=True)

@@ -1,0 +1,240 @@
+//! A table of stored tensors that the reader of a format makes, with the CRC-32 of ranges of the file where it knows them.
+//!
+//! For formats that are read outside this crate: the reader finds out which tensors a file holds, and this module keeps
+//! where they lie. A tensor can be stored with strides of its own, and several can share bytes.
+
+use crate::control::Control;
+use crate::dtype::Dtype;
+use crate::error::{Error, Printable, Result};
+use crate::header::Entry;
+use crate::plan::CopyOp;
+use crate::region::row_major_strides;
+use crate::source::Source;
+use crc_fast::{CrcAlgorithm, Digest};
+use rayon::prelude::*;
+use std::sync::{Mutex, PoisonError};
+
+/// Bytes that a CRC is computed over at once.
+const PIECE_BYTES: u64 = 4 << 20;
+
+/// A stored tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListedTensor {
+    /// Its name, once in a file.
+    pub name: String,
+    /// Its element type.
+    pub dtype: Dtype,
+    /// Its shape in elements.
+    pub shape: Vec<u64>,
+    /// Elements between neighbours, one a dim.
+    pub strides: Vec<u64>,
+    /// Where its first element lies, in bytes of the file.
+    pub start: u64,
+}
+
+/// A range of a file and the CRC-32 of its bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CrcRange {
+    /// Its first byte.
+    pub start: u64,
+    /// How many bytes.
+    pub n_bytes: u64,
+    /// The CRC-32 (ISO-HDLC, as in zip archives).
+    pub crc: u32,
+}
+
+/// The table.
+#[derive(Debug)]
+pub struct Listed {
+    tensors: Vec<ListedTensor>,
+    /// Numbers of the tensors, sorted by name.
+    by_name: Vec<u32>,
+    /// Sorted by their first byte, apart from each other; whether each one was verified.
+    ranges: Vec<(CrcRange, Mutex<bool>)>,
+}
+
+impl Listed {
+    /// A table.
+    ///
+    /// # Errors
+    /// A name occurs twice, a tensor or a range reaches beyond the file, or two ranges overlap.
+    pub fn new(
+        tensors: Vec<ListedTensor>,
+        mut ranges: Vec<CrcRange>,
+        file_bytes: u64,
+    ) -> Result<Self> {
+        for tensor in &tensors {
+            if tensor.end().is_none_or(|end| end > file_bytes) {
+                let message = format!(
+                    "`{}` reaches beyond the end of the file",
+                    Printable(&tensor.name)
+                );
+                return Err(Error::damaged(message).key(&tensor.name));
+            }
+        }
+        let mut by_name: Vec<u32> = (0..tensors.len() as u32).collect();
+        by_name.sort_unstable_by(|a, b| tensors[*a as usize].name.cmp(&tensors[*b as usize].name));
+        let name = |i: &u32| &tensors[*i as usize].name;
+        let mut pairs = by_name.iter().zip(by_name.iter().skip(1));
+        if let Some((first, _)) = pairs.find(|(a, b)| name(a) == name(b)) {
+            let name = name(first);
+            return Err(Error::damaged(format!("`{}` is stored twice", Printable(name))).key(name));
+        }
+        ranges.sort_unstable_by_key(|range| (range.start, range.n_bytes));
+        let ends = ranges
+            .iter()
+            .map(|range| range.start.checked_add(range.n_bytes));
+        let are_inside = ends
+            .clone()
+            .all(|end| end.is_some_and(|end| end <= file_bytes));
+        let starts = ranges.iter().skip(1).map(|range| Some(range.start));
+        if !are_inside || ends.zip(starts).any(|(end, start)| end > start) {
+            return Err(Error::damaged(
+                "the ranges of its checksums overlap, or reach beyond the end of the file",
+            ));
+        }
+        let ranges = ranges
+            .into_iter()
+            .map(|range| (range, Mutex::new(false)))
+            .collect();
+        Ok(Self {
+            tensors,
+            by_name,
+            ranges,
+        })
+    }
+
+    /// How many tensors there are.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// Tensor `i`, in the order in which they were given. Its end is that of its last element.
+    pub fn entry(&self, i: usize) -> Entry<'_> {
+        let tensor = &self.tensors[i];
+        Entry {
+            name: &tensor.name,
+            dtype: tensor.dtype,
+            shape: tensor.shape.clone(),
+            start: tensor.start,
+            end: tensor.end().unwrap_or(tensor.start),
+        }
+    }
+
+    /// The number of the tensor of a name.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        let at = self
+            .by_name
+            .binary_search_by(|i| self.tensors[*i as usize].name.as_str().cmp(name));
+        at.ok().map(|at| self.by_name[at] as usize)
+    }
+
+    /// The strides of a tensor, unless its elements follow each other in row-major order.
+    pub fn strides(&self, i: usize) -> Option<&[u64]> {
+        let tensor = &self.tensors[i];
+        let is_plain = tensor.strides == row_major_strides(&tensor.shape);
+        (!is_plain).then_some(&tensor.strides)
+    }
+
+    /// Whether there is a CRC to compare with.
+    pub fn has_crc(&self) -> bool {
+        !self.ranges.is_empty()
+    }
+
+    /// Compares the ranges that some copies read with their CRC, each once as long as the file is open; without copies,
+    /// all ranges.
+    ///
+    /// # Errors
+    /// One differs, or cannot be read.
+    pub fn verify<'a>(
+        &self,
+        source: &Source,
+        copy_ops: Option<impl Iterator<Item = &'a CopyOp>>,
+        control: &Control,
+    ) -> Result<()> {
+        let mut used = vec![copy_ops.is_none(); self.ranges.len()];
+        for copy_op in copy_ops.into_iter().flatten() {
+            let after = self
+                .ranges
+                .partition_point(|(range, _)| range.start <= copy_op.src_start_bytes);
+            if let Some(at) = after.checked_sub(1) {
+                used[at] = true;
+            }
+        }
+        let used: Vec<_> = self
+            .ranges
+            .iter()
+            .zip(used)
+            .filter_map(|(range, used)| used.then_some(range))
+            .collect();
+        used.into_par_iter().try_for_each(|(range, is_verified)| {
+            // Others wait here rather than read the range a second time.
+            let mut is_verified = is_verified.lock().unwrap_or_else(PoisonError::into_inner);
+            if !*is_verified {
+                range.verify(source, control)?;
+                *is_verified = true;
+            }
+            Ok(())
+        })
+    }
+}
+
+impl ListedTensor {
+    /// One past its last byte; `None` if that overflows.
+    fn end(&self) -> Option<u64> {
+        if self.shape.len() != self.strides.len() {
+            return None;
+        }
+        if self.shape.contains(&0) {
+            return Some(self.start);
+        }
+        let dims = self.shape.iter().zip(&self.strides);
+        let last = dims.clone().try_fold(0_u64, |at, (extent, stride)| {
+            at.checked_add((extent - 1).checked_mul(*stride)?)
+        })?;
+        let (per_unit, unit_bytes) = self.dtype.unit();
+        let n_bytes = last
+            .checked_add(1)?
+            .div_ceil(per_unit)
+            .checked_mul(unit_bytes)?;
+        self.start.checked_add(n_bytes)
+    }
+}
+
+impl CrcRange {
+    fn verify(self, source: &Source, control: &Control) -> Result<()> {
+        let mut digest = Digest::new(CrcAlgorithm::Crc32IsoHdlc);
+        let mut scratch = Vec::new();
+        let end = self.start + self.n_bytes;
+        let mut at = self.start;
+        while at < end {
+            control.check()?;
+            let n = (end - at).min(PIECE_BYTES);
+            if let Some(bytes) = source.bytes(at, n)? {
+                digest.update(bytes);
+            } else {
+                scratch.resize(n as usize, 0);
+                source.read_at(at, &mut scratch)?;
+                digest.update(&scratch);
+            }
+            at += n;
+        }
+        if digest.finalize() as u32 == self.crc {
+            return Ok(());
+        }
+        let path = source.path();
+        let message = format!(
+            "{}: bytes {} to {end} differ from their CRC-32",
+            Printable(&path.to_string_lossy()),
+            self.start
+        );
+        Err(Error::damaged(message)
+            .path(path)
+            .hint("the file was damaged after it was written: use another copy of it"))
+    }
+}

@@ -1,0 +1,897 @@
+//! A file of `torch.save`: its tensors by path, where their bytes lie, and its other values.
+//!
+//! ```text
+//! zip       <base>/data.pkl       the object, as a pickle
+//!           <base>/byteorder      "little"; absent in old files
+//!           <base>/version        "3"
+//!           <base>/data/<key>     the bytes of one storage
+//! legacy    pickle(magic) pickle(1001) pickle(system) pickle(object) pickle([key, ...]), then for each key an
+//!           int64 count and that many elements
+//! ```
+//!
+//! A tensor is the call of a rebuild function with a storage, an offset, a size and strides, in elements. Only the rebuild
+//! functions of dense tensors are known; any other call that is given a storage or a tensor is refused by name.
+//!
+//! Source: `torch/serialization.py` and `torch/_utils.py` of torch 2.15.
+
+use crate::pickle::{Id, Pickle, Record, Value};
+use crate::zip::{self, Member, Window};
+use reshard_core::dtype::{Dtype, n_elements};
+use reshard_core::header::{MAX_RANK, check_name};
+use reshard_core::listed::{CrcRange, Listed, ListedTensor};
+use reshard_core::shard_file::Format;
+use reshard_core::{Error, Kind, Result};
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+/// What a legacy file begins with.
+const MAGIC: [u8; 10] = [0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19];
+const LEGACY_PROTOCOL: i64 = 1001;
+/// Highest version of the zip layout that torch knows.
+const MAX_VERSION: u64 = 10;
+/// A larger pickle is refused: it would describe a hundred million tensors.
+const MAX_PICKLE_BYTES: u64 = 4 << 30;
+/// Nesting of containers.
+const MAX_DEPTH: usize = 200;
+/// Values by path beyond four for each object of the pickle: shared containers are walked once for each path to them.
+const MORE_LEAVES: usize = 100_000;
+/// Bytes of a path.
+const MAX_PATH_BYTES: usize = 4096;
+/// Bytes of a tensor that repeats its elements by strides of 0.
+const MAX_EXPANDED_BYTES: u64 = 1 << 30;
+
+/// The bytes behind one or several tensors.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Storage {
+    /// Its key in the file.
+    pub key: String,
+    /// Where its bytes begin in the file.
+    pub start: u64,
+    /// How many there are.
+    pub n_bytes: u64,
+    /// CRC-32 of them, if the file has one.
+    pub crc: Option<u32>,
+}
+
+/// A dense tensor: a strided view of a storage.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    /// The number of its storage in [`TorchFile::storages`].
+    pub storage: usize,
+    /// Its element type.
+    pub dtype: Dtype,
+    /// Its shape in elements.
+    pub shape: Vec<u64>,
+    /// Its first element in the storage.
+    pub offset: u64,
+    /// Elements between neighbours, one a dim.
+    pub strides: Vec<u64>,
+}
+
+/// A value at the end of a path.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Leaf {
+    /// A tensor.
+    Tensor(Tensor),
+    /// Anything else: a number, text, an empty container, an opaque object.
+    Other(Id),
+}
+
+/// A file, decoded.
+#[derive(Debug)]
+pub struct TorchFile {
+    pickle: Pickle,
+    storages: Vec<Storage>,
+    by_key: HashMap<String, usize>,
+    /// The range of the file to which the positions belong.
+    is_legacy: bool,
+}
+
+impl TorchFile {
+    /// Whether some bytes are the beginning of such a file; of a zip archive it is not known what is in it.
+    pub fn is_head(head: &[u8]) -> bool {
+        head.starts_with(b"PK\x03\x04") || is_legacy_head(head)
+    }
+
+    /// Reads the description of a file, or of a range of it. What the tensors hold is not read.
+    ///
+    /// # Errors
+    /// `Kind::Damaged` if it violates the format, `Kind::Unsupported` for what is refused.
+    pub fn read(window: Window<'_>) -> Result<Self> {
+        let head = window.read(0, window.n_bytes().min(32))?;
+        if head.starts_with(b"PK\x03\x04") {
+            Self::read_zip(window)
+        } else if is_legacy_head(&head) {
+            Self::read_legacy(window)
+        } else if head.first() == Some(&0x80) {
+            Err(Error::new(
+                Kind::Unsupported,
+                "it is a pickle, but not of `torch.save`",
+            ))
+        } else {
+            Err(Error::damaged(
+                "it is no file of `torch.save`: neither a zip archive nor the older form",
+            ))
+        }
+    }
+
+    fn read_zip(window: Window<'_>) -> Result<Self> {
+        let members = zip::members(window)?;
+        let mut pickles = members.iter().filter(|one| one.name.ends_with("/data.pkl"));
+        let main = pickles.next().ok_or_else(|| {
+            Error::damaged("the archive has no `data.pkl`: it is no file of `torch.save`")
+        })?;
+        if pickles.next().is_some() {
+            return Err(Error::damaged("the archive has two `data.pkl`"));
+        }
+        let base = &main.name[..main.name.len() - "data.pkl".len()];
+        let find = |name: &str| {
+            members
+                .iter()
+                .find(|one| one.name.strip_prefix(base) == Some(name))
+        };
+        if find("constants.pkl").is_some() {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "it is a TorchScript archive, not a checkpoint",
+            ));
+        }
+        if let Some(member) = find("byteorder") {
+            match content(window, member, 16)?.as_slice() {
+                b"little" => {}
+                b"big" => return Err(big_endian()),
+                _ => return Err(Error::damaged("`byteorder` is neither little nor big")),
+            }
+        }
+        for name in ["version", ".data/version"] {
+            if let Some(member) = find(name) {
+                let text = content(window, member, 32)?;
+                let version = std::str::from_utf8(&text)
+                    .ok()
+                    .and_then(|text| text.trim().parse::<u64>().ok());
+                let version = version.ok_or_else(|| Error::damaged("`version` is no number"))?;
+                if version > MAX_VERSION {
+                    let message = format!(
+                        "version {version} of the archive, known are those up to {MAX_VERSION}"
+                    );
+                    return Err(Error::new(Kind::Unsupported, message));
+                }
+            }
+        }
+        let bytes = content(window, main, MAX_PICKLE_BYTES)?;
+        if main.crc != 0 && crc32(&bytes) != main.crc {
+            return Err(Error::damaged("`data.pkl` differs from its CRC-32"));
+        }
+        let pickle = Pickle::decode(&bytes).map_err(|error| error.within("`data.pkl`"))?;
+        let mut by_key = HashMap::new();
+        let mut storages = Vec::new();
+        for member in &members {
+            let Some(key) = member
+                .name
+                .strip_prefix(base)
+                .and_then(|rest| rest.strip_prefix("data/"))
+            else {
+                continue;
+            };
+            by_key.insert(key.to_owned(), storages.len());
+            storages.push(Storage {
+                key: key.to_owned(),
+                start: member.start,
+                n_bytes: member.n_bytes,
+                crc: (member.crc != 0).then_some(member.crc),
+            });
+        }
+        Ok(Self {
+            pickle,
+            storages,
+            by_key,
+            is_legacy: false,
+        })
+    }
+
+    fn read_legacy(window: Window<'_>) -> Result<Self> {
+        let mut reader = Legacy {
+            window,
+            at: 0,
+            ahead: 1 << 16,
+        };
+        let magic = reader.pickle()?;
+        if !matches!(magic.get(magic.root()), Value::Long(bytes) if **bytes == MAGIC) {
+            return Err(Error::damaged("it is a pickle, but not of `torch.save`"));
+        }
+        let protocol = reader.pickle()?;
+        if protocol.int(protocol.root()) != Some(LEGACY_PROTOCOL) {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "an unknown protocol of the older form",
+            ));
+        }
+        let system = reader.pickle()?;
+        let little = system
+            .item(system.root(), "little_endian")
+            .map(|id| system.get(id));
+        match little {
+            Some(Value::Bool(true)) => {}
+            Some(Value::Bool(false)) => return Err(big_endian()),
+            _ => return Err(Error::damaged("the file does not say its byte order")),
+        }
+        let pickle = reader.pickle()?;
+        let keys = reader.pickle()?;
+        let item_bytes = legacy_item_bytes(&pickle)?;
+        let listed = keys
+            .sequence(keys.root())
+            .ok_or_else(|| Error::damaged("the keys of the storages are no list"))?;
+        let mut by_key = HashMap::new();
+        let mut storages = Vec::new();
+        let mut at = reader.at;
+        for id in listed {
+            let key = keys
+                .text(*id)
+                .ok_or_else(|| Error::damaged("the key of a storage is no text"))?;
+            let count = window.read(at, 8)?;
+            let count = u64::from_le_bytes(count.try_into().expect("eight bytes"));
+            let item = item_bytes.get(key).copied();
+            let item = item.ok_or_else(|| {
+                Error::damaged(format!(
+                    "no tensor says the type of storage `{}`",
+                    shown(key)
+                ))
+            })?;
+            let n_bytes = count.checked_mul(item);
+            let end = n_bytes
+                .and_then(|n| at.checked_add(8)?.checked_add(n))
+                .filter(|end| *end <= window.n_bytes());
+            let (Some(n_bytes), Some(end)) = (n_bytes, end) else {
+                let message = format!(
+                    "storage `{}` of {count} elements ends beyond the file",
+                    shown(key)
+                );
+                return Err(Error::damaged(message));
+            };
+            if by_key.insert(key.to_owned(), storages.len()).is_some() {
+                return Err(Error::damaged(format!(
+                    "storage `{}` occurs twice",
+                    shown(key)
+                )));
+            }
+            storages.push(Storage {
+                key: key.to_owned(),
+                start: window.start() + at + 8,
+                n_bytes,
+                crc: None,
+            });
+            at = end;
+        }
+        Ok(Self {
+            pickle,
+            storages,
+            by_key,
+            is_legacy: true,
+        })
+    }
+
+    /// The values of the file.
+    pub fn pickle(&self) -> &Pickle {
+        &self.pickle
+    }
+
+    /// The storages.
+    pub fn storages(&self) -> &[Storage] {
+        &self.storages
+    }
+
+    /// The tensor that a value is, or `None` if it is something else.
+    ///
+    /// # Errors
+    /// It is a tensor of a kind that is not known, or lies outside its storage.
+    pub fn tensor(&self, id: Id) -> Result<Option<Tensor>> {
+        let Some(record) = self.pickle.record(id) else {
+            return Ok(None);
+        };
+        let Some((module, name)) = self.pickle.name(record.function) else {
+            return Ok(None);
+        };
+        let arguments = self.arguments(record);
+        match (module, name) {
+            ("torch._utils", "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3") => {
+                let dtype = if name == "_rebuild_tensor_v3" {
+                    arguments.get(6).copied()
+                } else {
+                    None
+                };
+                self.dense(arguments, dtype).map(Some)
+            }
+            ("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state")
+            | ("torch.nn.parameter", "Parameter") => {
+                let inner = arguments
+                    .first()
+                    .ok_or_else(|| Error::damaged("a parameter without a tensor"))?;
+                self.inner(*inner)
+            }
+            ("torch._tensor", "_rebuild_from_type_v2") => self.of_type(arguments),
+            _ if self.makes_tensor(module, name, record) => {
+                let message = format!(
+                    "it holds a tensor made by `{}.{}`, which is not supported",
+                    shown(module),
+                    shown(name)
+                );
+                Err(Error::new(Kind::Unsupported, message))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// A tensor inside a call that wraps it.
+    fn inner(&self, id: Id) -> Result<Option<Tensor>> {
+        let Some(record) = self.pickle.record(id) else {
+            return Err(Error::damaged("a parameter of something that is no tensor"));
+        };
+        match self.pickle.name(record.function) {
+            // A wrapper in a wrapper has no use, and a cycle of them no end.
+            Some(("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state")) => {
+                Err(Error::new(Kind::Unsupported, "a parameter of a parameter"))
+            }
+            Some(("torch._tensor", "_rebuild_from_type_v2")) => {
+                self.of_type(self.arguments(record))
+            }
+            _ => self.tensor(id).and_then(|found| {
+                found
+                    .ok_or_else(|| Error::damaged("a parameter of something that is no tensor"))
+                    .map(Some)
+            }),
+        }
+    }
+
+    /// A tensor with Python attributes, which are dropped: (function, type, arguments, attributes).
+    fn of_type(&self, arguments: &[Id]) -> Result<Option<Tensor>> {
+        let [function, class, inner, ..] = *arguments else {
+            return Err(Error::damaged("a tensor of a type with too few arguments"));
+        };
+        let class = self.pickle.name(class);
+        let is_plain = matches!(
+            class,
+            Some(
+                ("torch" | "torch._tensor", "Tensor")
+                    | ("torch.nn.parameter" | "torch.nn", "Parameter" | "Buffer")
+            )
+        );
+        if !is_plain {
+            let (module, name) = class.unwrap_or(("", "?"));
+            let message = format!(
+                "it holds a tensor of the type `{}.{}`, which is not supported",
+                shown(module),
+                shown(name)
+            );
+            return Err(Error::new(Kind::Unsupported, message));
+        }
+        let arguments = self
+            .pickle
+            .sequence(inner)
+            .ok_or_else(|| Error::damaged("the arguments of a call are no tuple"))?;
+        match self.pickle.name(function) {
+            Some(("torch._utils", "_rebuild_tensor_v2")) => self.dense(arguments, None).map(Some),
+            Some(("torch._utils", "_rebuild_tensor_v3")) => {
+                self.dense(arguments, arguments.get(6).copied()).map(Some)
+            }
+            Some(("torch._utils", "_rebuild_parameter")) => {
+                let inner = arguments
+                    .first()
+                    .ok_or_else(|| Error::damaged("a parameter without a tensor"))?;
+                let record = self.pickle.record(*inner);
+                match record.and_then(|record| self.pickle.name(record.function)) {
+                    Some(("torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor_v3")) => {
+                        self.tensor(*inner)
+                    }
+                    _ => Err(Error::new(
+                        Kind::Unsupported,
+                        "a parameter of something that is no plain tensor",
+                    )),
+                }
+            }
+            other => {
+                let (module, name) = other.unwrap_or(("", "?"));
+                let message = format!(
+                    "it holds a tensor made by `{}.{}`, which is not supported",
+                    shown(module),
+                    shown(name)
+                );
+                Err(Error::new(Kind::Unsupported, message))
+            }
+        }
+    }
+
+    fn arguments(&self, record: &Record) -> &[Id] {
+        self.pickle.sequence(record.arguments).unwrap_or_default()
+    }
+
+    /// Whether a call is one of torch that makes a tensor, or is given a storage or a tensor.
+    fn makes_tensor(&self, module: &str, name: &str, record: &Record) -> bool {
+        let is_torch = module == "torch" || module.starts_with("torch.");
+        if is_torch
+            && (name.contains("rebuild") || name.ends_with("Storage") || name.ends_with("Tensor"))
+        {
+            return true;
+        }
+        let mut given = self.arguments(record).iter();
+        given.any(|id| match self.pickle.get(*id) {
+            Value::Persistent(_) => true,
+            Value::Record(inner) => matches!(
+                self.pickle.name(inner.function),
+                Some(("torch._utils" | "torch._tensor", name)) if name.contains("rebuild")
+            ),
+            _ => false,
+        })
+    }
+
+    /// (storage, offset, size, strides, ...) in elements of the storage's type, or of the type that is given.
+    fn dense(&self, arguments: &[Id], dtype: Option<Id>) -> Result<Tensor> {
+        let [storage, offset, size, strides, ..] = *arguments else {
+            return Err(Error::damaged("a tensor with too few arguments"));
+        };
+        let Value::Persistent(id) = self.pickle.get(storage) else {
+            return Err(Error::damaged("a tensor without a storage"));
+        };
+        let (class, key, numel) = self.storage_id(*id)?;
+        let dtype = match dtype {
+            Some(dtype) => named_dtype(&self.pickle, dtype)?,
+            None => class
+                .ok_or_else(|| Error::damaged("a tensor of an untyped storage says no dtype"))?,
+        };
+        let item = dtype.unit().1;
+        let number = self.by_key.get(key).copied();
+        let number = number.ok_or_else(|| {
+            Error::damaged(format!("storage `{}` is not in the file", shown(key)))
+        })?;
+        let stored = &self.storages[number];
+        let expected = numel.checked_mul(class.map_or(1, |class| class.unit().1));
+        if expected != Some(stored.n_bytes) {
+            let message = format!(
+                "storage `{}` has {} bytes, the tensors over it expect {numel} elements",
+                shown(key),
+                stored.n_bytes
+            );
+            return Err(Error::damaged(message));
+        }
+        let shape = self.extents(size)?;
+        let strides = self.extents(strides)?;
+        let offset = self.extent(offset)?;
+        if shape.len() != strides.len() || shape.len() > MAX_RANK {
+            let message = format!(
+                "a tensor of {} dims with {} strides, at most {MAX_RANK} are read",
+                shape.len(),
+                strides.len()
+            );
+            return Err(Error::damaged(message));
+        }
+        let n = n_elements(&shape);
+        if n == Some(0) {
+            return Ok(Tensor {
+                storage: number,
+                dtype,
+                strides: row_major(&shape),
+                shape,
+                offset: 0,
+            });
+        }
+        let outside =
+            || Error::damaged(format!("a tensor reaches beyond storage `{}`", shown(key)));
+        let last = shape
+            .iter()
+            .zip(&strides)
+            .try_fold(offset, |at, (extent, stride)| {
+                at.checked_add((extent - 1).checked_mul(*stride)?)
+            });
+        let end = last.and_then(|last| last.checked_add(1)?.checked_mul(item));
+        if end.is_none_or(|end| end > stored.n_bytes) {
+            return Err(outside());
+        }
+        let n_bytes = n.and_then(|n| n.checked_mul(item)).ok_or_else(outside)?;
+        if n_bytes > stored.n_bytes && n_bytes > MAX_EXPANDED_BYTES {
+            let message = format!(
+                "a tensor of {n_bytes} bytes repeats the {} bytes of its storage; at most {MAX_EXPANDED_BYTES} are read",
+                stored.n_bytes
+            );
+            return Err(Error::new(Kind::Unsupported, message));
+        }
+        Ok(Tensor {
+            storage: number,
+            dtype,
+            shape,
+            offset,
+            strides,
+        })
+    }
+
+    /// Element type, key and number of elements of a storage: ('storage', class, key, location, numel[, view]).
+    fn storage_id(&self, id: Id) -> Result<(Option<Dtype>, &str, u64)> {
+        let bad = || Error::damaged("the id of a storage is not one of `torch.save`");
+        let parts = self.pickle.sequence(id).ok_or_else(bad)?;
+        let is_right = parts.len() == if self.is_legacy { 6 } else { 5 };
+        if !is_right || self.pickle.text(parts[0]) != Some("storage") {
+            return Err(bad());
+        }
+        if self.is_legacy && !matches!(self.pickle.get(parts[5]), Value::None) {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "a storage that is a view of another storage",
+            ));
+        }
+        let class = storage_class(&self.pickle, parts[1])?;
+        let key = self.pickle.text(parts[2]).ok_or_else(bad)?;
+        let numel = self.extent(parts[4])?;
+        Ok((class, key, numel))
+    }
+
+    fn extent(&self, id: Id) -> Result<u64> {
+        let int = self
+            .pickle
+            .int(id)
+            .ok_or_else(|| Error::damaged("a size, stride or offset that is no integer"))?;
+        u64::try_from(int).map_err(|_| Error::damaged(format!("a size, stride or offset of {int}")))
+    }
+
+    fn extents(&self, id: Id) -> Result<Vec<u64>> {
+        let ids = self
+            .pickle
+            .sequence(id)
+            .ok_or_else(|| Error::damaged("a size or strides that are no tuple"))?;
+        ids.iter().map(|id| self.extent(*id)).collect()
+    }
+
+    /// All tensors and other values by path: keys of dicts and positions in lists and tuples, joined with dots.
+    ///
+    /// # Errors
+    /// Containers are nested too deep or repeat without end, or two values have one path.
+    pub fn leaves(&self) -> Result<Vec<(String, Leaf)>> {
+        let mut walk = Walk {
+            file: self,
+            leaves: Vec::new(),
+            open: Vec::new(),
+            path: String::new(),
+        };
+        walk.visit(self.pickle.root())?;
+        let mut paths = HashSet::with_capacity(walk.leaves.len());
+        if let Some((path, _)) = walk
+            .leaves
+            .iter()
+            .find(|(path, _)| !paths.insert(path.as_str()))
+        {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("two values have the path `{}`", shown(path)),
+            ));
+        }
+        Ok(walk.leaves)
+    }
+}
+
+/// How the core reads the tensors of a file: each under its path.
+pub fn format() -> Format {
+    Format::Listed(Arc::new(|source| {
+        let window = Window::whole(source);
+        let file = TorchFile::read(window)?;
+        let mut tensors = Vec::new();
+        for (name, leaf) in file.leaves()? {
+            if let Leaf::Tensor(tensor) = leaf {
+                if !name.is_empty() {
+                    check_name(&name)?;
+                }
+                tensors.push(tensor.listed(name, &file.storages));
+            }
+        }
+        Listed::new(tensors, crc_ranges(&file.storages), source.n_bytes())
+    }))
+}
+
+impl Tensor {
+    /// The tensor as an entry of the core's table.
+    pub fn listed(self, name: String, storages: &[Storage]) -> ListedTensor {
+        let start = storages[self.storage].start + self.offset * self.dtype.unit().1;
+        ListedTensor {
+            name,
+            dtype: self.dtype,
+            shape: self.shape,
+            strides: self.strides,
+            start,
+        }
+    }
+}
+
+/// The checksums of storages that have one.
+pub fn crc_ranges(storages: &[Storage]) -> Vec<CrcRange> {
+    let with_crc = storages.iter().filter(|storage| storage.n_bytes > 0);
+    with_crc
+        .filter_map(|storage| {
+            Some(CrcRange {
+                start: storage.start,
+                n_bytes: storage.n_bytes,
+                crc: storage.crc?,
+            })
+        })
+        .collect()
+}
+
+struct Walk<'a> {
+    file: &'a TorchFile,
+    leaves: Vec<(String, Leaf)>,
+    /// The containers around the value.
+    open: Vec<Id>,
+    path: String,
+}
+
+impl Walk<'_> {
+    fn visit(&mut self, id: Id) -> Result<()> {
+        let pickle = &self.file.pickle;
+        if let Some(tensor) = self
+            .file
+            .tensor(id)
+            .map_err(|error| error.within(format_args!("`{}`", shown(&self.path))))?
+        {
+            return self.leaf(Leaf::Tensor(tensor));
+        }
+        let is_size = pickle.call(id, "torch", "Size").is_some();
+        if let Some(items) = pickle.items(id) {
+            // A key that is set again keeps its place and gets the last value.
+            let mut last = HashMap::new();
+            let mut children: Vec<(String, Id)> = Vec::new();
+            for (key, value) in items {
+                let name = key_text(pickle, *key)?;
+                match last.insert(name.clone(), children.len()) {
+                    Some(place) => {
+                        children[place].1 = *value;
+                        last.insert(name, place);
+                    }
+                    None => children.push((name, *value)),
+                }
+            }
+            return self.children(id, children);
+        }
+        if let (Some(items), false) = (pickle.sequence(id), is_size) {
+            let children = items
+                .iter()
+                .enumerate()
+                .map(|(i, id)| (i.to_string(), *id))
+                .collect();
+            return self.children(id, children);
+        }
+        self.leaf(Leaf::Other(id))
+    }
+
+    fn leaf(&mut self, leaf: Leaf) -> Result<()> {
+        let most = 4 * self.file.pickle.len() + MORE_LEAVES;
+        if self.leaves.len() >= most {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("containers that are shared unfold into more than {most} values"),
+            ));
+        }
+        if self.path.len() > MAX_PATH_BYTES {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!(
+                    "the path `{}...` has more than {MAX_PATH_BYTES} bytes",
+                    shown(&self.path)
+                ),
+            ));
+        }
+        self.leaves.push((self.path.clone(), leaf));
+        Ok(())
+    }
+
+    fn children(&mut self, id: Id, children: Vec<(String, Id)>) -> Result<()> {
+        if children.is_empty() {
+            return self.leaf(Leaf::Other(id));
+        }
+        if self.open.contains(&id) {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("`{}` contains itself", shown(&self.path)),
+            ));
+        }
+        if self.open.len() >= MAX_DEPTH {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("values are nested deeper than {MAX_DEPTH}"),
+            ));
+        }
+        self.open.push(id);
+        for (name, child) in children {
+            let n = self.path.len();
+            if self.open.len() > 1 {
+                self.path.push('.');
+            }
+            self.path.push_str(&name);
+            self.visit(child)?;
+            self.path.truncate(n);
+        }
+        self.open.pop();
+        Ok(())
+    }
+}
+
+/// A key of a dict as a part of a path.
+fn key_text(pickle: &Pickle, id: Id) -> Result<String> {
+    Ok(match pickle.get(id) {
+        Value::Text(text) => text.to_string(),
+        Value::Int(int) => int.to_string(),
+        Value::Bool(true) => "True".to_owned(),
+        Value::Bool(false) => "False".to_owned(),
+        Value::None => "None".to_owned(),
+        Value::Global(name) => format!("{}.{}", name.0, name.1),
+        Value::Tuple(items) => {
+            let parts = items.iter().map(|item| match pickle.get(*item) {
+                Value::Tuple(_) => Err(unsupported_key()),
+                _ => key_text(pickle, *item),
+            });
+            format!("({})", parts.collect::<Result<Vec<_>>>()?.join(", "))
+        }
+        _ => return Err(unsupported_key()),
+    })
+}
+
+fn unsupported_key() -> Error {
+    Error::new(
+        Kind::Unsupported,
+        "a dict has a key that is neither text nor a number",
+    )
+}
+
+fn content(window: Window<'_>, member: &Member, max_bytes: u64) -> Result<Vec<u8>> {
+    if member.n_bytes > max_bytes {
+        let message = format!(
+            "member `{}` has {} bytes, at most {max_bytes} are read",
+            shown(&member.name),
+            member.n_bytes
+        );
+        return Err(Error::new(Kind::Unsupported, message));
+    }
+    window.read(member.start - window.start(), member.n_bytes)
+}
+
+/// The dtype of a storage class; `None` for an untyped storage, which counts bytes.
+fn storage_class(pickle: &Pickle, id: Id) -> Result<Option<Dtype>> {
+    let (module, name) = pickle
+        .name(id)
+        .ok_or_else(|| Error::damaged("the type of a storage is no name"))?;
+    let dtype = match (module, name) {
+        ("torch.storage", "UntypedStorage" | "_UntypedStorage") | ("torch", "UntypedStorage") => {
+            return Ok(None);
+        }
+        ("torch", "DoubleStorage") => Dtype::F64,
+        ("torch", "FloatStorage") => Dtype::F32,
+        ("torch", "HalfStorage") => Dtype::F16,
+        ("torch", "BFloat16Storage") => Dtype::Bf16,
+        ("torch", "LongStorage") => Dtype::I64,
+        ("torch", "IntStorage") => Dtype::I32,
+        ("torch", "ShortStorage") => Dtype::I16,
+        ("torch", "CharStorage") => Dtype::I8,
+        ("torch", "ByteStorage") => Dtype::U8,
+        ("torch", "BoolStorage") => Dtype::Bool,
+        ("torch", "ComplexFloatStorage") => Dtype::C64,
+        _ => {
+            let message = format!(
+                "a storage of the type `{}.{}`, which is not supported",
+                shown(module),
+                shown(name)
+            );
+            return Err(Error::new(Kind::Unsupported, message));
+        }
+    };
+    Ok(Some(dtype))
+}
+
+/// The dtype of a `torch.<dtype>`.
+pub fn named_dtype(pickle: &Pickle, id: Id) -> Result<Dtype> {
+    let Some(("torch", name)) = pickle.name(id) else {
+        return Err(Error::damaged("a dtype that is no name of torch"));
+    };
+    Ok(match name {
+        "float64" | "double" => Dtype::F64,
+        "float32" | "float" => Dtype::F32,
+        "float16" | "half" => Dtype::F16,
+        "bfloat16" => Dtype::Bf16,
+        "int64" | "long" => Dtype::I64,
+        "int32" | "int" => Dtype::I32,
+        "int16" | "short" => Dtype::I16,
+        "int8" => Dtype::I8,
+        "uint8" => Dtype::U8,
+        "uint16" => Dtype::U16,
+        "uint32" => Dtype::U32,
+        "uint64" => Dtype::U64,
+        "bool" => Dtype::Bool,
+        "complex64" => Dtype::C64,
+        "float8_e4m3fn" => Dtype::F8E4M3,
+        "float8_e5m2" => Dtype::F8E5M2,
+        "float8_e4m3fnuz" => Dtype::F8E4M3Fnuz,
+        "float8_e5m2fnuz" => Dtype::F8E5M2Fnuz,
+        "float8_e8m0fnu" => Dtype::F8E8M0,
+        _ => {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("a tensor of the dtype `torch.{}`", shown(name)),
+            ));
+        }
+    })
+}
+
+/// Bytes of an element of each storage of a legacy file, which only the object says.
+fn legacy_item_bytes(pickle: &Pickle) -> Result<HashMap<String, u64>> {
+    let mut sizes = HashMap::new();
+    for value in pickle.values() {
+        let Value::Persistent(id) = value else {
+            continue;
+        };
+        let Some(parts) = pickle.sequence(*id) else {
+            continue;
+        };
+        if let [_, class, key, ..] = *parts
+            && let Some(key) = pickle.text(key)
+        {
+            let item = storage_class(pickle, class)?.map_or(1, |dtype| dtype.unit().1);
+            if sizes
+                .insert(key.to_owned(), item)
+                .is_some_and(|before| before != item)
+            {
+                return Err(Error::damaged(format!(
+                    "storage `{}` has two types",
+                    shown(key)
+                )));
+            }
+        }
+    }
+    Ok(sizes)
+}
+
+/// The pickles at the beginning of a legacy file.
+struct Legacy<'a> {
+    window: Window<'a>,
+    at: u64,
+    ahead: u64,
+}
+
+impl Legacy<'_> {
+    fn pickle(&mut self) -> Result<Pickle> {
+        loop {
+            let left = self.window.n_bytes() - self.at;
+            let bytes = self.window.read(self.at, left.min(self.ahead))?;
+            match Pickle::decode(&bytes) {
+                Ok(pickle) => {
+                    self.at += pickle.n_bytes() as u64;
+                    return Ok(pickle);
+                }
+                // Its length is not known before it is decoded.
+                Err(_) if self.ahead < left && self.ahead < MAX_PICKLE_BYTES => self.ahead *= 8,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+fn is_legacy_head(head: &[u8]) -> bool {
+    head.len() >= 14
+        && head[0] == 0x80
+        && head[2] == 0x8a
+        && usize::from(head[3]) == MAGIC.len()
+        && head[4..14] == MAGIC
+}
+
+fn big_endian() -> Error {
+    Error::new(Kind::Unsupported, "its tensors are big-endian")
+        .hint("load and save it again with torch on that machine")
+}
+
+fn row_major(shape: &[u64]) -> Vec<u64> {
+    reshard_core::region::row_major_strides(shape)
+}
+
+/// The CRC-32 of zip archives.
+pub fn crc32(bytes: &[u8]) -> u32 {
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32IsoHdlc, bytes) as u32
+}
+
+fn shown(text: &str) -> String {
+    text.chars()
+        .take(120)
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect()
+}

@@ -1,0 +1,380 @@
+//! The members of a zip archive that stores them as they are: what `torch.save` writes.
+//!
+//! Sizes, checksums and positions come from the central directory, as `torch.save` leaves them out of the local headers.
+//! Everything that two readers could understand differently is refused: members that overlap, names that occur twice or
+//! differ between directory and member, a second end record, compression and encryption.
+//!
+//! Source of the format: APPNOTE.TXT of PKWARE, sections 4.3 to 4.5.
+
+use reshard_core::source::Source;
+use reshard_core::{Error, Kind, Result};
+use std::collections::HashSet;
+
+const END: u32 = 0x0605_4b50;
+const END_BYTES: u64 = 22;
+const END64: u32 = 0x0606_4b50;
+const END64_BYTES: u64 = 56;
+const LOCATOR: u32 = 0x0706_4b50;
+const LOCATOR_BYTES: u64 = 20;
+const ENTRY: u32 = 0x0201_4b50;
+const ENTRY_BYTES: usize = 46;
+const LOCAL: u32 = 0x0403_4b50;
+const LOCAL_BYTES: u64 = 30;
+const MAX_COMMENT_BYTES: u64 = 0xffff;
+/// A directory of a million members takes about this.
+const MAX_DIRECTORY_BYTES: u64 = 256 << 20;
+
+/// A range of a file, read as if it were a file of its own.
+#[derive(Debug, Clone, Copy)]
+pub struct Window<'a> {
+    source: &'a Source,
+    start: u64,
+    n_bytes: u64,
+}
+
+/// A member that is stored as it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// Its name.
+    pub name: String,
+    /// Where its bytes begin in the file.
+    pub start: u64,
+    /// How many there are.
+    pub n_bytes: u64,
+    /// CRC-32 of them; 0 where the writer computed none.
+    pub crc: u32,
+}
+
+impl<'a> Window<'a> {
+    /// A range of a file.
+    ///
+    /// # Errors
+    /// It does not lie in the file.
+    pub fn new(source: &'a Source, start: u64, n_bytes: u64) -> Result<Self> {
+        let end = start
+            .checked_add(n_bytes)
+            .filter(|end| *end <= source.n_bytes());
+        if end.is_none() {
+            let message = format!(
+                "bytes {start} to {} lie beyond its end at {}",
+                start.saturating_add(n_bytes),
+                source.n_bytes()
+            );
+            return Err(Error::damaged(message));
+        }
+        Ok(Self {
+            source,
+            start,
+            n_bytes,
+        })
+    }
+
+    /// The whole file.
+    pub fn whole(source: &'a Source) -> Self {
+        Self {
+            source,
+            start: 0,
+            n_bytes: source.n_bytes(),
+        }
+    }
+
+    /// Size in bytes.
+    pub fn n_bytes(&self) -> u64 {
+        self.n_bytes
+    }
+
+    /// Where the range begins in the file.
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// Bytes from a position of the range.
+    pub fn read(&self, at: u64, n_bytes: u64) -> Result<Vec<u8>> {
+        if at.checked_add(n_bytes).is_none_or(|end| end > self.n_bytes) {
+            return Err(Error::damaged("it ends in the middle of a record"));
+        }
+        let mut bytes = vec![0; n_bytes as usize];
+        self.source.read_at(self.start + at, &mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+/// The members of an archive, sorted by position.
+///
+/// # Errors
+/// `Kind::Damaged` if it is no such archive, `Kind::Unsupported` for compressed or encrypted members.
+pub fn members(window: Window<'_>) -> Result<Vec<Member>> {
+    let directory = directory(window)?;
+    let bytes = window.read(directory.start, directory.n_bytes)?;
+    let mut members = Vec::new();
+    let mut names = HashSet::new();
+    let mut rest = bytes.as_slice();
+    let mut used = Vec::new();
+    while !rest.is_empty() {
+        let (entry, n) = entry(rest)?;
+        rest = &rest[n..];
+        let (member, range) = locate(window, entry, directory.start)?;
+        if !names.insert(member.name.clone()) {
+            return Err(Error::damaged(format!(
+                "member `{}` occurs twice",
+                shown(&member.name)
+            )));
+        }
+        used.push(range);
+        members.push(member);
+        if members.len() as u64 > directory.n_members {
+            break;
+        }
+    }
+    if members.len() as u64 != directory.n_members {
+        let message = format!(
+            "the directory has not the {} members that the end record counts",
+            directory.n_members
+        );
+        return Err(Error::damaged(message));
+    }
+    used.sort_unstable();
+    if used.windows(2).any(|pair| pair[0].1 > pair[1].0) {
+        return Err(Error::damaged("two members of the archive overlap"));
+    }
+    members.sort_by_key(|member| member.start);
+    Ok(members)
+}
+
+struct Directory {
+    start: u64,
+    n_bytes: u64,
+    n_members: u64,
+}
+
+/// Finds the central directory from the end of the archive.
+fn directory(window: Window<'_>) -> Result<Directory> {
+    let n = window.n_bytes();
+    if n < END_BYTES {
+        return Err(Error::damaged("it is too short for a zip archive"));
+    }
+    let tail_bytes = n.min(END_BYTES + MAX_COMMENT_BYTES);
+    let tail_at = n - tail_bytes;
+    let tail = window.read(tail_at, tail_bytes)?;
+    let is_end = |at: &usize| {
+        let rest = &tail[*at..];
+        u32_at(rest, 0) == END && rest.len() as u64 == END_BYTES + u64::from(u16_at(rest, 20))
+    };
+    let mut ends = (0..=tail.len() - END_BYTES as usize).filter(is_end);
+    let at = ends.next().ok_or_else(|| {
+        Error::damaged("there is no end record of a zip archive: the file is cut short")
+    })?;
+    if ends.next().is_some() {
+        return Err(Error::damaged("there are two end records of a zip archive"));
+    }
+    let end = &tail[at..];
+    let end_at = tail_at + at as u64;
+    if u16_at(end, 4) != 0 && u16_at(end, 4) != 0xffff {
+        return Err(Error::new(
+            Kind::Unsupported,
+            "it is one part of an archive of several",
+        ));
+    }
+    let mut directory = Directory {
+        start: u64::from(u32_at(end, 16)),
+        n_bytes: u64::from(u32_at(end, 12)),
+        n_members: u64::from(u16_at(end, 10)),
+    };
+    let mut directory_end = end_at;
+    let has_locator =
+        end_at >= LOCATOR_BYTES && u32_at(&window.read(end_at - LOCATOR_BYTES, 4)?, 0) == LOCATOR;
+    let needs_end64 = directory.n_members == 0xffff
+        || directory.start == 0xffff_ffff
+        || directory.n_bytes == 0xffff_ffff;
+    if has_locator {
+        let locator = window.read(end_at - LOCATOR_BYTES, LOCATOR_BYTES)?;
+        let end64_at = u64_at(&locator, 8);
+        let is_before = end64_at
+            .checked_add(END64_BYTES)
+            .is_some_and(|end| end <= end_at - LOCATOR_BYTES);
+        if !is_before {
+            return Err(Error::damaged(
+                "the zip64 end record lies outside the archive",
+            ));
+        }
+        let end64 = window.read(end64_at, END64_BYTES)?;
+        if u32_at(&end64, 0) != END64
+            || u64_at(&end64, 4).checked_add(12) != Some(end_at - LOCATOR_BYTES - end64_at)
+        {
+            return Err(Error::damaged(
+                "there is no zip64 end record where the archive says",
+            ));
+        }
+        let wide = Directory {
+            start: u64_at(&end64, 48),
+            n_bytes: u64_at(&end64, 40),
+            n_members: u64_at(&end64, 32),
+        };
+        let agrees = |narrow: u64, wide: u64, most: u64| narrow == most || narrow == wide;
+        if !agrees(directory.start, wide.start, 0xffff_ffff)
+            || !agrees(directory.n_bytes, wide.n_bytes, 0xffff_ffff)
+            || !agrees(directory.n_members, wide.n_members, 0xffff)
+        {
+            return Err(Error::damaged("the two end records of the archive differ"));
+        }
+        directory = wide;
+        directory_end = end64_at;
+    } else if needs_end64 {
+        return Err(Error::damaged("the zip64 end record is missing"));
+    }
+    if directory.start.checked_add(directory.n_bytes) != Some(directory_end) {
+        return Err(Error::damaged(
+            "the directory of the archive is not where the end record says",
+        ));
+    }
+    if directory.n_bytes > MAX_DIRECTORY_BYTES {
+        let message = format!(
+            "a directory of {} bytes, at most {MAX_DIRECTORY_BYTES} are read",
+            directory.n_bytes
+        );
+        return Err(Error::new(Kind::Unsupported, message));
+    }
+    Ok(directory)
+}
+
+struct Entry {
+    name: String,
+    header: u64,
+    n_bytes: u64,
+    crc: u32,
+}
+
+/// The first entry of a directory, and its length there.
+fn entry(bytes: &[u8]) -> Result<(Entry, usize)> {
+    if bytes.len() < ENTRY_BYTES || u32_at(bytes, 0) != ENTRY {
+        return Err(Error::damaged("the directory of the archive is damaged"));
+    }
+    let n_name = usize::from(u16_at(bytes, 28));
+    let n_extra = usize::from(u16_at(bytes, 30));
+    let n = ENTRY_BYTES + n_name + n_extra + usize::from(u16_at(bytes, 32));
+    if bytes.len() < n {
+        return Err(Error::damaged("the directory of the archive is cut short"));
+    }
+    let name = std::str::from_utf8(&bytes[ENTRY_BYTES..ENTRY_BYTES + n_name])
+        .map_err(|_| Error::damaged("a member has a name that is not valid UTF-8"))?;
+    let unsupported = |what: &str| {
+        Err(Error::new(
+            Kind::Unsupported,
+            format!("member `{}` is {what}", shown(name)),
+        ))
+    };
+    if u16_at(bytes, 8) & 1 != 0 {
+        return unsupported("encrypted");
+    }
+    match u16_at(bytes, 10) {
+        0 => {}
+        8 => return unsupported("compressed, which `torch.save` never does"),
+        method => return unsupported(&format!("compressed by method {method}")),
+    }
+    let mut wide = Extra64::new(&bytes[ENTRY_BYTES + n_name..ENTRY_BYTES + n_name + n_extra]);
+    let n_bytes = wide.or(u32_at(bytes, 24))?;
+    let n_stored = wide.or(u32_at(bytes, 20))?;
+    let header = wide.or(u32_at(bytes, 42))?;
+    if n_bytes != n_stored {
+        return Err(Error::damaged(format!(
+            "member `{}` is stored as it is, but with two sizes",
+            shown(name)
+        )));
+    }
+    Ok((
+        Entry {
+            name: name.to_owned(),
+            header,
+            n_bytes,
+            crc: u32_at(bytes, 16),
+        },
+        n,
+    ))
+}
+
+/// The wide fields of an entry, which stand in the order of the narrow ones that they replace.
+struct Extra64<'a>(&'a [u8]);
+
+impl<'a> Extra64<'a> {
+    fn new(mut extra: &'a [u8]) -> Self {
+        while extra.len() >= 4 {
+            let (tag, n) = (u16_at(extra, 0), usize::from(u16_at(extra, 2)));
+            let Some(content) = extra.get(4..4 + n) else {
+                break;
+            };
+            if tag == 1 {
+                return Self(content);
+            }
+            extra = &extra[4 + n..];
+        }
+        Self(&[])
+    }
+
+    fn or(&mut self, narrow: u32) -> Result<u64> {
+        if narrow != u32::MAX {
+            return Ok(u64::from(narrow));
+        }
+        let Some((value, rest)) = self.0.split_at_checked(8) else {
+            return Err(Error::damaged("a member lacks its zip64 sizes"));
+        };
+        self.0 = rest;
+        Ok(u64_at(value, 0))
+    }
+}
+
+/// Where a member lies: its bytes, and the range with its local header.
+fn locate(window: Window<'_>, entry: Entry, directory: u64) -> Result<(Member, (u64, u64))> {
+    let bad = |what: &str| Error::damaged(format!("member `{}` {what}", shown(&entry.name)));
+    if entry
+        .header
+        .checked_add(LOCAL_BYTES)
+        .is_none_or(|end| end > directory)
+    {
+        return Err(bad("lies outside the archive"));
+    }
+    let header = window.read(entry.header, LOCAL_BYTES)?;
+    if u32_at(&header, 0) != LOCAL {
+        return Err(bad("has no header where the directory says"));
+    }
+    let n_name = u64::from(u16_at(&header, 26));
+    let n_extra = u64::from(u16_at(&header, 28));
+    let start = entry.header + LOCAL_BYTES + n_name + n_extra;
+    let end = start
+        .checked_add(entry.n_bytes)
+        .filter(|end| *end <= directory);
+    let end = end.ok_or_else(|| bad("ends outside the archive"))?;
+    if n_name != entry.name.len() as u64
+        || window.read(entry.header + LOCAL_BYTES, n_name)? != entry.name.as_bytes()
+    {
+        return Err(bad("has another name in its header"));
+    }
+    let range = (entry.header, end);
+    Ok((
+        Member {
+            start: window.start() + start,
+            name: entry.name,
+            n_bytes: entry.n_bytes,
+            crc: entry.crc,
+        },
+        range,
+    ))
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}
+
+fn shown(name: &str) -> String {
+    name.chars()
+        .take(80)
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect()
+}

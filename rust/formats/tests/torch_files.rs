@@ -1,0 +1,244 @@
+//! Files of `torch.save`: real ones against their ground truth, hostile ones refused.
+
+use reshard_core::source::{Method, Source};
+use reshard_formats::torch_file::{Leaf, TorchFile};
+use reshard_formats::zip::Window;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+fn data(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../tests/data/torch")
+        .join(name)
+}
+
+/// Path, dtype, shape and bytes of every tensor.
+fn tensors(path: &Path) -> reshard_core::Result<BTreeMap<String, (String, Vec<u64>, Vec<u8>)>> {
+    let source = Source::open(path, false, Method::Auto)?;
+    let file = TorchFile::read(Window::whole(&source))?;
+    let mut found = BTreeMap::new();
+    for (name, leaf) in file.leaves()? {
+        let Leaf::Tensor(tensor) = leaf else {
+            continue;
+        };
+        let storage = &file.storages()[tensor.storage];
+        let mut bytes = vec![0; storage.n_bytes as usize];
+        source.read_at(storage.start, &mut bytes)?;
+        if let Some(crc) = storage.crc {
+            if reshard_formats::torch_file::crc32(&bytes) != crc {
+                return Err(reshard_core::Error::damaged(
+                    "a storage differs from its CRC-32",
+                ));
+            }
+        }
+        let item = tensor.dtype.unit().1;
+        let n: u64 = tensor.shape.iter().product();
+        let mut out = Vec::new();
+        for i in 0..n {
+            let (mut rest, mut at) = (i, tensor.offset);
+            for (extent, stride) in tensor.shape.iter().zip(&tensor.strides).rev() {
+                at += rest % extent * stride;
+                rest /= extent;
+            }
+            out.extend_from_slice(&bytes[(at * item) as usize..((at + 1) * item) as usize]);
+        }
+        found.insert(name, (tensor.dtype.name().to_owned(), tensor.shape, out));
+    }
+    Ok(found)
+}
+
+#[test]
+fn real_files_have_the_tensors_of_their_ground_truth() {
+    let folder = data("pt_files");
+    let truth = std::fs::read(folder.join("expected.safetensors")).unwrap();
+    let truth = safetensors::SafeTensors::deserialize(&truth).unwrap();
+    let mut n = 0;
+    for entry in std::fs::read_dir(&folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        if name.starts_with("expected") {
+            continue;
+        }
+        let found = tensors(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let prefix = format!("{name}::");
+        let expected: Vec<_> = truth
+            .names()
+            .into_iter()
+            .filter_map(|key| key.strip_prefix(&prefix))
+            .collect();
+        let mut keys: Vec<_> = found.keys().map(String::as_str).collect();
+        let mut wanted = expected.clone();
+        keys.sort_unstable();
+        wanted.sort_unstable();
+        assert_eq!(keys, wanted, "{name}");
+        for key in expected {
+            let view = truth.tensor(&format!("{prefix}{key}")).unwrap();
+            let (dtype, shape, bytes) = &found[key];
+            assert_eq!(format!("{:?}", view.dtype()), *dtype, "{name} {key}");
+            assert_eq!(
+                view.shape().iter().map(|n| *n as u64).collect::<Vec<_>>(),
+                *shape,
+                "{name} {key}"
+            );
+            assert_eq!(view.data(), bytes, "{name} {key}");
+            n += 1;
+        }
+    }
+    assert!(n > 50, "{n}");
+}
+
+#[test]
+fn hostile_files_are_refused() {
+    let folder = data("hostile");
+    let cases: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(folder.join("hostile.json")).unwrap()).unwrap();
+    let good = tensors(&folder.join("good.pt")).unwrap();
+    let (mut n, mut wrong) = (0, Vec::new());
+    for (name, case) in cases.as_object().unwrap() {
+        if !name.contains(".p") || !folder.join(name).is_file() {
+            continue;
+        }
+        n += 1;
+        let found = tensors(&folder.join(name));
+        let want = case["want"].as_str().unwrap();
+        let is_right = match &found {
+            Err(error) => want != "equal" && !error.message().is_empty(),
+            Ok(found) => want != "refuse" && (found.is_empty() || found.get("w") == good.get("w")),
+        };
+        if !is_right {
+            wrong.push(format!("{name}: {want}, {found:?}"));
+        }
+        if let Err(error) = found {
+            println!("{name}: {error}");
+        }
+    }
+    assert!(n > 90, "{n}");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Every tensor of a folder of `torch.distributed.checkpoint`, whole.
+fn dcp(folder: &Path) -> reshard_core::Result<BTreeMap<String, (String, Vec<u64>, Vec<u8>)>> {
+    let path = folder.join(".metadata");
+    let bytes = std::fs::read(&path)
+        .map_err(|error| reshard_core::Error::io("cannot read", &path, &error))?;
+    let metadata = reshard_formats::dcp::Dcp::decode(&bytes)?;
+    let mut found = BTreeMap::new();
+    for tensor in &metadata.tensors {
+        let dtype = tensor.dtype.clone().map_err(reshard_core::Error::damaged)?;
+        let item = dtype.unit().1;
+        let n: u64 = tensor.shape.iter().product();
+        let n_stored: u64 = tensor
+            .chunks
+            .iter()
+            .map(|chunk| chunk.shape.iter().product::<u64>())
+            .sum();
+        if n_stored != n {
+            return Err(reshard_core::Error::damaged("holes or overlaps"));
+        }
+        let mut out = vec![0; (n * item) as usize];
+        for chunk in &tensor.chunks {
+            let name = &metadata.files[chunk.place.file as usize];
+            if Path::new(name).components().count() != 1
+                || name.contains("..")
+                || name.contains('\0')
+                || name.starts_with('/')
+            {
+                return Err(reshard_core::Error::damaged("a path"));
+            }
+            if !chunk.place.transforms.is_empty() {
+                return Err(reshard_core::Error::damaged("a transform"));
+            }
+            let source = Source::open(&folder.join(name), false, Method::Auto)?;
+            let (storage, stored) =
+                reshard_formats::dcp::item_tensor(&source, &chunk.place, dtype, &chunk.shape)?;
+            let mut bytes = vec![0; storage.n_bytes as usize];
+            source.read_at(storage.start, &mut bytes)?;
+            for i in 0..chunk.shape.iter().product::<u64>() {
+                let (mut rest, mut at, mut to, mut step) = (i, stored.offset, 0, 1);
+                for d in (0..chunk.shape.len()).rev() {
+                    let here = rest % chunk.shape[d];
+                    rest /= chunk.shape[d];
+                    at += here * stored.strides[d];
+                    to += (chunk.offset[d] + here) * step;
+                    step *= tensor.shape[d];
+                }
+                let (at, to, item) = ((at * item) as usize, (to * item) as usize, item as usize);
+                out[to..to + item].copy_from_slice(&bytes[at..at + item]);
+            }
+        }
+        found.insert(
+            tensor.name.clone(),
+            (dtype.name().to_owned(), tensor.shape.clone(), out),
+        );
+    }
+    Ok(found)
+}
+
+#[test]
+fn real_folders_of_dcp_have_the_tensors_of_their_ground_truth() {
+    let cases = [
+        ("dcp_fsdp2/checkpoint/step-10", "dcp_fsdp2/expected/step-10"),
+        ("dcp_fsdp2/checkpoint/step-3", "dcp_fsdp2/expected/step-3"),
+        ("dcp_2d/checkpoint", "dcp_2d"),
+        ("dcp_hsdp/checkpoint", "dcp_hsdp"),
+        ("dcp_plain/checkpoint", "dcp_plain"),
+        ("dcp_threads/checkpoint_items", "dcp_threads"),
+        ("dcp_threads/checkpoint_threads", "dcp_threads"),
+    ];
+    for (folder, expected) in cases {
+        let found = dcp(&data(folder)).unwrap_or_else(|error| panic!("{folder}: {error}"));
+        let truth = std::fs::read(data(expected).join("expected.safetensors")).unwrap();
+        let truth = safetensors::SafeTensors::deserialize(&truth).unwrap();
+        let mut keys = truth.names();
+        keys.sort_unstable();
+        assert_eq!(
+            found.keys().map(String::as_str).collect::<Vec<_>>(),
+            keys,
+            "{folder}"
+        );
+        for key in keys {
+            let view = truth.tensor(key).unwrap();
+            let (dtype, shape, bytes) = &found[key];
+            assert_eq!(format!("{:?}", view.dtype()), *dtype, "{folder} {key}");
+            assert_eq!(
+                view.shape().iter().map(|n| *n as u64).collect::<Vec<_>>(),
+                *shape,
+                "{folder} {key}"
+            );
+            assert!(view.data() == bytes, "{folder} {key}");
+        }
+    }
+}
+
+#[test]
+fn hostile_folders_of_dcp_are_refused() {
+    let folder = data("hostile");
+    let cases: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(folder.join("hostile.json")).unwrap()).unwrap();
+    let good = dcp(&folder.join("dcp_good")).unwrap();
+    let (mut n, mut wrong) = (0, Vec::new());
+    for (name, case) in cases
+        .as_object()
+        .unwrap()
+        .iter()
+        .filter(|(name, _)| name.starts_with("dcp_"))
+    {
+        n += 1;
+        let found = dcp(&folder.join(name));
+        let want = case["want"].as_str().unwrap();
+        match &found {
+            Err(error) => {
+                println!("{name}: {error}");
+                if want == "equal" {
+                    wrong.push(format!("{name}: {error}"));
+                }
+            }
+            Ok(found) if want == "refuse" || *found != good => {
+                wrong.push(format!("{name}: {want}, but read"))
+            }
+            Ok(_) => {}
+        }
+    }
+    assert!(n > 35, "{n}");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}

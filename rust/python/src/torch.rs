@@ -1,0 +1,476 @@
+//! Files of `torch.save` and of `torch.distributed.checkpoint`: their tensors as entries of an index, their other values as
+//! Python objects. No class of a file is imported: what is no plain value becomes an `Opaque`.
+
+use crate::errors::raise;
+use crate::index::{Index, parse_method};
+use pyo3::exceptions::PyRecursionError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyComplex, PyDict, PyFrozenSet, PyList, PyTuple};
+use reshard_core::source::Source;
+use reshard_core::{Error, Kind};
+use reshard_formats::compressed::{decompressed, is_zstd};
+use reshard_formats::dcp::{Dcp, index_of};
+use reshard_formats::pickle::{Id, Pickle, Value};
+use reshard_formats::torch_file::{Leaf, TorchFile, format};
+use reshard_formats::zip::Window;
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+/// Nesting of values.
+const MAX_DEPTH: usize = 100;
+/// Python objects of one value: shared containers are made once, so a value has as many as its pickle.
+const MAX_OBJECTS: usize = 50_000_000;
+/// An item that is no tensor, unpacked.
+const MAX_OBJECT_BYTES: u64 = 4 << 30;
+
+/// An object whose class is not known here: its name and what it was to be made of.
+#[pyclass(module = "reshard._core", frozen, get_all)]
+pub(crate) struct Opaque {
+    /// Module and name of the class or function.
+    name: String,
+    /// The arguments of the call, a tuple; `None` if only the name is stored.
+    arguments: Py<PyAny>,
+    /// What was to become its attributes, or `None`.
+    state: Py<PyAny>,
+    /// Keys and values that were to be set.
+    items: Py<PyAny>,
+    /// Values that were to be appended.
+    appended: Py<PyAny>,
+}
+
+#[pymethods]
+impl Opaque {
+    fn __repr__(&self) -> String {
+        format!("<opaque {}>", self.name)
+    }
+}
+
+struct Converter<'a, 'py> {
+    py: Python<'py>,
+    pickle: &'a Pickle,
+    /// Objects that were made, so that what is shared stays shared.
+    made: HashMap<Id, Py<PyAny>>,
+    depth: usize,
+}
+
+impl<'py> Converter<'_, 'py> {
+    fn object(&mut self, id: Id) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py;
+        if let Some(made) = self.made.get(&id) {
+            return Ok(made.bind(py).clone());
+        }
+        if self.depth >= MAX_DEPTH || self.made.len() >= MAX_OBJECTS {
+            return Err(PyRecursionError::new_err("too deep or too many values"));
+        }
+        self.depth += 1;
+        let object = self.make(id);
+        self.depth -= 1;
+        let object = object?;
+        if !matches!(
+            self.pickle.get(id),
+            Value::None | Value::Bool(_) | Value::Int(_) | Value::Float(_)
+        ) {
+            self.made.insert(id, object.clone().unbind());
+        }
+        Ok(object)
+    }
+
+    fn make(&mut self, id: Id) -> PyResult<Bound<'py, PyAny>> {
+        let (py, pickle) = (self.py, self.pickle);
+        Ok(match pickle.get(id) {
+            Value::None => py.None().into_bound(py),
+            Value::Bool(value) => value.into_pyobject(py)?.to_owned().into_any(),
+            Value::Int(value) => value.into_pyobject(py)?.into_any(),
+            Value::Long(bytes) => {
+                let options = PyDict::new(py);
+                options.set_item("signed", true)?;
+                let int = py.import("builtins")?.getattr("int")?;
+                int.call_method(
+                    "from_bytes",
+                    (PyBytes::new(py, bytes), "little"),
+                    Some(&options),
+                )?
+            }
+            Value::Float(value) => value.into_pyobject(py)?.into_any(),
+            Value::Text(text) => text.into_pyobject(py)?.into_any(),
+            Value::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
+            Value::Tuple(items) => {
+                let items = self.objects(items)?;
+                PyTuple::new(py, items)?.into_any()
+            }
+            Value::List(items) => {
+                // Made first: a list can contain itself.
+                let list = PyList::empty(py);
+                self.made.insert(id, list.clone().into_any().unbind());
+                for item in items {
+                    list.append(self.object(*item)?)?;
+                }
+                list.into_any()
+            }
+            Value::Set(items) => {
+                let items = self.objects(items)?;
+                py.import("builtins")?
+                    .getattr("set")?
+                    .call1((PyList::new(py, items)?,))?
+            }
+            Value::Dict(items) => self.dict(id, items)?,
+            Value::Global(name) => self.opaque(&format!("{}.{}", name.0, name.1), None)?,
+            Value::Persistent(_) => self.opaque("torch.storage", None)?,
+            Value::Record(record) => {
+                let (module, name) = pickle.name(record.function).unwrap_or(("", ""));
+                let arguments = pickle.sequence(record.arguments).unwrap_or_default();
+                if let Some(value) = self.known(id, (module, name), arguments)? {
+                    return Ok(value);
+                }
+                self.opaque(&format!("{module}.{name}"), Some(record))?
+            }
+        })
+    }
+
+    /// The values that plain Python has a type for.
+    fn known(
+        &mut self,
+        id: Id,
+        name: (&str, &str),
+        arguments: &[Id],
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let (py, pickle) = (self.py, self.pickle);
+        Ok(match (name, arguments) {
+            (("collections", "OrderedDict" | "defaultdict" | "Counter"), _) => {
+                match pickle.items(id) {
+                    Some(items) => Some(self.dict(id, items)?),
+                    None => None,
+                }
+            }
+            (("builtins" | "__builtin__", "set"), [items]) => match pickle.sequence(*items) {
+                Some(items) => {
+                    let items = self.objects(items)?;
+                    Some(
+                        py.import("builtins")?
+                            .getattr("set")?
+                            .call1((PyList::new(py, items)?,))?,
+                    )
+                }
+                None => None,
+            },
+            (("builtins" | "__builtin__", "frozenset"), [items]) => match pickle.sequence(*items) {
+                Some(items) => Some(PyFrozenSet::new(py, self.objects(items)?)?.into_any()),
+                None => None,
+            },
+            (("builtins" | "__builtin__", "complex"), [real, imaginary]) => {
+                match (pickle.get(*real), pickle.get(*imaginary)) {
+                    (Value::Float(real), Value::Float(imaginary)) => {
+                        Some(PyComplex::from_doubles(py, *real, *imaginary).into_any())
+                    }
+                    _ => None,
+                }
+            }
+            // Bytes in protocol 2: text of which each character is a byte.
+            (("_codecs", "encode"), [text, codec]) if pickle.text(*codec) == Some("latin1") => {
+                let text = pickle.text(*text).unwrap_or_default();
+                let bytes: Option<Vec<u8>> = text
+                    .chars()
+                    .map(|c| u8::try_from(u32::from(c)).ok())
+                    .collect();
+                bytes.map(|bytes| PyBytes::new(py, &bytes).into_any())
+            }
+            (("numpy._core.multiarray" | "numpy.core.multiarray", "scalar"), [dtype, data]) => {
+                match (
+                    self.numpy_dtype(*dtype),
+                    self.object(*data)?.cast::<PyBytes>(),
+                ) {
+                    (Some(dtype), Ok(data)) => self
+                        .numpy_array(&dtype, data, None)?
+                        .map(|array| array.get_item(0))
+                        .transpose()?,
+                    _ => None,
+                }
+            }
+            (("numpy._core.multiarray" | "numpy.core.multiarray", "_reconstruct"), _) => {
+                // (version, shape, dtype, whether it is in Fortran order, bytes)
+                let state = pickle
+                    .record(id)
+                    .and_then(|record| pickle.sequence(record.state?));
+                let Some(&[_, shape, dtype, fortran, data]) = state else {
+                    return Ok(None);
+                };
+                let order = match pickle.get(fortran) {
+                    Value::Bool(true) => "F",
+                    _ => "C",
+                };
+                match (
+                    self.numpy_dtype(dtype),
+                    self.object(data)?.cast::<PyBytes>(),
+                ) {
+                    (Some(dtype), Ok(data)) => {
+                        let shape = self.object(shape)?;
+                        self.numpy_array(&dtype, data, Some((shape, order)))?
+                    }
+                    _ => None,
+                }
+            }
+            (("builtins" | "__builtin__", "bytes"), []) => Some(PyBytes::new(py, b"").into_any()),
+            _ => None,
+        })
+    }
+
+    /// A plain numeric dtype of numpy, little-endian: `dtype('f8', False, True)` with its byte order as state.
+    fn numpy_dtype(&self, id: Id) -> Option<String> {
+        let record = self.pickle.call(id, "numpy", "dtype")?;
+        let code = self
+            .pickle
+            .text(*self.pickle.sequence(record.arguments)?.first()?)?;
+        let order = self
+            .pickle
+            .text(*self.pickle.sequence(record.state?)?.get(1)?)?;
+        let is_plain = matches!(
+            code,
+            "b1" | "i1"
+                | "i2"
+                | "i4"
+                | "i8"
+                | "u1"
+                | "u2"
+                | "u4"
+                | "u8"
+                | "f2"
+                | "f4"
+                | "f8"
+                | "c8"
+                | "c16"
+        );
+        (is_plain && matches!(order, "<" | "|" | "=")).then(|| format!("<{code}"))
+    }
+
+    /// An array over a copy of some bytes; `None` if they are not as many as the shape asks for.
+    fn numpy_array(
+        &self,
+        dtype: &str,
+        data: &Bound<'py, PyBytes>,
+        shape: Option<(Bound<'py, PyAny>, &str)>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let numpy = self.py.import("numpy")?;
+        let made = || {
+            let array = numpy
+                .call_method1("frombuffer", (data, dtype))?
+                .call_method0("copy")?;
+            let Some((shape, order)) = shape else {
+                return Ok(array);
+            };
+            let options = PyDict::new(self.py);
+            options.set_item("order", order)?;
+            array.call_method("reshape", (shape,), Some(&options))
+        };
+        match made() {
+            Ok(array) => Ok(Some(array)),
+            Err(error) if error.is_instance_of::<pyo3::exceptions::PyValueError>(self.py) => {
+                Ok(None)
+            }
+            Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(self.py) => {
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn objects(&mut self, ids: &[Id]) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        ids.iter().map(|id| self.object(*id)).collect()
+    }
+
+    fn dict(&mut self, id: Id, items: &[(Id, Id)]) -> PyResult<Bound<'py, PyAny>> {
+        let dict = PyDict::new(self.py);
+        self.made.insert(id, dict.clone().into_any().unbind());
+        for (key, value) in items {
+            let key = self.object(*key)?;
+            dict.set_item(key, self.object(*value)?)?;
+        }
+        Ok(dict.into_any())
+    }
+
+    fn opaque(
+        &mut self,
+        name: &str,
+        record: Option<&reshard_formats::pickle::Record>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = self.py;
+        let none = || py.None();
+        let opaque = match record {
+            None => Opaque {
+                name: name.to_owned(),
+                arguments: none(),
+                state: none(),
+                items: none(),
+                appended: none(),
+            },
+            Some(record) => {
+                let items = record
+                    .items
+                    .iter()
+                    .map(|(key, value)| Ok((self.object(*key)?, self.object(*value)?)));
+                let items = items.collect::<PyResult<Vec<_>>>()?;
+                Opaque {
+                    name: name.to_owned(),
+                    arguments: self.object(record.arguments)?.unbind(),
+                    state: record.state.map_or_else(
+                        || Ok(none()),
+                        |state| self.object(state).map(Bound::unbind),
+                    )?,
+                    items: PyList::new(py, items)?.into_any().unbind(),
+                    appended: PyList::new(py, self.objects(&record.appended)?)?
+                        .into_any()
+                        .unbind(),
+                }
+            }
+        };
+        Ok(Bound::new(py, opaque)?.into_any())
+    }
+}
+
+fn converted<'py>(
+    py: Python<'py>,
+    pickle: &Pickle,
+    ids: impl Iterator<Item = Id>,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let mut converter = Converter {
+        py,
+        pickle,
+        made: HashMap::new(),
+        depth: 0,
+    };
+    let objects = ids
+        .map(|id| converter.object(id))
+        .collect::<PyResult<Vec<_>>>();
+    objects.or_else(|error| {
+        if error.is_instance_of::<PyRecursionError>(py) {
+            return raise(
+                py,
+                Err(Error::new(
+                    Kind::Unsupported,
+                    "its values are nested too deep, or too many",
+                )),
+            );
+        }
+        if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) {
+            return raise(
+                py,
+                Err(Error::damaged("a value that cannot be a key is one")),
+            );
+        }
+        Err(error)
+    })
+}
+
+type TensorTuple<'py> = (String, &'static str, Bound<'py, PyTuple>);
+
+/// Tensors and other values of a file of `torch.save`, by path.
+#[pyfunction]
+#[pyo3(signature = (path, *, follow_links=true))]
+pub(crate) fn read_torch_file(
+    py: Python<'_>,
+    path: PathBuf,
+    follow_links: bool,
+) -> PyResult<(Vec<TensorTuple<'_>>, Vec<(String, Bound<'_, PyAny>)>)> {
+    let read = py.detach(|| {
+        let source = Source::open(&path, follow_links, reshard_core::source::Method::Read)?;
+        let file = TorchFile::read(Window::whole(&source))?;
+        let leaves = file.leaves()?;
+        Ok((file, leaves))
+    });
+    let read = read.map_err(|error: Error| error.within(path.display()).path(&path));
+    let (file, leaves) = raise(py, read)?;
+    let mut tensors = Vec::new();
+    let (mut names, mut ids) = (Vec::new(), Vec::new());
+    for (name, leaf) in leaves {
+        match leaf {
+            Leaf::Tensor(tensor) => {
+                tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?));
+            }
+            Leaf::Other(id) => {
+                names.push(name);
+                ids.push(id);
+            }
+        }
+    }
+    let objects = converted(py, file.pickle(), ids.into_iter())?;
+    Ok((tensors, names.into_iter().zip(objects).collect()))
+}
+
+/// The object of `torch.save` in a range of a file.
+#[pyfunction]
+#[pyo3(signature = (path, start, n_bytes, *, transforms=vec![]))]
+pub(crate) fn read_torch_object(
+    py: Python<'_>,
+    path: PathBuf,
+    start: u64,
+    n_bytes: u64,
+    transforms: Vec<String>,
+) -> PyResult<Bound<'_, PyAny>> {
+    let read = py.detach(|| {
+        let source = Source::open(&path, false, reshard_core::source::Method::Read)?;
+        if transforms.is_empty() {
+            return TorchFile::read(Window::new(&source, start, n_bytes)?);
+        }
+        if !is_zstd(&transforms) {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "it is transformed in a way that is not known",
+            ));
+        }
+        let source = decompressed(source, start, n_bytes, MAX_OBJECT_BYTES)?;
+        TorchFile::read(Window::whole(&source))
+    });
+    let file = raise(
+        py,
+        read.map_err(|error| error.within(path.display()).path(&path)),
+    )?;
+    let mut objects = converted(py, file.pickle(), std::iter::once(file.pickle().root()))?;
+    Ok(objects.remove(0))
+}
+
+/// `name, path, start, n_bytes, transforms`
+type ObjectTuple = (String, String, u64, u64, Vec<String>);
+
+/// The index of a folder of `torch.distributed.checkpoint`, and what its `.metadata` says beside the tensors.
+#[pyfunction]
+#[pyo3(signature = (folder, data, *, method="auto"))]
+pub(crate) fn open_dcp(
+    py: Python<'_>,
+    folder: PathBuf,
+    data: &[u8],
+    method: &str,
+) -> PyResult<(
+    Index,
+    Vec<ObjectTuple>,
+    Vec<(String, String)>,
+    HashMap<String, Vec<u64>>,
+)> {
+    let method = raise(py, parse_method(method))?;
+    let path = folder.join(".metadata");
+    let opened = py.detach(|| {
+        let dcp = Dcp::decode(data)?;
+        let index = index_of(&dcp, &folder, method)?;
+        Ok((dcp, index))
+    });
+    let opened = opened.map_err(|error: Error| error.within(path.display()).path(&path));
+    let (dcp, index) = raise(py, opened)?;
+    let objects = dcp.objects.into_iter().map(|(name, place)| {
+        let file = dcp.files[place.file as usize].clone();
+        (name, file, place.offset, place.n_bytes, place.transforms)
+    });
+    let objects = objects.collect();
+    let unsupported = dcp
+        .tensors
+        .into_iter()
+        .filter_map(|tensor| Some((tensor.name, tensor.dtype.err()?)));
+    Ok((
+        Index::of(index),
+        objects,
+        unsupported.collect(),
+        dcp.original_shapes,
+    ))
+}
+
+/// How the core reads such a file.
+pub(crate) fn torch_format() -> reshard_core::shard_file::Format {
+    format()
+}
