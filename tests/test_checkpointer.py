@@ -26,7 +26,7 @@ from torch.optim import lr_scheduler
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, GroupError, MismatchError, ReshardError, StorageError
 from reshard.group import SingleProcess
-from reshard.resume import View
+from reshard.resume import EpochStep
 from reshard.torch import Checkpointer, ElasticSampler, LossHealth
 from reshard.torch.run import interval
 from reshard.torch.state import describe
@@ -449,7 +449,7 @@ def test_larger_batch_leaves_steps_and_the_scheduler_where_they_were_and_reads_o
     with resumed(tmp_path, trainer=Trainer(batch=8), save_every=1) as (trainer, made, decision):
         assert (decision.initial_step, decision.global_step, trainer.schedule.last_epoch) == (8, 8, 8)
         assert (trainer.sampler.total, decision.consumed_samples, decision.global_batch_size) == (done, done, 8)
-        assert (decision.next_step, decision.scaling, decision.warnings) == (View(1, 5), None, ())
+        assert (decision.next_step, decision.scaling, decision.warnings) == (EpochStep(1, 5), None, ())
         assert "global_batch_size 4 -> 8: steps count on from 8, not scaled" in decision.reasons
         trainer.run(made, 9, 10)
     with resumed(tmp_path, trainer=Trainer(batch=8)) as (trainer, made, decision):

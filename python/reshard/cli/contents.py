@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.formats.save_log import SaveRecord
     from reshard.layout import BoundLayout, ModelLayout
 
-__all__ = ["Facts", "Iteration", "RankSaveState", "Row", "gather"]
+__all__ = ["Contents", "Iteration", "RankSaveState", "TensorRow", "gather_contents"]
 
 _PARTS: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
 _MAX_CHECKED = 10  # iterations that are opened only to say whether they are complete
@@ -62,7 +62,7 @@ class RankSaveState:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TensorRow:
     """A tensor; without a place, what one rank holds of it."""
 
     key: str
@@ -79,12 +79,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Facts:
+class Contents:
     """Everything that is printed."""
 
     path: str
     checkpoint: Checkpoint
-    rows: list[Row]
+    rows: list[TensorRow]
     iterations: list[Iteration] | None
     rank_saves: list[RankSaveState] | None
     tracker_reason: str | None
@@ -101,7 +101,7 @@ class Facts:
         return [row.key for row in self.rows if row.tiled] if self.checkpoint.data.traits.has_metadata else []
 
 
-def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
+def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> Contents:
     """Gather what there is to say of a checkpoint.
 
     Args:
@@ -133,7 +133,7 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
     ]
     order = iterations(path)
     found = None if order is None else _iterations(path, order, checkpoint, everything=everything)
-    return Facts(
+    return Contents(
         path=path,
         checkpoint=checkpoint,
         rows=rows,
@@ -217,21 +217,21 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
     return found
 
 
-def _unplaced_row(key: str, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> Row:
+def _unplaced_row(key: str, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> TensorRow:
     """What can be told of a tensor of which only the ranks' own arrays are known: the largest of them."""
     shape = max(shapes, key=math.prod)
     n_bytes = math.prod(shape) * dtypes.bits(dtype) // 8
     part = "optimizer" if scalars.is_state(key) else "model"
-    return Row(key, part, dtype, shape, "unknown", 1, (1, 1), n_bytes, n_bytes, tiled=False, placed=False)
+    return TensorRow(key, part, dtype, shape, "unknown", 1, (1, 1), n_bytes, n_bytes, tiled=False, placed=False)
 
 
-def _row(key: str, info: TensorInfo, bound: BoundLayout | None, shared: dict[object, Any], *, tiled: bool) -> Row:
+def _row(key: str, info: TensorInfo, bound: BoundLayout | None, shared: dict[object, Any], *, tiled: bool) -> TensorRow:
     """What is told of a tensor. Equal values of many rows are one object, by `shared`."""
     held = [len(shard.files) for shard in info.shards] or [0]
     n_elements = math.prod(info.shape)
     stored = sum(math.prod(shard.shape) * len(shard.files) for shard in info.shards)
     cut, replicas = _cut(key, info, bound), (min(held), max(held))
-    return Row(
+    return TensorRow(
         key=key,
         part=info.part,
         dtype=shared.setdefault(info.dtype, info.dtype),
@@ -281,7 +281,7 @@ def _cut_by_rule(spec: Any, mesh: dict[str, int]) -> str:
     return "; ".join(texts) or "whole"
 
 
-def _parts(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+def _parts(rows: Iterable[TensorRow]) -> dict[str, dict[str, Any]]:
     parts: dict[str, dict[str, Any]] = {}
     for row in rows:
         part = parts.setdefault(

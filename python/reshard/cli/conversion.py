@@ -15,7 +15,7 @@ from reshard.words import listed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OPTIONS", "carry_out", "options"]
+__all__ = ["OPTIONS", "options", "run_conversion"]
 
 F = TypeVar("F", bound="Callable[..., object]")
 
@@ -142,7 +142,7 @@ def options(*names: str) -> Callable[[F], F]:
     return decorate
 
 
-def carry_out(src: str, dst: str, *, no_sync: bool, as_json: bool, share: str | None, **given: Any) -> None:
+def run_conversion(src: str, dst: str, *, no_sync: bool, as_json: bool, share: str | None, **given: Any) -> None:
     """Convert, and print what was written."""
     given["share"] = _launched() if share is None else _parsed(share)
     given["rename"] = _renames(given["rename"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.conversion import OPTIONS, carry_out, options
+from reshard.cli.conversion import OPTIONS, options, run_conversion
 from reshard.cli.output import PATH, command
 
 __all__ = ["convert"]
@@ -42,4 +42,4 @@ def convert(src: str, dst: str, **given: Any) -> None:
       reshard convert mcore/ back/ --names mindspore:reverse --config hf/
       reshard convert output/checkpoint hf/ --share 0/4      a fourth of the work, on one of four machines
     """
-    carry_out(src, dst, **given)
+    run_conversion(src, dst, **given)

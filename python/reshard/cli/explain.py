@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from reshard.config import Config
     from reshard.errors import ReshardError
-    from reshard.resume import Facts, RankView, ResumeDecision, Verdict, View
+    from reshard.resume import EpochStep, RankFolderFacts, ResumeDecision, ResumeFacts, Verdict
     from reshard.verbs.explain import Answer
 
 __all__ = ["explain"]
@@ -149,7 +149,9 @@ def _plain(value: object) -> object:
     return {name: _plain(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
-def _refuse(error: ReshardError, config: Config, facts: Facts, verdicts: Sequence[Verdict], *, as_json: bool) -> None:
+def _refuse(
+    error: ReshardError, config: Config, facts: ResumeFacts, verdicts: Sequence[Verdict], *, as_json: bool
+) -> None:
     """The trail of a run that would not start: the table, or all in one object; then the error."""
     if as_json:
         echo_json(
@@ -176,7 +178,7 @@ def _refuse(error: ReshardError, config: Config, facts: Facts, verdicts: Sequenc
 # -- the page
 
 
-def _print(config: Config, facts: Facts, decision: ResumeDecision, answer: Answer, *, counts_sinks: bool) -> None:
+def _print(config: Config, facts: ResumeFacts, decision: ResumeDecision, answer: Answer, *, counts_sinks: bool) -> None:
     if decision.verdicts:
         _print_verdicts(config, facts, decision.verdicts)
         echo()
@@ -207,7 +209,7 @@ def _contents(answer: Answer) -> list[tuple[str, str]]:
     return [("contents", said[answer.contents])]
 
 
-def _print_verdicts(config: Config, facts: Facts, verdicts: Sequence[Verdict]) -> None:
+def _print_verdicts(config: Config, facts: ResumeFacts, verdicts: Sequence[Verdict]) -> None:
     echo(f"{facts.kind}: {shown(facts.path or config.load_path)}")
     table = plain_table("file of rank 0" if facts.ranks else "folder", "verdict", "why", folds=("why",))
     for verdict in verdicts:
@@ -219,7 +221,7 @@ def _print_verdicts(config: Config, facts: Facts, verdicts: Sequence[Verdict]) -
         _print_ranks(facts.ranks)
 
 
-def _print_ranks(views: Sequence[RankView]) -> None:
+def _print_ranks(views: Sequence[RankFolderFacts]) -> None:
     """What each rank's folder offers; ranks whose folders offer the same share a line."""
     parsed = [parse_file_name(name) for view in views for name in view.files]
     is_plain = len({one and (one.prefix, one.kind, one.extension) for one in parsed}) == 1 and None not in parsed
@@ -287,7 +289,7 @@ def _lines(decision: ResumeDecision, *, knows_epochs: bool) -> list[tuple[str, s
     return lines
 
 
-def _view(view: View) -> str:
+def _view(view: EpochStep) -> str:
     return f"epoch {view.epoch}, step {view.step}"
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.contents import gather
+from reshard.cli.contents import gather_contents
 from reshard.cli.output import (
     PATH,
     STRATEGY_HELP,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
-    from reshard.cli.contents import Facts, Iteration, RankSaveState, Row
+    from reshard.cli.contents import Contents, Iteration, RankSaveState, TensorRow
     from reshard.cli.leftovers import Leftover
     from reshard.formats.manifest import Manifest
     from reshard.formats.save_log import SaveRecord
@@ -89,7 +89,7 @@ def inspect(
             else:
                 echo_file(str(layout))
             return
-        facts = gather(path, checkpoint, everything=everything)
+        facts = gather_contents(path, checkpoint, everything=everything)
         rows = _matching(facts.rows, pattern)
         if as_json:
             echo_json(_json(facts, rows))
@@ -107,7 +107,7 @@ def inspect(
             _print_rows([_Line.of(row) for row in rows])
 
 
-def _matching(rows: list[Row], pattern: str | None) -> list[Row]:
+def _matching(rows: list[TensorRow], pattern: str | None) -> list[TensorRow]:
     from reshard.layout.patterns import Pattern
 
     if pattern is None:
@@ -123,7 +123,7 @@ def _matching(rows: list[Row], pattern: str | None) -> list[Row]:
     return found
 
 
-def _json(facts: Facts, rows: list[Row]) -> dict[str, Any]:
+def _json(facts: Contents, rows: list[TensorRow]) -> dict[str, Any]:
     checkpoint, layout = facts.checkpoint, facts.layout
     return {
         "path": str(checkpoint.path),
@@ -161,7 +161,7 @@ def _finite(metrics: Mapping[str, int | float]) -> dict[str, object]:
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
-def _json_row(row: Row, checkpoint: Checkpoint, *, with_shards: bool) -> dict[str, Any]:
+def _json_row(row: TensorRow, checkpoint: Checkpoint, *, with_shards: bool) -> dict[str, Any]:
     fields = dataclasses.asdict(row)
     del fields["key"]
     if with_shards and row.placed:
@@ -172,13 +172,13 @@ def _json_row(row: Row, checkpoint: Checkpoint, *, with_shards: bool) -> dict[st
 # -- printing
 
 
-def _print_title(facts: Facts) -> None:
+def _print_title(facts: Contents) -> None:
     checkpoint = facts.checkpoint
     iteration = "" if checkpoint.iteration is None else f", iteration {checkpoint.iteration}"
     echo(f"{checkpoint.format}{iteration}: {shown(checkpoint.path)}")
 
 
-def _print_page(facts: Facts, *, everything: bool) -> None:
+def _print_page(facts: Contents, *, everything: bool) -> None:
     if facts.iterations is not None:
         _print_iterations(facts, facts.iterations, everything=everything)
         echo()
@@ -203,7 +203,7 @@ def _print_page(facts: Facts, *, everything: bool) -> None:
         echo(f"and {len(lines) - _MAX_ROWS} more lines; give a pattern, or --all")
 
 
-def _lines(facts: Facts) -> list[tuple[str, str]]:
+def _lines(facts: Contents) -> list[tuple[str, str]]:
     checkpoint = facts.checkpoint
     lines = []
     if checkpoint.common is not None:
@@ -255,7 +255,7 @@ def _strategy(checkpoint: Checkpoint) -> str:
     return "none, one rank"
 
 
-def _mesh(facts: Facts) -> str:
+def _mesh(facts: Contents) -> str:
     if facts.layout is None:
         return f"{'unknown' if facts.checkpoint.unplaced() else 'no single one'}: {shown(facts.layout_reason)}"
     mesh = facts.layout.mesh
@@ -265,7 +265,7 @@ def _mesh(facts: Facts) -> str:
     return f"{', '.join(f'{shown(axis)} {n}' for axis, n in mesh.items())} ({n_ranks} ranks)"
 
 
-def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everything: bool) -> None:
+def _print_iterations(facts: Contents, iterations: Sequence[Iteration], *, everything: bool) -> None:
     echo(f"root: {shown(facts.path)}")
     listed = iterations if everything else iterations[:_MAX_ITERATIONS]
     lines = []
@@ -304,7 +304,7 @@ def _print_leftovers(leftovers: Sequence[Leftover], *, everything: bool) -> None
     echo_facts(lines)
 
 
-def _print_rank_saves(facts: Facts, saves: Sequence[RankSaveState], *, everything: bool) -> None:
+def _print_rank_saves(facts: Contents, saves: Sequence[RankSaveState], *, everything: bool) -> None:
     echo(f"root: {shown(facts.path)}")
     lines = []
     for one in saves if everything else saves[:_MAX_ITERATIONS]:
@@ -337,16 +337,16 @@ class _Line:
 
     key: str
     n: int
-    row: Row
+    row: TensorRow
 
     @classmethod
-    def of(cls, row: Row) -> _Line:
+    def of(cls, row: TensorRow) -> _Line:
         return cls(shown(row.key), 1, row)
 
 
-def _grouped(rows: Iterable[Row]) -> list[_Line]:
+def _grouped(rows: Iterable[TensorRow]) -> list[_Line]:
     """Tensors that are alike but for the numbers in their keys, in one line each."""
-    groups: dict[tuple[object, ...], list[Row]] = {}
+    groups: dict[tuple[object, ...], list[TensorRow]] = {}
     for row in rows:
         alike = (
             _NUMBER.sub("\0", row.key),

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.conversion import carry_out, options
+from reshard.cli.conversion import options, run_conversion
 from reshard.cli.output import PATH, command
 
 __all__ = ["merge"]
@@ -51,4 +51,4 @@ def merge(src: str, dst: str, **given: Any) -> None:
       reshard merge ranks/ hf/ --strategy strategy/ --to huggingface --max-shard-size 2GB
       reshard merge ranks/ full/ --strategy strategy/ --share 0/2      on the first of two machines
     """
-    carry_out(src, dst, **given)
+    run_conversion(src, dst, **given)

@@ -396,12 +396,12 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
 def hint_near(path: str) -> None:
     """Print which checkpoints are near a path at which there is none."""
-    hint = _meant(path)
+    hint = _near_hint(path)
     if hint is not None:
         _echo_message("hint", hint)
 
 
-def _meant(path: str) -> str | None:
+def _near_hint(path: str) -> str | None:
     from reshard.opening.near import near
 
     found = near(path)
@@ -418,7 +418,7 @@ def _is_given(path: str | None) -> bool:
 def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
     facts = _facts(error)
     if isinstance(error, CheckpointNotFoundError) and _is_given(error.path):
-        facts["hint"] = _meant(str(error.path)) or facts["hint"]
+        facts["hint"] = _near_hint(str(error.path)) or facts["hint"]
     if as_json:
         echo_json(facts)
         return

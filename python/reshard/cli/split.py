@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.conversion import carry_out, options
+from reshard.cli.conversion import options, run_conversion
 from reshard.cli.output import PATH, command
 
 __all__ = ["split"]
@@ -63,4 +63,4 @@ def split(
     """
     if (strategy is None) == (layout is None):
         raise click.UsageError("give --strategy or --layout: how DST is cut")
-    carry_out(src, dst, layout=layout or strategy, strategy=source_strategy, **given)
+    run_conversion(src, dst, layout=layout or strategy, strategy=source_strategy, **given)

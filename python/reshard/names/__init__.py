@@ -5,6 +5,6 @@ here opens a checkpoint or moves a byte.
 """
 
 from reshard.names.model import ConfigLike, NameMap, NamesLike, as_names, config_beside
-from reshard.names.resolve import ResolvedTensor, Source
+from reshard.names.resolve import ResolvedTensor, SourceTensor
 
-__all__ = ["ConfigLike", "NameMap", "NamesLike", "ResolvedTensor", "Source", "as_names", "config_beside"]
+__all__ = ["ConfigLike", "NameMap", "NamesLike", "ResolvedTensor", "SourceTensor", "as_names", "config_beside"]

@@ -41,7 +41,7 @@ from reshard.names.templates import Template
 from reshard.strict_yaml import Lines, flow
 from reshard.words import show
 
-__all__ = ["NamesFile", "Rule", "Size", "Tie"]
+__all__ = ["NameRule", "NamesFile", "Size", "Tie"]
 
 _MAX_DIMS = 16
 _MAX_PARTS = 4096
@@ -54,7 +54,7 @@ Side = Literal["from", "to"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """How parts of one side lie in a whole of the other. A plain renaming is one part that is all of its whole.
 
     Attributes:
@@ -79,7 +79,7 @@ class Rule:
     lay: Mapping[str, int] = field(default_factory=dict)
     stack: Mapping[str, int] = field(default_factory=dict)
 
-    def reversed(self) -> Rule:
+    def reversed(self) -> NameRule:
         """The same rule with its sides exchanged."""
         if not self.is_list and not self.lay and not self.stack:
             # One name on each side: the parts are those of `from`, whichever way.
@@ -133,7 +133,7 @@ class NamesFile:
         other: what happens to keys that no rule names.
     """
 
-    rules: tuple[Rule | Tie, ...]
+    rules: tuple[NameRule | Tie, ...]
     sizes: Mapping[str, Size] = field(default_factory=dict)
     other: Literal["keep", "refuse"] = "keep"
 
@@ -243,7 +243,7 @@ def _expression(at: At, value: object) -> Expression:
         raise at.error(str(error)) from None
 
 
-def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> Rule | Tie:
+def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> NameRule | Tie:
     if isinstance(value, Mapping) and "tied" in value:
         return _tie(at, value)
     fields = read_fields(at, value, required=("from", "to"), optional=("transpose", "join", "turns", "lay", "stack"))
@@ -263,7 +263,7 @@ def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> Rule | Tie:
         raise (at / other_side).error(
             f"the index `{{{index}}}` does not stand on the side of the parts: which one would be meant?"
         )
-    rule = Rule(
+    rule = NameRule(
         parts=names[parts_side],
         whole=names[other_side][0],
         parts_side=parts_side,
@@ -284,7 +284,7 @@ def _only(names: Mapping[str, tuple[Template, ...]], side: Side) -> list[str]:
     return [name for name in names[side][0].variables if name not in other]
 
 
-def _check_rule(at: At, rule: Rule, only: Sequence[str]) -> None:
+def _check_rule(at: At, rule: NameRule, only: Sequence[str]) -> None:
     twice = next((index for index in rule.lay if index in rule.stack), None)
     if twice is not None:
         raise at.error(f"`lay` and `stack` both name {show(twice)}")
@@ -384,7 +384,7 @@ def _expression_value(expression: Expression) -> int | str:
     return int(expression.text) if expression.text.isdigit() else expression.text
 
 
-def _rule_mapping(rule: Rule | Tie) -> dict[str, object]:
+def _rule_mapping(rule: NameRule | Tie) -> dict[str, object]:
     if isinstance(rule, Tie):
         return {rule.side: rule.name.text, "tied": rule.tied.text}
     parts = [part.text for part in rule.parts]

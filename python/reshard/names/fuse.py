@@ -18,9 +18,9 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.names.file import Rule
+    from reshard.names.file import NameRule
 
-__all__ = ["Fusion", "Shape", "fused", "split"]
+__all__ = ["Fusion", "Shape", "fuse_parts", "split_whole"]
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -38,7 +38,7 @@ class Fusion:
         counts: how many values each index takes that only the parts have.
     """
 
-    rule: Rule
+    rule: NameRule
     extents: tuple[Shape, ...]
     turns: tuple[int, ...]
     counts: Mapping[str, int]
@@ -97,14 +97,14 @@ class Fusion:
         return self.rule.transpose or range(len(self.extents[entry]))
 
 
-def members(rule: Rule, counts: Mapping[str, int]) -> list[tuple[int, tuple[int, ...]]]:
+def members(rule: NameRule, counts: Mapping[str, int]) -> list[tuple[int, tuple[int, ...]]]:
     """Every part of a whole: its entry in the rule, and its own indices."""
     values = list(itertools.product(*(range(counts[index]) for index in rule.indices)))
     return [(entry, one) for entry in range(len(rule.parts)) for one in values]
 
 
-def fused(
-    rule: Rule, parts: Sequence[tuple[str, Shape]], counts: Mapping[str, int], sizes: Mapping[str, int]
+def fuse_parts(
+    rule: NameRule, parts: Sequence[tuple[str, Shape]], counts: Mapping[str, int], sizes: Mapping[str, int]
 ) -> Fusion:
     """The fusion of parts.
 
@@ -156,7 +156,7 @@ def fused(
     return Fusion(rule, tuple(extents), tuple(turns), counts)
 
 
-def split(rule: Rule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusion:
+def split_whole(rule: NameRule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusion:
     """The fusion whose whole is given.
 
     Args:
@@ -208,7 +208,7 @@ def split(rule: Rule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusio
 # -- checks
 
 
-def _turns(rule: Rule, sizes: Mapping[str, int]) -> list[int] | None:
+def _turns(rule: NameRule, sizes: Mapping[str, int]) -> list[int] | None:
     """The turns of the parts; None if they have one each."""
     values = []
     for turn in rule.turns:
@@ -227,17 +227,17 @@ def _turns(rule: Rule, sizes: Mapping[str, int]) -> list[int] | None:
     return values or None
 
 
-def _transposed(rule: Rule, key: str, shape: Shape) -> Shape:
+def _transposed(rule: NameRule, key: str, shape: Shape) -> Shape:
     if rule.transpose and len(rule.transpose) != len(shape):
         raise _not_transposable(rule, key, shape)
     return tuple(shape[dim] for dim in rule.transpose) if rule.transpose else shape
 
 
-def _not_transposable(rule: Rule, key: str, shape: Shape) -> NamesError:
+def _not_transposable(rule: NameRule, key: str, shape: Shape) -> NamesError:
     return NamesError(f"{show(key)} of shape {shape} cannot be transposed by {list(rule.transpose)}", key=key)
 
 
-def _check_dims(rule: Rule, n_dims: int, key: str, shape: Shape) -> None:
+def _check_dims(rule: NameRule, n_dims: int, key: str, shape: Shape) -> None:
     asked = [*rule.lay.values(), *rule.stack.values(), *([] if rule.join is None else [rule.join])]
     if any(dim >= n_dims for dim in asked):
         raise NamesError(

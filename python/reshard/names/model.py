@@ -115,7 +115,7 @@ class NameMap(NamesFile):
         """
         values = read_config(config)
         numbers = {name: value for name, value in values.items() if _is_number(value)}
-        sizes = {name: _said(name, size, numbers, values) or size for name, size in self.sizes.items()}
+        sizes = {name: _size_from(name, size, numbers, values) or size for name, size in self.sizes.items()}
         return replace(self, sizes=sizes)
 
     def resolve(
@@ -139,7 +139,9 @@ class NameMap(NamesFile):
             [('q', (3, 4)), ('k', (3, 4)), ('other', (1,))]
         """
         sizes = {
-            name: known.choices[0].value({}) for name, size in self.sizes.items() if (known := _said(name, size, {}))
+            name: known.choices[0].value({})
+            for name, size in self.sizes.items()
+            if (known := _size_from(name, size, {}))
         }
         return resolve(self, shapes, optimizer_keys=optimizer_keys, sizes=sizes)
 
@@ -148,7 +150,7 @@ def _is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _said(
+def _size_from(
     name: str, size: Size, numbers: Mapping[str, int], config: Mapping[str, object] = MappingProxyType({})
 ) -> Size | None:
     """The size as a number, if these numbers say it, which are those of the config."""

@@ -108,10 +108,10 @@ def mapping_of_preset(text: str, config: Mapping[str, object] | None) -> dict[st
                 f"no names for the model_type {show(str(found))}", hint=f"known are {', '.join(FAMILIES)}"
             )
         name = str(found)
-    return _Writer(name, FAMILIES[name], naming, config or {}).mapping()
+    return _RuleBuilder(name, FAMILIES[name], naming, config or {}).mapping()
 
 
-class _Writer:
+class _RuleBuilder:
     """Writes the rules of one family in one naming."""
 
     def __init__(self, name: str, family: _Family, naming: str, config: Mapping[str, object]) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.errors import NamesError
-from reshard.names.file import Rule, Tie
-from reshard.names.fuse import Fusion, Shape, fused, members, split
+from reshard.names.file import NameRule, Tie
+from reshard.names.fuse import Fusion, Shape, fuse_parts, members, split_whole
 from reshard.names.templates import Templates
 from reshard.words import listed, show
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reshard.names.file import NamesFile
     from reshard.names.placement import Placement
 
-__all__ = ["ResolvedTensor", "Source", "StoredArray", "resolve"]
+__all__ = ["ResolvedTensor", "SourceTensor", "StoredArray", "resolve"]
 
 StoredArray: TypeAlias = "tuple[int, str, Shape, list[Tile]]"
 """`(file, stored name, stored shape, tiles)`."""
@@ -36,7 +36,7 @@ _Member: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceTensor:
     """A tensor of the checkpoint, as it lies in one under a new name.
 
     Attributes:
@@ -75,7 +75,7 @@ class ResolvedTensor:
 
     key: str
     shape: Shape
-    sources: tuple[Source, ...]
+    sources: tuple[SourceTensor, ...]
 
     @property
     def factors(self) -> dict[int, tuple[int, int]]:
@@ -164,7 +164,7 @@ class _Resolver:
             for one in made:
                 self._add(one)
         for key in kept:
-            self._add(ResolvedTensor(key, self.shapes[key], (Source(key),)))
+            self._add(ResolvedTensor(key, self.shapes[key], (SourceTensor(key),)))
         self._add_ties()
         place = {key: n for n, key in enumerate(self.shapes)}
         return sorted(self.new.values(), key=lambda made: place[made.sources[0].key])
@@ -173,7 +173,7 @@ class _Resolver:
         """The keys of each group by what they are in it, and the keys that no rule names."""
         templates = []
         for n, rule in enumerate(self.names.rules):
-            if isinstance(rule, Rule):
+            if isinstance(rule, NameRule):
                 templates += [(template, (n, e)) for e, template in enumerate(rule.templates("from"))]
             elif rule.side == "from":
                 templates.append((rule.name, (n, 0)))
@@ -196,7 +196,7 @@ class _Resolver:
                 continue
             n, entry = found.value
             rule = self.names.rules[n]
-            own = rule.indices if isinstance(rule, Rule) and rule.parts_side == "from" else ()
+            own = rule.indices if isinstance(rule, NameRule) and rule.parts_side == "from" else ()
             shared = tuple(sorted((name, value) for name, value in found.numbers.items() if name not in own))
             members = groups.setdefault((found.slot, n, shared), {})
             members[entry, tuple(found.numbers[name] for name in own)] = key
@@ -204,7 +204,12 @@ class _Resolver:
 
     def _refuse_nothing(self) -> None:
         back = Templates(
-            [(template, 0) for rule in self.names.rules if isinstance(rule, Rule) for template in rule.templates("to")]
+            [
+                (template, 0)
+                for rule in self.names.rules
+                if isinstance(rule, NameRule)
+                for template in rule.templates("to")
+            ]
         )
         if not self.shapes or not self.names.rules:
             return
@@ -272,7 +277,7 @@ class _Resolver:
 
     # -- one group
 
-    def _whole(self, group: _Group, rule: Rule, keys: Mapping[_Member, str]) -> Iterable[ResolvedTensor]:
+    def _whole(self, group: _Group, rule: NameRule, keys: Mapping[_Member, str]) -> Iterable[ResolvedTensor]:
         """The whole of parts."""
         slot, _, shared = group
         name = slot + rule.whole.format(dict(shared))
@@ -294,10 +299,10 @@ class _Resolver:
                     key=key,
                 )
         if not (rule.is_list or rule.transpose or rule.indices):
-            return [ResolvedTensor(name, self.shapes[firsts[0]], (Source(firsts[0]),))]
-        fusion = fused(rule, [(key, self.shapes[key]) for key in firsts], counts, self.sizes)
+            return [ResolvedTensor(name, self.shapes[firsts[0]], (SourceTensor(firsts[0]),))]
+        fusion = fuse_parts(rule, [(key, self.shapes[key]) for key in firsts], counts, self.sizes)
         shape = fusion.shape()
-        sources = (Source(keys[member], fusion.placement(*member, shape)) for member in fusion.members())
+        sources = (SourceTensor(keys[member], fusion.placement(*member, shape)) for member in fusion.members())
         return [ResolvedTensor(name, shape, tuple(sources))]
 
     def _fusions(self, groups: Mapping[_Group, Mapping[_Member, str]]) -> dict[_Group, tuple[str, Fusion]]:
@@ -309,7 +314,7 @@ class _Resolver:
             if isinstance(rule, Tie) or rule.parts_side == "from":
                 continue
             key = next(iter(keys.values()))
-            fusion = split(rule, key, self.shapes[key], self.sizes)
+            fusion = split_whole(rule, key, self.shapes[key], self.sizes)
             n_pieces += fusion.n_members
             if n_pieces > _MAX_PIECES:
                 raise NamesError(
@@ -320,18 +325,18 @@ class _Resolver:
             fusions[group] = (key, fusion)
         return fusions
 
-    def _parts(self, group: _Group, rule: Rule, whole: tuple[str, Fusion]) -> Iterable[ResolvedTensor]:
+    def _parts(self, group: _Group, rule: NameRule, whole: tuple[str, Fusion]) -> Iterable[ResolvedTensor]:
         """The parts of a whole."""
         slot, _, shared = group
         key, fusion = whole
         shape = self.shapes[key]
         for entry, values in fusion.members():
             numbers = dict(shared) | dict(zip(rule.indices, values, strict=True))
-            source = Source(key, fusion.placement(entry, values, shape), is_whole=True)
+            source = SourceTensor(key, fusion.placement(entry, values, shape), is_whole=True)
             yield ResolvedTensor(slot + rule.parts[entry].format(numbers), fusion.part_shape(entry), (source,))
 
 
-def _wrong_members(rule: Rule, group: _Group, counts: Mapping[str, int], keys: Mapping[_Member, str]) -> NamesError:
+def _wrong_members(rule: NameRule, group: _Group, counts: Mapping[str, int], keys: Mapping[_Member, str]) -> NamesError:
     """The error for a whole that lacks a part or has one too many."""
     slot, _, shared = group
     name = slot + rule.whole.format(dict(shared))

@@ -16,7 +16,7 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Found", "Template", "Templates"]
+__all__ = ["Template", "TemplateMatch", "Templates"]
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Found(Generic[T]):
+class TemplateMatch(Generic[T]):
     """What a name was found to be.
 
     Attributes:
@@ -109,20 +109,20 @@ class Templates(Generic[T]):
             # A template and what it matches are the same text once each number is a `#`.
             self._by_skeleton.setdefault(_skeleton(_VARIABLE.sub("0", template.text)), []).append((template, value))
 
-    def find(self, name: str) -> Found[T] | None:
+    def find(self, name: str) -> TemplateMatch[T] | None:
         """The first template that matches the whole name."""
         for template, value in self._by_skeleton.get(_skeleton(name), ()):
             if (numbers := template.match(name)) is not None:
-                return Found("", value, numbers)
+                return TemplateMatch("", value, numbers)
         return None
 
-    def find_state(self, name: str) -> Iterator[tuple[str, Found[T]]]:
+    def find_state(self, name: str) -> Iterator[tuple[str, TemplateMatch[T]]]:
         """The name as `<slot>.<rest>`: each rest that a template matches, the longest first."""
         at = name.find(".")
         while at >= 0:
             rest = name[at + 1 :]
             if (found := self.find(rest)) is not None:
-                yield rest, Found(name[: at + 1], found.value, found.numbers)
+                yield rest, TemplateMatch(name[: at + 1], found.value, found.numbers)
             at = name.find(".", at + 1)
 
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from reshard.formats.checkpoint2.candidates import Candidate, Folder, Order, order
 from reshard.resume.choose import evaluate
-from reshard.resume.counters import BatchSchedule, Scaling, View
+from reshard.resume.counters import BatchSchedule, EpochStep, Scaling
 from reshard.resume.decision import decide
-from reshard.resume.facts import CandidateFacts, Facts, RankView, ResumeDecision, RunFacts, Verdict
+from reshard.resume.facts import CandidateFacts, RankFolderFacts, ResumeDecision, ResumeFacts, RunFacts, Verdict
 
 __all__ = [
     "BatchSchedule",
     "Candidate",
     "CandidateFacts",
-    "Facts",
+    "EpochStep",
     "Folder",
     "Order",
-    "RankView",
+    "RankFolderFacts",
     "ResumeDecision",
+    "ResumeFacts",
     "RunFacts",
     "Scaling",
     "Verdict",
-    "View",
     "decide",
     "evaluate",
     "order",

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.resume.counters import saved_steps
-from reshard.resume.facts import CandidateFacts, Facts, Verdict
+from reshard.resume.facts import CandidateFacts, ResumeFacts, Verdict
 
 if TYPE_CHECKING:
     from reshard.config import Config
 
-__all__ = ["NOT_NEEDED", "NOT_REACHED", "UNREADABLE", "evaluate", "is_settled", "name_of", "none_to_take"]
+__all__ = ["NOT_NEEDED", "NOT_REACHED", "UNREADABLE", "evaluate", "is_settled", "name_of", "no_usable_candidate"]
 
 # Of a candidate that a restart would stop at, and of those that come after it.
 UNREADABLE = "could not be read"
@@ -20,13 +20,13 @@ NOT_REACHED = "not reached: an earlier one could not be read"
 NOT_NEEDED = "not needed: a better one is taken"
 
 
-def evaluate(config: Config, facts: Facts) -> tuple[Verdict, ...]:
+def evaluate(config: Config, facts: ResumeFacts) -> tuple[Verdict, ...]:
     """A verdict on every candidate: the first that is whole and fits is taken, unless one before it is unreadable.
 
     Example:
         >>> from reshard.config import Config
-        >>> from reshard.resume import CandidateFacts, Facts
-        >>> facts = Facts("ckpt", "root", (CandidateFacts("ckpt/iteration_00000005", 5, fault="torn"),))
+        >>> from reshard.resume import CandidateFacts, ResumeFacts
+        >>> facts = ResumeFacts("ckpt", "root", (CandidateFacts("ckpt/iteration_00000005", 5, fault="torn"),))
         >>> evaluate(Config(load_path="ckpt"), facts)
         (Verdict(path='ckpt/iteration_00000005', iteration=5, taken=False, reason='torn'),)
     """
@@ -38,7 +38,7 @@ def evaluate(config: Config, facts: Facts) -> tuple[Verdict, ...]:
         if against is None and rest is None and candidate.unreadable is not None:
             against, is_stopped = f"{UNREADABLE}: {candidate.unreadable}", True
         if against is None:
-            against = rest or _misfit(config, facts, candidate)
+            against = rest or _why_unusable(config, facts, candidate)
         is_taken = against is None and not is_stopped
         if against is None:
             rest = NOT_NEEDED if is_taken else NOT_REACHED
@@ -57,7 +57,7 @@ def is_settled(verdicts: tuple[Verdict, ...]) -> bool:
     return any(verdict.taken or verdict.reason == NOT_REACHED for verdict in verdicts)
 
 
-def _misfit(config: Config, facts: Facts, candidate: CandidateFacts) -> str | None:
+def _why_unusable(config: Config, facts: ResumeFacts, candidate: CandidateFacts) -> str | None:
     """Why a whole checkpoint is none that this run can take."""
     if not config.resume:
         return None
@@ -78,7 +78,7 @@ def _misfit(config: Config, facts: Facts, candidate: CandidateFacts) -> str | No
     return None
 
 
-def none_to_take(config: Config, facts: Facts, verdicts: tuple[Verdict, ...]) -> ReshardError:
+def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verdict, ...]) -> ReshardError:
     """The error that lists every candidate; its class says whether something is damaged, unfit or just not there."""
     if not verdicts:
         return CheckpointNotFoundError(

@@ -20,7 +20,16 @@ from reshard.errors import ArgumentError
 if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
 
-__all__ = ["Arithmetic", "BatchSchedule", "Scaling", "View", "initial_epoch", "saved_steps", "scale_steps", "view_of"]
+__all__ = [
+    "Arithmetic",
+    "BatchSchedule",
+    "EpochStep",
+    "Scaling",
+    "epoch_step",
+    "initial_epoch",
+    "saved_steps",
+    "scale_steps",
+]
 
 Arithmetic: TypeAlias = Literal["exact", "double", "float32"]
 
@@ -131,7 +140,7 @@ def initial_epoch(
 
 
 @dataclass(frozen=True)
-class View:
+class EpochStep:
     """A step as the training log shows it.
 
     Attributes:
@@ -143,7 +152,7 @@ class View:
     step: int
 
 
-def view_of(step: int, steps_per_epoch: int) -> View:
+def epoch_step(step: int, steps_per_epoch: int) -> EpochStep:
     """Where a step, counted from 1 over the whole training, lies in the epochs of the current dataset.
 
     The total count is kept when the dataset is replaced; this view of it is what changes.
@@ -152,12 +161,12 @@ def view_of(step: int, steps_per_epoch: int) -> View:
         ArgumentError: the step or the epoch is less than 1.
 
     Example:
-        >>> view_of(100, 100), view_of(101, 100)
-        (View(epoch=1, step=100), View(epoch=2, step=1))
+        >>> epoch_step(100, 100), epoch_step(101, 100)
+        (EpochStep(epoch=1, step=100), EpochStep(epoch=2, step=1))
     """
     if step < 1 or steps_per_epoch < 1:
         raise ArgumentError(f"step {step} of epochs of {steps_per_epoch} steps: expected at least 1 of each")
-    return View((step - 1) // steps_per_epoch + 1, (step - 1) % steps_per_epoch + 1)
+    return EpochStep((step - 1) // steps_per_epoch + 1, (step - 1) % steps_per_epoch + 1)
 
 
 @dataclass(frozen=True)
@@ -187,17 +196,17 @@ class BatchSchedule:
     base_units: int = 1
 
     def __post_init__(self) -> None:
-        told = f"a batch from {self.start} to {self.maximum} by {self.increment} over {self.ramp_samples} samples"
+        schedule = f"a batch from {self.start} to {self.maximum} by {self.increment} over {self.ramp_samples} samples"
         if self.start < 1 or self.increment < 1 or self.ramp_samples < 0 or self.base_units < 1:
-            raise ArgumentError(f"{told}: expected at least 1, 1 and 0")
+            raise ArgumentError(f"{schedule}: expected at least 1, 1 and 0")
         if self.maximum < self.start or (self.maximum - self.start) % self.increment:
-            raise ArgumentError(f"{told}: the increments do not lead from the start to the end")
+            raise ArgumentError(f"{schedule}: the increments do not lead from the start to the end")
         if self.n_levels > _MAX_LEVELS:
-            raise ArgumentError(f"{told}: more than {_MAX_LEVELS} levels")
+            raise ArgumentError(f"{schedule}: more than {_MAX_LEVELS} levels")
         for size in (self.start, self.increment if self.n_levels else 0):  # so every level between
             if size % self.base_units:
                 raise ArgumentError(
-                    f"{told}: the levels are no multiples of {self.base_units}, what one micro-step takes"
+                    f"{schedule}: the levels are no multiples of {self.base_units}, what one micro-step takes"
                 )
 
     @property

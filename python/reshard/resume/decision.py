@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING
 
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, UnsupportedError
-from reshard.resume.choose import evaluate, name_of, none_to_take
-from reshard.resume.restore import fresh, loading, resumed
+from reshard.resume.choose import evaluate, name_of, no_usable_candidate
+from reshard.resume.restore import continue_run, start_fresh, with_checkpoint
 from reshard.words import show
 
 if TYPE_CHECKING:
     from reshard.config import Config
-    from reshard.resume.facts import Facts, ResumeDecision
+    from reshard.resume.facts import ResumeDecision, ResumeFacts
 
 __all__ = ["decide"]
 
 
-def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fresh: bool = False) -> ResumeDecision:
+def decide(
+    config: Config, facts: ResumeFacts, *, compatible: bool = False, allow_fresh: bool = False
+) -> ResumeDecision:
     """Decide what a run resumes from, and with which counters.
 
     Args:
@@ -46,13 +48,13 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
     Example:
         >>> from reshard.config import Config
         >>> from reshard.formats.checkpoint2.common import CommonInfo
-        >>> from reshard.resume import CandidateFacts, Facts, RunFacts
+        >>> from reshard.resume import CandidateFacts, ResumeFacts, RunFacts
         >>> common = CommonInfo(step_num=400, global_step=400, epoch_num=1, global_batch_size=64)
         >>> candidates = (
         ...     CandidateFacts("ckpt/iteration_00000500", 500, "named by the tracker", fault="a file is missing"),
         ...     CandidateFacts("ckpt/iteration_00000400", 400, "next below 500", common=common),
         ... )
-        >>> facts = Facts("ckpt", "root", candidates, RunFacts(global_batch_size=128))
+        >>> facts = ResumeFacts("ckpt", "root", candidates, RunFacts(global_batch_size=128))
         >>> decision = decide(Config(load_path="ckpt", resume=True), facts)
         >>> decision.iteration, decision.initial_step, decision.data_skip_steps, decision.verdicts[0].reason
         (400, 200, 200, 'a file is missing')
@@ -63,11 +65,11 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
     if config.without_effect:
         warnings.append(f"without effect here: {', '.join(config.without_effect)}")
     if not config.load_path:
-        return fresh(config, facts, (), ["load_checkpoint is empty: nothing is loaded"], warnings)
+        return start_fresh(config, facts, (), ["load_checkpoint is empty: nothing is loaded"], warnings)
     if facts.kind in ("absent", "empty"):
         state = "does not exist" if facts.kind == "absent" else "holds no checkpoint yet"
         if config.resume and split_iteration(config.load_path)[1] is None:
-            return fresh(config, facts, (), [f"{facts.path} {state}: the training starts from nothing"], warnings)
+            return start_fresh(config, facts, (), [f"{facts.path} {state}: the training starts from nothing"], warnings)
         raise CheckpointNotFoundError(
             f"{facts.path} {state}, and load_checkpoint asks for what is in it", path=facts.path
         )
@@ -76,8 +78,8 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
     if taken is None:
         if allow_fresh and facts.kind in ("root", "rank_folders"):
             warnings.append("no checkpoint can be taken: the training starts from nothing, as `allow_fresh` says")
-            return fresh(config, facts, verdicts, [], warnings)
-        raise none_to_take(config, facts, verdicts)
+            return start_fresh(config, facts, verdicts, [], warnings)
+        raise no_usable_candidate(config, facts, verdicts)
     candidate = facts.candidates[taken]
     warnings += [
         f"{name_of(verdict)} passed over: {verdict.reason}"
@@ -88,13 +90,13 @@ def decide(config: Config, facts: Facts, *, compatible: bool = False, allow_fres
         warnings.append(f"{name_of(verdicts[taken])} has no sums: its structure was checked, its content cannot be")
     if not config.resume:
         reasons = ["resume_training is off: the weights alone are loaded, and steps count from 0"]
-        start = replace(fresh(config, facts, verdicts, reasons, warnings), fresh=False, restored=("weights",))
-        return loading(start, candidate, facts.run)
-    decision = resumed(config, facts.run, candidate, verdicts, warnings, compatible=compatible)
-    return loading(decision, candidate, facts.run)
+        start = replace(start_fresh(config, facts, verdicts, reasons, warnings), fresh=False, restored=("weights",))
+        return with_checkpoint(start, candidate, facts.run)
+    decision = continue_run(config, facts.run, candidate, verdicts, warnings, compatible=compatible)
+    return with_checkpoint(decision, candidate, facts.run)
 
 
-def _check_named(name: str, facts: Facts, warnings: list[str]) -> None:
+def _check_named(name: str, facts: ResumeFacts, warnings: list[str]) -> None:
     """A file that `resume_training` names is one of each rank's folder; elsewhere it names nothing."""
     if facts.kind == "root":
         raise UnsupportedError(

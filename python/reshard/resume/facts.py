@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
-    from reshard.resume.counters import Scaling, View
+    from reshard.resume.counters import EpochStep, Scaling
 
-__all__ = ["CandidateFacts", "Facts", "Kind", "RankView", "Restored", "ResumeDecision", "RunFacts", "Verdict"]
+__all__ = [
+    "CandidateFacts",
+    "Kind",
+    "RankFolderFacts",
+    "Restored",
+    "ResumeDecision",
+    "ResumeFacts",
+    "RunFacts",
+    "Verdict",
+]
 
 Kind: TypeAlias = Literal["absent", "empty", "root", "rank_folders", "single", "pretrained", "other"]
 Restored: TypeAlias = Literal["weights", "optimizer", "counters", "loss scale", "data position"]
@@ -53,7 +62,7 @@ class CandidateFacts:
 
 
 @dataclass(frozen=True)
-class RankView:
+class RankFolderFacts:
     """What one rank's folder of a Checkpoint 1.0 tree offers.
 
     Attributes:
@@ -96,7 +105,7 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ResumeFacts:
     """All that a decision is made of, beside the configuration.
 
     Attributes:
@@ -115,7 +124,7 @@ class Facts:
     candidates: tuple[CandidateFacts, ...] = ()
     run: RunFacts = RunFacts()
     warnings: tuple[str, ...] = ()
-    ranks: tuple[RankView, ...] = ()
+    ranks: tuple[RankFolderFacts, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,8 +182,8 @@ class ResumeDecision:
     initial_step: int = 0
     global_step: int = 0
     initial_epoch: int = 0
-    next_sink: View | None = None
-    next_step: View | None = None
+    next_sink: EpochStep | None = None
+    next_step: EpochStep | None = None
     consumed_samples: int | None = 0
     data_skip_steps: int = 0
     skip_micro_steps: int | None = None

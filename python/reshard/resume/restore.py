@@ -12,24 +12,24 @@ from reshard.errors import ArgumentError
 from reshard.resume.counters import (
     Arithmetic,
     BatchSchedule,
+    EpochStep,
     Scaling,
-    View,
+    epoch_step,
     initial_epoch,
     saved_steps,
     scale_steps,
-    view_of,
 )
-from reshard.resume.facts import CandidateFacts, Facts, Restored, ResumeDecision, RunFacts, Verdict
+from reshard.resume.facts import CandidateFacts, Restored, ResumeDecision, ResumeFacts, RunFacts, Verdict
 
 if TYPE_CHECKING:
     from reshard.config import Config
     from reshard.formats.checkpoint2.common import CommonInfo
 
-__all__ = ["fresh", "loading", "resumed"]
+__all__ = ["continue_run", "start_fresh", "with_checkpoint"]
 
 
-def fresh(
-    config: Config, facts: Facts, verdicts: tuple[Verdict, ...], reasons: list[str], warnings: list[str]
+def start_fresh(
+    config: Config, facts: ResumeFacts, verdicts: tuple[Verdict, ...], reasons: list[str], warnings: list[str]
 ) -> ResumeDecision:
     """The decision of a run whose steps count from 0."""
     run, batches = facts.run, _Batches.of(config, facts.run)
@@ -46,7 +46,7 @@ def fresh(
     )
 
 
-def loading(decision: ResumeDecision, candidate: CandidateFacts, run: RunFacts) -> ResumeDecision:
+def with_checkpoint(decision: ResumeDecision, candidate: CandidateFacts, run: RunFacts) -> ResumeDecision:
     """The decision, and what is to be loaded for it."""
     reasons, is_resharded = decision.reasons, None
     if candidate.world_size is not None and run.world_size is not None:
@@ -63,7 +63,7 @@ def loading(decision: ResumeDecision, candidate: CandidateFacts, run: RunFacts) 
     )
 
 
-def resumed(
+def continue_run(
     config: Config,
     run: RunFacts,
     candidate: CandidateFacts,
@@ -90,7 +90,7 @@ def resumed(
     scaling = of_samples if run.scale_steps else None
     initial = steps if scaling is None else scaling.steps
     if run.scale_steps:
-        batches.tell(steps, scaling, reasons, warnings)
+        batches.explain(steps, scaling, reasons, warnings)
     elif of_samples is not None:
         reasons.append(f"global_batch_size {batches.saved} -> {batches.new}: steps count on from {steps}, not scaled")
     consumed = batches.consumed_at(steps) if common.consumed_samples is None else common.consumed_samples
@@ -179,7 +179,7 @@ class _Batches:
             return self.new or self.saved
         return None if consumed is None else self.schedule.size_at(consumed, compatible=self.arithmetic != "exact")
 
-    def tell(self, steps: int, scaling: Scaling | None, reasons: list[str], warnings: list[str]) -> None:
+    def explain(self, steps: int, scaling: Scaling | None, reasons: list[str], warnings: list[str]) -> None:
         """What was scaled and what was rounded, or why nothing was."""
         if self.schedule is not None:
             reasons.append("the batch grows with the samples seen: steps are not scaled")
@@ -210,14 +210,14 @@ def _initial_epoch(config: Config, run: RunFacts, common: CommonInfo, initial: i
     )
 
 
-def _next_sink(config: Config, run: RunFacts, initial: int) -> View | None:
+def _next_sink(config: Config, run: RunFacts, initial: int) -> EpochStep | None:
     if not config.sink_mode or config.sink_size is None or run.steps_per_epoch is None:
         return None
-    return view_of(initial + config.sink_size, run.steps_per_epoch)
+    return epoch_step(initial + config.sink_size, run.steps_per_epoch)
 
 
-def _next_step(run: RunFacts, initial: int) -> View | None:
-    return None if run.steps_per_epoch is None else view_of(initial + 1, run.steps_per_epoch)
+def _next_step(run: RunFacts, initial: int) -> EpochStep | None:
+    return None if run.steps_per_epoch is None else epoch_step(initial + 1, run.steps_per_epoch)
 
 
 def _data_skip(config: Config, initial: int, reasons: list[str]) -> int:

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from reshard.group import Group
     from reshard.torch.placements import Digit
 
-__all__ = ["Known", "distinct", "layout_of"]
+__all__ = ["RankValues", "gather_distinct", "layout_of"]
 
-Known: TypeAlias = "list[tuple[Any, list[int]]]"
+RankValues: TypeAlias = "list[tuple[Any, list[int]]]"
 """Every value that ranks have, once, with the ranks that have it, ascending."""
 
 _Place: TypeAlias = tuple[tuple[str, ...], int]
 V = TypeVar("V")
 
 
-def distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float) -> list[Known]:
+def gather_distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float) -> list[RankValues]:
     """What the ranks know, part by part: each value once, with the ranks that have it.
 
     Args:
@@ -56,7 +56,7 @@ def distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float)
 
     Example:
         >>> from reshard.group import SingleProcess
-        >>> distinct(SingleProcess(), [{"w": 1}, 7], timeout=10)
+        >>> gather_distinct(SingleProcess(), [{"w": 1}, 7], timeout=10)
         [[({'w': 1}, [0])], [(7, [0])]]
     """
     if group.world_size == 1:
@@ -113,14 +113,14 @@ def layout_of(
         >>> layout_of([(row, [0, 1])], [(held, [0, 1])])[0]
         {'mesh': {'tp': 2}, 'rules': [{'match': 'a.w', 'cut': ['tp']}, {'match': '*'}]}
     """
-    held_model, held_optimizer = _Held.of(model), _Held.of(optimizer)
+    held_model, held_optimizer = _HeldTensors.of(model), _HeldTensors.of(optimizer)
     try:
-        return _Maker(_one_row(rows), held_model, held_optimizer, aliases or {}).mapping(), None
-    except _UnsaidError as reason:
+        return _LayoutBuilder(_one_row(rows), held_model, held_optimizer, aliases or {}).mapping(), None
+    except _NoLayoutError as reason:
         return None, str(reason)
 
 
-class _UnsaidError(Exception):
+class _NoLayoutError(Exception):
     """No layout file can say it."""
 
 
@@ -129,7 +129,7 @@ def _digest(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldTensors:
     """Which tensors there are, and who holds them.
 
     Attributes:
@@ -141,7 +141,7 @@ class _Held:
     holders: dict[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, known: Sequence[tuple[Mapping[str, Partition], Sequence[int]]]) -> _Held:
+    def of(cls, known: Sequence[tuple[Mapping[str, Partition], Sequence[int]]]) -> _HeldTensors:
         partitions: dict[str, Partition] = {}
         kinds: dict[str, list[int]] = {}
         for kind, (held, ranks) in enumerate(known):
@@ -151,8 +151,8 @@ class _Held:
                     partitions[key] = first if first.unsaid else partition
                 elif first != partition:
                     raise MismatchError(
-                        f"{show(key)} is {_words(first)} on rank {known[kinds[key][0]][1][0]} and {_words(partition)} "
-                        f"on rank {ranks[0]}",
+                        f"{show(key)} is {_describe(first)} on rank {known[kinds[key][0]][1][0]} and "
+                        f"{_describe(partition)} on rank {ranks[0]}",
                         key=key,
                         hint="different tensors need different names: give stages of a pipeline the names that they "
                         "have in the whole model",
@@ -166,7 +166,7 @@ class _Held:
         return cls(partitions, {key: sets[tuple(of_key)] for key, of_key in kinds.items()})
 
 
-def _words(partition: Partition) -> str:
+def _describe(partition: Partition) -> str:
     cuts = {dim: [size for line in lines for size in [_size(line)]] for dim, lines in enumerate(partition.cuts)}
     cut = "".join(f", dim {dim} cut by {' x '.join(map(str, sizes))}" for dim, sizes in cuts.items() if sizes)
     return f"of shape {partition.shape}{cut}"
@@ -180,17 +180,17 @@ def _one_row(rows: Sequence[tuple[Row, Sequence[int]]]) -> Row:
     """The row that all ranks stand in, with all spans that any of them knows."""
     orders = {row.order for row, _ in rows}
     if len(orders) > 1:
-        raise _UnsaidError("the meshes of the ranks order them differently")
+        raise _NoLayoutError("the meshes of the ranks order them differently")
     return Row(rows[0][0].n_ranks, orders.pop(), frozenset().union(*(row.spans for row, _ in rows)))
 
 
 @dataclass(frozen=True)
-class _Maker:
+class _LayoutBuilder:
     """Makes the mapping and checks it."""
 
     row: Row
-    model: _Held
-    optimizer: _Held
+    model: _HeldTensors
+    optimizer: _HeldTensors
     aliases: Mapping[str, str]
     axes: dict[str, Digit] = field(default_factory=dict)  # the mesh: the span of each axis, outermost first
     places: dict[tuple[int, ...], _Place | None] = field(default_factory=dict)  # of each set of ranks
@@ -199,7 +199,7 @@ class _Maker:
         held = {**self.model.partitions, **self.optimizer.partitions}
         for key, partition in held.items():
             if partition.unsaid:
-                raise _UnsaidError(f"{show(key)}: {partition.unsaid}")
+                raise _NoLayoutError(f"{show(key)}: {partition.unsaid}")
         self._make_mesh()
         shapes = {key: partition.shape for key, partition in held.items()}
         expected = {
@@ -211,9 +211,9 @@ class _Maker:
             mapping = self._mapping({key: expected[key] for key in seen}, held)
             if optimizer is not None:
                 mapping["optimizer"] = optimizer
-            if self._is_right(mapping, shapes, expected):
+            if self._describes(mapping, shapes, expected):
                 return mapping
-        raise _UnsaidError("no rules describe how its tensors are cut")
+        raise _NoLayoutError("no rules describe how its tensors are cut")
 
     # -- the mesh
 
@@ -226,19 +226,19 @@ class _Maker:
             positions = sorted(position[rank] for rank in ranks)
             line = digits_of(positions)
             if line is None or any(n_ranks % outer for outer, _ in line):
-                raise _UnsaidError(f"ranks {listed(ranks)} alone hold some tensors, which is no part of a mesh")
+                raise _NoLayoutError(f"ranks {listed(ranks)} alone hold some tensors, which is no part of a mesh")
             free[ranks] = positions[0], line
         spans = {(outer, inner) for outer, inner, _ in self.row.spans} | {d for _, line in free.values() for d in line}
         bounds = sorted({1, n_ranks} | {bound for span in spans for bound in span})
         for inner, outer in itertools.pairwise(bounds):
             if outer % inner:
-                raise _UnsaidError(f"its meshes do not fit into one: {outer} ranks are no multiple of {inner}")
+                raise _NoLayoutError(f"its meshes do not fit into one: {outer} ranks are no multiple of {inner}")
         digits = [(outer, inner) for inner, outer in itertools.pairwise(bounds)][::-1]
         fixed = {
             ranks: [d for d in digits if not any(o >= d[0] and i <= d[1] for o, i in line)]
             for ranks, (_, line) in free.items()
         }
-        self.axes.update(_named(digits, self.row, {digit for of_set in fixed.values() for digit in of_set}))
+        self.axes.update(_axis_names(digits, self.row, {digit for of_set in fixed.values() for digit in of_set}))
         name_of = {digit: name for name, digit in self.axes.items()}
         for ranks, of_set in fixed.items():
             at = 0
@@ -288,7 +288,7 @@ class _Maker:
             mapping["place"] = places
         return LayoutFile.from_mapping(mapping).to_mapping()
 
-    def _is_right(
+    def _describes(
         self, mapping: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, Any]
     ) -> bool:
         try:
@@ -316,7 +316,7 @@ def _trimmed(cut: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
     return cut
 
 
-def _named(digits: Sequence[Digit], row: Row, placing: Collection[Digit]) -> dict[str, Digit]:
+def _axis_names(digits: Sequence[Digit], row: Row, placing: Collection[Digit]) -> dict[str, Digit]:
     """A name for each axis: the mesh dim's where one alone is meant, else a made-up one."""
     names: dict[Digit, set[str]] = {}
     meant: dict[str, set[Digit]] = {}

@@ -1,7 +1,7 @@
 """Saving before the machine is taken away: how ranks that learn of it at different steps save at the same one.
 
 A signal only sets a flag. At the end of its step s the rank that saw it posts a *notice* on a board, "save at step
-s + 1", and every rank looks at the board at the end of each of its steps: one question to the rendezvous store, no
+s + 1", and every rank looks at the board at the end of each of its steps: one operation to the rendezvous store, no
 collective. At the step of the notice, or the first one after it, a rank asks the others where they are. If all are at
 the same step, that is where they save; else all now know the highest step, and meet again one step after it.
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     from reshard.group import Group
 
-__all__ = ["EXIT_CODE", "LAST_WORDS_S", "Board", "Notice", "Rendezvous", "Signals", "board_of"]
+__all__ = ["EXIT_CODE", "EXIT_GRACE_S", "Notice", "NoticeStore", "Rendezvous", "Signals", "notice_store_of"]
 
 EXIT_CODE = 75
 """What a process ends with that was told to end and has saved: EX_TEMPFAIL, "try again later"."""
 
-LAST_WORDS_S = 5.0
+EXIT_GRACE_S = 5.0
 """Seconds that there always are for what is to be done before the end."""
 
 _log = logging.getLogger("reshard")
@@ -129,7 +129,7 @@ class Notice:
     seconds: float
 
 
-class Board(Protocol):
+class NoticeStore(Protocol):
     """Where a rank can leave word, and look for it without waiting."""
 
     def post(self, name: str, text: str) -> None:
@@ -139,7 +139,7 @@ class Board(Protocol):
         """The text, if there is one."""
 
 
-class _OwnBoard:
+class _LocalNoticeStore:
     """The board of a process that is alone."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class _OwnBoard:
         return self._texts.get(name)
 
 
-class _StoreBoard:
+class _TorchNoticeStore:
     """The rendezvous store of torch.distributed."""
 
     def __init__(self, group: TorchGroup) -> None:
@@ -160,40 +160,40 @@ class _StoreBoard:
         self._is_lost = False
 
     def post(self, name: str, text: str) -> None:
-        self._ask(lambda: self._store.compare_set(f"notice/{name}", "", text))
+        self._call(lambda: self._store.compare_set(f"notice/{name}", "", text))
 
     def read(self, name: str) -> str | None:
-        found = self._ask(lambda: self._store.check([f"notice/{name}"]))
-        text = self._ask(lambda: self._store.get(f"notice/{name}")) if found else None
+        found = self._call(lambda: self._store.check([f"notice/{name}"]))
+        text = self._call(lambda: self._store.get(f"notice/{name}")) if found else None
         return None if text is None else text.decode()
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def _call(self, operation: Callable[[], Any]) -> Any:
         """A server that is gone costs the notices, not the training."""
         if self._is_lost:
             return None
         try:
-            return question()
+            return operation()
         except RuntimeError as error:
             self._is_lost = True
             _log.warning("the rendezvous store is lost, and with it emergency saves: %s", error)
             return None
 
 
-def board_of(group: Group) -> Board | None:
+def notice_store_of(group: Group) -> NoticeStore | None:
     """The board of a group; None if it has none. A group of a user's own has one if it has `post` and `read`.
 
     Example:
         >>> from reshard.group import SingleProcess
-        >>> board = board_of(SingleProcess())
+        >>> board = notice_store_of(SingleProcess())
         >>> board.read("a")
         >>> board.post("a", "word")
         >>> board.read("a")
         'word'
     """
     if group.world_size == 1:
-        return _OwnBoard()
+        return _LocalNoticeStore()
     if isinstance(group, TorchGroup):
-        return _StoreBoard(group)
+        return _TorchNoticeStore(group)
     has_one = callable(getattr(group, "post", None)) and callable(getattr(group, "read", None))
     return group if has_one else None  # type: ignore[return-value]
 
@@ -208,7 +208,7 @@ class Rendezvous:
         drift: steps by which one rank can be ahead of another, at least 1.
     """
 
-    def __init__(self, group: Group, board: Board, run: str, drift: int = 1) -> None:
+    def __init__(self, group: Group, board: NoticeStore, run: str, drift: int = 1) -> None:
         self._group = group
         self._board = board
         self._run = run
@@ -216,12 +216,12 @@ class Rendezvous:
         self._number = 0  # of the next notice
         self._target: tuple[Notice, float] | None = None  # and when it was seen
 
-    def ask(self, step: int, why: str, *, leave: bool, seconds: float) -> None:
+    def post(self, step: int, why: str, *, leave: bool, seconds: float) -> None:
         """Post a notice at the end of a step, unless there is one."""
         notice = Notice(step + self._drift, why, leave, seconds)
         self._board.post(self._name, json.dumps(asdict(notice)))
 
-    def look(self, step: int, timeout: float) -> Notice | None:
+    def poll(self, step: int, timeout: float) -> Notice | None:
         """What is to be done now, at the end of a step, by all ranks; None: go on.
 
         Args:
@@ -245,7 +245,7 @@ class Rendezvous:
         left_s = notice.seconds - (time.monotonic() - seen)
         try:
             # However late it is: the others may come at once.
-            steps = Collective(session(self._group, "notice"), min(timeout, max(left_s, LAST_WORDS_S))).share(step)
+            steps = Collective(session(self._group, "notice"), min(timeout, max(left_s, EXIT_GRACE_S))).share(step)
         except BaseException:
             self._target = None
             self._number += 1

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, NoReturn
 from reshard.collective import Collective
 from reshard.errors import ReshardError
 from reshard.group import session
-from reshard.torch.emergency import EXIT_CODE, LAST_WORDS_S
+from reshard.torch.emergency import EXIT_CODE, EXIT_GRACE_S
 
 if TYPE_CHECKING:
     from reshard.group import Group
     from reshard.torch.emergency import Signals
     from reshard.torch.saving import Saver
 
-__all__ = ["leave", "save_after", "save_and_leave"]
+__all__ = ["exit_process", "save_after", "save_and_exit"]
 
 _log = logging.getLogger("reshard")
 
 
-def save_and_leave(saver: Saver, signals: Signals, step: int, why: str, seconds: float) -> NoReturn:
+def save_and_exit(saver: Saver, signals: Signals, step: int, why: str, seconds: float) -> NoReturn:
     """Save within so many seconds and end the process. What is under way in the background is waited for.
 
     Raises:
@@ -42,13 +42,13 @@ def save_and_leave(saver: Saver, signals: Signals, step: int, why: str, seconds:
     saved, message = True, f"iteration {step} is saved"
     if run.saved != step:
         try:
-            saver.save(step, blocking=True, timeout=max(deadline - time.monotonic(), LAST_WORDS_S))
+            saver.save(step, blocking=True, timeout=max(deadline - time.monotonic(), EXIT_GRACE_S))
         except ReshardError as error:
             saved, message = False, f"iteration {step} is not saved: {error}"
-    leave(saver.group, signals, message, saved=saved)
+    exit_process(saver.group, signals, message, saved=saved)
 
 
-def leave(group: Group, signals: Signals, message: str, *, saved: bool) -> NoReturn:
+def exit_process(group: Group, signals: Signals, message: str, *, saved: bool) -> NoReturn:
     """End the process, with a last word.
 
     Raises:
@@ -56,7 +56,7 @@ def leave(group: Group, signals: Signals, message: str, *, saved: bool) -> NoRet
     """
     try:
         # Rank 0 may serve the store: it leaves last.
-        session(group, "leaving").gather(None, timeout=LAST_WORDS_S)
+        session(group, "leaving").gather(None, timeout=EXIT_GRACE_S)
     except ReshardError as error:
         _log.debug("leaving: %s", error)
     _log.log(logging.WARNING if saved else logging.ERROR, "%s; leaving", message)

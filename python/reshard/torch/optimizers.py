@@ -22,13 +22,23 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Live", "Record", "Wanted", "live_optimizers", "merged", "options_of", "plain", "record_of", "set_options"]
+__all__ = [
+    "NamedOptimizer",
+    "OptimizerRecord",
+    "StateUpdate",
+    "merge_records",
+    "named_optimizers",
+    "plain",
+    "record_state",
+    "saved_options",
+    "set_options",
+]
 
 _OURS = ("params", "param_names")  # what a group has that is no option
 
 
 @dataclass(frozen=True, eq=False)
-class Live:
+class NamedOptimizer:
     """One optimizer.
 
     Attributes:
@@ -53,7 +63,7 @@ class Live:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class OptimizerRecord:
     """What is to be known of optimizers besides tensors; the file has it as `to_value` makes it.
 
     Attributes:
@@ -81,7 +91,7 @@ class Record:
         }
 
     @classmethod
-    def from_value(cls, value: Mapping[str, Any]) -> Record:
+    def from_value(cls, value: Mapping[str, Any]) -> OptimizerRecord:
         """What `to_value` made.
 
         Raises:
@@ -118,7 +128,7 @@ def _slots_of(rows: Sequence[Any]) -> dict[str, tuple[str, ...]]:
     return {str(name): tuple(map(str, slots)) for slots, names in rows for name in names}
 
 
-def live_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Live]:
+def named_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[NamedOptimizer]:
     """The optimizers that a caller means.
 
     Args:
@@ -132,7 +142,7 @@ def live_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Live]:
     given: list[Any] = [] if optimizer is None else [optimizer]
     if isinstance(optimizer, Sequence):
         given = list(optimizer)
-    lives: list[Live] = []
+    optimizers: list[NamedOptimizer] = []
     taken: set[int] = set()
     for one in given:
         local = _local(one)
@@ -149,8 +159,8 @@ def live_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Live]:
         if not taken.isdisjoint(names):
             raise ArgumentError(f"two optimizers hold {show(names[min(taken & names.keys())])}")
         taken.update(names)
-        lives.append(Live(one, local, names))
-    return lives
+        optimizers.append(NamedOptimizer(one, local, names))
+    return optimizers
 
 
 def _local(optimizer: Any) -> Any:
@@ -174,15 +184,15 @@ def _local(optimizer: Any) -> Any:
     return optimizer
 
 
-def record_of(lives: Iterable[Live]) -> tuple[dict[str, torch.Tensor], Record]:
+def record_state(optimizers: Iterable[NamedOptimizer]) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
     """The tensors of the state by name, live; and what is to be known besides.
 
     Raises:
         UnsupportedError: a slot has a name that could not be read back.
     """
     tensors: dict[str, torch.Tensor] = {}
-    record = Record()
-    for live in lives:
+    record = OptimizerRecord()
+    for live in optimizers:
         for index, group in enumerate(live.optimizer.param_groups):
             options = {name: plain(value) for name, value in group.items() if name not in _OURS}
             names = [live.names[id(p)] for p in group["params"]]
@@ -205,13 +215,13 @@ def record_of(lives: Iterable[Live]) -> tuple[dict[str, torch.Tensor], Record]:
     return tensors, record
 
 
-def merged(records: Sequence[Record]) -> Record:
+def merge_records(records: Sequence[OptimizerRecord]) -> OptimizerRecord:
     """One record of what several ranks know of their parameters; where they differ the first counts.
 
     Raises:
         MismatchError: ranks have one parameter in groups of different options.
     """
-    whole = Record()
+    whole = OptimizerRecord()
     where: dict[str, dict[str, Any]] = {}
     for record in records:
         for group in record.groups:
@@ -291,7 +301,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class StateUpdate:
     """What is to become of the state of one parameter.
 
     Attributes:
@@ -304,7 +314,7 @@ class Wanted:
         plain: slots that are plain tensors, whatever the parameter is.
     """
 
-    live: Live
+    live: NamedOptimizer
     parameter: torch.Tensor
     group: dict[str, Any]
     fill: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -350,13 +360,13 @@ class Wanted:
         return made
 
 
-def options_of(
-    lives: Iterable[Live], record: Record, known_name: Callable[[str], str]
+def saved_options(
+    optimizers: Iterable[NamedOptimizer], record: OptimizerRecord, known_name: Callable[[str], str]
 ) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
     """The options that each live group had: `(group, options)`.
 
     Args:
-        lives: the optimizers.
+        optimizers: the optimizers.
         record: what was saved.
         known_name: the name in the record of a parameter.
 
@@ -365,7 +375,7 @@ def options_of(
     """
     home = {name: group for group in record.groups for name in group["params"]}
     found: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
-    for live in lives:
+    for live in optimizers:
         for index, group in enumerate(live.optimizer.param_groups):
             names = [name for p in group["params"] if (name := known_name(live.names[id(p)])) in home]
             saved = [home[name] for name in names]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reshard.torch.saving import Saver
     from reshard.torch.state import Described
 
-__all__ = ["check_has_content", "check_state", "claim", "rehearse"]
+__all__ = ["check_has_content", "check_state", "claim", "dry_run"]
 
 
 def check_has_content(described: Described, root: str) -> None:
@@ -73,7 +73,7 @@ def _check_one(state: object, name: str) -> None:
         raise ArgumentError(f"`{name}` has state that cannot be saved: {error.message}", hint=error.hint) from error
 
 
-def rehearse(saver: Saver, described: Described, extra: Mapping[str, Any], step: int) -> None:
+def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: int) -> None:
     """Do what a save does before it writes, all ranks together, without the contents of tensors.
 
     Args:

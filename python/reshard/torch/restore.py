@@ -13,7 +13,7 @@ import torch
 
 from reshard import dtypes
 from reshard.errors import MismatchError
-from reshard.torch.optimizers import Record, Wanted, options_of, set_options
+from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_options, set_options
 from reshard.torch.tensors import as_tensor, from_tensor
 from reshard.words import listed, show
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reshard.torch.optimizers import Live
+    from reshard.torch.optimizers import NamedOptimizer
     from reshard.torch.state import Described
 
 __all__ = ["Report", "apply"]
@@ -200,10 +200,10 @@ class _Restore:
     shared: list[str] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)  # what other ranks kept for themselves
     fills: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # key, live, loaded
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: list[StateUpdate] = field(default_factory=list)
     calls: list[tuple[Callable[[Any], object], Any]] = field(default_factory=list)
     options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)  # of groups
-    record: Record | None = None
+    record: OptimizerRecord | None = None
     _used: set[str] = field(default_factory=set)
 
     # -- what is to be done
@@ -248,12 +248,14 @@ class _Restore:
             )
 
     def match_optimizers(self) -> None:
-        lives = self.described.live.lives
-        if self.extra["optimizer"] and lives:
-            self.record = Record.from_value(self.extra["optimizer"])
-        given = self._state_arrays(lives)
-        kinds = {name: group["class"] for group in (self.record or Record()).groups for name in group["params"]}
-        for live in lives:
+        optimizers = self.described.live.optimizers
+        if self.extra["optimizer"] and optimizers:
+            self.record = OptimizerRecord.from_value(self.extra["optimizer"])
+        given = self._state_arrays(optimizers)
+        kinds = {
+            name: group["class"] for group in (self.record or OptimizerRecord()).groups for name in group["params"]
+        }
+        for live in optimizers:
             for name, (parameter, group) in live.owned().items():
                 known = name if self.record is None else self._known_name(name)
                 if kinds.get(known, live.kind) != live.kind:
@@ -269,7 +271,9 @@ class _Restore:
                     self.unfit += kept
                     self.missing += kept
                     continue
-                self._match_state(Wanted(live, parameter, group), name, known, arrays | self.own.arrays.get(known, {}))
+                self._match_state(
+                    StateUpdate(live, parameter, group), name, known, arrays | self.own.arrays.get(known, {})
+                )
 
     def _kept_apart(self, known: str, arrays: Mapping[str, np.ndarray]) -> tuple[set[str], set[str]]:
         """The state of a parameter that ranks kept for themselves, by slot: of their parts, and copies that differ."""
@@ -277,7 +281,7 @@ class _Restore:
         parts |= {str(slot) for slot in self.own.state["parameters"].get(known, ())}
         return parts, {slot for slot in arrays if f"{slot}.{known}" in self.own.differing}
 
-    def _match_state(self, wanted: Wanted, name: str, known: str, arrays: Mapping[str, np.ndarray]) -> None:
+    def _match_state(self, wanted: StateUpdate, name: str, known: str, arrays: Mapping[str, np.ndarray]) -> None:
         """What is to become of the state of the parameter `name`, which the checkpoint calls `known`."""
         state = wanted.live.local.state.get(wanted.parameter, {})
         present = {slot for slot, value in state.items() if isinstance(value, torch.Tensor)}
@@ -322,10 +326,10 @@ class _Restore:
         self.unexpected += [self.object_name(name) for name in objects if name not in live.objects]
         if self.record is not None:
             names = {name for group in self.record.groups for name in group["params"]}
-            for one_live in live.lives:
+            for one_live in live.optimizers:
                 own = (self._known_name(name) for name in one_live.names.values())
                 self.missing += [f"options.{name}" for name in own if name not in names]
-            self.options = options_of(live.lives, self.record, self._known_name)
+            self.options = saved_options(live.optimizers, self.record, self._known_name)
 
     # -- how it fits
 
@@ -338,9 +342,9 @@ class _Restore:
         also += [self.extra["aliases"].get(name, name)]
         return next((other for other in also if other in self.record.slots), name)
 
-    def _state_arrays(self, lives: Iterable[Live]) -> dict[str, dict[str, np.ndarray]]:
+    def _state_arrays(self, optimizers: Iterable[NamedOptimizer]) -> dict[str, dict[str, np.ndarray]]:
         """The arrays of the optimizers' state: `{name: {slot: array}}`; all that is left is unexpected."""
-        name_of: dict[str, str] = {name: name for live in lives for name in live.names.values()}
+        name_of: dict[str, str] = {name: name for live in optimizers for name in live.names.values()}
         name_of |= {alias: name_of[key] for alias, key in self.described.aliases.items() if key in name_of}
         found: dict[str, dict[str, np.ndarray]] = {}
         for key, array in self.loaded.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import MismatchError
-from reshard.resume import View
+from reshard.resume import EpochStep
 from reshard.torch import rng
 from reshard.torch.restore import apply
 from reshard.torch.run import object_name
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
 
 __all__ = [
-    "How",
+    "RestoreOptions",
+    "check_has_optimizer",
     "check_restored",
-    "counted",
-    "refuse_lonely_model",
     "restore_objects",
     "restore_random",
     "restore_sampler",
     "restore_tensors",
+    "with_data_position",
 ]
 
 
 @dataclass(frozen=True)
-class How:
+class RestoreOptions:
     """How strictly, as the arguments of `Checkpointer.resume` say it."""
 
     strict: bool
@@ -51,7 +51,7 @@ class How:
     grown: bool
 
 
-def refuse_lonely_model(run: Run, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
+def check_has_optimizer(run: Run, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
     """See that a checkpoint that a run goes on from holds an optimizer, if the run has one.
 
     Raises:
@@ -59,7 +59,7 @@ def refuse_lonely_model(run: Run, found: Read, saved: Mapping[str, Any], how: Ho
     """
     if run.optimizer is None or "optimizer" in saved.get("trainer", {}) or found.has_optimizer:
         return []
-    if how.strict:
+    if options.strict:
         raise MismatchError(
             "the checkpoint holds no state of an optimizer, and the run has one",
             hint="`strict=False` lets the optimizer begin anew",
@@ -67,7 +67,7 @@ def refuse_lonely_model(run: Run, found: Read, saved: Mapping[str, Any], how: Ho
     return ["the checkpoint holds no state of an optimizer: it begins anew"]
 
 
-def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
+def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
     """Parameters, buffers, optimizers, schedulers and what else has state.
 
     Raises:
@@ -78,32 +78,34 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
         found.arrays,
         saved.get("trainer"),
         rank_local=saved.get("rank_local"),
-        strict=how.strict,
-        cast=how.cast,
-        init=how.init,
-        device=how.device,
+        strict=options.strict,
+        cast=options.cast,
+        init=options.init,
+        device=options.device,
         object_name=object_name,
     )
-    told = []
+    messages = []
     if report.missing:
-        told.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
+        messages.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
     if report.unexpected:
-        told.append(f"the run has no place for {listed(map(show, report.unexpected))}")
+        messages.append(f"the run has no place for {listed(map(show, report.unexpected))}")
     if report.shared:
-        told.append(
+        messages.append(
             f"{listed(map(show, report.shared))} differed between the {found.world_size} ranks that saved: all ranks "
             "get the first one's"
         )
-    return told
+    return messages
 
 
-def restore_objects(run: Run, found: Read, saved: Mapping[str, Any], world_size: int, how: How) -> list[str]:
+def restore_objects(
+    run: Run, found: Read, saved: Mapping[str, Any], world_size: int, options: RestoreOptions
+) -> list[str]:
     """What every rank keeps for itself, which fits the same number of ranks alone.
 
     Raises:
         MismatchError: it does not fit, and it matters.
     """
-    told = []
+    messages = []
     kept = saved.get("per rank", {})
     is_same = found.world_size == world_size
     for name, one in run.per_rank.items():
@@ -113,15 +115,17 @@ def restore_objects(run: Run, found: Read, saved: Mapping[str, Any], world_size:
             why = "the checkpoint does not have it"
             if not is_same:
                 why = f"{found.world_size} ranks saved it, and {world_size} load it"
-            told.append(f"{show(object_name(name))} is kept for each rank, and {why}")
-    told += [f"the run has no place for {show(object_name(str(name)))}" for name in kept if name not in run.per_rank]
-    if told and how.strict:
-        raise MismatchError("; ".join(told), hint="`strict=False` goes on without")
-    return told
+            messages.append(f"{show(object_name(name))} is kept for each rank, and {why}")
+    messages += [
+        f"the run has no place for {show(object_name(str(name)))}" for name in kept if name not in run.per_rank
+    ]
+    if messages and options.strict:
+        raise MismatchError("; ".join(messages), hint="`strict=False` goes on without")
+    return messages
 
 
 def restore_sampler(
-    sampler: Any, saved: Mapping[str, Any], decision: ResumeDecision, config: Config, how: How
+    sampler: Any, saved: Mapping[str, Any], decision: ResumeDecision, config: Config, options: RestoreOptions
 ) -> list[str]:
     """Put the sampler where the data is gone on with.
 
@@ -134,7 +138,7 @@ def restore_sampler(
                 return []
             seen = f"what {decision.initial_step} steps have seen"
             return [f"no sampler was given: the data starts over, unless the trainer itself skips {seen}"]
-        if how.strict:
+        if options.strict:
             raise MismatchError(
                 "the checkpoint has the state of a sampler, and the run has none", hint="`strict=False` goes on without"
             )
@@ -151,11 +155,11 @@ def restore_sampler(
         saved["sampler"],
         ignore_data_skip=config.ignore_data_skip,
         data_skip_steps=config.data_skip_steps,
-        grown=how.grown,
+        grown=options.grown,
     )
 
 
-def counted(decision: ResumeDecision, sampler: object) -> ResumeDecision:
+def with_data_position(decision: ResumeDecision, sampler: object) -> ResumeDecision:
     """The decision, with the position in the data as the sampler has it: in samples, whatever the batch size was."""
     if sampler is None:
         return replace(decision, restored=tuple(one for one in decision.restored if one != "data position"))
@@ -164,7 +168,7 @@ def counted(decision: ResumeDecision, sampler: object) -> ResumeDecision:
     return replace(
         decision,
         initial_epoch=sampler.epoch,
-        next_step=View(sampler.epoch + 1, sampler.consumed // sampler.global_batch_size + 1),
+        next_step=EpochStep(sampler.epoch + 1, sampler.consumed // sampler.global_batch_size + 1),
         consumed_samples=sampler.total,
         global_batch_size=sampler.global_batch_size,
     )

@@ -125,7 +125,7 @@ def restore(
     """
     here = _place(rank, world_size, coordinate)
     iteration = count("iteration", iteration)
-    saved = _Saved.parse(state)
+    saved = _CapturedState.parse(state)
     _numpy_stream()
     if saved.place != here:
         return derive(saved.root_seed, iteration, here["coordinate"], reason=_difference(saved.place, here))
@@ -223,12 +223,12 @@ def _as_array(generator: torch.Generator) -> np.ndarray:
 def _as_tensor(state: object, generator: torch.Generator) -> torch.Tensor:
     """The state of a torch generator, seen to be one: another of its kind has taken it."""
     if not isinstance(state, np.ndarray) or state.dtype != np.uint8 or state.ndim != 1:
-        raise _foreign(f"the stream of device {generator.device} is no array of bytes")
+        raise _invalid_state(f"the stream of device {generator.device} is no array of bytes")
     tensor = torch.from_numpy(state.copy())
     try:
         torch.Generator(generator.device).set_state(tensor)
     except RuntimeError as error:
-        raise _foreign(f"the stream of device {generator.device}: {error}") from error
+        raise _invalid_state(f"the stream of device {generator.device}: {error}") from error
     return tensor
 
 
@@ -250,7 +250,7 @@ def _difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _CapturedState:
     """A captured state that was checked: each stream but those of CUDA can be set to it."""
 
     place: dict[str, Any]
@@ -261,15 +261,15 @@ class _Saved:
     cuda: list[object]
 
     @classmethod
-    def parse(cls, state: Mapping[str, Any]) -> _Saved:
+    def parse(cls, state: Mapping[str, Any]) -> _CapturedState:
         parts = _entries("it", state, "kind", "place", "root_seed", "python", "numpy", "torch", "cuda")
         if parts["kind"] != _KIND:
-            raise _foreign(f'kind is {shown(parts["kind"])}, expected "{_KIND}"')
+            raise _invalid_state(f'kind is {shown(parts["kind"])}, expected "{_KIND}"')
         place = _entries("place", parts["place"], "rank", "world_size", "coordinate")
         if not isinstance(place["coordinate"], Mapping):
-            raise _foreign(f"coordinate is {shown(place['coordinate'])}, expected a mapping")
+            raise _invalid_state(f"coordinate is {shown(place['coordinate'])}, expected a mapping")
         if not isinstance(parts["cuda"], list | tuple):
-            raise _foreign(f"cuda is {shown(parts['cuda'])}, expected a list")
+            raise _invalid_state(f"cuda is {shown(parts['cuda'])}, expected a list")
         return cls(
             _place(**place),
             count("root_seed", parts["root_seed"], 0, MAX_SEED),
@@ -283,12 +283,12 @@ class _Saved:
 def _python_state(part: Mapping[str, Any]) -> tuple[Any, ...]:
     words, gauss = _checked_words("python", part["words"], _WORDS + 1), _checked_gauss("python", part["gauss"])
     if part["version"] != random.getstate()[0]:  # an older one is taken too, and converted
-        raise _foreign(f"the stream of python is of version {shown(part['version'])}")
+        raise _invalid_state(f"the stream of python is of version {shown(part['version'])}")
     state = (part["version"], tuple(words.tolist()), gauss)
     try:
         random.Random().setstate(state)  # noqa: S311 - it is thrown away
     except (TypeError, ValueError) as error:
-        raise _foreign(f"the stream of python: {error}") from error
+        raise _invalid_state(f"the stream of python: {error}") from error
     return state
 
 
@@ -305,21 +305,21 @@ def _numpy_state(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _entries(name: str, value: object, *names: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or set(value) != set(names):
-        raise _foreign(f"{name} is {shown(value)}, expected the entries {', '.join(names)}")
+        raise _invalid_state(f"{name} is {shown(value)}, expected the entries {', '.join(names)}")
     return value
 
 
 def _checked_words(name: str, value: object, n: int) -> np.ndarray:
     if not isinstance(value, np.ndarray) or value.dtype != np.uint32 or value.shape != (n,):
-        raise _foreign(f"the stream of {name} is no array of {n} words of 32 bits")
+        raise _invalid_state(f"the stream of {name} is no array of {n} words of 32 bits")
     return value.copy()
 
 
 def _checked_gauss(name: str, value: object) -> float | None:
     if value is not None and not isinstance(value, float):
-        raise _foreign(f"gauss of {name} is {shown(value)}, expected a float or None")
+        raise _invalid_state(f"gauss of {name} is {shown(value)}, expected a float or None")
     return value
 
 
-def _foreign(what: str) -> ArgumentError:
+def _invalid_state(what: str) -> ArgumentError:
     return ArgumentError(f"this is no captured random state: {what}")

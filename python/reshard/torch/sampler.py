@@ -6,7 +6,7 @@ the r-th of W equal runs of these. So any number of ranks, which may change at e
 order, and so does another batch size, which just takes more or fewer from there on: every sample once an epoch.
 
 The position is that of completed steps: `step` moves it, and nothing else does, however far workers fetched ahead.
-What the rules of a tail and of other data are is told at the class and at `load_state_dict`. This module reads no
+What the rules of a tail and of other data are is messages at the class and at `load_state_dict`. This module reads no
 data and talks to no other rank.
 """
 
@@ -187,7 +187,7 @@ class ElasticSampler(Sampler[int]):
             >>> sampler.epoch, sampler.consumed, sampler.total
             (1, 4, 12)
         """
-        self._state = self._after(self._state, count("n_steps", n_steps, 0))
+        self._state = self._state_after(self._state, count("n_steps", n_steps, 0))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of a later epoch; nothing, if it is the one in progress: `DistributedSampler`'s habit.
@@ -265,23 +265,23 @@ class ElasticSampler(Sampler[int]):
         sizes = f"the dataset has {self.dataset_len} samples, that of the state {saved.dataset_len}"
         is_new = saved.dataset_len != self.dataset_len
         first_epoch = saved.epoch if is_new or ignore_data_skip else saved.first_epoch
-        begun = replace(saved, dataset_len=self.dataset_len, epoch_len=self.dataset_len, first_epoch=first_epoch)
-        told: list[str] = []
+        restarted = replace(saved, dataset_len=self.dataset_len, epoch_len=self.dataset_len, first_epoch=first_epoch)
+        messages: list[str] = []
         if ignore_data_skip:
-            state_now = replace(begun, consumed=0)
-            told.append("ignore_data_skip: the data is read from its beginning")
+            state_now = replace(restarted, consumed=0)
+            messages.append("ignore_data_skip: the data is read from its beginning")
         elif data_skip_steps is not None:
             epochs, steps = divmod(count("data_skip_steps", data_skip_steps, 0), self.steps_per_epoch)
-            state_now = replace(begun, epoch=first_epoch + epochs, consumed=steps * self.global_batch_size)
-            told.append(f"data_skip_steps: {data_skip_steps} steps of data are skipped, as given")
+            state_now = replace(restarted, epoch=first_epoch + epochs, consumed=steps * self.global_batch_size)
+            messages.append(f"data_skip_steps: {data_skip_steps} steps of data are skipped, as given")
         elif not is_new:
             state_now = saved
         elif saved.consumed == 0:
-            state_now = begun
-            told.append(f"{sizes}: it is read from its beginning")
+            state_now = restarted
+            messages.append(f"{sizes}: it is read from its beginning")
         elif grown and saved.dataset_len < self.dataset_len:
             state_now = replace(saved, dataset_len=self.dataset_len)
-            told.append(f"{sizes}: epoch {saved.epoch} ends with the {saved.epoch_len} that it began with")
+            messages.append(f"{sizes}: epoch {saved.epoch} ends with the {saved.epoch_len} that it began with")
         else:
             raise MismatchError(
                 f"{sizes}, {saved.consumed} of which are consumed",
@@ -289,19 +289,19 @@ class ElasticSampler(Sampler[int]):
                 "data, so many steps of it are done), or grown=True (samples were appended)",
             )
         # Where the batch is larger now, what is left of the epoch may be less than one.
-        self._state = self._after(state_now, 0)
+        self._state = self._state_after(state_now, 0)
         if self.epoch != state_now.epoch:
             left = state_now.epoch_len - state_now.consumed
-            told.append(
+            messages.append(
                 f"the last {left} samples of epoch {state_now.epoch} make no batch of {self.global_batch_size}: dropped"
             )
-        return told
+        return messages
 
     def _steps_left(self, state: _State) -> int:
         whole, rest = divmod(state.epoch_len - state.consumed, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def _after(self, state: _State, n_steps: int) -> _State:
+    def _state_after(self, state: _State, n_steps: int) -> _State:
         """The state after so many more steps; never one at the end of an epoch."""
         total = state.total + n_steps * self.global_batch_size
         left = self._steps_left(state)
@@ -335,7 +335,7 @@ class ElasticBatches(Sampler[list[int]]):
         return _Lists(self.sampler, self.batch_size)
 
 
-class _Ahead(Iterator[Item], Generic[Item]):
+class _ReadAhead(Iterator[Item], Generic[Item]):
     """What a rank reads from the sampler's position to the end of the epoch, read ahead of the sampler.
 
     It has a state of its own for `StatefulDataLoader`, which asks for it when a batch is sent to a worker and keeps
@@ -380,7 +380,7 @@ class _Ahead(Iterator[Item], Generic[Item]):
         """The sampler's state after the whole steps that were read, and what was read of the next, in indices."""
         local = self._sampler.local_batch_size
         steps, within = divmod(self._n_computed * local - len(self._block) + self._at, local)
-        state = self._sampler._after(self._start, steps)  # noqa: SLF001
+        state = self._sampler._state_after(self._start, steps)  # noqa: SLF001
         return {"sampler": asdict(state), "within": within, "local_batch_size": local}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -399,7 +399,7 @@ class _Ahead(Iterator[Item], Generic[Item]):
         self._begin(within)
 
 
-class _Indices(_Ahead[int]):
+class _Indices(_ReadAhead[int]):
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler, 1)
 
@@ -410,7 +410,7 @@ class _Indices(_Ahead[int]):
         return self._block[self._at - 1]
 
 
-class _Lists(_Ahead[list[int]]):
+class _Lists(_ReadAhead[list[int]]):
     def __next__(self) -> list[int]:
         if self._at == len(self._block):
             self._next_block()
@@ -423,7 +423,7 @@ class _State:
     """What is saved: the position, and what the order follows from.
 
     `dataset_len` is that of the run; `epoch_len` that of the epoch in progress, shorter if the dataset grew during it;
-    `first_epoch` the one in which the present data was begun.
+    `first_epoch` the one in which the present data was restarted.
     """
 
     kind: str

@@ -21,9 +21,16 @@ from reshard import dtypes
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import state as state_format
 from reshard.group import resolve
-from reshard.torch.common_layout import distinct, layout_of
+from reshard.torch.common_layout import gather_distinct, layout_of
 from reshard.torch.modules import Named, named
-from reshard.torch.optimizers import Live, Record, live_optimizers, merged, plain, record_of
+from reshard.torch.optimizers import (
+    NamedOptimizer,
+    OptimizerRecord,
+    merge_records,
+    named_optimizers,
+    plain,
+    record_state,
+)
 from reshard.torch.placements import Partition, Placed, Row, is_sharded, place, row_of
 from reshard.torch.tensors import from_tensor
 from reshard.words import ranks_named, show
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from reshard.group import Group
-    from reshard.torch.common_layout import Known
+    from reshard.torch.common_layout import RankValues
 
 __all__ = ["Described", "LiveState", "describe"]
 
@@ -81,7 +88,7 @@ class Described:
     rank: int
     world_size: int
     live: LiveState = field(repr=False)
-    _kept: _Kept = field(repr=False)
+    _kept: _RankLocalState = field(repr=False)
 
     def to_save(self) -> dict[str, torch.Tensor]:
         """The live tensors that `saving` hands over, by key.
@@ -162,7 +169,7 @@ class Described:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _RankLocalState:
     """What a rank keeps for itself, and what it leaves to others.
 
     Attributes:
@@ -190,13 +197,13 @@ class LiveState:
 
     Attributes:
         named: the tensors of the model.
-        lives: the optimizers.
+        optimizers: the optimizers.
         objects: anything else, by name.
         states: the tensors of the optimizers' state, by key.
     """
 
     named: Named
-    lives: list[Live]
+    optimizers: list[NamedOptimizer]
     objects: Mapping[str, Any]
     states: dict[str, torch.Tensor]
 
@@ -247,17 +254,17 @@ def describe(
     """
     members = resolve(group)
     try:
-        own = _Own.of(model, optimizer, objects or {}, mesh, members)
+        own = _RankState.of(model, optimizer, objects or {}, mesh, members)
         parts: Any = own.parts(compare=compare) if members.world_size > 1 else []
     except ReshardError as error:
         if members.world_size > 1:
-            distinct(members, error, timeout)
+            gather_distinct(members, error, timeout)
         raise
     if members.world_size == 1:
         local = _local_keys([own.beside])
         record = _with_local(own.record, local)
         return own.described(_Agreed(record, own.own_state(), dict(own.live.named.aliases), local=local), members)
-    rows, models, optimizers, records, states, besides, digests = distinct(members, parts, timeout)
+    rows, models, optimizers, records, states, besides, digests = gather_distinct(members, parts, timeout)
     if compare:
         _check_objects(digests, object_name, members.world_size)
     aliases: dict[str, str] = {}
@@ -282,9 +289,13 @@ def describe(
     differing: dict[str, list[str]] = {}
     if len(states) > 1:
         sharded = {key for held, _ in of_model for key, one in held.items() if one.cuts or one.unsaid}
-        differing = _differing(distinct(members, [own.state_digests()], timeout)[0], sharded if compare else None)
+        differing = _differing(
+            gather_distinct(members, [own.state_digests()], timeout)[0], sharded if compare else None
+        )
     agreed = _Agreed(
-        record=_with_local(merged([Record.from_value(_unpacked(value["record"])) for value, _ in records]), local),
+        record=_with_local(
+            merge_records([OptimizerRecord.from_value(_unpacked(value["record"])) for value, _ in records]), local
+        ),
         state=_states(states, own, members.rank),
         aliases=aliases,
         layout=layout,
@@ -301,14 +312,14 @@ def describe(
 
 
 @dataclass(frozen=True, eq=False)
-class _Own:
+class _RankState:
     """What this rank knows by itself."""
 
     live: LiveState
     row: Row
     model: dict[str, Placed]
     optimizer: dict[str, Placed]
-    record: Record
+    record: OptimizerRecord
     shapes: dict[str, tuple[int, ...]]
     object_states: dict[str, Any]
     beside: dict[str, list[str]]
@@ -321,7 +332,7 @@ class _Own:
         objects: Mapping[str, Any],
         mesh: DeviceMesh | None,
         members: Group,
-    ) -> _Own:
+    ) -> _RankState:
         for name, one in objects.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
                 raise ArgumentError(
@@ -330,8 +341,8 @@ class _Own:
                     hint="plain values can be saved in `extra`",
                 )
         found = named(model)
-        lives = live_optimizers(optimizer, {id(tensor): key for key, tensor in found.tensors.items()})
-        states, record = record_of(lives)
+        optimizers = named_optimizers(optimizer, {id(tensor): key for key, tensor in found.tensors.items()})
+        states, record = record_state(optimizers)
         tensors = [*found.tensors.values(), *states.values()]
         n_ranks = members.world_size
         if any(hasattr(tensor, "device_mesh") for tensor in tensors) or mesh is not None:
@@ -349,7 +360,7 @@ class _Own:
         ]
         shapes = {key: _shape(lies, key) for part in placed for key, lies in part.items()}
         object_states = {name: _object_state(one) for name, one in objects.items()}
-        plain = _plain_beside_distributed(lives, states)
+        plain = _plain_beside_distributed(optimizers, states)
         for key in plain:
             slot, _, name = key.partition(".")
             if states[key].ndim:
@@ -358,7 +369,7 @@ class _Own:
         for key, parameter in plain.items():
             if is_sharded(parameter):
                 beside["local" if _is_of_part(states[key], parameter) else "other"].append(key)
-        live = LiveState(found, lives, objects, states)
+        live = LiveState(found, optimizers, objects, states)
         return cls(live, row, placed[0], placed[1], record, shapes, object_states, beside)
 
     def own_state(self) -> dict[str, dict[str, Any]]:
@@ -382,7 +393,7 @@ class _Own:
             "received": sorted(self.live.named.received),
         }
         optimizer = {key: _partition_value(lies.partition) for key, lies in self.optimizer.items()}
-        record = Record(self.record.groups, self.record.slots, plain=self.record.plain).to_value()
+        record = OptimizerRecord(self.record.groups, self.record.slots, plain=self.record.plain).to_value()
         state = self.own_state()
         return [
             self.row.to_json(),
@@ -404,7 +415,7 @@ class _Own:
             kind: {name: one for name, one in of_kind.items() if name in agreed.differing.get(kind, ())}
             for kind, of_kind in (self.own_state() if agreed.differing else {}).items()
         }
-        kept = _Kept(
+        kept = _RankLocalState(
             left=agreed.left,
             received=frozenset(self.live.named.received),
             beside=frozenset(self.beside["other"]) - agreed.local,
@@ -453,7 +464,7 @@ class _Agreed:
         differing: names of the state of either kind that differs between ranks, and is kept for each.
     """
 
-    record: Record
+    record: OptimizerRecord
     state: dict[str, dict[str, Any]]
     aliases: dict[str, str]
     layout: dict[str, object] | None = None
@@ -478,11 +489,13 @@ def _object_state(one: Any) -> Any:
     return plain(one.state_dict(), drop_functions=is_scheduler)
 
 
-def _plain_beside_distributed(lives: Sequence[Live], states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _plain_beside_distributed(
+    optimizers: Sequence[NamedOptimizer], states: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The plain tensors in the state of parameters that are DTensors: by key, the parameter."""
     return {
         key: parameter
-        for live in lives
+        for live in optimizers
         for name, (parameter, _) in live.owned().items()
         if hasattr(parameter, "device_mesh")
         for key in sorted(f"{slot}.{name}" for slot in live.local.state.get(parameter, {}))
@@ -508,7 +521,7 @@ def _local_keys(beside: Sequence[Mapping[str, list[str]]]) -> frozenset[str]:
     return frozenset(local | {key for one in beside for key in one["other"] if key.partition(".")[0] in slots})
 
 
-def _with_local(record: Record, local: frozenset[str]) -> Record:
+def _with_local(record: OptimizerRecord, local: frozenset[str]) -> OptimizerRecord:
     """The record with the slots of these tensors as those that every rank keeps for itself."""
     slots_of: dict[str, list[str]] = {}
     for key in sorted(local):
@@ -524,7 +537,7 @@ def _with_local(record: Record, local: frozenset[str]) -> Record:
 # ----------------------------------------------------------------------------------------------------------- exchange
 
 
-def _check_objects(known: Known, object_name: Callable[[str], str], world_size: int) -> None:
+def _check_objects(known: RankValues, object_name: Callable[[str], str], world_size: int) -> None:
     """Refuse objects that not all ranks give, or whose state differs, given `{name: digest}` of the ranks."""
     hint = "wrap it in `reshard.per_rank(...)` to keep each rank's"
     for name in sorted({name for value, _ in known for name in value}):
@@ -537,7 +550,7 @@ def _check_objects(known: Known, object_name: Callable[[str], str], world_size: 
     _check_shared(known, lambda name: f"the state of {show(object_name(name))}", hint)
 
 
-def _check_shared(known: Known, what: Callable[[str], str], hint: str) -> None:
+def _check_shared(known: RankValues, what: Callable[[str], str], hint: str) -> None:
     """Refuse values that ranks share and that differ, given `{name: digest}` of the ranks."""
     ranks_of: dict[str, dict[str, list[int]]] = {}
     for value, ranks in known:
@@ -545,15 +558,15 @@ def _check_shared(known: Known, what: Callable[[str], str], hint: str) -> None:
             ranks_of.setdefault(name, {}).setdefault(digest, []).extend(ranks)
     for name, of_name in ranks_of.items():
         if len(of_name) > 1:
-            told = "; ".join(f"digest {one} on {ranks_named(ranks)}" for one, ranks in of_name.items())
-            raise MismatchError(f"{what(name)} differs between ranks: {told}", key=name, hint=hint)
+            digests = "; ".join(f"digest {one} on {ranks_named(ranks)}" for one, ranks in of_name.items())
+            raise MismatchError(f"{what(name)} differs between ranks: {digests}", key=name, hint=hint)
 
 
-def _differing(known: Known, sharded: set[str] | None) -> dict[str, list[str]]:
+def _differing(known: RankValues, sharded: set[str] | None) -> dict[str, list[str]]:
     """The names of state besides tensors that differs between ranks, given its digests on each.
 
     Args:
-        known: as `_Own.state_digests` of the ranks.
+        known: as `_RankState.state_digests` of the ranks.
         sharded: parameters of which ranks hold different parts; that of others is refused. None: nothing is refused.
     """
     if sharded is not None:
@@ -621,7 +634,7 @@ def _unpacked(packed: Mapping[str, Any]) -> Any:
     return state_format.load(packed["text"], arrays)
 
 
-def _states(known: Known, own: _Own, rank: int) -> dict[str, dict[str, Any]]:
+def _states(known: RankValues, own: _RankState, rank: int) -> dict[str, dict[str, Any]]:
     """State besides tensors of all ranks: of each name the first rank's, as everything in `extra` is.
 
     Large values are not sent about, and need not be if rank 0 has them: it is rank 0 that saves them.
