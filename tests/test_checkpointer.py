@@ -668,7 +668,7 @@ def test_optimizer_is_cut_anew_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_tensors_that_no_layout_can_say(tmp_path: Path) -> None:
-    """Ranks 0 and 3 alone hold a layer, which is no part of a mesh: boxes are saved, and loaded as boxes."""
+    """Ranks 0 and 3 alone hold a layer, which is not part of a mesh: boxes are saved, and loaded as boxes."""
 
     def work(group: TorchGroup) -> Any:
         model = nn.ModuleDict({"all": nn.Linear(2, 2), "cut": nn.Linear(2, 6)})
@@ -699,7 +699,7 @@ def test_tensors_that_no_layout_can_say(tmp_path: Path) -> None:
     with Job(4, work) as job:
         after = job.values()
     assert [one[0] for one in after] == [1] * 4
-    assert all("no part of a mesh" in one[1] for one in after)
+    assert all("not part of a mesh" in one[1] for one in after)
     assert [one[2] for one in after] == [one[2] for one in before]
     assert reshard.open(tmp_path)["some.weight"].shape == (2, 3)
 

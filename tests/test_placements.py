@@ -295,8 +295,8 @@ def test_where_there_is_no_layout_the_reason_is_told() -> None:
         values = job.values()
     for n, reason in enumerate(
         [
-            "ranks 0, 1, 2 alone hold some tensors, which is no part of a mesh",
-            "ranks 0, 3 alone hold some tensors, which is no part of a mesh",
+            "some tensors are held only by ranks 0, 1, 2, which are not part of a mesh",
+            "some tensors are held only by ranks 0, 3, which are not part of a mesh",
             "`w`: the ranks of its mesh [1, 2] do not lie regularly among all 4",
         ]
     ):
@@ -305,7 +305,7 @@ def test_where_there_is_no_layout_the_reason_is_told() -> None:
     # 3 x 2 and 2 x 3 over the same ranks.
     row = Row(6, spans=frozenset({(6, 2, "a"), (2, 1, "b"), (6, 3, "c"), (3, 1, "d")}))
     layout, told_reason = layout_of([(row, list(range(6)))], [({"w": Partition((6,))}, list(range(6)))])
-    assert (layout, told_reason) == (None, "its meshes do not fit into one: 3 ranks are no multiple of 2")
+    assert (layout, told_reason) == (None, "its meshes cannot be combined: 3 ranks are not a multiple of 2")
 
 
 def test_one_name_for_two_tensors_is_refused() -> None:

@@ -499,7 +499,7 @@ def test_another_optimizer_is_refused() -> None:
     [
         ("modules", [1], "`extra` has `modules` of type list, expected a mapping of names"),
         ("objects", {1: 2}, "`extra` has `objects` of type dict, expected a mapping of names"),
-        ("optimizer", {"groups": []}, "the record of the optimizer in `extra` is not one"),
+        ("optimizer", {"groups": []}, "`extra` holds an invalid record of the optimizer"),
         ("optimizer", {"groups": [7], "slots": [], "state": {}}, "is not one"),
         ("optimizer", {"groups": [], "slots": [[1]], "state": {}}, "is not one"),
         ("optimizer", {"groups": [], "slots": [], "state": {"w": 3}}, "is not one"),

@@ -325,7 +325,7 @@ def test_boxes_where_no_layout_can_say_it(tmp_path: Path) -> None:
     with Job(4, save) as job:
         values = job.values()
     assert all(value[0] is None for value in values)
-    assert values[0][1] == "ranks 0, 3 alone hold some tensors, which is no part of a mesh"
+    assert values[0][1] == "some tensors are held only by ranks 0, 3, which are not part of a mesh"
     assert "tied.running_mean" in values[0][2]
     assert "tied.running_mean" not in values[3][2]
     checkpoint = reshard.open(tmp_path)

@@ -407,7 +407,7 @@ class _Restore:
                         made[id(buffer)] = fresh if given is None else given
                     setattr(module, name, made[id(buffer)])
             for wanted in self.wanted:
-                wanted.carry_out(_copy_distributed)
+                wanted.apply(_copy_distributed)
         for call, value in self.calls:
             call(value)
         # Last: schedulers have set learning rates when they were made.
