@@ -1,7 +1,7 @@
-"""What was read of a checkpoint goes back into a run: tensors, objects, the data position, random streams.
+"""Restores a run from a loaded checkpoint: tensors, objects, the data position, random streams.
 
-Each function does one thing on one rank and returns sentences on what is not as it was, which the decision to resume
-then tells. In which order, and that all ranks fare alike, is the checkpointer's business.
+Each function restores one of these on one rank, and returns messages about differences, which are added to the resume
+decision. The checkpointer decides the order, and raises errors on all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RestoreOptions:
-    """How strictly, as the arguments of `Checkpointer.resume` say it."""
+    """Arguments of `Checkpointer.resume` with the same names."""
 
     strict: bool
     cast: bool
@@ -52,26 +52,44 @@ class RestoreOptions:
 
 
 def check_has_optimizer(run: Run, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
-    """See that a checkpoint that a run goes on from holds an optimizer, if the run has one.
+    """Check that the checkpoint holds optimizer state if the run has an optimizer.
+
+    Args:
+        run: the run.
+        found: the loaded checkpoint.
+        saved: its extra state.
+        options: arguments of `Checkpointer.resume`.
+
+    Returns:
+        Messages about differences.
 
     Raises:
-        MismatchError: it does not, and it matters.
+        MismatchError: it does not, and `strict` is set.
     """
     if run.optimizer is None or "optimizer" in saved.get("trainer", {}) or found.has_optimizer:
         return []
     if options.strict:
         raise MismatchError(
-            "the checkpoint holds no state of an optimizer, and the run has one",
-            hint="`strict=False` lets the optimizer begin anew",
+            "the checkpoint holds no optimizer state, and the run has an optimizer",
+            hint="`strict=False` starts the optimizer with new state",
         )
-    return ["the checkpoint holds no state of an optimizer: it begins anew"]
+    return ["the checkpoint holds no optimizer state: the optimizer starts with new state"]
 
 
 def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
-    """Parameters, buffers, optimizers, schedulers and what else has state.
+    """Restore parameters, buffers, optimizers, schedulers and other objects with state.
+
+    Args:
+        described: the trainer on this rank.
+        found: the loaded checkpoint.
+        saved: its extra state.
+        options: arguments of `Checkpointer.resume`.
+
+    Returns:
+        Messages about differences.
 
     Raises:
-        MismatchError: they do not fit.
+        MismatchError: the checkpoint does not fit the trainer.
     """
     report = apply(
         described,
@@ -88,11 +106,11 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
     if report.missing:
         messages.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
     if report.unexpected:
-        messages.append(f"the run has no place for {listed(map(show, report.unexpected))}")
+        messages.append(f"the run does not have {listed(map(show, report.unexpected))}")
     if report.shared:
         messages.append(
             f"{listed(map(show, report.shared))} differed between the {found.world_size} ranks that saved: all ranks "
-            "get the first one's"
+            "get the values of the first one"
         )
     return messages
 
@@ -100,10 +118,20 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
 def restore_objects(
     run: Run, found: Read, saved: Mapping[str, Any], world_size: int, options: RestoreOptions
 ) -> list[str]:
-    """What every rank keeps for itself, which fits the same number of ranks alone.
+    """Restore the rank-local objects (`reshard.per_rank`), which requires the same number of ranks.
+
+    Args:
+        run: the run.
+        found: the loaded checkpoint.
+        saved: its extra state.
+        world_size: number of ranks of the run.
+        options: arguments of `Checkpointer.resume`.
+
+    Returns:
+        Messages about differences.
 
     Raises:
-        MismatchError: it does not fit, and it matters.
+        MismatchError: an object cannot be restored, and `strict` is set.
     """
     messages = []
     kept = saved.get("per rank", {})
@@ -114,35 +142,44 @@ def restore_objects(
         elif saved:
             why = "the checkpoint does not have it"
             if not is_same:
-                why = f"{found.world_size} ranks saved it, and {world_size} load it"
-            messages.append(f"{show(object_name(name))} is kept for each rank, and {why}")
-    messages += [
-        f"the run has no place for {show(object_name(str(name)))}" for name in kept if name not in run.per_rank
-    ]
+                why = f"{found.world_size} ranks saved it, {world_size} ranks load it"
+            messages.append(f"{show(object_name(name))} is rank-local: {why}")
+    messages += [f"the run does not have {show(object_name(str(name)))}" for name in kept if name not in run.per_rank]
     if messages and options.strict:
-        raise MismatchError("; ".join(messages), hint="`strict=False` goes on without")
+        raise MismatchError("; ".join(messages), hint="`strict=False` continues without them")
     return messages
 
 
 def restore_sampler(
     sampler: Any, saved: Mapping[str, Any], decision: ResumeDecision, config: Config, options: RestoreOptions
 ) -> list[str]:
-    """Put the sampler where the data is gone on with.
+    """Set the sampler to the data position of the checkpoint.
+
+    Args:
+        sampler: the sampler of the run, or None.
+        saved: the extra state of the checkpoint.
+        decision: the resume decision.
+        config: the training configuration.
+        options: arguments of `Checkpointer.resume`.
+
+    Returns:
+        Messages about differences.
 
     Raises:
-        MismatchError: the run has no sampler, and the checkpoint has; or its data is not the saved one.
+        MismatchError: the checkpoint has the state of a sampler and the run has none, or the dataset is another one.
     """
     if sampler is None:
         if "sampler" not in saved:
             if not decision.initial_step:
                 return []
-            seen = f"what {decision.initial_step} steps have seen"
-            return [f"no sampler was given: the data starts over, unless the trainer itself skips {seen}"]
+            done = f"the samples of {decision.initial_step} steps"
+            return [f"no sampler was given: the data starts over, unless the trainer itself skips {done}"]
         if options.strict:
             raise MismatchError(
-                "the checkpoint has the state of a sampler, and the run has none", hint="`strict=False` goes on without"
+                "the checkpoint has the state of a sampler, and the run has no sampler",
+                hint="`strict=False` continues without it",
             )
-        return ["the run has no place for the sampler's state: the data starts over"]
+        return ["the run has no sampler for the saved state: the data starts over"]
     if "sampler" not in saved:
         if isinstance(sampler, ElasticSampler) and decision.data_skip_steps:
             sampler.step(decision.data_skip_steps)
@@ -160,7 +197,7 @@ def restore_sampler(
 
 
 def with_data_position(decision: ResumeDecision, sampler: object) -> ResumeDecision:
-    """The decision, with the position in the data as the sampler has it: in samples, whatever the batch size was."""
+    """The decision with the data position of the sampler, which counts samples, so the batch size may change."""
     if sampler is None:
         return replace(decision, restored=tuple(one for one in decision.restored if one != "data position"))
     if not isinstance(sampler, ElasticSampler):
@@ -175,15 +212,16 @@ def with_data_position(decision: ResumeDecision, sampler: object) -> ResumeDecis
 
 
 def check_restored(check: Callable[[Mapping[str, Any]], bool | None], run: Mapping[str, Any]) -> None:
-    """Ask the caller's check whether the run behaves as it did.
+    """Call the user's `check` with the saved metrics.
 
     Raises:
-        MismatchError: it does not.
+        MismatchError: `check` returned False.
     """
     if check({**run["metrics"], "step": run["step"], "loss": run["loss"]}) is False:
         raise MismatchError(
-            f"what was restored does not behave as it did when it was saved at step {run['step']}: `check` refuses it",
-            hint="see whether code and data are the same",
+            f"`check` returned False: the restored run does not behave as it did when it was saved at step "
+            f"{run['step']}",
+            hint="check that code and data are the same",
         )
 
 
@@ -196,7 +234,19 @@ def restore_random(
     coordinate: Mapping[str, int] | None,
     root_seed: int,
 ) -> list[str]:
-    """Random streams as they were; in another world new ones, under the rule of `rng`."""
+    """Restore the random streams; with other ranks derive new ones, see `rng`.
+
+    Args:
+        saved: the extra state of the checkpoint.
+        iteration: the iteration of the checkpoint.
+        rank: this rank.
+        world_size: number of ranks.
+        coordinate: position of this rank by mesh axis; None: its rank.
+        root_seed: the seed of the run.
+
+    Returns:
+        Messages about differences.
+    """
     if "rng" in saved:
         report = rng.restore(
             {**saved["rng"], "root_seed": root_seed},
@@ -206,8 +256,8 @@ def restore_random(
             coordinate=coordinate,
         )
     else:
-        place = {"rank": rank} if coordinate is None else coordinate
-        report = rng.derive(root_seed, iteration, place, reason="fewer ranks saved")
+        position = {"rank": rank} if coordinate is None else coordinate
+        report = rng.derive(root_seed, iteration, position, reason="fewer ranks saved")
     if not report.derived:
         return []
     return [f"random streams {', '.join(report.derived)} are derived anew: {report.reason}"]
