@@ -199,7 +199,7 @@ def test_without_an_interval_only_save_saves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "30", "min", "1.2.3s", "0s", "1min 1h", "-5s"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(ArgumentError, match="is no time"):
+    with pytest.raises(ArgumentError, match="is not a duration"):
         interval(text)
 
 
@@ -362,7 +362,7 @@ def test_what_is_missing_or_left_over_is_refused_or_told(tmp_path: Path) -> None
     for change, named in (
         ({"extra": {}}, "extra['counter']"),
         ({"extra": {"counter": Counter(), "other": Counter()}}, "extra['other']"),
-        ({"scheduler": None}, "no place for `scheduler`"),
+        ({"scheduler": None}, "does not have `scheduler`"),
         ({"sampler": None}, "sampler"),
         ({"model": nn.Sequential(*parts["model"], nn.Linear(1, 1)), "optimizer": None}, "4.weight"),
     ):
@@ -370,7 +370,7 @@ def test_what_is_missing_or_left_over_is_refused_or_told(tmp_path: Path) -> None
             make(tmp_path).resume(**parts | change)
         decision = make(tmp_path).resume(**parts | change, strict=False)
         assert any(named in line for line in decision.warnings), (named, decision.warnings)
-    with pytest.raises(MismatchError, match="of shape"):
+    with pytest.raises(MismatchError, match="has shape"):
         make(tmp_path).resume(**Trainer(width=5).parts())
     half = Trainer()
     half.model.to(torch.bfloat16)
@@ -407,7 +407,7 @@ def test_optimizer_without_state_is_resumed_and_a_missing_one_is_missed(tmp_path
     with pytest.raises(MismatchError, match="the checkpoint holds no optimizer state"):
         make(tmp_path / "other").resume(model=model, optimizer=optimizer)
     decision = make(tmp_path / "other").resume(model=model, optimizer=optimizer, strict=False)
-    assert "begins anew" in decision.warnings[0]
+    assert "starts with new state" in decision.warnings[0]
 
 
 def test_objects_without_state_are_refused(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_damage_is_passed_over_and_the_run_goes_on(tmp_path: Path, whole: list[f
     file.write_bytes(data)
     with resumed(tmp_path, save_every=2, seed=4) as (trainer, made, decision):
         assert decision.initial_step == 4
-        assert any("iteration_00000006 passed over" in line for line in decision.warnings)
+        assert any("iteration_00000006 is skipped" in line for line in decision.warnings)
         assert losses[:4] + trainer.run(made, 5, 12) == whole
     for name in tmp_path.glob("iteration_*/manifest.json"):
         name.write_text("{}")
@@ -450,7 +450,7 @@ def test_larger_batch_leaves_steps_and_the_scheduler_where_they_were_and_reads_o
         assert (decision.initial_step, decision.global_step, trainer.schedule.last_epoch) == (8, 8, 8)
         assert (trainer.sampler.total, decision.consumed_samples, decision.global_batch_size) == (done, done, 8)
         assert (decision.next_step, decision.scaling, decision.warnings) == (EpochStep(1, 5), None, ())
-        assert "global_batch_size 4 -> 8: steps count on from 8, not scaled" in decision.reasons
+        assert "global_batch_size 4 -> 8: steps continue from 8, not scaled" in decision.reasons
         trainer.run(made, 9, 10)
     with resumed(tmp_path, trainer=Trainer(batch=8)) as (trainer, made, decision):
         assert (decision.initial_step, trainer.sampler.total) == (10, done + 16)
@@ -482,7 +482,7 @@ def test_other_data_needs_a_word(tmp_path: Path) -> None:
     trainer = Trainer(n=80)
     decision = make(tmp_path).resume(**trainer.parts(), grown=True)
     assert trainer.sampler.consumed == 20
-    assert any("epoch 0 ends with the 64" in line for line in decision.warnings)
+    assert any("epoch 0 ends after the 64" in line for line in decision.warnings)
 
 
 def test_checkpoint_without_a_sampler_skips_by_steps(tmp_path: Path) -> None:

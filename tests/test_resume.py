@@ -169,7 +169,7 @@ def test_every_row_of_the_originals_table(row: dict[str, Any]) -> None:
     assert exact.data_skip_steps == exact.initial_step
     for decision, generation in ((old, "1.0"), (new, "2.0")):
         is_wrong = decision.initial_step != exact.initial_step
-        assert any("is right" in warning for warning in decision.warnings) == is_wrong, generation
+        assert any("the correct result is" in warning for warning in decision.warnings) == is_wrong, generation
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_another_world_size_keeps_the_steps() -> None:
     decision = decide(Config("ckpt", resume=True), facts)
     assert decision.is_resharded
     assert (decision.initial_step, decision.scaling) == (400, None)
-    assert "saved by 8 ranks, read by 16" in decision.reasons[-1]
+    assert "saved by 8 ranks, loaded by 16" in decision.reasons[-1]
     assert decide(Config("ckpt", resume=True), replace(facts, run=RunFacts(64, 8))).is_resharded is False
 
 
@@ -329,11 +329,15 @@ def test_new_data_under_fixed_total_steps() -> None:
 @pytest.mark.parametrize(
     ("config", "run", "told"),
     [
-        (Config(total_steps=400), RunFacts(64), "the learning-rate curve of total_steps 400 is over at step 400"),
-        (Config(total_steps=1000), RunFacts(128), "total_steps 1000 is taken as given"),
+        (Config(total_steps=400), RunFacts(64), "the learning-rate schedule of total_steps 400 has ended at step 400"),
+        (Config(total_steps=1000), RunFacts(128), "total_steps 1000 is not scaled"),
         (Config(epochs=4), RunFacts(64, steps_per_epoch=100), "is past 4 epochs of 100 steps"),
         (Config(ignore_data_skip=True), RunFacts(64, dataset_changed=True), "total_steps is not set"),
-        (Config(without_effect=("`integrated_save`",)), RunFacts(64), "without effect here: `integrated_save`"),
+        (
+            Config(without_effect=("`integrated_save`",)),
+            RunFacts(64),
+            "configuration keys without effect: `integrated_save`",
+        ),
     ],
 )
 def test_what_to_look_at_is_told(config: Config, run: RunFacts, told: str) -> None:
@@ -347,7 +351,7 @@ def test_an_unknown_batch_size_scales_nothing_and_reads_as_no_fault() -> None:
     assert decision.reasons == ("the checkpoint records no global batch size: steps are not scaled",)
     decision = resume(SAVED)
     assert (decision.initial_step, decision.global_batch_size) == (400, 64)
-    assert decision.reasons == ("the steps are those of the checkpoint, 64 samples each: no other size was given",)
+    assert decision.reasons == ("steps are counted in the batch size of the checkpoint, 64 samples",)
     assert resume(without).reasons == ()
 
 
@@ -361,7 +365,7 @@ def test_a_growing_batch_goes_on_by_samples() -> None:
     assert without.consumed_samples == 200  # from the table: 21 steps
     with pytest.raises(ArgumentError, match="needs `global_batch_size`"):
         resume(eager, Config(rampup=(8, 8, 400)))
-    with pytest.raises(ArgumentError, match="no multiples of 5"):
+    with pytest.raises(ArgumentError, match="not multiples of the 5 samples"):
         resume(eager, config, RunFacts(base_units=5))
 
 
@@ -369,7 +373,7 @@ def test_the_eager_loop_skips_by_samples() -> None:
     eager = CommonInfo(step_num=1000, global_step=100, global_batch_size=64, consumed_samples=6400)
     decision = resume(eager, Config(sink_mode=False), RunFacts(128, base_units=16))
     assert (decision.initial_step, decision.skip_micro_steps) == (50, 400)
-    assert decision.reasons[0] == "global_step 100 counts; step_num 1000 is the length of the whole run"
+    assert decision.reasons[0] == "global_step 100 is used; step_num 1000 is the length of the whole run"
     assert resume(eager, Config(ignore_data_skip=True), RunFacts(128, base_units=16)).skip_micro_steps == 0
 
 
@@ -395,7 +399,7 @@ CHOICES: list[tuple[str, dict[str, Any], str]] = [
     ("damaged", {"fault": "a file is missing"}, "a file is missing"),
     ("never a candidate", {"refusal": "left behind on purpose"}, "left behind on purpose"),
     ("without counters", {"common": None}, "no common.json"),
-    ("unhealthy", {"common": replace(SAVED, ckpt_status=1)}, "found it unhealthy"),
+    ("unhealthy", {"common": replace(SAVED, ckpt_status=1)}, "it was saved as unhealthy"),
     ("health unknown", {"common": SAVED}, "health was not recorded"),
     ("without optimizer", {"has_optimizer": False}, "no optimizer state"),
 ]
@@ -431,7 +435,7 @@ def test_weights_alone_need_no_counters() -> None:
 def test_what_has_no_sums_is_marked() -> None:
     decision = chosen(candidate(500, is_verified=False))
     assert not decision.is_verified
-    assert "has no sums" in decision.warnings[0]
+    assert "has no checksums" in decision.warnings[0]
 
 
 def test_a_run_without_an_optimizer_needs_none() -> None:
@@ -479,9 +483,9 @@ def test_never_from_nothing_because_of_damage() -> None:
 
 
 ERRORS: list[tuple[Config, ResumeFacts, type[ReshardError], str]] = [
-    (Config("x", resume=True), ResumeFacts("x", "other"), CheckpointNotFoundError, "is there and holds no checkpoint"),
+    (Config("x", resume=True), ResumeFacts("x", "other"), CheckpointNotFoundError, "exists and holds no checkpoint"),
     (Config("x", resume=True), ResumeFacts("x", "pretrained", (CandidateFacts("x"),)),
-        UnsupportedError, "weights alone"),
+        UnsupportedError, "only weights"),
     (Config("x", resume=True, resume_file="a.ckpt"), ResumeFacts("x", "root"), UnsupportedError, "Checkpoint 1.0"),
     (Config("x", resume=True, resume_file="a.ckpt"), ResumeFacts("x", "empty"),
         CheckpointNotFoundError, "no checkpoint"),
