@@ -231,7 +231,7 @@ def test_the_trail_and_the_counters(work: Path) -> None:
     assert "demo-model-0000000-0000008.safetensors" in first[2]
     assert second == ["iteration_00000005", "taken", "next below the tracker's 10"]
     told = dict(re.findall(r"^  (\S.*?)  +(.*)$", out, re.MULTILINE))
-    assert "the training would go on from root/iteration_00000005" in out
+    assert "the training would resume from root/iteration_00000005" in out
     assert "global_batch_size 32 -> 16: 5 steps x 2 = 10" in out
     assert "saved by 8 ranks, loaded by 2" in out
     assert told["steps"] == "10 done"
