@@ -174,7 +174,7 @@ def sub(old: bytes, new: bytes) -> Any:
         (sub(b'"version":1', b'"version":true'), "`version` is missing or not an integer"),
         (sub(b'"version":1', b'"Version":1'), "`version` is missing"),
         (sub(b'"epoch":3', b'"epoch": 3'), "not spelt as a manifest is written"),
-        (sub(b'"epoch":3', b'"epoch":3,"epoch":3'), "stands twice"),
+        (sub(b'"epoch":3', b'"epoch":3,"epoch":3'), "is repeated"),
         (sub(b'"epoch":3', b'"epoch":3,"more":3'), "the file has an unknown field `more`"),
         (sub(b'"epoch":3,', b""), "the file lacks `epoch`"),
         (sub(b'"epoch":3', b'"epoch":3.0'), "`epoch` is not an integer from 0"),

@@ -108,9 +108,9 @@ BAD_MAPS = {
     "sizes: {a: []}\nrules: []": "expected at least one",
     "sizes: {a: {b: 1}}\nrules: []": "expected a size, found a mapping",
     'sizes: {a: "b ** 2"}\nrules: []': "is not a size",
-    "rules: &r [*r]": "stands for nothing before it",
+    "rules: &r [*r]": "has no anchor before it",
     "rules: !!python/object:os.system []": "tags are not accepted",
-    "rules: []\nrules: []": "stands here twice",
+    "rules: []\nrules: []": "is repeated",
 }
 
 
@@ -309,7 +309,7 @@ def test_what_names_takes(tmp_path: Path) -> None:
         as_names(mapping, tmp_path / "none")
     for text, message in (
         ("[]", "expected a JSON object"),
-        ('{"a": 1, "a": 2}', "stands twice"),
+        ('{"a": 1, "a": 2}', "is repeated"),
         ("{", "not valid JSON"),
     ):
         (tmp_path / "config.json").write_text(text)

@@ -399,7 +399,7 @@ METAS: list[tuple[str, str]] = [
     ('{"last_epoch": 1, "last_step": 2, "last_ckpt_file": "x_rank_0-01_2.ckpt"}', "is not the name of a rank's file"),
     ('{"last_epoch": 1, "last_step": 2, "last_ckpt_file": "x_rank_0-1_2.pt"}', "is not the name of a rank's file"),
     ('{"last_epoch": 1, "last_step": 2, "last_ckpt_file": "x_rank_0-3_2.ckpt"}', "epoch and step are 1 and 2"),
-    ('{"last_epoch": 1, "last_epoch": 2, "last_step": 2, "last_ckpt_file": "x_rank_0-1_2.ckpt"}', "stands twice"),
+    ('{"last_epoch": 1, "last_epoch": 2, "last_step": 2, "last_ckpt_file": "x_rank_0-1_2.ckpt"}', "is repeated"),
     ("[" * 100 + "]" * 100, "nests deeper"),
     ('{"last_epoch": 99999999999999999999999}', "does not fit 64 bits"),
     ('{"last_epoch": NaN}', "is not a number"),
