@@ -287,7 +287,7 @@ COMMON: list[tuple[str, bytes, str]] = [
     ("negative", b'{"step_num": -1}', "`step_num` is -1"),
     ("a list", b'{"step_num": [1]}', "`step_num` is a list"),
     ("NaN for an integer", b'{"global_step": NaN}', "NaN is not a JSON number"),
-    ("an infinite scale", b'{"loss_scale": Infinity}', "Infinity is not a number"),
+    ("an infinite scale", b'{"loss_scale": Infinity}', "Infinity is not a JSON number"),
     ("a scale out of range", b'{"loss_scale": 1e999}', "out of range"),
     ("a scale as text", b'{"loss_scale": "1.0"}', "`loss_scale` is text, expected a finite number"),
     ("65 bits", b'{"global_step": 9223372036854775808}', "does not fit 64 bits"),

@@ -181,7 +181,7 @@ def sub(old: bytes, new: bytes) -> Any:
         (sub(b'"epoch":3', b'"epoch":-3'), "`epoch` is not an integer from 0"),
         (sub(b'"epoch":3', b'"epoch":true'), "`epoch` is not an integer from 0"),
         (sub(b'"epoch":3', b'"epoch":9223372036854775808'), "does not fit 64 bits"),
-        (sub(b'"epoch":3', b'"epoch":NaN'), "NaN is not a number"),
+        (sub(b'"epoch":3', b'"epoch":NaN'), "NaN is not a JSON number"),
         (sub(b'"previous_tracker":300', b'"previous_tracker":"300"'), "`previous_tracker` is not an integer"),
         (sub(b'"passed_over":.350,320.', b'"passed_over":350'), "`passed_over` is not a list"),
         (sub(b'"passed_over":.350,320.', b'"passed_over":[null]'), "`passed_over` is not an integer"),

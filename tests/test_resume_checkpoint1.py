@@ -402,7 +402,7 @@ METAS: list[tuple[str, str]] = [
     ('{"last_epoch": 1, "last_epoch": 2, "last_step": 2, "last_ckpt_file": "x_rank_0-1_2.ckpt"}', "is repeated"),
     ("[" * 100 + "]" * 100, "nests deeper"),
     ('{"last_epoch": 99999999999999999999999}', "does not fit 64 bits"),
-    ('{"last_epoch": NaN}', "is not a number"),
+    ('{"last_epoch": NaN}', "is not a JSON number"),
     ("\ufeff{}", "byte order mark"),
     (" " * (1 << 16) + "{}", "larger than"),
     ("", "not valid JSON"),
@@ -778,7 +778,7 @@ def test_explain_shows_what_each_ranks_folder_offers(tmp_path: Path) -> None:
     assert any(row.startswith("llama2_7b_rank_0-20_2.safetensors refused rank 1: ") for row in rows)
     assert any(row.startswith("llama2_7b_rank_0-15_2.safetensors taken of an earlier run") for row in rows)
     assert "0 1-25_2 10_2, 15_2, 20_2, 1-25_2" in rows
-    assert "1 1-25_2 10_2, 15_2, 20_2 (not whole), 1-25_2" in rows
+    assert "1 1-25_2 10_2, 15_2, 20_2 (incomplete), 1-25_2" in rows
     assert "2 1-25_2 10_2, 15_2, 20_2" in rows
     assert "3 damaged 10_2, 15_2, 20_2, 1-25_2" in rows
     code, text = explain(root, "--json")

@@ -1,4 +1,4 @@
-"""Output arrays: new ones over memory of the core, and arrays of the caller, which are checked before they are filled."""
+"""Output arrays: new ones over memory of the core, and arrays of the caller, checked before they are filled."""
 
 from __future__ import annotations
 
