@@ -26,7 +26,7 @@ from torch.optim import lr_scheduler
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, GroupError, MismatchError, ReshardError, StorageError
 from reshard.group import SingleProcess
-from reshard.resume import View
+from reshard.resume import EpochStep
 from reshard.torch import Checkpointer, ElasticSampler, LossHealth
 from reshard.torch.run import interval
 from reshard.torch.state import describe
@@ -199,7 +199,7 @@ def test_without_an_interval_only_save_saves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "30", "min", "1.2.3s", "0s", "1min 1h", "-5s"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(ArgumentError, match="is no time"):
+    with pytest.raises(ArgumentError, match="is not a duration"):
         interval(text)
 
 
@@ -348,7 +348,7 @@ def test_check_sees_what_was_restored(tmp_path: Path, whole: list[float]) -> Non
         made.resume(**trainer.parts(), check=check)
         assert seen == [{"step": 2, "loss": losses[-1]}]
         assert losses + trainer.run(made, 3, 12) == whole
-    with pytest.raises(MismatchError, match="`check` refuses it"):
+    with pytest.raises(MismatchError, match="`check` returned False"):
         make(tmp_path).resume(**trainer.parts(), check=check)
 
 
@@ -362,7 +362,7 @@ def test_what_is_missing_or_left_over_is_refused_or_told(tmp_path: Path) -> None
     for change, named in (
         ({"extra": {}}, "extra['counter']"),
         ({"extra": {"counter": Counter(), "other": Counter()}}, "extra['other']"),
-        ({"scheduler": None}, "no place for `scheduler`"),
+        ({"scheduler": None}, "does not have `scheduler`"),
         ({"sampler": None}, "sampler"),
         ({"model": nn.Sequential(*parts["model"], nn.Linear(1, 1)), "optimizer": None}, "4.weight"),
     ):
@@ -370,7 +370,7 @@ def test_what_is_missing_or_left_over_is_refused_or_told(tmp_path: Path) -> None
             make(tmp_path).resume(**parts | change)
         decision = make(tmp_path).resume(**parts | change, strict=False)
         assert any(named in line for line in decision.warnings), (named, decision.warnings)
-    with pytest.raises(MismatchError, match="of shape"):
+    with pytest.raises(MismatchError, match="has shape"):
         make(tmp_path).resume(**Trainer(width=5).parts())
     half = Trainer()
     half.model.to(torch.bfloat16)
@@ -404,10 +404,10 @@ def test_optimizer_without_state_is_resumed_and_a_missing_one_is_missed(tmp_path
         made.resume(model=model)
         made.step(1)
         made.save()
-    with pytest.raises(MismatchError, match="no state of an optimizer"):
+    with pytest.raises(MismatchError, match="the checkpoint holds no optimizer state"):
         make(tmp_path / "other").resume(model=model, optimizer=optimizer)
     decision = make(tmp_path / "other").resume(model=model, optimizer=optimizer, strict=False)
-    assert "begins anew" in decision.warnings[0]
+    assert "starts with new state" in decision.warnings[0]
 
 
 def test_objects_without_state_are_refused(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_damage_is_passed_over_and_the_run_goes_on(tmp_path: Path, whole: list[f
     file.write_bytes(data)
     with resumed(tmp_path, save_every=2, seed=4) as (trainer, made, decision):
         assert decision.initial_step == 4
-        assert any("iteration_00000006 passed over" in line for line in decision.warnings)
+        assert any("iteration_00000006 is skipped" in line for line in decision.warnings)
         assert losses[:4] + trainer.run(made, 5, 12) == whole
     for name in tmp_path.glob("iteration_*/manifest.json"):
         name.write_text("{}")
@@ -449,8 +449,8 @@ def test_larger_batch_leaves_steps_and_the_scheduler_where_they_were_and_reads_o
     with resumed(tmp_path, trainer=Trainer(batch=8), save_every=1) as (trainer, made, decision):
         assert (decision.initial_step, decision.global_step, trainer.schedule.last_epoch) == (8, 8, 8)
         assert (trainer.sampler.total, decision.consumed_samples, decision.global_batch_size) == (done, done, 8)
-        assert (decision.next_step, decision.scaling, decision.warnings) == (View(1, 5), None, ())
-        assert "global_batch_size 4 -> 8: steps count on from 8, not scaled" in decision.reasons
+        assert (decision.next_step, decision.scaling, decision.warnings) == (EpochStep(1, 5), None, ())
+        assert "global_batch_size 4 -> 8: steps continue from 8, not scaled" in decision.reasons
         trainer.run(made, 9, 10)
     with resumed(tmp_path, trainer=Trainer(batch=8)) as (trainer, made, decision):
         assert (decision.initial_step, trainer.sampler.total) == (10, done + 16)
@@ -469,7 +469,7 @@ def test_configuration_scales_steps_when_the_batch_changes(tmp_path: Path) -> No
 def test_other_data_needs_a_word(tmp_path: Path) -> None:
     with resumed(tmp_path, save_every=5) as (trainer, made, _):
         trainer.run(made, 1, 5)
-    with pytest.raises(MismatchError, match="the dataset has 80 samples, that of the state 64"):
+    with pytest.raises(MismatchError, match="the dataset has 80 samples, the saved one had 64"):
         make(tmp_path).resume(**Trainer(n=80).parts())
     for words, expected in (
         ({"ignore_data_skip": True}, 0),
@@ -482,7 +482,7 @@ def test_other_data_needs_a_word(tmp_path: Path) -> None:
     trainer = Trainer(n=80)
     decision = make(tmp_path).resume(**trainer.parts(), grown=True)
     assert trainer.sampler.consumed == 20
-    assert any("epoch 0 ends with the 64" in line for line in decision.warnings)
+    assert any("epoch 0 ends after the 64" in line for line in decision.warnings)
 
 
 def test_checkpoint_without_a_sampler_skips_by_steps(tmp_path: Path) -> None:
@@ -646,7 +646,7 @@ def test_streams_and_private_state_of_ranks(tmp_path: Path) -> None:
     draws = [one[n] for one in (*before, *more) for n in (0, 1)]
     assert len(set(draws)) == len(draws)
     assert all("are derived anew" in " ".join(one[3]) for one in more)
-    assert all("3 ranks saved it, and 4 load it" in " ".join(one[3]) for one in more)
+    assert all("3 ranks saved it, 4 ranks load it" in " ".join(one[3]) for one in more)
     with Job(2, lambda group: work(None, group)) as job:
         assert {one["error"] for one in job.outcomes() if one is not None} == {"MismatchError"}
 
@@ -668,7 +668,7 @@ def test_optimizer_is_cut_anew_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_tensors_that_no_layout_can_say(tmp_path: Path) -> None:
-    """Ranks 0 and 3 alone hold a layer, which is no part of a mesh: boxes are saved, and loaded as boxes."""
+    """Ranks 0 and 3 alone hold a layer, which is not part of a mesh: boxes are saved, and loaded as boxes."""
 
     def work(group: TorchGroup) -> Any:
         model = nn.ModuleDict({"all": nn.Linear(2, 2), "cut": nn.Linear(2, 6)})
@@ -699,7 +699,7 @@ def test_tensors_that_no_layout_can_say(tmp_path: Path) -> None:
     with Job(4, work) as job:
         after = job.values()
     assert [one[0] for one in after] == [1] * 4
-    assert all("no part of a mesh" in one[1] for one in after)
+    assert all("not part of a mesh" in one[1] for one in after)
     assert [one[2] for one in after] == [one[2] for one in before]
     assert reshard.open(tmp_path)["some.weight"].shape == (2, 3)
 

@@ -459,7 +459,7 @@ def test_rank_folders_of_ckpt_files_are_one_checkpoint(tmp_path: Path) -> None:
         ({"w": ""}, "is empty"),
         ({"w": 1}, "must be text"),
         ({1: "w"}, "must be text"),
-        ({"w": "a\ud800"}, "no UTF-8 form"),
+        ({"w": "a\ud800"}, "cannot be encoded as UTF-8"),
         (["w"], "of type list"),
     ],
 )

@@ -104,7 +104,7 @@ def test_inspect_of_each_format() -> None:
     for tree, expected in {
         "full_hf": "huggingface: ",
         "ckpt2_named/checkpoint": "mesh       dp 2, tp 2 (4 ranks)",
-        "ckpt2_single/checkpoint": "mesh       none, whole tensors",
+        "ckpt2_single/checkpoint": "mesh       none, full tensors",
         "ckpt2_dedup/checkpoint": "replicas   none",
         "ckpt2/checkpoint/iteration_00000005": "checkpoint2, iteration 5",
         "full_hf/model-00001-of-00002.safetensors": "safetensors: ",
@@ -196,7 +196,7 @@ def test_a_single_tensor_is_drawn() -> None:
     out = run("inspect", CKPT2, "adam_m*experts.weight1").stdout
     boxes = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
     assert boxes == [["dim 0 \\ dim 2", "0:2", "2:4"], ["0:2", "4", "5"], ["2:4", "6", "7"]]
-    assert "demo-opt-#-0000008.safetensors, # in the boxes" in out
+    assert "demo-opt-#-0000008.safetensors, # as listed below" in out
     out = run("inspect", CKPT2, "shared.scale").stdout
     assert "│ 0:4   │ 0, 1, 2, 3, 4, 5, 6, 7 │" in out
     assert "shards  1, each in 8 files" in out
@@ -723,10 +723,10 @@ def test_rates() -> None:
     [
         (
             ["a-model-0000009-0000012.s", "a-model-0000010-0000012.s"],
-            "a-model-#-0000012.s, # in the boxes",
+            "a-model-#-0000012.s, # as listed below",
             ["9", "10"],
         ),
-        (["rank_0.s", "rank_10.s"], "rank_#.s, # in the boxes", ["0", "10"]),
+        (["rank_0.s", "rank_10.s"], "rank_#.s, # as listed below", ["0", "10"]),
         (["only.s"], "only.s", ["only.s"]),
         (["a.s", "b.s"], "2", ["a.s", "b.s"]),
         (["1.s", "1.s.s"], "2", ["1.s", "1.s.s"]),

@@ -89,7 +89,7 @@ def test_what_is_near_is_bounded_and_never_an_error(root: Path, tmp_path: Path) 
 
 
 def test_inspect_mentions_what_is_no_part_of_the_checkpoint(root: Path) -> None:
-    assert "also there" not in run("inspect", root).stdout
+    assert "other files and folders" not in run("inspect", root).stdout
     shutil.copytree(root / "iteration_00000100", root / "iteration_00000100.bak")
     shutil.copytree(root / "iteration_00000100", root / "iteration_100")
     (root / "iteration_00000300").symlink_to("iteration_00000100")
@@ -106,16 +106,16 @@ def test_inspect_mentions_what_is_no_part_of_the_checkpoint(root: Path) -> None:
     assert {name: what for name, (what, _) in found.items()} == {
         f".staging/300.1.{'a' * 32}": "a save of iteration 300 that was interrupted: "
         "the next save publishes it if it is complete, and removes it otherwise",
-        f".trash/50.{'b' * 32}": "removed, and still to be deleted: the next save does so",
-        "iteration_00000100.bak": "folder, no part of the checkpoint",
+        f".trash/50.{'b' * 32}": "a removed iteration, which the next save deletes",
+        "iteration_00000100.bak": "folder, not part of a checkpoint",
         "iteration_100": "iteration 100 is read from iteration_00000100",
-        "iteration_00000300": "symbolic link, no part of the checkpoint",
-        "notes\x1b.txt": "file, no part of the checkpoint",
+        "iteration_00000300": "symbolic link, not part of a checkpoint",
+        "notes\x1b.txt": "file, not part of a checkpoint",
         "iteration_00000200/model.tmp": "file, not in the manifest",
     }
     assert found[f".staging/300.1.{'a' * 32}"][1] == 2048
     page = run("inspect", root).stdout
-    assert "also there, and not read:" in page
+    assert "other files and folders, which are not read:" in page
     assert "  iteration_00000100.bak " in page
     assert "notes\\x1b.txt" in page
     assert "iteration_00000200  complete (taken, tracker)" in page

@@ -207,4 +207,4 @@ def test_the_pages_of_a_healthy_torch_run_name_no_problem(tmp_path: Path) -> Non
     for command in ("inspect", "explain"):
         page = run(command, root).output
         assert not re.search("unknown|not one|warning|error|epochs done|never|damaged|unverified", page), page
-    assert "the steps are those of the checkpoint, 12 samples each" in run("explain", root).stdout
+    assert "steps are counted in the batch size of the checkpoint, 12 samples" in run("explain", root).stdout

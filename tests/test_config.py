@@ -381,7 +381,7 @@ REFUSED: list[tuple[str, int, str, str | None]] = [
     ),
     ("use_legacy_format: True\ncheckpoint:\n  save_max: 3", 1, "contradicts the section `checkpoint`", None),
     # no such YAML
-    ("load_checkpoint: a\nload_checkpoint: b", 2, "stands here twice", None),
+    ("load_checkpoint: a\nload_checkpoint: b", 2, "is repeated", None),
     ("load_checkpoint: !!python/object:os.system x", 1, "tags are not accepted", None),
     ("- a", 1, "expected a mapping with words such as `load_checkpoint`", None),
     ("", 1, "is empty", None),

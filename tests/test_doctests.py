@@ -5,8 +5,10 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING
+import shutil
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import reshard
@@ -21,10 +23,32 @@ MODULES = sorted(
 )
 
 
+# Their examples read `output/checkpoint`, which is also open as `checkpoint`, `ranks` and `full`.
+READ_A_CHECKPOINT = {"reshard.checkpoint", "reshard.opening", "reshard.formats.checkpoint2.root"}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Checkpoint 2.0 and a Checkpoint 1.0 without strategy, of four ranks each, and their layout."""
+    folder = tmp_path_factory.mktemp("saved")
+    layout = folder / "layout.yaml"
+    layout.write_text("mesh: {tp: 4}\nrules:\n  - {match: '*', cut: [tp]}\n")
+    w = np.arange(32, dtype=np.float32).reshape(8, 4)
+    reshard.save(folder / "full", 400, {"w": w}, optimizer={"exp_avg.w": w}, extra={"epoch": 3})
+    reshard.convert(folder / "full", folder / "output" / "checkpoint", layout=layout)
+    reshard.convert(folder / "full", folder / "ranks", to="checkpoint1", layout=layout, prefix="llama", iteration=20)
+    shutil.rmtree(folder / "ranks" / "strategy")
+    return folder
+
+
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    results = doctest.testmod(importlib.import_module(name))
+    names: dict[str, Any] = {}
+    if name in READ_A_CHECKPOINT:
+        shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+        names["checkpoint"] = reshard.open("output/checkpoint")
+    results = doctest.testmod(importlib.import_module(name), extraglobs=names)
     assert results.failed == 0, f"{results.failed} of {results.attempted} examples of {name} fail"
 
 

@@ -12,7 +12,7 @@ from tests.training import Run, whole_run
 
 import reshard
 from reshard.errors import GroupError
-from reshard.torch.emergency import EXIT_CODE, Rendezvous, Signals, board_of
+from reshard.torch.emergency import EXIT_CODE, Rendezvous, Signals, notice_store_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,16 +59,16 @@ def test_ranks_meet_wherever_they_are(steps: tuple[int, ...]) -> None:
     """Rank 0 asks at the end of its step; no rank waits for another before its own step is that far."""
 
     def work(group: TorchGroup) -> Any:
-        board = board_of(group)
+        board = notice_store_of(group)
         assert board is not None
         meeting = Rendezvous(group, board, "run")
         if group.rank == 0:
-            meeting.ask(steps[0], "a test", leave=False, seconds=60)
+            meeting.post(steps[0], "a test", leave=False, seconds=60)
         group.barrier(timeout=60)  # so that all see it at once; how far they are is told by `steps`
         at = steps[group.rank]
-        while (notice := meeting.look(at, 60)) is None:
+        while (notice := meeting.poll(at, 60)) is None:
             at += 1
-        return [at, notice.why, meeting.look(at, 60)]
+        return [at, notice.why, meeting.poll(at, 60)]
 
     with Job(3, work) as job:
         first, *others = job.values()
@@ -79,15 +79,15 @@ def test_ranks_meet_wherever_they_are(steps: tuple[int, ...]) -> None:
 
 def test_rank_that_does_not_come_costs_the_notice() -> None:
     def work(group: TorchGroup) -> Any:
-        board = board_of(group)
+        board = notice_store_of(group)
         assert board is not None
         meeting = Rendezvous(group, board, "run")
         if group.rank == 0:
-            meeting.ask(1, "a test", leave=False, seconds=60)
+            meeting.post(1, "a test", leave=False, seconds=60)
             with pytest.raises(GroupError, match="rank 1 of 2"):
-                meeting.look(2, 0.2)
+                meeting.poll(2, 0.2)
         return (
-            [None if notice is None else notice.step for notice in [meeting.look(3, 0.2)]] if group.rank == 0 else None
+            [None if notice is None else notice.step for notice in [meeting.poll(3, 0.2)]] if group.rank == 0 else None
         )
 
     with Job(2, work) as job:

@@ -231,14 +231,14 @@ def test_the_trail_and_the_counters(work: Path) -> None:
     assert "demo-model-0000000-0000008.safetensors" in first[2]
     assert second == ["iteration_00000005", "taken", "next below the tracker's 10"]
     told = dict(re.findall(r"^  (\S.*?)  +(.*)$", out, re.MULTILINE))
-    assert "the training would go on from root/iteration_00000005" in out
+    assert "the training would resume from root/iteration_00000005" in out
     assert "global_batch_size 32 -> 16: 5 steps x 2 = 10" in out
-    assert "saved by 8 ranks, read by 2" in out
+    assert "saved by 8 ranks, loaded by 2" in out
     assert told["steps"] == "10 done"
     assert told["of the data"] == "next is epoch 3, step 3"
     assert told["data"] == "the first 10 steps are skipped"
     assert told["samples"] == "160 seen"
-    assert "warning      iteration_00000010 passed over" in out
+    assert "warning      iteration_00000010 is skipped" in out
     assert err == ""
 
 
@@ -283,7 +283,7 @@ def test_by_a_configuration(work: Path) -> None:
     assert "iteration_00000005  taken    asked for" in out
     assert "steps        5 done of 100" in out
     assert "the next sink ends with epoch 1, step 7" in out
-    assert "data_skip_steps: 2 steps of data are skipped, as given" in out
+    assert "data_skip_steps: 2 steps of data are skipped" in out
     code, out, _ = explain("root", "--config", "train.yaml", cwd=work)  # ROOT goes before the file's
     assert "iteration_00000010  taken" in out
     (work / "train.yaml").write_text("load_checkpoint: root\n")
@@ -310,7 +310,7 @@ def test_compatible_counters(work: Path) -> None:
     exact = json.loads(explain("root", "--global-batch-size", 160, "--json", cwd=work)[1])
     old = json.loads(explain("root", "--global-batch-size", 160, "--compatible", "--json", cwd=work)[1])
     assert (exact["initial_step"], old["initial_step"]) == (126, 125)
-    assert "where 126 is right" in " ".join(old["warnings"])
+    assert "the correct result is 126" in " ".join(old["warnings"])
 
 
 def test_the_run_is_part_of_the_facts(work: Path) -> None:

@@ -90,7 +90,7 @@ def test_damage_found_while_loading_takes_the_older_one(verify: Any, root: Path)
     first, second = got.decision.verdicts
     assert (first.iteration, first.taken, second.iteration, second.taken) == (10, False, 5, True)
     assert FILES["opt", 1] in first.reason
-    assert any("iteration_00000010 passed over" in warning for warning in got.decision.warnings)
+    assert any("iteration_00000010 is skipped" in warning for warning in got.decision.warnings)
     assert pending_rollback.get(root) == pending_rollback.PendingRollback(5, (10,))
     with pytest.raises(DamagedFileError):  # it is left as it is
         reshard.open(root / "iteration_00000010").load()

@@ -543,8 +543,8 @@ def test_split_by_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
-        (["split", "SRC", "DST"], 2, "give --strategy or --layout"),
-        (["split", "SRC", "DST", "--strategy", "a", "--layout", "b"], 2, "give --strategy or --layout"),
+        (["split", "SRC", "DST"], 2, "use either --strategy or --layout"),
+        (["split", "SRC", "DST", "--strategy", "a", "--layout", "b"], 2, "use either --strategy or --layout"),
         (["merge", "SRC", "DST", "--rename", "model"], 2, "is not OLD=NEW"),
         (["merge", "SRC", "DST", "--rename", "a=b", "--rename", "a=c"], 2, "renamed to two names"),
         (["merge", "SRC", "DST", "--share", "1"], 2, "is not I/N"),

@@ -52,53 +52,53 @@ BAD_MAPS = {
     "rules: [{from: a, to: b, dim: 0}]": "unknown field `dim`",
     "rules: [{from: a, to: 3}]": r"rules\[0\].to: expected a name, found `3`",
     "rules: [{from: a, to: null}]": "expected a name, found null",
-    'rules: [{from: a, to: ""}]': "a name is not empty",
-    'rules: [{from: a, to: "b\\e[2J"}]': r"printable; found `b\\x1b\[2J`",
+    'rules: [{from: a, to: ""}]': "expected a name of printable characters",
+    'rules: [{from: a, to: "b\\e[2J"}]': r"printable characters, found `b\\x1b\[2J`",
     f"rules: [{{from: a, to: {'b' * 1025}}}]": "at most 1024 characters",
-    'rules: [{from: "a.{i", to: b}]': "a brace that is no `{variable}`",
+    'rules: [{from: "a.{i", to: b}]': "a brace that is not part of a `{variable}`",
     'rules: [{from: "a.{}", to: b}]': "a brace that is no",
     'rules: [{from: "a.{i}}", to: "b.{i}"}]': "a brace that is no",
     'rules: [{from: "a.{1}", to: "b.{1}"}]': "a brace that is no",
-    'rules: [{from: "a.{i}{j}", to: "b.{i}.{j}"}]': "two indices with nothing between them",
-    'rules: [{from: "a.{i}.{i}", to: "b.{i}"}]': "each index stands once",
-    f'rules: [{{from: "{NINE}", to: b}}]': "at most 8 do",
-    'rules: [{from: "a.{i}", to: b}]': "the whole has no `{i}`.*\n.*lay: {i: 0}",
-    'rules: [{from: a, to: "b.{i}"}]': "the whole has no `{i}`",
-    'rules: [{from: "a.{i}", to: "b.{j}"}]': "the index `{j}` does not stand on the side of the parts",
-    'rules: [{from: ["a.{i}", b], to: "c.{i}", join: 0}]': "`b` has other indices than `a.{i}`",
-    "rules: [{from: [a, b], to: [c, d], join: 0}]": "lists both",
-    "rules: [{from: [a, a], to: b, join: 0}]": "a name stands here twice",
+    'rules: [{from: "a.{i}{j}", to: "b.{i}.{j}"}]': "two adjacent indices are ambiguous",
+    'rules: [{from: "a.{i}.{i}", to: "b.{i}"}]': "expected different indices",
+    f'rules: [{{from: "{NINE}", to: b}}]': "at most 8",
+    'rules: [{from: "a.{i}", to: b}]': "only the parts have the index `{i}`.*\n.*lay: {i: 0}",
+    'rules: [{from: a, to: "b.{i}"}]': "only the parts have the index `{i}`",
+    'rules: [{from: "a.{i}", to: "b.{j}"}]': "the index `{j}` is missing on the side of the parts",
+    'rules: [{from: ["a.{i}", b], to: "c.{i}", join: 0}]': "`b` and `a.{i}` have different indices",
+    "rules: [{from: [a, b], to: [c, d], join: 0}]": "are both lists",
+    "rules: [{from: [a, a], to: b, join: 0}]": "a name is repeated",
     "rules: [{from: [], to: b, join: 0}]": "expected 1 to 4096 names",
     "rules: [{from: [a, b], to: c}]": "`join` is missing",
-    "rules: [{from: a, to: c, join: 0}]": "only with several parts",
+    "rules: [{from: a, to: c, join: 0}]": "`join` needs several parts",
     "rules: [{from: [a, b], to: c, join: -1}]": "join: expected an integer of at least 0, found `-1`",
     "rules: [{from: [a, b], to: c, join: x}]": "join: expected an integer",
     "rules: [{from: [a, b], to: c, join: 0, turns: 2}]": "turns: expected a list",
     "rules: [{from: [a, b], to: c, join: 0, turns: [1]}]": "1 turns for 2 parts",
-    "rules: [{from: [a, b], to: c, join: 0, turns: [1, n]}]": "`n` is no size of the map; the map has no `sizes`",
-    "sizes: {m: 1}\nrules: [{from: [a, b], to: c, join: 0, turns: [1, n]}]": "`n` is no size.*`sizes` has m",
-    'rules: [{from: [a, b], to: c, join: 0, turns: [1, "2 +"]}]': "`2 \\+` is no size",
-    'rules: [{from: [a, b], to: c, join: 0, turns: [1, "(2)"]}]': "is no size",
-    'rules: [{from: [a, b], to: c, join: 0, turns: [1, "-2"]}]': "is no size",
+    "rules: [{from: [a, b], to: c, join: 0, turns: [1, n]}]": "`n` is not a size of the map; the map has no `sizes`",
+    "sizes: {m: 1}\nrules: [{from: [a, b], to: c, join: 0, turns: [1, n]}]": "`n` is not a size.*`sizes` has m",
+    'rules: [{from: [a, b], to: c, join: 0, turns: [1, "2 +"]}]': "`2 \\+` is not a size",
+    'rules: [{from: [a, b], to: c, join: 0, turns: [1, "(2)"]}]': "is not a size",
+    'rules: [{from: [a, b], to: c, join: 0, turns: [1, "-2"]}]': "is not a size",
     "rules: [{from: [a, b], to: c, join: 0, turns: [1, true]}]": "expected a size, found true",
-    "rules: [{from: [a, b], to: c, join: 0, turns: [1, 1.5]}]": "`1.5` is no size",
+    "rules: [{from: [a, b], to: c, join: 0, turns: [1, 1.5]}]": "`1.5` is not a size",
     f'rules: [{{from: [a, b], to: c, join: 0, turns: [1, "{"2 * " * 16}2"]}}]': "more than 16 terms",
-    f'rules: [{{from: [a, b], to: c, join: 0, turns: [1, "{"2 * " * 400}2"]}}]': "is no size",
+    f'rules: [{{from: [a, b], to: c, join: 0, turns: [1, "{"2 * " * 400}2"]}}]': "is not a size",
     "rules: [{from: a, to: b, transpose: [0, 2]}]": "expected each dim once",
     "rules: [{from: a, to: b, transpose: [1, 1]}]": "expected each dim once",
     "rules: [{from: a, to: b, transpose: []}]": "expected each dim once",
     "rules: [{from: a, to: b, transpose: 1}]": "transpose: expected a list",
-    'rules: [{from: "a.{e}", to: b, lay: {f: 0}}]': "`f` is no index that the parts have",
-    'rules: [{from: "a.{e}", to: "b.{e}", lay: {e: 0}}]': "`e` is no index that the parts have and the whole has not",
+    'rules: [{from: "a.{e}", to: b, lay: {f: 0}}]': "`f` is not an index that only the parts have",
+    'rules: [{from: "a.{e}", to: "b.{e}", lay: {e: 0}}]': "`e` is not an index that only the parts have",
     'rules: [{from: "a.{e}", to: b, lay: {e: 0}, stack: {e: 0}}]': "`lay` and `stack` both name `e`",
     'rules: [{from: "a.{e}", to: b, lay: [e]}]': "expected indices and dims",
     'rules: [{from: "a.{e}", to: b, lay: {e: x}}]': "lay.e: expected an integer",
     'rules: [{from: "a.{e}", to: b, stack: {e: 16}}]': "expected dims below 16",
-    'rules: [{from: "a.{e}.{f}", to: b, lay: {e: 0, f: 0}}]': "two indices along one dim",
-    'rules: [{from: ["a.{e}", "b.{e}"], to: c, join: 0, stack: {e: 0}}]': "dim 0 is a new one",
+    'rules: [{from: "a.{e}.{f}", to: b, lay: {e: 0, f: 0}}]': "two indices have the same dim",
+    'rules: [{from: ["a.{e}", "b.{e}"], to: c, join: 0, stack: {e: 0}}]': "dim 0 is used by `stack`",
     "rules: [{from: a, tied: a}]": "`a` is tied to itself",
-    "rules: [{from: a, to: b, tied: c}]": "`tied` with one of `from` and `to`",
-    "rules: [{tied: c}]": "`tied` with one of `from` and `to`",
+    "rules: [{from: a, to: b, tied: c}]": "`tied` with either `from` or `to`",
+    "rules: [{tied: c}]": "`tied` with either `from` or `to`",
     "rules: [{from: a, tied: b, join: 0}]": "unknown field `join`",
     'rules: [{from: "a.{i}", tied: b}]': "have different indices",
     "rules: [{from: [a], tied: b}]": "expected a name, found a list",
@@ -107,10 +107,10 @@ BAD_MAPS = {
     "sizes: {a-b: 1}\nrules: []": "expected the name of a size",
     "sizes: {a: []}\nrules: []": "expected at least one",
     "sizes: {a: {b: 1}}\nrules: []": "expected a size, found a mapping",
-    'sizes: {a: "b ** 2"}\nrules: []': "is no size",
-    "rules: &r [*r]": "stands for nothing before it",
+    'sizes: {a: "b ** 2"}\nrules: []': "is not a size",
+    "rules: &r [*r]": "has no anchor before it",
     "rules: !!python/object:os.system []": "tags are not accepted",
-    "rules: []\nrules: []": "stands here twice",
+    "rules: []\nrules: []": "is repeated",
 }
 
 
@@ -156,34 +156,34 @@ def joined(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("mapping", "shapes", "message"),
     [
-        (joined(), {"q": (4, 8)}, "`k` is missing: `qk` is made of it and `q`"),
-        (joined(), {"q": (4, 8), "k": (2, 8)}, r"have \[4, 2\] elements along dim 0: say `turns`"),
-        (joined(), {"q": (4, 8), "k": (4, 6)}, r"`k` of shape \(4, 6\) and `q` of shape \(4, 8\) cannot be parts"),
-        (joined(), {"q": (4, 8), "k": (4,)}, "cannot be parts of one `qk`"),
-        (joined(), {"q": (), "k": ()}, "speaks of dim 0, and its wholes have 0 dims"),
-        (joined(join=2), Q_K, "speaks of dim 2, and its wholes have 2 dims"),
-        (joined(turns=[2, 1]), Q_K, r"not one number of turns of \[2, 1\]"),
-        (joined(turns=[3, 3]), Q_K, r"not one number of turns of \[3, 3\]"),
-        (joined(turns=[0, 1]), Q_K, "`0` is no element at all"),
-        (joined(turns=["n", 1], sizes={"n": "heads"}), Q_K, "needs the size `n`, which nothing says"),
-        (joined(turns=["n / 3", 1], sizes={"n": 4}), Q_K, "`n / 3`: 4 does not divide by 3"),
-        (joined(turns=["n / 0", 1], sizes={"n": 4}), Q_K, "4 does not divide by 0"),
+        (joined(), {"q": (4, 8)}, "`k` is missing: `qk` is fused from it and `q`"),
+        (joined(), {"q": (4, 8), "k": (2, 8)}, r"have \[4, 2\] elements along dim 0: `turns` is missing"),
+        (joined(), {"q": (4, 8), "k": (4, 6)}, r"`k` of shape \(4, 6\) and `q` of shape \(4, 8\) cannot be fused"),
+        (joined(), {"q": (4, 8), "k": (4,)}, "cannot be fused into `qk`"),
+        (joined(), {"q": (), "k": ()}, "uses dim 0, and the whole has 0 dims"),
+        (joined(join=2), Q_K, "uses dim 2, and the whole has 2 dims"),
+        (joined(turns=[2, 1]), Q_K, r"not the same multiple of \[2, 1\]"),
+        (joined(turns=[3, 3]), Q_K, r"not the same multiple of \[3, 3\]"),
+        (joined(turns=[0, 1]), Q_K, "`0` is 0, expected at least 1"),
+        (joined(turns=["n", 1], sizes={"n": "heads"}), Q_K, "needs the size `n`, which is not known"),
+        (joined(turns=["n / 3", 1], sizes={"n": 4}), Q_K, "`n / 3`: 4 is not divisible by 3"),
+        (joined(turns=["n / 0", 1], sizes={"n": 4}), Q_K, "4 is not divisible by 0"),
         (joined(turns=["n * n", 1], sizes={"n": 1 << 50}), Q_K, "is too large"),
         (joined(transpose=[0]), Q_K, r"`q` of shape \(4, 8\) cannot be transposed by \[0\]"),
-        (joined(), {"qk": (4,), **Q_K}, "`qk` and `q` would both be called `qk`"),
+        (joined(), {"qk": (4,), **Q_K}, "`qk` and `q` would both be named `qk`"),
         (joined(), {"a": (4,)}, r"no rule .* matches any of the 1 keys, such as `a`\n.*the map of this model"),
         (joined(), {"qk": (4,)}, r"no rule .* matches any.*\n.*`:reverse`"),
-        (joined() | {"other": "refuse"}, {"a": (1,), "b": (1,), **Q_K}, "no rule .* names `a` and 1 more"),
-        (EXPERTS, {"e.0.w": (2,), "e.2.w": (2,)}, r"`e.1.w` is missing: `experts` is made of it and `e.0.w`"),
+        (joined() | {"other": "refuse"}, {"a": (1,), "b": (1,), **Q_K}, "no rule .* matches `a` and 1 more"),
+        (EXPERTS, {"e.0.w": (2,), "e.2.w": (2,)}, r"`e.1.w` is missing: `experts` is fused from it and `e.0.w`"),
         (EXPERTS, {"e.1.w": (2,)}, "`e.0.w` is missing"),
         (EXPERTS, {f"e.{10**17}.w": (2,)}, "`e.0.w` is missing"),
         (EXPERTS, {"e.0.w": (2,), "e.1.w": (3,)}, r"`e.1.w` has shape \(3,\) and `e.0.w` \(2,\)"),
         (STACKED, {"e.0.w": (2,)}, "`e.1.w` is missing"),
-        (STACKED, {f"e.{n}.w": (2,) for n in range(3)}, "`e.2.w` is one part too many of `experts`: .* e = 2"),
-        (STACKED, {f"e.{n}.w": () for n in range(2)}, "speaks of dim 1, and its wholes have 1 dims"),
-        ({"rules": [{"from": "a", "tied": "b"}]}, {"a": (2,)}, "`a` is tied to `b`, which is not there"),
+        (STACKED, {f"e.{n}.w": (2,) for n in range(3)}, "`e.2.w` is an extra part of `experts`: .* e = 2"),
+        (STACKED, {f"e.{n}.w": () for n in range(2)}, "uses dim 1, and the whole has 1 dims"),
+        ({"rules": [{"from": "a", "tied": "b"}]}, {"a": (2,)}, "`a` is tied to `b`, which is missing"),
         ({"rules": [{"from": "a", "tied": "b"}]}, {"a": (2,), "b": (3,)}, r"\(2,\) is tied to `b` of shape \(3,\)"),
-        ({"rules": [{"from": "a", "to": "c"}, {"to": "b", "tied": "c"}]}, {"a": (2,), "b": (2,)}, "both be called `b`"),
+        ({"rules": [{"from": "a", "to": "c"}, {"to": "b", "tied": "c"}]}, {"a": (2,), "b": (2,)}, "both be named `b`"),
     ],
 )
 def test_map_that_does_not_fit(mapping: dict[str, Any], shapes: dict[str, Any], message: str) -> None:
@@ -194,15 +194,15 @@ def test_map_that_does_not_fit(mapping: dict[str, Any], shapes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("mapping", "shape", "message"),
     [
-        (joined(), (5, 8), "`qk`: the 5 elements along dim 0 do not divide into 2 parts"),
-        (joined(turns=[2, 1]), (8, 8), r"do not divide into turns of \[2, 1\]"),
-        (joined(join=1), (8,), "speaks of dim 1, and its wholes have 1 dims"),
+        (joined(), (5, 8), "`qk`: the 5 elements along dim 0 are not divisible into 2 parts"),
+        (joined(turns=[2, 1]), (8, 8), r"are not divisible into turns of \[2, 1\]"),
+        (joined(join=1), (8,), "uses dim 1, and the whole has 1 dims"),
         (joined(transpose=[1, 0]), (8,), r"`qk` of shape \(8,\) cannot be transposed by \[1, 0\]"),
-        (EXPERTS, (6,), r"`experts` is to be divided by `{e}`, and nothing says how many"),
-        (EXPERTS | {"sizes": {"e": 4}}, (6,), "do not divide into 4 of `{e}`"),
-        (EXPERTS | {"sizes": {"e": 0}}, (6,), "do not divide into 0 of `{e}`"),
+        (EXPERTS, (6,), r"`experts` is split by `{e}`, and the number of its values is not known"),
+        (EXPERTS | {"sizes": {"e": 4}}, (6,), "are not divisible into 4 of `{e}`"),
+        (EXPERTS | {"sizes": {"e": 0}}, (6,), "are not divisible into 0 of `{e}`"),
         (EXPERTS | {"sizes": {"e": 1 << 40}}, (1 << 40,), "into more than 500000 parts: 1099511627776 with"),
-        (STACKED, (6, 3), "has 3 elements along dim 1, the name map says e = 2"),
+        (STACKED, (6, 3), "has 3 elements along dim 1, and the name map has e = 2"),
     ],
 )
 def test_whole_that_cannot_be_taken_apart(mapping: dict[str, Any], shape: Any, message: str) -> None:
@@ -303,13 +303,13 @@ def test_what_names_takes(tmp_path: Path) -> None:
     for useless in ({}, {"num_experts": None}):
         assert as_names(mapping, useless) == NameMap.from_mapping(mapping)
     for wrong in (3, None, [mapping]):
-        with pytest.raises(ArgumentError, match="names are a NameMap, a path, a preset or a mapping"):
+        with pytest.raises(ArgumentError, match="expected a NameMap, a path, a preset or a mapping"):
             as_names(wrong)  # type: ignore[arg-type]
     with pytest.raises(CheckpointNotFoundError, match="there is no config"):
         as_names(mapping, tmp_path / "none")
     for text, message in (
         ("[]", "expected a JSON object"),
-        ('{"a": 1, "a": 2}', "stands twice"),
+        ('{"a": 1, "a": 2}', "is repeated"),
         ("{", "not valid JSON"),
     ):
         (tmp_path / "config.json").write_text(text)
@@ -407,7 +407,7 @@ def test_only_what_is_written_must_fit(tmp_path: Path) -> None:
     names = joined(turns=[1, 1])
     reshard.convert(folder, tmp_path / "hf", names=names)
     assert reshard.load_file(tmp_path / "hf")["qk"][:2].tolist() == [[0, 1], [8, 9]]
-    with pytest.raises(NamesError, match=r"`m.q` and its neighbours have \[2, 1\] elements along dim 0"):
+    with pytest.raises(NamesError, match=r"`m.q` and the other parts have \[2, 1\] elements along dim 0"):
         reshard.convert(folder, tmp_path / "all", names=names, to="checkpoint2")
     assert not (tmp_path / "all").exists()
 
@@ -592,7 +592,7 @@ def test_rules_are_counted_before_one_is_read(rules: list[Any], words: str, monk
 @pytest.mark.parametrize("value", [-4, "4", 4.0, True, [4]])
 def test_a_number_of_the_config_that_is_none_is_told(value: object) -> None:
     names = NameMap.from_mapping({"sizes": {"a": ["kv * 2", "heads"]}, "rules": []})
-    with pytest.raises(NamesError, match=r"the size `a` .* `kv` of the config is no whole number") as error:
+    with pytest.raises(NamesError, match=r"the size `a` .* `kv` of the config is not a non-negative integer") as error:
         names.with_config({"kv": value, "heads": 8})
     assert error.value.hint is not None
     assert "`sizes`" in error.value.hint

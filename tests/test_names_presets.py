@@ -242,15 +242,15 @@ def test_tied_embeddings_stay_one_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("mindspore", None, "needs the model's config.json, which says of which family"),
-        ("mindspore", {"model_type": "gpt5"}, "no names for the model_type `gpt5`"),
-        ("mindspore", {}, "no names for the model_type `None`"),
+        ("mindspore", None, "needs the model's config.json for the model family"),
+        ("mindspore", {"model_type": "gpt5"}, "no preset for the model_type `gpt5`"),
+        ("mindspore", {}, "no preset for the model_type `None`"),
         ("qwen3-mindspor", None, "neither a file nor a preset.*\n.*did you mean 'qwen3-mindspore'"),
-        ("deepseek_v3-megatron", None, "need a config.json with `num_hidden_layers`"),
-        ("deepseek_v3-megatron", {"num_hidden_layers": -1}, "`num_hidden_layers`, a number"),
+        ("deepseek_v3-megatron", None, "needs a config.json with `num_hidden_layers`"),
+        ("deepseek_v3-megatron", {"num_hidden_layers": -1}, "`num_hidden_layers`, an integer"),
         ("deepseek_v3-megatron", {"num_hidden_layers": 1, "num_nextn_predict_layers": 10**9}, "at most 64"),
         ("deepseek_v3-megatron", {"num_hidden_layers": 1, "first_k_dense_replace": "3"}, "`first_k_dense_replace`"),
-        ("llama-megatron", {"num_attention_heads": 6, "hidden_size": 8}, "`head_dim`.*8 does not divide by 6"),
+        ("llama-megatron", {"num_attention_heads": 6, "hidden_size": 8}, "`head_dim`.*8 is not divisible by 6"),
     ],
 )
 def test_preset_that_cannot_be(name: str, config: dict[str, object] | None, message: str) -> None:
@@ -261,11 +261,11 @@ def test_preset_that_cannot_be(name: str, config: dict[str, object] | None, mess
 def test_what_a_preset_does_not_know_is_refused(tmp_path: Path) -> None:
     hf = Model("llama", "megatron").hf | {"model.layers.0.self_attn.q_proj.weight_scale_inv": random(1, 1)}
     with reshard.open(saved(hf, tmp_path / "hf")) as opened:
-        with pytest.raises(NamesError, match=r"no rule of the name map names .*weight_scale_inv"):
+        with pytest.raises(NamesError, match=r"no rule of the name map matches .*weight_scale_inv"):
             opened.renamed("megatron", config=CONFIGS["llama"])
         with pytest.raises(NamesError, match=r"no rule .* matches any.*\n.*`:reverse`"):
             opened.renamed("megatron:reverse", config=CONFIGS["llama"])
     del hf["model.layers.0.self_attn.q_proj.weight_scale_inv"]
-    needed = r"needs the size `heads`, which nothing says\n.*config.json"
+    needed = r"needs the size `heads`, which is not known\n.*config.json"
     with reshard.open(saved(hf, tmp_path / "plain")) as opened, pytest.raises(NamesError, match=needed):
         opened.renamed("llama-megatron")

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.group import SingleProcess, TorchGroup
 from reshard.layout import ModelLayout
-from reshard.torch.common_layout import distinct, layout_of
+from reshard.torch.common_layout import gather_distinct, layout_of
 from reshard.torch.placements import Partition, Row, digits_of, part_of, place, row_of
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def told(group: TorchGroup, tensors: Mapping[str, torch.Tensor], mesh: DeviceMes
     try:
         placed = {key: p for key, tensor in tensors.items() if (p := place(tensor, row, key)) is not None}
     except UnsupportedError as error:
-        distinct(group, error, LONG)
+        gather_distinct(group, error, LONG)
         raise
     partitions = {key: p.partition for key, p in placed.items()}
     raw = {key: [p.shape, p.cuts, p.unsaid] for key, p in partitions.items()}
-    rows, held = distinct(group, [row.to_json(), raw], LONG)
+    rows, held = gather_distinct(group, [row.to_json(), raw], LONG)
     return placed, layout_of(
         [(Row.from_json(group.world_size, value), ranks) for value, ranks in rows],
         [({key: partition(*p) for key, p in value.items()}, ranks) for value, ranks in held],
@@ -295,8 +295,8 @@ def test_where_there_is_no_layout_the_reason_is_told() -> None:
         values = job.values()
     for n, reason in enumerate(
         [
-            "ranks 0, 1, 2 alone hold some tensors, which is no part of a mesh",
-            "ranks 0, 3 alone hold some tensors, which is no part of a mesh",
+            "some tensors are held only by ranks 0, 1, 2, which are not part of a mesh",
+            "some tensors are held only by ranks 0, 3, which are not part of a mesh",
             "`w`: the ranks of its mesh [1, 2] do not lie regularly among all 4",
         ]
     ):
@@ -305,7 +305,7 @@ def test_where_there_is_no_layout_the_reason_is_told() -> None:
     # 3 x 2 and 2 x 3 over the same ranks.
     row = Row(6, spans=frozenset({(6, 2, "a"), (2, 1, "b"), (6, 3, "c"), (3, 1, "d")}))
     layout, told_reason = layout_of([(row, list(range(6)))], [({"w": Partition((6,))}, list(range(6)))])
-    assert (layout, told_reason) == (None, "its meshes do not fit into one: 3 ranks are no multiple of 2")
+    assert (layout, told_reason) == (None, "its meshes cannot be combined: 3 ranks are not a multiple of 2")
 
 
 def test_one_name_for_two_tensors_is_refused() -> None:
@@ -378,9 +378,9 @@ def test_parts_are_those_of_torch_chunk() -> None:
 
 
 def test_one_process_knows_everything() -> None:
-    assert distinct(SingleProcess(), [1, "a"], LONG) == [[(1, [0])], [("a", [0])]]
+    assert gather_distinct(SingleProcess(), [1, "a"], LONG) == [[(1, [0])], [("a", [0])]]
     with pytest.raises(MismatchError):
-        distinct(SingleProcess(), MismatchError("no"), LONG)
+        gather_distinct(SingleProcess(), MismatchError("no"), LONG)
 
 
 def test_only_one_rank_of_each_kind_sends_what_it_knows() -> None:
@@ -408,5 +408,8 @@ def test_only_one_rank_of_each_kind_sends_what_it_knows() -> None:
     digests = [_digest("some"), _digest("more")]
     same = _digest("same")
     answers = [{"values": [[same, digests[0]], [same, digests[0]], [same, digests[1]]]}]
-    assert distinct(Watched(), ["same", "some"], LONG) == [[("same", [0, 1, 2])], [("some", [0, 1]), ("more", [2])]]
+    assert gather_distinct(Watched(), ["same", "some"], LONG) == [
+        [("same", [0, 1, 2])],
+        [("some", [0, 1]), ("more", [2])],
+    ]
     assert sent[-1] == []

@@ -442,4 +442,4 @@ def test_objects_that_differ_or_are_not_given_on_all_ranks_are_refused_before_th
     with Job(2, work) as job:
         for scheduler, extra in job.values():
             assert "the state of `scheduler` differs between ranks" in scheduler
-            assert "`extra['ema']` is given on rank 1 alone" in extra
+            assert "`extra['ema']` is given only on rank 1" in extra

@@ -338,7 +338,7 @@ def test_explain_says_that_contents_were_not_read(root: Path) -> None:
     damage(root, 20)
     code, out, _ = run("explain", root)
     assert code == 0
-    assert re.search("contents +not read; the run compares them while it loads", out)
+    assert re.search("contents +not read; the run compares the data with its checksums while it loads", out)
     told = json.loads(run("explain", root, "--json")[1])
     assert (told["iteration"], told["is_verified"], told["has_sums"]) == (20, False, True)
     assert (told["contents"], told["contents_read"]) == ("not read", False)
@@ -355,7 +355,7 @@ def test_explain_verify_gives_the_answer_of_the_restart(root: Path) -> None:
         ["iteration_00000010", "in"],
     ]
     assert "bytes 262144 to 524288 were altered" in rows[0][2]
-    assert "read and compared with their sums: no difference" in out
+    assert "read and compared with the checksums: no difference" in out
     told = json.loads(run("explain", root, "--verify", "--json")[1])
     assert (told["is_verified"], told["contents_read"]) == (True, True)
     assert told["iteration"] == reshard.load(root).iteration == 15
@@ -425,8 +425,8 @@ def test_verify_calls_what_may_not_be_read_neither_whole_nor_damaged(foreign: Pa
     assert "Permission denied" in fault["message"]
     assert fault["is_damage"] is False
     assert not report.ok
-    assert "iteration_00000020: could not be read: neither whole nor damaged" in page
-    assert "iteration_00000015: whole" in page
+    assert "iteration_00000020: could not be read: not known whether it is complete or damaged" in page
+    assert "iteration_00000015: complete" in page
     assert err == ""
 
 
@@ -445,7 +445,7 @@ def test_verify_of_a_root_that_may_not_be_written_says_that_nothing_is_recorded(
     with nobody():
         code, out, err = run("verify", folder_of(foreign, 15))
     assert code == 0
-    assert "whole" in out
+    assert "iteration_00000015: complete" in out
     assert "warning: the result is not recorded for `reshard prune`" in err
     assert "Permission denied" in err
     assert recorded(foreign) == {}
@@ -466,7 +466,7 @@ def test_explain_tells_the_rest_where_one_may_not_be_read(foreign: Path) -> None
     ]
     assert "Permission denied" in rows[0][2]
     assert "not reached" in rows[1][2]
-    assert "hint: run this as the user who trains" in err
+    assert "hint: run this as the user of the training" in err
     assert (told["outcome"], told["error"]) == ("refused", "StorageError")
     assert [one["taken"] for one in told["verdicts"]] == [False, False, False]
 

@@ -918,12 +918,12 @@ def test_the_page_of_rank_folders() -> None:
     assert told["mesh"] == {"pp": 2, "axis0": 2, "axis1": 2}
     assert told["tensors"]["embed.weight"]["shape"] == [16, 6]
     page = run("inspect", tree, "--strategy", strategy).stdout
-    for text in ("ranks      8, each with a file of its own", "2 stages of 4 ranks", "1.31 times", "step_num 40"):
+    for text in ("ranks      8, each with its own file", "2 stages of 4 ranks", "1.31 times", "step_num 40"):
         assert text in page
     assert "rank_5/demo_rank_5-20_2" in run("inspect", tree, "l1.exp.weight", "--strategy", strategy).stdout
     bare = run("inspect", CKPT1 / "output_second_run" / "checkpoint")
     assert bare.exit_code == 0
-    assert "give --strategy" in bare.stdout
+    assert "use --strategy" in bare.stdout
     assert "1-25_2.safetensors  complete, unverified (taken): named by every meta.json" in bare.stdout
     assert run("inspect", tree, "embed.weight").exit_code == 0
     bare = json.loads(run("inspect", tree, "--json").stdout)
@@ -939,7 +939,7 @@ def test_the_page_of_rank_folders() -> None:
 def test_rank_folders_are_verified_save_by_save(tree: Path) -> None:
     told = run("verify", CKPT1 / "output_second_run" / "checkpoint")
     assert told.exit_code == 0
-    assert told.stdout.count("unverified: no manifest, its structure is right") == 4
+    assert told.stdout.count("unverified: no manifest, the structure is valid") == 4
     holding(3, w=SLICES[3][1:])(tree)
     assert run("verify", tree).exit_code == 0  # nothing tells that anything is wrong
     told = run("verify", tree, "--strategy", tree.parent / "cut", "--json")

@@ -146,7 +146,7 @@ def test_plain_state_of_sharded_parameters_goes_on_bit_for_bit(kind: str, mode: 
     assert whole[0]["scale.0.weight"] != whole[1]["scale.0.weight"]
     assert whole[0]["seen.0.weight"] != whole[1]["seen.0.weight"]
     back = [one["value"] for one in run(tmp_path, kind, 4, **mode)]
-    assert not [line for one in back for line in one[2] if "has no sums" not in line]  # Checkpoint 1.0 has none
+    assert not [line for one in back for line in one[2] if "has no checksums" not in line]  # Checkpoint 1.0 has none
     assert [one[1] for one in back] == whole
     assert {back[0][0][f"{slot}.0.weight"][0] for slot in ("step", "codes", "absmax", "scale")} == {"Tensor"}
 
@@ -180,13 +180,13 @@ def test_plain_state_of_sharded_parameters_is_refused_under_another_layout(tmp_p
         for one in run(tmp_path, kind, 2, n_ranks=n_ranks):
             assert one["error"] == "MismatchError", one
             assert "`absmax.0.weight`, `codes.0.weight`, `scale.0.weight`, `seen.0.weight`" in one["text"]
-            assert "cannot be resharded. Each of the 2 ranks that saved kept its own" in one["text"]
+            assert "cannot be resharded: it is rank-local state, saved by 2 ranks" in one["text"]
             assert place in one["text"]
-            assert "resume on as many ranks" in one["hint"]
+            assert "resume with the same number of ranks" in one["hint"]
     # As many ranks, of which each holds another part.
     for one in run(tmp_path, "FSDP2 of TP", 2):
         assert "`codes.3.weight`" in one["text"]
-        assert "with another part" in one["text"]
+        assert "which holds another region" in one["text"]
 
 
 def test_plain_state_that_does_not_fit_begins_anew_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -259,7 +259,8 @@ def test_buffers_that_differ_are_kept_for_each_rank(kind: str, tmp_path: Path) -
     first, _, told = one["value"]
     assert first[f"1.{MEAN}"] == back[0][0][name]
     assert any(
-        f"`1.{MEAN}`" in line and "differed between the 2 ranks that saved: all ranks get the first one's" in line
+        f"`1.{MEAN}`" in line
+        and "differed between the 2 ranks that saved: all ranks get the values of the first one" in line
         for line in told
     )
 
@@ -422,7 +423,7 @@ def test_state_besides_tensors_of_a_whole_parameter_must_be_equal(tmp_path: Path
 
 @pytest.mark.parametrize("value", [{}, {"rank": 0}, 7, {"rank": "x", "world_size": 1, "state": {}, "differing": {}}])
 def test_what_is_no_rank_local_state_is_refused(value: Any) -> None:
-    with pytest.raises(MismatchError, match="`rank_local` is not what a rank kept for itself"):
+    with pytest.raises(MismatchError, match="`rank_local` is not valid rank-local state"):
         apply(describe(nn.Linear(1, 1)), {}, rank_local=value)
 
 

@@ -24,12 +24,12 @@ from reshard.formats.checkpoint2.names import CommonInfo
 from reshard.resume import (
     BatchSchedule,
     CandidateFacts,
-    Facts,
+    EpochStep,
     Folder,
     ResumeDecision,
+    ResumeFacts,
     RunFacts,
     Scaling,
-    View,
     decide,
     evaluate,
     order,
@@ -147,7 +147,7 @@ def resume(
     """The decision over one whole, verified checkpoint of iteration 400."""
     config = replace(config or Config(), load_path="ckpt", resume=True)
     candidate = CandidateFacts("ckpt/iteration_00000400", 400, is_verified=True, common=common, has_optimizer=True)
-    return decide(config, Facts("ckpt", "root", (candidate,), run or RunFacts()), **what)
+    return decide(config, ResumeFacts("ckpt", "root", (candidate,), run or RunFacts()), **what)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=range(len(TABLE)))
@@ -169,7 +169,7 @@ def test_every_row_of_the_originals_table(row: dict[str, Any]) -> None:
     assert exact.data_skip_steps == exact.initial_step
     for decision, generation in ((old, "1.0"), (new, "2.0")):
         is_wrong = decision.initial_step != exact.initial_step
-        assert any("is right" in warning for warning in decision.warnings) == is_wrong, generation
+        assert any("the correct result is" in warning for warning in decision.warnings) == is_wrong, generation
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_an_interrupted_run_goes_on_where_it_was() -> None:
     assert (decision.initial_step, decision.global_step, decision.initial_epoch) == (400, 400, 4)
     assert (decision.consumed_samples, decision.data_skip_steps) == (25600, 400)
     assert (decision.loss_scale, decision.scaling, decision.total_steps) == (1024.0, None, 1000)
-    assert decision.next_step == View(5, 1)
-    assert decision.next_sink == View(5, 2)
+    assert decision.next_step == EpochStep(5, 1)
+    assert decision.next_sink == EpochStep(5, 2)
     assert decision.restored == ("weights", "optimizer", "counters", "loss scale", "data position")
     assert decision.warnings == ()
 
@@ -288,16 +288,16 @@ def test_the_documents_first_step_after_a_resume() -> None:
     # "If the initial number of steps is 42, the training is resumed successfully": saved at 40, sink size 2
     common = CommonInfo(step_num=40, global_step=40, epoch_num=20, global_batch_size=8)
     decision = resume(common, Config(sink_size=2), RunFacts(8, steps_per_epoch=1000))
-    assert decision.next_sink == View(1, 42)
+    assert decision.next_sink == EpochStep(1, 42)
 
 
 def test_another_world_size_keeps_the_steps() -> None:
     candidate = CandidateFacts("ckpt/iteration_400", 400, is_verified=True, common=SAVED, world_size=8)
-    facts = Facts("ckpt", "root", (candidate,), RunFacts(64, world_size=16))
+    facts = ResumeFacts("ckpt", "root", (candidate,), RunFacts(64, world_size=16))
     decision = decide(Config("ckpt", resume=True), facts)
     assert decision.is_resharded
     assert (decision.initial_step, decision.scaling) == (400, None)
-    assert "saved by 8 ranks, read by 16" in decision.reasons[-1]
+    assert "saved by 8 ranks, loaded by 16" in decision.reasons[-1]
     assert decide(Config("ckpt", resume=True), replace(facts, run=RunFacts(64, 8))).is_resharded is False
 
 
@@ -317,7 +317,7 @@ def test_new_data_under_fixed_total_steps() -> None:
     config = Config(total_steps=100000, epochs=15, sink_mode=False)
     run = RunFacts(64, 8, steps_per_epoch=9000, dataset_changed=True)
     decision = resume(common, config, run)
-    assert (decision.initial_step, decision.total_steps, decision.next_step) == (10000, 100000, View(2, 1001))
+    assert (decision.initial_step, decision.total_steps, decision.next_step) == (10000, 100000, EpochStep(2, 1001))
     assert "first 10000 steps of the new dataset are skipped" in decision.warnings[0]
     fresh_data = resume(common, replace(config, ignore_data_skip=True), run)
     assert (fresh_data.initial_step, fresh_data.data_skip_steps, fresh_data.warnings) == (10000, 0, ())
@@ -329,11 +329,15 @@ def test_new_data_under_fixed_total_steps() -> None:
 @pytest.mark.parametrize(
     ("config", "run", "told"),
     [
-        (Config(total_steps=400), RunFacts(64), "the learning-rate curve of total_steps 400 is over at step 400"),
-        (Config(total_steps=1000), RunFacts(128), "total_steps 1000 is taken as given"),
+        (Config(total_steps=400), RunFacts(64), "the learning-rate schedule of total_steps 400 has ended at step 400"),
+        (Config(total_steps=1000), RunFacts(128), "total_steps 1000 is not scaled"),
         (Config(epochs=4), RunFacts(64, steps_per_epoch=100), "is past 4 epochs of 100 steps"),
         (Config(ignore_data_skip=True), RunFacts(64, dataset_changed=True), "total_steps is not set"),
-        (Config(without_effect=("`integrated_save`",)), RunFacts(64), "without effect here: `integrated_save`"),
+        (
+            Config(without_effect=("`integrated_save`",)),
+            RunFacts(64),
+            "configuration keys without effect: `integrated_save`",
+        ),
     ],
 )
 def test_what_to_look_at_is_told(config: Config, run: RunFacts, told: str) -> None:
@@ -347,7 +351,7 @@ def test_an_unknown_batch_size_scales_nothing_and_reads_as_no_fault() -> None:
     assert decision.reasons == ("the checkpoint records no global batch size: steps are not scaled",)
     decision = resume(SAVED)
     assert (decision.initial_step, decision.global_batch_size) == (400, 64)
-    assert decision.reasons == ("the steps are those of the checkpoint, 64 samples each: no other size was given",)
+    assert decision.reasons == ("steps are counted in the batch size of the checkpoint, 64 samples",)
     assert resume(without).reasons == ()
 
 
@@ -361,7 +365,7 @@ def test_a_growing_batch_goes_on_by_samples() -> None:
     assert without.consumed_samples == 200  # from the table: 21 steps
     with pytest.raises(ArgumentError, match="needs `global_batch_size`"):
         resume(eager, Config(rampup=(8, 8, 400)))
-    with pytest.raises(ArgumentError, match="no multiples of 5"):
+    with pytest.raises(ArgumentError, match="not multiples of the 5 samples"):
         resume(eager, config, RunFacts(base_units=5))
 
 
@@ -369,7 +373,7 @@ def test_the_eager_loop_skips_by_samples() -> None:
     eager = CommonInfo(step_num=1000, global_step=100, global_batch_size=64, consumed_samples=6400)
     decision = resume(eager, Config(sink_mode=False), RunFacts(128, base_units=16))
     assert (decision.initial_step, decision.skip_micro_steps) == (50, 400)
-    assert decision.reasons[0] == "global_step 100 counts; step_num 1000 is the length of the whole run"
+    assert decision.reasons[0] == "global_step 100 is used; step_num 1000 is the length of the whole run"
     assert resume(eager, Config(ignore_data_skip=True), RunFacts(128, base_units=16)).skip_micro_steps == 0
 
 
@@ -386,14 +390,16 @@ def candidate(iteration: int, **what: Any) -> CandidateFacts:
 def chosen(
     *candidates: CandidateFacts, config: Config | None = None, run: RunFacts | None = None, **what: Any
 ) -> ResumeDecision:
-    return decide(config or Config("ckpt", resume=True), Facts("ckpt", "root", candidates, run or RunFacts(64)), **what)
+    return decide(
+        config or Config("ckpt", resume=True), ResumeFacts("ckpt", "root", candidates, run or RunFacts(64)), **what
+    )
 
 
 CHOICES: list[tuple[str, dict[str, Any], str]] = [
     ("damaged", {"fault": "a file is missing"}, "a file is missing"),
     ("never a candidate", {"refusal": "left behind on purpose"}, "left behind on purpose"),
     ("without counters", {"common": None}, "no common.json"),
-    ("unhealthy", {"common": replace(SAVED, ckpt_status=1)}, "found it unhealthy"),
+    ("unhealthy", {"common": replace(SAVED, ckpt_status=1)}, "it was saved as unhealthy"),
     ("health unknown", {"common": SAVED}, "health was not recorded"),
     ("without optimizer", {"has_optimizer": False}, "no optimizer state"),
 ]
@@ -429,7 +435,7 @@ def test_weights_alone_need_no_counters() -> None:
 def test_what_has_no_sums_is_marked() -> None:
     decision = chosen(candidate(500, is_verified=False))
     assert not decision.is_verified
-    assert "has no sums" in decision.warnings[0]
+    assert "has no checksums" in decision.warnings[0]
 
 
 def test_a_run_without_an_optimizer_needs_none() -> None:
@@ -444,18 +450,18 @@ def test_a_run_without_an_optimizer_needs_none() -> None:
 
 @pytest.mark.parametrize("kind", ["absent", "empty"])
 def test_an_unattended_first_start(kind: Any) -> None:
-    decision = decide(Config("ckpt", resume=True), Facts("ckpt", kind, run=RunFacts(64, steps_per_epoch=10)))
+    decision = decide(Config("ckpt", resume=True), ResumeFacts("ckpt", kind, run=RunFacts(64, steps_per_epoch=10)))
     assert decision.fresh
     assert (decision.initial_step, decision.data_skip_steps, decision.path) == (0, 0, None)
-    assert decision.next_step == View(1, 1)
+    assert decision.next_step == EpochStep(1, 1)
     with pytest.raises(CheckpointNotFoundError):  # weights were asked for
-        decide(Config("ckpt"), Facts("ckpt", kind))
+        decide(Config("ckpt"), ResumeFacts("ckpt", kind))
     with pytest.raises(CheckpointNotFoundError):  # a certain iteration was asked for
-        decide(Config("ckpt/iteration_5", resume=True), Facts("ckpt/iteration_5", kind))
+        decide(Config("ckpt/iteration_5", resume=True), ResumeFacts("ckpt/iteration_5", kind))
 
 
 def test_nothing_to_load_is_a_fresh_start() -> None:
-    decision = decide(Config(resume=True), Facts("", "absent"))
+    decision = decide(Config(resume=True), ResumeFacts("", "absent"))
     assert decision.fresh
     assert decision.reasons == ("load_checkpoint is empty: nothing is loaded",)
 
@@ -476,33 +482,38 @@ def test_never_from_nothing_because_of_damage() -> None:
     assert len(decision.verdicts) == 2
 
 
-ERRORS: list[tuple[Config, Facts, type[ReshardError], str]] = [
-    (Config("x", resume=True), Facts("x", "other"), CheckpointNotFoundError, "is there and holds no checkpoint"),
-    (Config("x", resume=True), Facts("x", "pretrained", (CandidateFacts("x"),)), UnsupportedError, "weights alone"),
-    (Config("x", resume=True, resume_file="a.ckpt"), Facts("x", "root"), UnsupportedError, "Checkpoint 1.0"),
-    (Config("x", resume=True, resume_file="a.ckpt"), Facts("x", "empty"), CheckpointNotFoundError, "no checkpoint"),
-    (Config("x", resume=True, resume_file="a.ckpt"), Facts("x", "absent"), CheckpointNotFoundError, "does not exist"),
-    (Config("x/iteration_7", resume=True), Facts("x", "root", (candidate(5, refusal="iteration 7 was asked for"),)),
+ERRORS: list[tuple[Config, ResumeFacts, type[ReshardError], str]] = [
+    (Config("x", resume=True), ResumeFacts("x", "other"), CheckpointNotFoundError, "exists and holds no checkpoint"),
+    (Config("x", resume=True), ResumeFacts("x", "pretrained", (CandidateFacts("x"),)),
+        UnsupportedError, "only weights"),
+    (Config("x", resume=True, resume_file="a.ckpt"), ResumeFacts("x", "root"), UnsupportedError, "Checkpoint 1.0"),
+    (Config("x", resume=True, resume_file="a.ckpt"), ResumeFacts("x", "empty"),
+        CheckpointNotFoundError, "no checkpoint"),
+    (Config("x", resume=True, resume_file="a.ckpt"), ResumeFacts("x", "absent"),
+        CheckpointNotFoundError, "does not exist"),
+    (Config("x/iteration_7", resume=True),
+        ResumeFacts("x", "root", (candidate(5, refusal="iteration 7 was asked for"),)),
         CheckpointNotFoundError, "iteration 7 was asked for"),
-    (Config("x", resume=True), Facts("x", "root", (candidate(5),), RunFacts(0)), ArgumentError, "expected at least 1"),
+    (Config("x", resume=True), ResumeFacts("x", "root", (candidate(5),), RunFacts(0)),
+        ArgumentError, "expected at least 1"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "facts", "error", "message"), ERRORS)
-def test_what_cannot_be_decided(config: Config, facts: Facts, error: type[ReshardError], message: str) -> None:
+def test_what_cannot_be_decided(config: Config, facts: ResumeFacts, error: type[ReshardError], message: str) -> None:
     with pytest.raises(error, match=message):
         decide(config, facts)
 
 
 def test_weights_of_a_hugging_face_folder() -> None:
-    decision = decide(Config("hf"), Facts("hf", "pretrained", (CandidateFacts("hf"),)))
+    decision = decide(Config("hf"), ResumeFacts("hf", "pretrained", (CandidateFacts("hf"),)))
     assert (decision.path, decision.iteration, decision.restored) == ("hf", None, ("weights",))
 
 
 @given(faults=st.lists(st.sampled_from([None, "torn"]), max_size=6), seed=st.integers(0, 3))
 def test_the_first_whole_one_is_taken_and_every_one_has_a_verdict(faults: list[str | None], seed: int) -> None:
     candidates = tuple(candidate(100 * n + seed, fault=fault) for n, fault in enumerate(faults, 1))
-    config, facts = Config("ckpt", resume=True), Facts("ckpt", "root", candidates)
+    config, facts = Config("ckpt", resume=True), ResumeFacts("ckpt", "root", candidates)
     verdicts = evaluate(config, facts)
     assert [verdict.path for verdict in verdicts] == [one.path for one in candidates]
     whole = [one.iteration for one in candidates if one.fault is None]

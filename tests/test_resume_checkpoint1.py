@@ -86,7 +86,7 @@ def load(root: Path | None, group: Group, **what: Any) -> reshard.Loaded:
 
 
 def taken(root: Path | str, **what: Any) -> str:
-    """The save that is taken, by the end of its name."""
+    """The save which is used, by the end of its name."""
     parsed = parse_file_name(Path(str(resume(root, **what).path)).name)
     assert parsed is not None
     return parsed.suffix
@@ -399,10 +399,10 @@ METAS: list[tuple[str, str]] = [
     ('{"last_epoch": 1, "last_step": 2, "last_ckpt_file": "x_rank_0-01_2.ckpt"}', "is not the name of a rank's file"),
     ('{"last_epoch": 1, "last_step": 2, "last_ckpt_file": "x_rank_0-1_2.pt"}', "is not the name of a rank's file"),
     ('{"last_epoch": 1, "last_step": 2, "last_ckpt_file": "x_rank_0-3_2.ckpt"}', "epoch and step are 1 and 2"),
-    ('{"last_epoch": 1, "last_epoch": 2, "last_step": 2, "last_ckpt_file": "x_rank_0-1_2.ckpt"}', "stands twice"),
+    ('{"last_epoch": 1, "last_epoch": 2, "last_step": 2, "last_ckpt_file": "x_rank_0-1_2.ckpt"}', "is repeated"),
     ("[" * 100 + "]" * 100, "nests deeper"),
     ('{"last_epoch": 99999999999999999999999}', "does not fit 64 bits"),
-    ('{"last_epoch": NaN}', "is not a number"),
+    ('{"last_epoch": NaN}', "is not a JSON number"),
     ("\ufeff{}", "byte order mark"),
     (" " * (1 << 16) + "{}", "larger than"),
     ("", "not valid JSON"),
@@ -444,7 +444,7 @@ def test_a_file_is_that_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got.state["layers.0.w"], load_file(path)["layers.0.w"])
     named = resume(path, resume_file="llama2_7b_rank_0-20_2.safetensors")  # said twice: the file counts
     assert named.path == str(path)
-    assert any("that is taken" in warning for warning in named.warnings)
+    assert any("which is used" in warning for warning in named.warnings)
 
 
 def test_a_ranks_file_means_that_save_where_several_ranks_load(tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_a_named_save_that_is_damaged_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_name_in_a_2_0_root_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="a matter of Checkpoint"):
+    with pytest.raises(UnsupportedError, match="as for Checkpoint"):
         resume(SAMPLES / "ckpt2" / "checkpoint", resume_file="x_rank_0-1_2")
 
 
@@ -556,7 +556,7 @@ def test_no_counters(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint" / "rank_0" / "m_rank_0-1_2.safetensors"
     path.parent.mkdir(parents=True)
     save_file({"w": np.zeros(2)}, path)
-    with pytest.raises(UnsupportedError, match="its counters are lost"):
+    with pytest.raises(UnsupportedError, match="its counters are missing"):
         resume(tmp_path / "checkpoint")
     assert reshard.load(config={"load_checkpoint": str(tmp_path / "checkpoint")}).state["w"].shape == (2,)
     save_file({"w": np.zeros(2), "step_num": np.zeros((100, 100), np.int64)}, path)
@@ -585,7 +585,7 @@ def test_only_healthy_ones(tmp_path: Path) -> None:
     healthy(root, at_10_2=0)
     assert taken(root, healthy_only=True) == "10_2"  # what was not recorded is not known to be healthy
     healthy(root, at_10_2=1, at_15_2=1, at_20_2=1)
-    with pytest.raises(UnsupportedError, match="found it unhealthy"):
+    with pytest.raises(UnsupportedError, match="it was saved as unhealthy"):
         resume(root, healthy_only=True)
 
 
@@ -778,7 +778,7 @@ def test_explain_shows_what_each_ranks_folder_offers(tmp_path: Path) -> None:
     assert any(row.startswith("llama2_7b_rank_0-20_2.safetensors refused rank 1: ") for row in rows)
     assert any(row.startswith("llama2_7b_rank_0-15_2.safetensors taken of an earlier run") for row in rows)
     assert "0 1-25_2 10_2, 15_2, 20_2, 1-25_2" in rows
-    assert "1 1-25_2 10_2, 15_2, 20_2 (not whole), 1-25_2" in rows
+    assert "1 1-25_2 10_2, 15_2, 20_2 (incomplete), 1-25_2" in rows
     assert "2 1-25_2 10_2, 15_2, 20_2" in rows
     assert "3 damaged 10_2, 15_2, 20_2, 1-25_2" in rows
     code, text = explain(root, "--json")

@@ -241,7 +241,7 @@ def test_foreign_states_are_refused_and_change_nothing(path: str, value: Any) ->
 
 @pytest.mark.parametrize("state", [None, [], {}, "state", 3])
 def test_what_is_no_state_at_all(state: Any) -> None:
-    with pytest.raises(ArgumentError, match="no captured random state"):
+    with pytest.raises(ArgumentError, match="not a captured random state"):
         rng.restore(state, iteration=1)
 
 

@@ -257,9 +257,9 @@ def test_prune_pin_and_inspect(root: Path) -> None:
     assert "iteration_00000100  complete (pinned)" in run("inspect", root)
     told = run("prune", root, "--keep", 1, "--dry-run")
     assert [line.split(maxsplit=1) for line in told.splitlines()[:3]] == [
-        ["300", "stays: the tracker names it"],
+        ["300", "kept: the tracker names it"],
         ["200", "would be removed"],
-        ["100", "stays: pinned"],
+        ["100", "kept: pinned"],
     ]
     assert folder_of(root, 200).exists()
     assert json.loads(run("prune", root, "--keep", 1, "--json"))["iterations"] == [200]
@@ -448,7 +448,7 @@ def test_rollback_on_the_command_line(root: Path) -> None:
     assert (root / TRACKER).read_text() == "300"
     got = CliRunner().invoke(main, ["rollback", str(root), "200"])
     assert "the next restart resumes from iteration 200 (the tracker named 300; every byte verified)" in got.stdout
-    assert "not taken: 300" in got.stdout
+    assert "not used: 300" in got.stdout
     assert "iteration_00000200  taken" in CliRunner().invoke(main, ["explain", str(root)]).stdout
     got = CliRunner().invoke(main, ["rollback", str(root), "201"])
     assert (got.exit_code, "hint: it holds 300, 200, 100" in got.stderr) == (1, True)

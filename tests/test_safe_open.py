@@ -230,7 +230,7 @@ def test_packed_floats(tmp_path: Path) -> None:
         assert part[::2].tolist() == [[0, 1], [4, 5]]
         assert part[1].tolist() == [2, 3]
         for index in ((0, 0), (slice(None), slice(0, 2)), (..., slice(None, None, 2)), (0, slice(0, 3))):
-            with pytest.raises(UnsupportedError, match="only whole rows"):
+            with pytest.raises(UnsupportedError, match="only full rows"):
                 part[index]
     with safe_open(path, "pt") as f:
         assert f.get_slice("x")[1:].shape == (2, 2)
@@ -240,7 +240,7 @@ def test_rows_that_share_bytes(tmp_path: Path) -> None:
     path = write_raw(tmp_path / "f4.safetensors", "F4", [2, 3], bytes(range(3)))
     with safe_open(path, "np") as f:
         assert f.get_tensor("x").tolist() == [0, 1, 2]
-        with pytest.raises(UnsupportedError, match="only whole rows"):
+        with pytest.raises(UnsupportedError, match="only full rows"):
             f.get_slice("x")[0]
 
 

@@ -131,7 +131,9 @@ def test_batch_size_may_change_and_each_sample_is_still_seen_once(history: int) 
 def test_larger_batch_leaves_a_tail_that_is_told() -> None:
     small, large = make(20, 4), make(20, 16)
     small.step(2)
-    assert large.load_state_dict(small.state_dict()) == ["the last 12 samples of epoch 0 make no batch of 16: dropped"]
+    assert large.load_state_dict(small.state_dict()) == [
+        "the last 12 samples of epoch 0 are dropped: fewer than a batch of 16"
+    ]
     assert (large.epoch, large.consumed, large.total) == (1, 0, 8)
 
 
@@ -153,7 +155,7 @@ def test_one_by_one_and_in_lists() -> None:
         assert list(itertools.chain(*batches)) == flat
     assert list(BatchSampler(sampler, 4, drop_last=False)) == list(sampler.batches(4))
     assert list(sampler.batches()) == list(sampler.batches(8))
-    with pytest.raises(ArgumentError, match="lists of 3"):
+    with pytest.raises(ArgumentError, match="batch_size 3 is not a divisor"):
         sampler.batches(3)
 
 
@@ -217,14 +219,14 @@ def test_set_epoch_goes_forward_only() -> None:
     assert sampler.consumed == 8
     sampler.set_epoch(3)
     assert (sampler.epoch, sampler.consumed) == (3, 0)
-    with pytest.raises(ArgumentError, match="epoch 2 is over"):
+    with pytest.raises(ArgumentError, match="epoch 2 is complete"):
         sampler.set_epoch(2)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((20, 0, True, 6, 0, 4), "does not divide over 4 ranks"),
+        ((20, 0, True, 6, 0, 4), "is not a multiple of 4 ranks"),
         ((20, 0, True, 4, 4, 4), "rank is 4"),
         ((20, 0, True, 4, -1, 4), "rank is -1"),
         ((20, 0, True, 4, 0, 0), "world_size is 0"),
@@ -234,7 +236,7 @@ def test_set_epoch_goes_forward_only() -> None:
         ((2**62 + 1, 0, True, 4, 0, 1), "dataset_len is"),
         ((20, -1, True, 4, 0, 1), "seed is -1"),
         ((20, True, True, 4, 0, 1), "seed is True"),
-        ((3, 0, True, 4, 0, 1), "3 samples make no batch of 4"),
+        ((3, 0, True, 4, 0, 1), "a dataset of 3 samples is smaller than one batch of 4"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: Any, message: str) -> None:
@@ -311,7 +313,7 @@ def test_seed_is_that_of_the_state_and_shuffle_must_agree() -> None:
 def test_ignore_data_skip_reads_the_data_from_its_beginning(n: int) -> None:
     sampler = make(n, 4)
     told = sampler.load_state_dict(state_at(), ignore_data_skip=True, data_skip_steps=2)
-    assert told == ["ignore_data_skip: the data is read from its beginning"]
+    assert told == ["ignore_data_skip: the data is read from the start"]
     assert (sampler.epoch, sampler.consumed, sampler.total) == (1, 0, 28)
     assert list(sampler) == order_of(n, 1)
 
@@ -322,7 +324,7 @@ def test_ignore_data_skip_reads_the_data_from_its_beginning(n: int) -> None:
 def test_data_skip_steps_counts_from_the_beginning_of_the_data(n: int, steps: int, epoch: int, consumed: int) -> None:
     sampler = make(n, 4)
     told = sampler.load_state_dict(state_at(), data_skip_steps=steps)
-    assert told == [f"data_skip_steps: {steps} steps of data are skipped, as given"]
+    assert told == [f"data_skip_steps: {steps} steps of data are skipped"]
     # Data of the same length is the same data, which was begun in epoch 0.
     assert (sampler.epoch, sampler.consumed, sampler.total) == (epoch, consumed, 28)
 
@@ -355,7 +357,7 @@ def test_new_data_of_the_same_length_is_counted_from_its_own_beginning() -> None
 def test_data_replaced_between_epochs_is_read_from_its_beginning(n: int) -> None:
     sampler = make(n, 4)
     told = sampler.load_state_dict(state_at(consumed=0, total=20))
-    assert told == [f"the dataset has {n} samples, that of the state 20: it is read from its beginning"]
+    assert told == [f"the dataset has {n} samples, the saved one had 20: it is read from the start"]
     assert (sampler.epoch, sampler.total) == (1, 20)
     assert list(sampler) == order_of(n, 1)
 
@@ -364,7 +366,7 @@ def test_data_replaced_between_epochs_is_read_from_its_beginning(n: int) -> None
 def test_other_data_in_mid_epoch_must_be_told(n: int, grown: bool) -> None:  # noqa: FBT001
     sampler = make(n, 4)
     before = sampler.state_dict()
-    with pytest.raises(MismatchError, match=f"has {n} samples, that of the state 20, 8 of which") as caught:
+    with pytest.raises(MismatchError, match=f"has {n} samples, the saved one had 20, 8 of which") as caught:
         sampler.load_state_dict(state_at(), grown=grown)
     assert "ignore_data_skip" in str(caught.value)
     assert sampler.state_dict() == before
@@ -373,7 +375,7 @@ def test_other_data_in_mid_epoch_must_be_told(n: int, grown: bool) -> None:  # n
 def test_grown_data_ends_its_epoch_in_the_old_order() -> None:
     sampler = make(30, 4)
     told = sampler.load_state_dict(state_at(), grown=True)
-    assert told == ["the dataset has 30 samples, that of the state 20: epoch 1 ends with the 20 that it began with"]
+    assert told == ["the dataset has 30 samples, the saved one had 20: epoch 1 ends after the 20 samples of its start"]
     assert list(sampler) == order_of(20, 1)[8:]
     again = make(30, 4, 1, 2)  # interrupted once more: nothing needs to be said
     assert again.load_state_dict(sampler.state_dict()) == []
@@ -478,7 +480,7 @@ def test_state_of_a_loop_fits_other_ranks_between_steps_only() -> None:
     again.load_state_dict(ahead.state_dict())  # type: ignore[attr-defined]
     assert list(again) == order_of(40, 0)[16:]
     next(ahead)
-    with pytest.raises(MismatchError, match="after 1 of the 4 samples"):
+    with pytest.raises(MismatchError, match="after 1 of 4 samples"):
         again.load_state_dict(ahead.state_dict())  # type: ignore[attr-defined]
     for foreign in ({}, {"sampler": {}, "within": 0}, {"sampler": {}, "within": 0, "local_batch_size": 4}):
         with pytest.raises(ArgumentError):

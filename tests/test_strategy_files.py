@@ -388,8 +388,8 @@ JSON = json.dumps(
 
 HOSTILE_JSON = {
     "not JSON": ('"dev_matrix": [2, 2]', '"dev_matrix": [2, 2', "is not valid JSON"),
-    "a name twice": ('"field": 0', '"field": 0, "field": 0', "the name `field` stands twice"),
-    "not a number": ('"field": 0', '"field": NaN', "NaN is not a number of JSON"),
+    "a name twice": ('"field": 0', '"field": 0, "field": 0', "the name `field` is repeated"),
+    "not a number": ('"field": 0', '"field": NaN', "NaN is not a JSON number"),
     "a field of text": ('"field": 0', '"field": "0"', "w.field: expected an integer of at least 0, found `0`"),
     "a field of truth": ('"field": 0', '"field": true', "expected an integer of at least 0, found true"),
     "no field": ('"field": 0,', "", "w: `field` is missing"),

@@ -182,7 +182,7 @@ def test_what_only_shapes_can_tell_is_said_when_a_strategy_is_shown(tmp_path: Pa
     assert [line for line in shown.stdout.splitlines() if "not certain" in line] == [
         '# not certain without its shape: "b"'
     ]
-    assert "how many dims these have: `b`." in shown.stderr
+    assert "the number of dims of these tensors: `b`." in shown.stderr
     (tmp_path / "printed.yaml").write_text(shown.stdout)
     printed = as_layout(tmp_path / "printed.yaml")
     assert printed.bind({"b": (4, 4)}).layouts["b"].local_shape(0) == (2, 2)
@@ -545,7 +545,7 @@ def test_the_commands(tmp_path: Path) -> None:
     shown = run("show", merged)
     assert shown.exit_code == 0
     assert re.search(
-        r"adam_m\.l0\.qkv\.weight +1 +\[2, 1\] +\[-1, -1\] +dim 0 shared further by 2 holders, 1 apart", shown.output
+        r"adam_m\.l0\.qkv\.weight +1 +\[2, 1\] +\[-1, -1\] +dim 0 split further over 2 devices, step 1", shown.output
     )
     one = run("show", SAMPLES / "src_strategy" / "ckpt_strategy_rank_4.ckpt")
     assert "missing   the strategy of stage 0" in one.output

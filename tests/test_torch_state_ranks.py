@@ -305,7 +305,7 @@ def test_what_only_another_rank_has_is_saved_by_rank_0() -> None:
     assert first[0] == second[0] == ["b.weight", "b.bias"]
     assert first[1] == second[1] == {"b.weight": 70.0}
     assert first[2] == second[2]
-    assert "rank 1 keeps large lists of tensors for `b.weight`, which rank 0 does not have" in first[2]
+    assert "rank 1 has large lists of tensors in the state of `b.weight`, which rank 0 does not have" in first[2]
     assert first[3] == {"a.weight": 140_000.0}  # and it is rank 0 that saves them
 
 
@@ -325,7 +325,7 @@ def test_boxes_where_no_layout_can_say_it(tmp_path: Path) -> None:
     with Job(4, save) as job:
         values = job.values()
     assert all(value[0] is None for value in values)
-    assert values[0][1] == "ranks 0, 3 alone hold some tensors, which is no part of a mesh"
+    assert values[0][1] == "some tensors are held only by ranks 0, 3, which are not part of a mesh"
     assert "tied.running_mean" in values[0][2]
     assert "tied.running_mean" not in values[3][2]
     checkpoint = reshard.open(tmp_path)
@@ -377,7 +377,7 @@ def test_first_fsdp_and_foreign_groups_are_refused() -> None:
         first, foreign = job.values()[0]
     assert "UnsupportedError: rank 0: `0` is wrapped in FullyShardedDataParallel" in first
     assert "hint: use `torch.distributed.fsdp.fully_shard`" in first
-    assert "ArgumentError: the tensors lie on meshes of 2 ranks, and the group has 1" in foreign
+    assert "ArgumentError: the device meshes of the tensors have 2 ranks, and the group has 1" in foreign
 
 
 def test_unsharded_parameters_are_sharded_again() -> None:

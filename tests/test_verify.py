@@ -133,7 +133,7 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
 def test_the_command(root: Path) -> None:
     whole = CliRunner().invoke(main, ["verify", str(root)])
     assert whole.exit_code == 0
-    assert "iteration_00000010: whole, 7 files" in whole.stdout
+    assert "iteration_00000010: complete, 7 files" in whole.stdout
     flip(root / "iteration_00000005" / FILES["opt", 0], -1)
     damaged = CliRunner().invoke(main, ["verify", str(root)])
     assert damaged.exit_code == 1

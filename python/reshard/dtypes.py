@@ -1,11 +1,10 @@
 """The dtypes of the safetensors format: their names, their widths, and the numpy dtype that holds each.
 
-Everywhere in this package a dtype is its name in a safetensors header ("BF16", "F8_E4M3", ...); the spellings of
-users, of numpy, of torch and of MindSpore are turned into it here and nowhere else. This module knows no file and
-no framework: a torch dtype is read by what it prints.
+In this package a dtype is its name in a safetensors header ("BF16", "F8_E4M3", ...). This module converts the spellings
+of users, numpy, torch and MindSpore to these names. It imports no framework: a torch dtype is recognised by its `str`.
 
-bfloat16 and the 8-bit floats are numpy dtypes of `ml_dtypes`. The 4- and 6-bit floats have no numpy dtype of their
-width: such a tensor comes as its packed bytes, see `array_shape`.
+bfloat16 and the 8-bit floats are numpy dtypes of `ml_dtypes`. The 4- and 6-bit floats have no numpy dtype; their arrays
+hold packed bytes, see `array_shape`.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ _NAME_OF = {dtype: name for name, dtype in _NUMPY.items()}
 NAMES: tuple[str, ...] = (*_PACKED_BITS, *_NUMPY)
 """All dtypes of the format, narrow ones first."""
 
-# What people write besides the name in the header and the name of the numpy or torch dtype. Left out on purpose:
-# `float` and `int` (torch and Python disagree on the width) and `float8_e4m3` (to ml_dtypes another format than the
-# F8_E4M3 of a header, which is its `float8_e4m3fn`).
+# Accepted spellings besides the names of the header, numpy and torch. Not accepted: `float` and `int` (their width
+# differs between torch and Python) and `float8_e4m3` (in ml_dtypes another format than F8_E4M3 of a header, which is
+# `float8_e4m3fn`).
 _ABBREVIATIONS = {
     "bf16": "BF16",
     "fp16": "F16",
@@ -103,10 +102,10 @@ _FROM_MINDSPORE = {spelling.lower(): name for name, spelling in _MINDSPORE.items
 
 
 def bits(dtype: str) -> int:
-    """Bits of one element.
+    """The number of bits of one element.
 
     Raises:
-        UnsupportedError: the name is none of `NAMES`.
+        UnsupportedError: the name is not in `NAMES`.
 
     Example:
         >>> bits("BF16"), bits("F6_E2M3")
@@ -128,10 +127,10 @@ def is_packed(dtype: str) -> bool:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
-    """The numpy dtype of arrays of this dtype: `uint8` for the packed ones (see `array_shape`).
+    """The numpy dtype of arrays of this dtype: `uint8` for packed dtypes, see `array_shape`.
 
     Raises:
-        UnsupportedError: the name is none of `NAMES`.
+        UnsupportedError: the name is not in `NAMES`.
 
     Example:
         >>> numpy_dtype("BF16"), numpy_dtype("F4")
@@ -148,17 +147,17 @@ def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
 def array_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of the array that holds a tensor of this dtype and shape.
 
-    It is the tensor's own shape, but for the packed dtypes, whose arrays are `uint8`: there the last dim counts bytes
-    (8 elements of F4 are 4 bytes, of F6_E2M3 are 6). Where a row is no whole number of bytes, rows share bytes and
-    the array is one flat dim of all the tensor's bytes.
+    It is the shape of the tensor, except for packed dtypes, whose arrays are `uint8`: there the last dim is in bytes
+    (8 elements of F4 are 4 bytes, of F6_E2M3 6 bytes). If a row is not an integer number of bytes, rows share bytes,
+    and the array has one dim with all bytes of the tensor.
 
     Args:
-        dtype: a name of `NAMES`.
-        shape: the tensor's shape, in elements.
+        dtype: a name in `NAMES`.
+        shape: the shape of the tensor, in elements.
 
     Raises:
-        UnsupportedError: the name is none of `NAMES`.
-        MismatchError: a tensor of this shape is no whole number of bytes.
+        UnsupportedError: the name is not in `NAMES`.
+        MismatchError: a tensor of this shape is not an integer number of bytes.
 
     Example:
         >>> array_shape("BF16", (3, 8)), array_shape("F4", (3, 8)), array_shape("F4", (2, 3))
@@ -180,15 +179,18 @@ def array_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def tensor_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape in elements of the tensor that an array of this shape holds, its rows being whole: `array_shape` undone.
+    """Shape of the tensor that an array of this shape holds: the inverse of `array_shape`.
 
     Args:
-        dtype: a name of `NAMES`.
-        shape: the array's shape; for the packed dtypes the last dim counts bytes.
+        dtype: a name in `NAMES`.
+        shape: the shape of the array; for packed dtypes the last dim is in bytes.
+
+    Returns:
+        The shape of the tensor, in elements.
 
     Raises:
-        UnsupportedError: the name is none of `NAMES`.
-        MismatchError: the bytes of a row are no whole number of elements.
+        UnsupportedError: the name is not in `NAMES`.
+        MismatchError: the bytes of a row are not an integer number of elements.
 
     Example:
         >>> tensor_shape("F4", (3, 4)), tensor_shape("BF16", ())
@@ -200,17 +202,17 @@ def tensor_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
     row, rest = divmod((shape[-1] if shape else 1) * 8, bits(dtype))
     if not shape or rest:
         raise MismatchError(
-            f"a packed array of shape {tuple(shape)} is no {dtype} tensor: "
-            f"expected rows of whole groups of {math.lcm(8, bits(dtype)) // 8} bytes"
+            f"a packed array of shape {tuple(shape)} cannot be a {dtype} tensor: "
+            f"expected rows of a multiple of {math.lcm(8, bits(dtype)) // 8} bytes"
         )
     return (*shape[:-1], row)
 
 
 def name_of(dtype: np.dtype[np.generic]) -> str:
-    """The dtype of an array, as a header names it. A `uint8` array is "U8", packed or not.
+    """The name of the dtype of an array. A `uint8` array is "U8", packed or not.
 
     Raises:
-        UnsupportedError: the format has no such dtype, or the byte order is not the format's (little-endian).
+        UnsupportedError: the format has no such dtype, or the byte order is not little-endian.
 
     Example:
         >>> name_of(np.dtype(np.float32)), name_of(np.dtype(ml_dtypes.bfloat16))
@@ -224,20 +226,20 @@ def name_of(dtype: np.dtype[np.generic]) -> str:
             hint='convert with `array.astype(array.dtype.newbyteorder("<"))`',
         )
     raise UnsupportedError(
-        f"arrays of dtype {dtype} have no place in a safetensors file",
+        f"safetensors files cannot hold arrays of dtype {dtype}",
         hint="accepted are " + ", ".join(known.name for known in _NAME_OF),
     )
 
 
 def parse_dtype(value: object) -> str:
-    """The dtype that a user means.
+    """The name of a dtype in any accepted spelling.
 
     Args:
         value: a name in any case ("BF16", "bfloat16", "bf16", "torch.bfloat16", MindSpore's "BFloat16"), a numpy
             dtype or scalar type (those of `ml_dtypes` included), or a torch dtype.
 
     Raises:
-        UnsupportedError: the value names no dtype of the format, or more than one.
+        UnsupportedError: the value is not a dtype of the format, or is ambiguous.
 
     Example:
         >>> parse_dtype("bf16"), parse_dtype(ml_dtypes.bfloat16), parse_dtype(np.dtype("float32")), parse_dtype("Int8")
@@ -247,7 +249,7 @@ def parse_dtype(value: object) -> str:
         return name_of(value)
     if isinstance(value, type) and issubclass(value, np.generic):
         return name_of(np.dtype(value))
-    # A torch dtype prints "torch.bfloat16": nothing else of torch is needed to know it.
+    # The `str` of a torch dtype is "torch.bfloat16", so torch need not be imported.
     is_text = isinstance(value, str) or type(value).__module__ == "torch"
     text = str(value).strip().lower().removeprefix("torch.") if is_text else ""
     name = _SPELLINGS.get(text) or _FROM_MINDSPORE.get(text)
@@ -257,7 +259,7 @@ def parse_dtype(value: object) -> str:
 
 
 def from_mindspore(spelling: str) -> str:
-    """The dtype that MindSpore's files spell this way, in any case.
+    """The dtype for its spelling in files of MindSpore, in any case.
 
     Raises:
         UnsupportedError: the format has no such dtype (`Int4`, `HiFloat8`, ...).
@@ -275,16 +277,16 @@ def from_mindspore(spelling: str) -> str:
 
 
 def to_mindspore(dtype: str) -> str:
-    """How MindSpore's files spell a dtype.
+    """The spelling of a dtype in files of MindSpore.
 
     Raises:
-        UnsupportedError: MindSpore has no such dtype, or the name is none of `NAMES`.
+        UnsupportedError: MindSpore has no such dtype, or the name is not in `NAMES`.
 
     Example:
         >>> to_mindspore("BF16"), to_mindspore("F32")
         ('BFloat16', 'Float32')
     """
-    bits(dtype)  # an unknown name is not MindSpore's lack
+    bits(dtype)  # raises for an unknown name
     if dtype not in _MINDSPORE:
         raise UnsupportedError(f"MindSpore has no dtype for {dtype}", hint="it has " + ", ".join(_MINDSPORE))
     return _MINDSPORE[dtype]
@@ -295,6 +297,6 @@ def _unknown(value: object) -> UnsupportedError:
 
 
 def _shown(value: object) -> str:
-    """Text that may come from a file, safe to print: escaped and cut."""
+    """The `ascii` form of a value that may come from a file, shortened to 80 characters: safe to print."""
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."

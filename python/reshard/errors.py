@@ -1,7 +1,7 @@
-"""The one tree of exceptions. The class answers "can the caller handle this?"; attributes hold the facts.
+"""The exceptions of this package.
 
-Every class derives from `ReshardError` and, where one fits, from the builtin that callers would expect. An error
-says what was being done, to which file and key, what was expected and what was found; `hint` says what to do next.
+Every class derives from `ReshardError` and, if one fits, from a builtin exception. A message names the operation, the
+file and the key, what was expected and what was found; `hint` says what to do.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ReshardError(Exception):
     Attributes:
         path: the file or folder concerned, or None.
         key: the tensor concerned, or None.
-        hint: what to do next, or None. Its clauses are separated by "; ". An argument of a function is written as
-            `name=` or `name=value` in backticks, so that a caller with other words can say it in its own, see
-            `adapt_hint`; a key of a layout file or a configuration is not.
+        hint: what to do, or None. Clauses are separated by "; ". A function argument is written as `name=` or
+            `name=value` in backticks, so that `adapt_hint` can replace it by an option of the command line. Keys of
+            layout files and configurations are not written like this.
 
     Example:
         >>> from reshard.errors import LayoutError
@@ -74,7 +74,7 @@ class ReshardError(Exception):
 
 
 def _rebuild(cls: type[ReshardError], message: str, attributes: dict[str, Any]) -> ReshardError:
-    """Make an unpickled error again: the keyword arguments travel as attributes."""
+    """Unpickle an error; the keyword arguments are restored as attributes."""
     error = cls.__new__(cls, message)
     Exception.__init__(error, message)
     error.__dict__.update(attributes)
@@ -82,20 +82,20 @@ def _rebuild(cls: type[ReshardError], message: str, attributes: dict[str, Any]) 
 
 
 def adapt_hint(hint: str | None, word: Callable[[str, str], str | None]) -> str | None:
-    """A hint for a caller that has other arguments than the function that failed.
+    """Replace the arguments in a hint by those of a caller with other argument names.
 
     Args:
         hint: as `ReshardError.hint`.
-        word: called as `word(name, value)` for each argument in it, where `value` may be empty; gives its name for the
-            caller, or None if the caller has no such argument: then the clause is left out.
+        word: called as `word(name, value)` for each argument, where `value` may be empty. Returns its text for the
+            caller, or None if the caller has no such argument: then the clause is removed.
 
     Returns:
-        The hint; None if nothing is left of it.
+        The hint; None if no clause is left.
 
     Example:
         >>> options = {"overwrite": "--overwrite"}
-        >>> adapt_hint("give `overwrite=True`; `takeover=True` ends the other", lambda name, value: options.get(name))
-        'give --overwrite'
+        >>> adapt_hint("use `overwrite=True`; `takeover=True` ends the other", lambda name, value: options.get(name))
+        'use --overwrite'
     """
     clauses = []
     for clause in (hint or "").split("; "):
@@ -108,7 +108,7 @@ def adapt_hint(hint: str | None, word: Callable[[str, str], str | None]) -> str 
 
 @contextlib.contextmanager
 def hints_without(*names: str) -> Iterator[None]:
-    """Leave out of the hints of errors the clauses that name these arguments, which the caller does not have.
+    """Remove clauses that name these arguments from the hints of errors, for a caller that does not have them.
 
     Example:
         >>> from reshard.errors import ClaimedError
@@ -126,54 +126,54 @@ def hints_without(*names: str) -> Iterator[None]:
 
 
 class ArgumentError(ReshardError, ValueError):
-    """A call that cannot be meant: options that contradict each other, a missing rank, a wrong type."""
+    """Invalid arguments: a wrong type or value, contradicting options, a missing rank."""
 
 
 class CheckpointNotFoundError(ReshardError, FileNotFoundError):
-    """There is no checkpoint, or not the file that should be there."""
+    """There is no checkpoint at a path, or a file of a checkpoint is missing."""
 
 
 class ConfigError(ReshardError, ValueError):
-    """A training configuration holds a word that is not known, of the wrong type, or against another one."""
+    """A training configuration has an unknown key, a value of the wrong type, or contradicting values."""
 
 
 class EmptyRootError(CheckpointNotFoundError):
-    """There is nothing at all where checkpoints would be: a run that resumes from here starts fresh."""
+    """The checkpoint root is missing or empty: a run that resumes from it starts fresh."""
 
 
 class DamagedFileError(ReshardError, ValueError):
-    """A file on disk violates its format: torn, altered, hostile, or not what its neighbours say of it."""
+    """A file violates its format or contradicts other files of the checkpoint: incomplete, changed or malicious."""
 
 
 class UnsupportedError(ReshardError, ValueError):
-    """A file or request is valid but outside what this version can do; the message says what."""
+    """A file or request is valid, but this version does not support it."""
 
 
 class LayoutError(ReshardError, ValueError):
-    """A layout contradicts itself, the mesh or the tensors."""
+    """A layout is inconsistent, or does not fit the mesh or the tensors."""
 
 
 class CoverageError(ReshardError, ValueError):
-    """The stored shards leave a wanted region uncovered, or overlap without being replicas."""
+    """The stored shards do not cover a requested region, or overlap without being replicas."""
 
 
 class KeyNotFoundError(ReshardError, KeyError):
-    """No tensor of this name."""
+    """There is no tensor with this key."""
 
 
 class MismatchError(ReshardError, ValueError):
-    """Shape or dtype of two things that must agree differ."""
+    """Shapes, dtypes or other values that must be equal differ."""
 
 
 class NamesError(ReshardError, ValueError):
-    """A name map contradicts itself, or does not fit the tensors."""
+    """A name map is inconsistent, or does not fit the tensors."""
 
 
 class StorageError(ReshardError, OSError):
     """The operating system failed a read or a write.
 
     Attributes:
-        errno: the system's error number, or None.
+        errno: the error number of the operating system, or None.
     """
 
     def __init__(
@@ -190,18 +190,18 @@ class StorageError(ReshardError, OSError):
 
 
 class ClaimedError(ReshardError, PermissionError):
-    """Another process writes into this checkpoint root, or has taken it over from this one."""
+    """Another process writes into the checkpoint root, or has taken the claim from this process."""
 
 
 class DestinationExistsError(ReshardError, FileExistsError):
-    """The destination holds something that would have to be replaced."""
+    """The destination exists and would be replaced."""
 
 
 class GroupError(ReshardError, TimeoutError):
-    """Ranks that work together lost each other: one did not answer in time, or the way to it is gone.
+    """Communication between ranks failed: a rank did not answer in time, or the connection is lost.
 
     Attributes:
-        ranks: the ranks that did not answer, as far as they are known.
+        ranks: the ranks that did not answer, as far as known.
     """
 
     def __init__(

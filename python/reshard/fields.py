@@ -1,7 +1,6 @@
-"""Checks of single values of a configuration: fields, lists, names and numbers.
+"""Checks of single values of a configuration file: fields, lists, names and numbers.
 
-Each error says where in which file the value stands, what was expected and what was found. Nothing here knows what a
-layout or a training configuration is.
+Each error names the file, the line and the field, what was expected and what was found.
 """
 
 from __future__ import annotations
@@ -23,7 +22,15 @@ _MAX_NAME = 256  # characters of an axis or a join
 
 @dataclass(frozen=True)
 class At:
-    """Where in the file a value stands, for messages."""
+    """The position of a value in a file, for messages.
+
+    Attributes:
+        source: path of the file; None: the value does not come from a file.
+        lines: the line of each value.
+        path: mapping keys and list indices that lead to the value.
+        what: the kind of file.
+        error_class: the class of errors about the value.
+    """
 
     source: str | None
     lines: Lines
@@ -46,7 +53,14 @@ class At:
 def read_fields(
     at: At, value: object, *, required: Sequence[str] = (), optional: Sequence[str] = ()
 ) -> Mapping[str, object]:
-    """A mapping that holds all of `required` and nothing but those and `optional`."""
+    """Check that a value is a mapping with all `required` fields, and no other fields than these and `optional`.
+
+    Args:
+        at: position of the value.
+        value: the value.
+        required: names of required fields.
+        optional: names of optional fields.
+    """
     known = [*required, *optional]
     if not isinstance(value, Mapping):
         raise at.error(f"expected a mapping with {and_words([f'`{name}`' for name in known])}, found {found(value)}")
@@ -64,14 +78,26 @@ def read_fields(
 
 
 def read_items(at: At, value: object, parse: Callable[[At, object], T]) -> list[T]:
-    """A list, each item parsed where it stands."""
+    """Parse the items of a list.
+
+    Args:
+        at: position of the list.
+        value: the list.
+        parse: called as `parse(position, item)` for each item.
+    """
     if not is_list(value):
         raise at.error(f"expected a list, found {found(value)}")
     return [parse(at / n, item) for n, item in enumerate(cast("Sequence[object]", value))]
 
 
 def read_by_dim(at: At, value: object, parse: Callable[[At, object], T]) -> dict[int, T]:
-    """A mapping by dims; as text, the way JSON has them, they are as good."""
+    """Parse the values of a mapping by dim. Dims may be text, as in JSON.
+
+    Args:
+        at: position of the mapping.
+        value: the mapping.
+        parse: called as `parse(position, item)` for each value.
+    """
     if not isinstance(value, Mapping):
         raise at.error(f"expected dims and their values, as in {{0: ...}}, found {found(value)}")
     by_dim: dict[int, T] = {}
@@ -83,24 +109,30 @@ def read_by_dim(at: At, value: object, parse: Callable[[At, object], T]) -> dict
         else:
             raise at.error(f"expected a dim, counted from 0, found {found(key)}")
         if dim in by_dim:
-            raise at.error(f"dim {dim} stands here twice")
+            raise at.error(f"dim {dim} is repeated")
         by_dim[dim] = parse(at / key, item)
     return by_dim
 
 
 def read_name(at: At, value: object) -> str:
-    """A name: not empty, not long, printable."""
+    """Check that a value is a name: 1 to 256 printable characters."""
     if not isinstance(value, str) or not value or len(value) > _MAX_NAME or not value.isprintable():
         raise at.error(f"expected a name of 1 to {_MAX_NAME} printable characters, found {found(value)}")
     return value
 
 
 def read_integer(at: At, value: object, minimum: int) -> int:
-    """An integer of at least `minimum` that fits 63 bits; numpy's are as good as Python's."""
+    """Check that a value is an integer of at least `minimum` and below 2^63; numpy integers are accepted.
+
+    Args:
+        at: position of the value.
+        value: the value.
+        minimum: smallest accepted value.
+    """
     number: int | None = None
     if not isinstance(value, bool):
         try:
-            number = operator.index(value)  # type: ignore[arg-type]  # that it may be anything is the point
+            number = operator.index(value)  # type: ignore[arg-type]  # any object is allowed
         except TypeError:
             number = None
     if number is None or not minimum <= number < 1 << 63:
@@ -114,7 +146,7 @@ def is_list(value: object) -> bool:
 
 
 def found(value: object) -> str:
-    """The value as a message shows it."""
+    """The value, for a message."""
     if value is None:
         return "null"
     if isinstance(value, bool):

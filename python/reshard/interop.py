@@ -1,10 +1,10 @@
-"""A drop-in for the `safetensors` package: `safe_open`, `load_file` and `save_file`, for code written against it.
+"""A drop-in replacement for the `safetensors` package: `safe_open`, `load_file` and `save_file`.
 
-What it opens is whatever `reshard.open` opens, so that the same code reads a file, a Hugging Face folder or a sharded
-checkpoint. Results are those of `safetensors`; errors are of this package's tree (`reshard.errors`) where
-`safetensors` raises its `SafetensorError`: `KeyNotFoundError` for an unknown tensor, `TensorIndexError` (an
-`IndexError`) for an index, `DamagedFileError` for a bad file, `CheckpointNotFoundError` (a `FileNotFoundError`) for
-none, `ArgumentError` for the rest. torch is imported when a file is opened for it, and not before.
+It opens everything that `reshard.open` opens, so the same code reads a file, a Hugging Face folder or a sharded
+checkpoint. Results are those of `safetensors`. Where `safetensors` raises `SafetensorError`, this package raises its
+own errors (`reshard.errors`): `KeyNotFoundError` for an unknown tensor, `TensorIndexError` (an `IndexError`) for an
+invalid index, `DamagedFileError` for an invalid file, `CheckpointNotFoundError` (a `FileNotFoundError`) for a missing
+file, and `ArgumentError` otherwise. torch is imported only when a file is opened for it.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ def safe_open(
     """Open a checkpoint as `safetensors.safe_open` opens a file; use it in a `with` statement.
 
     Args:
-        filename: anything that `reshard.open` takes; a file of unknown suffix is tried as safetensors.
+        filename: anything that `reshard.open` takes; a file with an unknown suffix is opened as safetensors.
         framework: "np" or "numpy" for arrays; "pt", "torch" or "pytorch" for tensors.
-        device: where tensors go; arrays are on "cpu".
-        backend: "mmap" maps the files, "pread" reads them; by default the file system decides.
+        device: device of the tensors; for arrays "cpu".
+        backend: "mmap" maps the files, "pread" reads them. By default this depends on the file system.
 
     Raises:
         ArgumentError: an unknown framework, backend or device.
-        CheckpointNotFoundError: there is nothing of this name, or nothing that can be opened.
+        CheckpointNotFoundError: the path does not exist, or is not a checkpoint.
         DamagedFileError: a file violates its format.
-        UnsupportedError: tensors are wanted and torch is not installed.
+        UnsupportedError: `framework` is torch, and torch is not installed.
 
     Example:
         >>> path = "model.safetensors"
@@ -107,7 +107,7 @@ def load_file(
     *,
     backend: Backend | None = None,
 ) -> Any:
-    """All tensors by key: `safetensors.numpy.load_file` and `safetensors.torch.load_file` in one.
+    """Load all tensors by key, as `safetensors.numpy.load_file` and `safetensors.torch.load_file`.
 
     Args:
         filename: as in `safe_open`.
@@ -134,23 +134,22 @@ def save_file(
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write arrays or tensors into one `.safetensors` file, which appears whole and is on the disk on return.
+    """Write arrays or tensors into one `.safetensors` file. The write is atomic, and the file is synced on return.
 
-    A file of this name is replaced. Unlike with `safetensors`, what is written may be strided, and tensors may share
-    memory: each is written in full under its own key. Tensors on a device and arrays that run backwards are first
-    copied, all at once.
+    An existing file is replaced. Unlike in `safetensors`, arrays and tensors may be strided, and may share memory: each
+    is written in full under its own key. Tensors on a device other than the CPU, and arrays with negative strides, are
+    copied first, all of them.
 
     Args:
-        tensors: numpy arrays, torch tensors, or what else has DLPack or the buffer protocol, by key. Their order does
-            not matter: wide dtypes come first in the file and each dtype in the order of the keys, as `safetensors`
-            has it.
+        tensors: numpy arrays, torch tensors, or other objects with DLPack or the buffer protocol, by key. As in
+            `safetensors`, tensors are stored with wide dtypes first, and for each dtype in the order of the keys.
         filename: the file to write; its folder must exist.
-        metadata: text by key, for the file's header.
+        metadata: text by key, for the header of the file.
 
     Raises:
-        ArgumentError: a key or metadata is no text, or a value is neither array nor tensor.
+        ArgumentError: a key or metadata is not text, or a value is neither an array nor a tensor.
         UnsupportedError: a dtype that the format lacks; a sparse, quantized or distributed tensor.
-        StorageError: the system refused the write.
+        StorageError: the operating system failed the write.
 
     Example:
         >>> path = "model.safetensors"
@@ -164,12 +163,12 @@ def save_file(
     for key, value in tensors.items():
         check_text(key, "key of a tensor")
         if key == "__metadata__":
-            raise ArgumentError("a tensor cannot have the key `__metadata__`: the header keeps its text there", key=key)
+            raise ArgumentError("a tensor cannot have the key `__metadata__`: safetensors reserves it", key=key)
         try:
             array, dtype = as_array(value)
         except (ArgumentError, UnsupportedError) as error:
             raise type(error)(f"saving `{key}`: {error.message}", key=key, hint=error.hint) from error
-        # The buffer protocol has no word for bfloat16 and the narrow floats: the bytes travel as integers.
+        # The buffer protocol has no format for bfloat16 and the narrow floats: pass the bytes as integers.
         buffer = array.view(f"u{array.itemsize}")
         if any(stride < 0 for stride in array.strides):
             buffer = buffer.copy()
@@ -178,12 +177,12 @@ def save_file(
         check_text(key, "key of the metadata")
         check_text(text, f"value of the metadata `{key}`")
     entries.sort(key=lambda entry: (-dtypes.bits(entry[1]), entry[0]))
-    # The mode of a file that `open` makes: 0666 less umask.
+    # The default mode of a new file: 0666 minus the umask.
     _core.write_arrays(os.fsdecode(filename), entries, metadata=metadata, mode=0o666)
 
 
 class SafeOpen(Generic[Array]):
-    """An open checkpoint with the methods of `safetensors.safe_open`; unusable after `close` or a `with` statement."""
+    """An open checkpoint with the methods of `safetensors.safe_open`. After `close` its methods raise."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device | None, path: str) -> None:
         self._open: Checkpoint | None = checkpoint
@@ -199,7 +198,7 @@ class SafeOpen(Generic[Array]):
         self.close()
 
     def close(self) -> None:
-        """Let go of the files. Slices that were taken stay usable, as those of `safetensors` do, and keep them open."""
+        """Close the checkpoint. As in `safetensors`, existing slices stay usable, and keep the files open."""
         self._open = None
 
     def keys(self) -> list[str]:
@@ -207,16 +206,16 @@ class SafeOpen(Generic[Array]):
         return sorted(self._checkpoint.keys())
 
     def offset_keys(self) -> list[str]:
-        """The keys in the order in which their data lies in the files, file after file."""
+        """The keys in the order of their data in the files, file by file."""
         index = self._checkpoint.data.index
         keys = self._checkpoint.keys()
-        # A tensor of many shards counts where its first one lies; one that is stored under other names comes last.
+        # A tensor has the position of its first shard. Tensors that are stored under other names come last.
         stored = (name for file in range(index.n_files) for name, *_ in index.file_tensors(file))
         wanted = set(keys)
         return list(dict.fromkeys([*(name for name in stored if name in wanted), *keys]))
 
     def metadata(self) -> dict[str, str] | None:
-        """The text in the file's header; of several files, the entries on which all agree. None: there is none."""
+        """The metadata of the header; of several files, the entries that are equal in all. None: there is none."""
         index = self._checkpoint.data.index
         headers = [index.file_metadata(file) for file in range(index.n_files)]
         texts = [text for text in headers if text is not None]
@@ -225,7 +224,7 @@ class SafeOpen(Generic[Array]):
         return {key: value for key, value in texts[0].items() if all(text.get(key) == value for text in texts)}
 
     def get_tensor(self, name: str) -> Array:
-        """One tensor, whole.
+        """Read a full tensor.
 
         Raises:
             KeyNotFoundError: there is no tensor of this name.
@@ -237,12 +236,12 @@ class SafeOpen(Generic[Array]):
         return result
 
     def get_tensors(self) -> dict[str, Array]:
-        """All tensors by key, in the order of `offset_keys`. Names that were tied when they were saved share memory."""
+        """Read all tensors, in the order of `offset_keys`. Tensors that were tied when they were saved share memory."""
         checkpoint, keys = self._checkpoint, self.offset_keys()
         aliases = checkpoint.aliases
         stored = [key for key in keys if key not in aliases]
         if self._device is not None and self._device.type != "cpu":
-            # One at a time: the host need not hold the whole checkpoint on the way to a device.
+            # One at a time, so that the host does not hold the whole checkpoint.
             tensors = {key: self.get_tensor(key) for key in stored}
         else:
             arrays = checkpoint.load(keys=stored)
@@ -252,7 +251,7 @@ class SafeOpen(Generic[Array]):
         return {key: tied[key] if key in tied else tensors[key] for key in keys}
 
     def get_slice(self, name: str) -> SafeSlice[Array]:
-        """One tensor, of which only what is asked for between brackets is read.
+        """A tensor of which indexing reads only the selected elements.
 
         Raises:
             KeyNotFoundError: there is no tensor of this name.
@@ -268,12 +267,12 @@ class SafeOpen(Generic[Array]):
 
 
 class SafeSlice(Generic[Array]):
-    """A tensor that is read by indexing, as `safetensors` has it.
+    """A tensor that is read by indexing, as in `safetensors`.
 
-    With numpy the index is made of integers, slices of a positive step and one `...`. Bounds of a slice may be
-    negative, but not lie outside the dim (`safetensors` refuses the latter, and fails on the former). With torch the
-    index is whatever torch takes, with torch's rules; for one that holds lists, tensors or masks the tensor is read
-    whole. Of packed dtypes (`reshard.dtypes.array_shape`) only whole rows can be asked for.
+    With numpy, an index consists of integers, slices with a positive step and at most one `...`. Bounds of a slice may
+    be negative (`safetensors` fails on these), but must be within the dim. With torch, all indices of torch are
+    accepted; with lists, tensors or masks the full tensor is read. Of packed dtypes (`reshard.dtypes.array_shape`) only
+    full rows can be selected.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, device: torch.device | None) -> None:
@@ -283,19 +282,19 @@ class SafeSlice(Generic[Array]):
         self._device = device
 
     def get_shape(self) -> list[int]:
-        """Shape of the whole tensor, in elements."""
+        """Shape of the full tensor, in elements."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """The dtype, as a header names it."""
+        """The name of the dtype."""
         return self._dtype
 
     def __getitem__(self, index: object) -> Array:
-        """What `array[index]` or `tensor[index]` of the whole one would be, in fresh memory.
+        """Read `array[index]` or `tensor[index]`, into new memory.
 
         Raises:
-            TensorIndexError: the tensor has no such index, or the framework offers none of this kind.
-            UnsupportedError: a part of a row of a packed dtype.
+            TensorIndexError: the index is out of range, or the framework does not support it.
+            UnsupportedError: the index selects a part of a row of a packed dtype.
         """
         if self._device is None:
             index = _checked_for_numpy(index, self._shape)
@@ -310,24 +309,24 @@ class SafeSlice(Generic[Array]):
         return array
 
     def _read(self, index: Any) -> np.ndarray:
-        """What a basic index asks for."""
+        """Read the elements of a basic index."""
         if not dtypes.is_packed(self._dtype):
-            # In a tuple, since `read` takes a bare None for the whole tensor.
+            # In a tuple, because `read` with None reads the full tensor.
             array = self._checkpoint.read(self._name, index if isinstance(index, tuple) else (index,))
         elif _takes_whole_rows(index, self._dtype, self._shape):
             array = self._checkpoint.read(self._name)[index]
         else:
             raise UnsupportedError(
-                f"slicing `{self._name}`: {self._dtype} elements are packed, and only whole rows can be had",
+                f"slicing `{self._name}`: {self._dtype} elements are packed, so only full rows can be selected",
                 key=self._name,
                 hint="index the last dim with `:`, or use `get_tensor`",
             )
-        # What lies between the steps of a slice was read with it, and is let go.
+        # With a step, the elements between were read too: the copy frees them.
         return array if array.flags.c_contiguous else array.copy()
 
 
 def _takes_whole_rows(index: object, dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether what an index takes of a packed tensor is rows, each in bytes of its own."""
+    """Whether an index selects full rows of a packed tensor that share no bytes."""
     box = normalize_index(index, shape)
     takes_last_dim = box.post[-2:] == (slice(None), ...) and box.shape[-1] == shape[-1]
     return takes_last_dim and len(dtypes.array_shape(dtype, shape)) == len(shape)
@@ -353,10 +352,10 @@ def _result(array: np.ndarray, dtype: str, device: torch.device | None) -> Any:
 
 
 def _checked_for_numpy(index: object, shape: tuple[int, ...]) -> object:
-    """The index with the numpy flavour of `safetensors`' own habits undone, or its refusals.
+    """Convert an index with the rules of `safetensors` to one for numpy.
 
-    It takes an empty list for an empty slice, and booleans and tensors of one element for integers, where numpy has
-    other ideas; it refuses `None`, backward steps and slices that reach past the end, which its users may rely on.
+    `safetensors` treats an empty list as an empty slice, and booleans and one-element tensors as integers; numpy does
+    not. It raises for `None`, negative steps and slices past the end, which callers may rely on.
     """
     if isinstance(index, list) and not index:
         return slice(0, 0)
@@ -392,11 +391,11 @@ def _check_slice_for_numpy(item: slice, dim: int, n: int) -> None:
 
 
 def _is_basic_for_torch(index: object) -> bool:
-    """Whether torch and numpy agree on the index; torch refuses backward steps, and a boolean is a mask to it."""
+    """Whether the index has the same meaning in torch and numpy. torch refuses negative steps; booleans are masks."""
     items = index if isinstance(index, tuple) else (index,)
     for item in items:
         if isinstance(item, slice) and isinstance(item.step, int) and item.step <= 0:
-            raise TensorIndexError(f"torch has slices of positive steps only, found {item.step}")
+            raise TensorIndexError(f"torch supports only slices with positive steps, found {item.step}")
         is_integer = isinstance(item, int | np.integer) and not isinstance(item, bool)
         if not (is_integer or item is None or item is Ellipsis or isinstance(item, slice)):
             return False

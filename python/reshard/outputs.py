@@ -1,4 +1,4 @@
-"""Arrays that are handed out, and arrays that were given to be filled: checked before the first byte is read."""
+"""Output arrays: new ones over memory of the core, and arrays of the caller, checked before they are filled."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ __all__ = ["as_array", "check_out", "check_outs", "fill", "keeps_order", "load_a
 
 
 def as_array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The array of a tensor that lies in memory of the core from byte `offset` on."""
+    """An array over memory of the core.
+
+    Args:
+        buffer: the memory.
+        offset: position of the first byte in `buffer`.
+        dtype: the dtype of the tensor.
+        shape: the shape of the tensor, in elements.
+    """
     return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
 
 
 def load_all(plan: _core.Plan) -> dict[str, np.ndarray]:
-    """Carry a plan out into new arrays, by name. Raises DamagedFileError and StorageError as the plan does."""
-    places = zip(plan.arrays, plan.load(), strict=True)
-    return {name: as_array(*place, dtype, shape) for (name, dtype, shape, _), place in places}
+    """Execute a plan into new arrays, by name. Raises DamagedFileError and StorageError as the plan does."""
+    loaded = zip(plan.arrays, plan.load(), strict=True)
+    return {name: as_array(*memory, dtype, shape) for (name, dtype, shape, _), memory in loaded}
 
 
 def keeps_order(box: Box) -> bool:
-    """Whether the result has every element of the box, one after the other as in the box."""
+    """Whether the result has all elements of the box, in the same order."""
     return all(item in (None, 0, ...) or item == slice(None) for item in box.post)
 
 
@@ -39,7 +46,14 @@ def fill(
     threads: int | None = None,
     progress: _core.Progress | None = None,
 ) -> None:
-    """Carry a plan out into given arrays, one an array of the plan; an error says what has become of them."""
+    """Execute a plan into given arrays.
+
+    Args:
+        plan: the plan.
+        out: one array for each array of the plan; their content is undefined after an error.
+        threads: number of threads; None: all processors.
+        progress: called with the bytes done and in total.
+    """
     try:
         # As bytes: numpy refuses to export the types of ml_dtypes under their own format.
         plan.fill([_bytes(array) for array in out], threads=threads, progress=progress)
@@ -53,18 +67,24 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def check_out(key: str, out: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
-    """Refuse an array that a tensor cannot be read into.
+    """Check that a tensor can be read into an array.
+
+    Args:
+        key: the key of the tensor, for messages.
+        out: the array.
+        dtype: the dtype of the tensor.
+        shape: the shape of the tensor, in elements.
 
     Raises:
-        ArgumentError: it is no array, not writable or not C-contiguous.
-        MismatchError: its dtype or shape is another.
+        ArgumentError: `out` is not an array, not writable or not C-contiguous.
+        MismatchError: its dtype or shape differs.
     """
     expected, expected_shape = dtypes.numpy_dtype(dtype), dtypes.array_shape(dtype, shape)
     if not isinstance(out, np.ndarray):
-        raise ArgumentError(f"`out` for `{key}` is a {type(out).__name__}; a numpy array is needed", key=key)
+        raise ArgumentError(f"`out` for `{key}` is a {type(out).__name__}, expected a numpy array", key=key)
     if out.dtype != expected or out.shape != expected_shape:
         raise MismatchError(
-            f"`out` for `{key}` is {out.dtype} of shape {out.shape}; {expected} of shape {expected_shape} is needed",
+            f"`out` for `{key}` is {out.dtype} of shape {out.shape}, expected {expected} of shape {expected_shape}",
             key=key,
         )
     if not out.flags.c_contiguous or not out.flags.writeable:
@@ -74,10 +94,15 @@ def check_out(key: str, out: np.ndarray, dtype: str, shape: tuple[int, ...]) -> 
 def check_outs(
     out: Mapping[str, np.ndarray], names: list[str], arrays: list[tuple[str, str, tuple[int, ...], int]]
 ) -> None:
-    """Refuse given arrays that are not exactly those of a plan, by name, shape and dtype.
+    """Check that given arrays are exactly those of a plan, by name, shape and dtype.
+
+    Args:
+        out: the given arrays by name.
+        names: the names of the arrays of the plan.
+        arrays: `(name, dtype, shape, bytes)` of each array of the plan.
 
     Raises:
-        ArgumentError, MismatchError: as `check_out`, or one is missing or too many.
+        ArgumentError, MismatchError: as `check_out`, or an array is missing or unexpected.
     """
     missing, extra = [name for name in names if name not in out], sorted(set(out) - set(names))
     if missing or extra:

@@ -1,7 +1,7 @@
-"""Work in the background: a `concurrent.futures.Future` that one daemon thread completes.
+"""Work in the background: a `concurrent.futures.Future` that a daemon thread completes.
 
-A process that was forked from the one that started the work has no such thread, so asking there is an error and does
-not wait for ever. The work itself cannot wait for its own end.
+A process that is forked from the one that started the work does not have the thread; there the methods raise an error
+instead of waiting forever. The work itself cannot wait for its own end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Pending(Future[T]):
-    """Work that goes on in the background. It cannot be cancelled.
+    """The result of work in the background. It cannot be cancelled.
 
     Example:
         >>> pending = Pending("the sum", lambda: 1 + 2)
@@ -37,11 +37,11 @@ class Pending(Future[T]):
         self._what = what
         self._work: Callable[[], T] | None = work
         self._pid = os.getpid()
-        # A daemon: who needs the result waits for it; `write.background` waits at the end of the process.
+        # A daemon thread: `write.background` waits for it at the end of the process.
         self._thread = threading.Thread(target=self._run, name=f"reshard: {what}", daemon=True)
 
     def start(self) -> None:
-        """Begin the work."""
+        """Start the work."""
         self.set_running_or_notify_cancel()
         self._thread.start()
 
@@ -51,7 +51,7 @@ class Pending(Future[T]):
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001  raised by `result`
-            del work  # and what it holds, before anybody learns of the end
+            del work  # and the objects that it refers to, before waiting threads continue
             self.set_exception(error)
         else:
             del work
@@ -70,21 +70,21 @@ class Pending(Future[T]):
         """Wait for the end of the work.
 
         Args:
-            timeout: seconds; None: as long as it takes.
+            timeout: maximum time in seconds; None: no limit.
 
         Returns:
-            What the work returned.
+            The result of the work.
 
         Raises:
-            TimeoutError: it has not ended in time. It goes on.
-            ArgumentError: this process was forked from the one that does the work, or the work itself asks.
-            ReshardError: whatever the work raised.
+            TimeoutError: the work has not ended in time. It continues.
+            ArgumentError: this process was forked from the one that does the work, or the work itself calls this.
+            ReshardError: an error of the work.
         """
         self._wait(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end of the work; its error, or None. Raises as `result`, except for that error."""
+        """Wait for the end of the work, and return its error or None. Otherwise raises as `result`."""
         self._wait(timeout)
         return super().exception(0)
 
@@ -105,7 +105,7 @@ class Pending(Future[T]):
     def _refuse_own_thread(self) -> None:
         if threading.current_thread() is self._thread:
             raise ArgumentError(
-                f"{self._what} has not ended: this is called from within it, by `after`, `ready` or `progress`",
+                f"{self._what} cannot wait for itself: this call is from its own `after`, `ready` or `progress`",
                 hint="wait for it, or start the next one, in the thread of the training loop",
             )
 
@@ -113,5 +113,5 @@ class Pending(Future[T]):
         if self._pid != os.getpid():
             raise ArgumentError(
                 f"{self._what} belongs to process {self._pid}; this is {os.getpid()}, a child forked from it",
-                hint="ask for it in the process that started it",
+                hint="call this in the process that started it",
             )

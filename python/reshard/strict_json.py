@@ -1,9 +1,8 @@
-"""One strict parser for every small JSON file that a stranger may have written.
+"""A strict parser for small JSON files from untrusted sources.
 
-JSON as RFC 8259 says and no more, in UTF-8: no duplicate name at any level, no NaN or Infinity, no byte order mark,
-no half of a surrogate pair, integers and nesting bounded. Two readers that both accept a file then agree on what it
-says. `metadata.json`, which can have hundreds of MB, is decoded by the core under the same rules. What the values
-mean is for the caller to check.
+It accepts JSON of RFC 8259 in UTF-8, without duplicate names, NaN, Infinity, byte order mark and unpaired surrogates,
+and with limits for integers and nesting. So two readers that accept a file read the same values. The core decodes
+`metadata.json`, which can have hundreds of MB, under the same rules. The caller checks the values.
 """
 
 from __future__ import annotations
@@ -27,47 +26,52 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int, *, follow_links: bool = False) -> object:
-    """Read a file of one JSON value.
+    """Read a JSON file.
 
     Args:
         path: the file.
-        max_bytes: a larger file is refused.
-        follow_links: whether the last component may be a symbolic link.
+        max_bytes: maximum size of the file in bytes.
+        follow_links: whether the last component of the path may be a symbolic link.
 
     Returns:
         The value: dict, list, str, int, float, bool or None.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        DamagedFileError: it is not such JSON, not a regular file or too large; the message names the file.
-        StorageError: the system failed to read it.
+        CheckpointNotFoundError: the file does not exist.
+        DamagedFileError: the file is not valid JSON, not a regular file or too large; the message names the file.
+        StorageError: the operating system failed to read it.
     """
     return parse_json(read_small_file(path, max_bytes, follow_links=follow_links), os.fspath(path))
 
 
 def parse_json(data: bytes, name: str, *, max_depth: int = _MAX_DEPTH) -> object:
-    """Parse one JSON value; `name` is what messages call the file, `max_depth` how deep lists and objects may nest.
+    """Parse a JSON value.
+
+    Args:
+        data: the content of the file.
+        name: name of the file, for messages.
+        max_depth: maximum nesting depth of lists and objects.
 
     Raises:
-        DamagedFileError: it is not such JSON.
+        DamagedFileError: the content is not valid JSON.
 
     Example:
         >>> parse_json(b'{"a": [1, 2.5, null]}', "x.json")
         {'a': [1, 2.5, None]}
     """
     if data.startswith(b"\xef\xbb\xbf"):
-        raise DamagedFileError(f"{show(name)} begins with a byte order mark, expected plain UTF-8", path=name)
+        raise DamagedFileError(f"{show(name)} starts with a byte order mark, expected plain UTF-8", path=name)
     try:
-        # Decoded here: given bytes, the parser would guess UTF-16 and UTF-32 too.
+        # Decode here, because `json` also accepts bytes in UTF-16 and UTF-32.
         text = data.decode()
         value: object = json.loads(
             text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
         )
         if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # raises on half of a pair, wherever it is
+            json.dumps(value, ensure_ascii=False).encode()  # raises for an unpaired surrogate
     except UnicodeEncodeError:
         raise DamagedFileError(
-            f"{show(name)} holds text that is not valid Unicode (half of a pair)", path=name
+            f"{show(name)} holds text that is not valid Unicode (unpaired surrogate)", path=name
         ) from None
     except UnicodeDecodeError as error:
         raise DamagedFileError(f"{show(name)} is not UTF-8: byte {error.start}", path=name) from None
@@ -94,12 +98,12 @@ def _too_deep(name: str, max_depth: int) -> DamagedFileError:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {show(twice)} stands twice in one object")
-    return made
+        raise ValueError(f"the name {show(twice)} is repeated in one object")
+    return result
 
 
 def _integer(text: str) -> int:
@@ -117,4 +121,4 @@ def _float(text: str) -> float:
 
 
 def _constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number of JSON")
+    raise ValueError(f"{text} is not a JSON number")

@@ -1,8 +1,8 @@
-"""Reads a small YAML file that may come from anyone into plain Python values, and remembers the line of each.
+"""A strict reader for small YAML files from untrusted sources. Returns plain Python values, and the line of each.
 
-Only what a configuration needs is accepted: mappings whose keys are text or integers, lists, text, integers, `true`,
-`false` and `null`. Duplicate keys, tags, merge keys, several documents and deep nesting are refused; aliases count at
-their full size, so that a few lines cannot stand for millions of values. Nothing here knows what the values mean.
+It accepts what a configuration needs: mappings whose keys are text or integers, lists, text, integers, `true`, `false`
+and `null`. Duplicate keys, tags, merge keys, several documents and deep nesting are errors. Each alias counts with all
+its values, so that a few lines cannot expand to millions of values.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _END = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
 def read_yaml(
     path: str | os.PathLike[str], *, what: str = "layout", error_class: type[ReshardError] = LayoutError
 ) -> tuple[object, Lines]:
-    """Read a file of one YAML document.
+    """Read a YAML file with one document.
 
     Args:
         path: the file, UTF-8, at most 16 MiB.
-        what: what kind of file it is, for messages.
-        error_class: the class of the errors about what it holds.
+        what: the kind of file, for messages.
+        error_class: the class of errors about the content.
 
     Returns:
         The value, and the line of each value in it.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        StorageError: the system failed to read it.
-        error_class: it is not YAML, or uses what is not accepted; the message names file, line and key.
+        CheckpointNotFoundError: the file does not exist.
+        StorageError: the operating system failed to read it.
+        error_class: the file is not YAML, or uses a feature that is not accepted; the message names file, line and key.
     """
     try:
         with Path(path).open("rb") as file:
@@ -88,7 +88,7 @@ def _quoted_char(c: str) -> str:
 
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What a YAML 1.1 or 1.2 reader would not take as text.
+# Words that YAML 1.1 or 1.2 does not read as text.
 _RESERVED = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
 
 
@@ -114,7 +114,7 @@ def flow(value: object) -> str:
 
 
 class _Reader:
-    """Builds the values of one file from the parser's events, which come as they are needed and nest nothing."""
+    """Builds the values of one file from the events of the parser, which are produced on demand."""
 
     def __init__(self, source: str, error_class: type[ReshardError]) -> None:
         self.source = source
@@ -145,12 +145,12 @@ class _Reader:
         return value, self.lines
 
     def _value(self, event: yaml.Event, events: Iterator[yaml.Event], path: tuple[Step, ...], depth: int) -> object:
-        """The value that begins with `event`; takes the rest of it from `events`."""
+        """The value that starts with `event`; reads the rest of it from `events`."""
         line = _line(event)
         self.lines[path] = line
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.anchors:
-                self._refuse(line, path, f"alias {show(f'*{event.anchor}')} stands for nothing before it")
+                self._refuse(line, path, f"alias {show(f'*{event.anchor}')} has no anchor before it")
             value, n_values = self.anchors[event.anchor]
             self._count(n_values, line, path)
             return value
@@ -178,7 +178,7 @@ class _Reader:
         while not isinstance(key_event := next(events), _END):
             key = self._key(key_event, path)
             if key in mapping:
-                self._refuse(_line(key_event), path, f"key {show(str(key))} stands here twice")
+                self._refuse(_line(key_event), path, f"key {show(str(key))} is repeated")
             mapping[key] = self._value(next(events), events, (*path, key), depth + 1)
         return mapping
 
@@ -201,14 +201,14 @@ class _Reader:
     def _count(self, n: int, line: int, path: tuple[Step, ...]) -> None:
         self.n_values += n
         if self.n_values > _MAX_VALUES:
-            self._refuse(line, path, f"more than {_MAX_VALUES} values, aliases counted at their full size")
+            self._refuse(line, path, f"more than {_MAX_VALUES} values, including those of aliases")
 
     def _refuse_yaml(self, error: yaml.YAMLError) -> NoReturn:
         mark = getattr(error, "problem_mark", None)
         where = self.source if mark is None else f"{self.source}, line {mark.line + 1}"
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         context = getattr(error, "context", None)
-        hint = 'quote a pattern that begins with `*`: "*.weight"' if context and "alias" in context else None
+        hint = 'quote a pattern that starts with `*`: "*.weight"' if context and "alias" in context else None
         about = f" {context}" if context else ""
         raise self.error_class(f"{where}: not YAML{about}: {problem}", path=self.source, hint=hint) from None
 
@@ -218,7 +218,7 @@ class _Reader:
 
 
 def at_path(path: tuple[Step, ...]) -> str:
-    """A path as a reader writes it, with a colon; nothing for the whole file.
+    """A path as text, with a colon; empty for the whole file.
 
     Example:
         >>> at_path(("rules", 3, "cut"))
@@ -231,7 +231,7 @@ def at_path(path: tuple[Step, ...]) -> str:
 
 
 def _scalar(event: yaml.ScalarEvent) -> object:
-    """Plain text is text unless it is plainly not: YAML 1.1 takes `no`, `010` and `1:30` for what nobody means."""
+    """The value of a scalar. Unlike in YAML 1.1, `no`, `010` and `1:30` are text."""
     text: str = event.value
     if not event.implicit[0]:
         return text

@@ -1,7 +1,4 @@
-"""Foreign text in messages: shown so that it can do no harm, listed so that it stays short; the words that are near it.
-
-Knows nothing of what the texts mean.
-"""
+"""Text for messages: escapes untrusted text, shortens lists, finds similar words."""
 
 from __future__ import annotations
 
@@ -16,32 +13,43 @@ if TYPE_CHECKING:
 
 __all__ = ["check_text", "listed", "nearest", "show"]
 
-_MAX_SHOWN = 256  # characters of a foreign text in a message
+_MAX_SHOWN = 256  # characters of untrusted text in a message
 
 
 def check_text(value: object, what: str) -> None:
-    """Refuse what is no text, or text that no file can hold.
+    """Check that a value is text that can be encoded as UTF-8.
+
+    Args:
+        value: the value.
+        what: description of the value, for the message.
 
     Raises:
-        ArgumentError: so it is; the message says what it was meant to be.
+        ArgumentError: it is not.
     """
     if not isinstance(value, str):
         raise ArgumentError(f"a {what} must be text, found {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"a {what} has no UTF-8 form: {error}") from error
+        raise ArgumentError(f"a {what} cannot be encoded as UTF-8: {error}") from error
 
 
 def nearest(text: str, candidates: Iterable[str], n: int = 3, *, cutoff: float = 0.6) -> list[str]:
-    """Up to `n` candidates that are spelt like the text (at least by `cutoff`, 0 to 1), nearest first."""
-    # difflib is quadratic in the length of the texts; an error message is not worth more than this.
+    """Candidates with a similar spelling, most similar first.
+
+    Args:
+        text: the text.
+        candidates: the candidates.
+        n: maximum number of results.
+        cutoff: minimum similarity, 0 to 1.
+    """
+    # difflib is quadratic in the length of the texts, so limit it.
     near = difflib.get_close_matches(text[:200], [c[:200] for c in candidates][:1000], n=n, cutoff=cutoff)
     return list(dict.fromkeys(near))
 
 
 def show(text: str) -> str:
-    r"""Foreign text in backticks, safe to print: what could drive a terminal is escaped, what is long is cut.
+    r"""Untrusted text in backticks, safe to print: control characters are escaped, and long text is shortened.
 
     Example:
         >>> show("a" + chr(27) + "[2J")
@@ -52,7 +60,7 @@ def show(text: str) -> str:
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """Some ranks, as they are named in a message.
+    """Some ranks, for a message.
 
     Example:
         >>> ranks_named([3]), ranks_named([0, 2])
@@ -63,12 +71,12 @@ def ranks_named(ranks: Iterable[int]) -> str:
 
 
 def listed(items: Iterable[object], most: int = 8, *, n_items: int | None = None) -> str:
-    """The first of some names or numbers, and how many more there are.
+    """A list of names or numbers for a message: the first ones, and the number of the others.
 
     Args:
-        items: what is listed; foreign texts are given through `show`.
-        most: so many are named.
-        n_items: how many there are, where nobody may count them: then no more than `most` are looked at.
+        items: the items; escape untrusted text by `show`.
+        most: maximum number of items that are listed.
+        n_items: the number of items, for very long iterables: then only the first `most` items are read.
 
     Example:
         >>> listed(range(3)), listed(range(100), 3), listed(range(10**18), 2, n_items=10**18)

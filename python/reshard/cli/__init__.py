@@ -1,7 +1,7 @@
-"""The command line: one file a command, over the public API only.
+"""The command line: one module per command, on top of the public API.
 
-What people read goes to stdout; progress, warnings and errors go to stderr. Exit codes: 0 done, 1 refused or damaged,
-2 usage, 130 interrupted. `output` holds what the commands share. Nothing here knows a format.
+Results go to stdout; progress, warnings and errors go to stderr. Exit codes: 0 success, 1 refused or damaged, 2 usage
+error, 130 interrupted. `output` holds what the commands share. Nothing here knows a format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["main"]
 @click.version_option(__version__, message="reshard %(version)s")
 @quiet_option
 def main() -> None:
-    """Read, write and re-cut the sharded checkpoints of large-model training.
+    """Read, write and reshard the checkpoints of large-model training.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def main() -> None:
 
     Shell completion, for bash (or zsh, fish): eval "$(_RESHARD_COMPLETE=bash_source reshard)"
 
-    Exit codes: 0 done, 1 refused or damaged, 2 usage, 130 interrupted.
+    Exit codes: 0 success, 1 refused or damaged, 2 usage error, 130 interrupted.
     """
 
 

@@ -1,6 +1,6 @@
-"""What `reshard inspect` shows, gathered once: the page and the JSON object are two views of it.
+"""Gathers the data of `reshard inspect`, which is printed as text or as JSON.
 
-No tensor is read. Cuts are told from the regions that are stored; a layout only adds the names of axes to them.
+No tensor is read. The partition of a tensor is computed from the stored regions; a layout only adds the names of axes.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ if TYPE_CHECKING:
     from reshard.formats.save_log import SaveRecord
     from reshard.layout import BoundLayout, ModelLayout
 
-__all__ = ["Facts", "Iteration", "RankSaveState", "Row", "gather"]
+__all__ = ["Contents", "Iteration", "RankSaveState", "TensorRow", "gather_contents"]
 
 _PARTS: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
-_MAX_CHECKED = 10  # iterations that are opened only to say whether they are complete
+_MAX_CHECKED = 10  # iterations that are opened to check whether they are complete
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration of a root; `complete` and `verified` are None where it was not opened, or could not be read."""
+    """An iteration of a root. `complete` and `verified` are None if it was not opened, or could not be read."""
 
     iteration: int
     folder: str
-    tracker: bool  # named by the tracker now
-    tracked: bool  # named by the tracker once
+    tracker: bool  # whether the tracker names it now
+    tracked: bool  # whether the tracker has ever named it
     pinned: bool
     taken: bool
     complete: bool | None
-    verified: bool | None  # whether a manifest proves it
+    verified: bool | None  # whether it has a manifest
     reason: str | None = None  # why it is not complete, or could not be read
-    refused: str | None = None  # why it is no candidate
+    refused: str | None = None  # why it is not a candidate
 
 
 @dataclass(frozen=True)
 class RankSaveState:
-    """A save in rank folders; `complete` is None where it was not opened, or could not be read."""
+    """A save in rank folders. `complete` is None if it was not opened, or could not be read."""
 
     name: str  # of the first rank's file
-    why: str  # it stands where it does, or is never opened
+    why: str  # the reason for its position in the order, or why it is never opened
     taken: bool
     complete: bool | None
     reason: str | None = None  # why it is not complete, or could not be read
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A tensor; without a place, what one rank holds of it."""
+class TensorRow:
+    """A tensor. If it is not placed, dtype and shape are those of one rank's array."""
 
     key: str
     part: str
@@ -75,39 +75,39 @@ class Row:
     n_bytes: int
     stored_bytes: int
     tiled: bool  # described in tiles.json only
-    placed: bool = True  # whether it is known how the ranks' arrays make it up
+    placed: bool = True  # whether the regions of the ranks' arrays are known
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Everything that is printed."""
+class Contents:
+    """The contents of a checkpoint, and of the root that it is in."""
 
     path: str
     checkpoint: Checkpoint
-    rows: list[Row]
+    rows: list[TensorRow]
     iterations: list[Iteration] | None
     rank_saves: list[RankSaveState] | None
     tracker_reason: str | None
     layout: ModelLayout | None
     layout_reason: str | None  # why there is no layout
     files: list[tuple[str, int]]  # name and bytes
-    saves: list[SaveRecord]  # the log of the root, the oldest first
+    saves: list[SaveRecord]  # the save log of the root, oldest first
     parts: dict[str, dict[str, Any]]  # totals of "model" and "optimizer"
     leftovers: list[Leftover]
 
     @property
     def unseen(self) -> list[str]:
-        """The tensors that MindSpore Transformers does not see in a Checkpoint 2.0."""
+        """Keys of tensors in a Checkpoint 2.0 that MindSpore Transformers cannot read."""
         return [row.key for row in self.rows if row.tiled] if self.checkpoint.data.traits.has_metadata else []
 
 
-def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
-    """Gather what there is to say of a checkpoint.
+def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> Contents:
+    """Gather the contents of a checkpoint.
 
     Args:
-        path: what was opened: a root tells its iterations.
-        checkpoint: opened from it.
-        everything: look into every iteration, however many there are.
+        path: the path that was opened. If it is a root, its iterations are listed.
+        checkpoint: the checkpoint opened from it.
+        everything: open every iteration to check whether it is complete, without a limit.
     """
     from reshard.formats import save_log
     from reshard.opening import iterations
@@ -118,12 +118,12 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
     unplaced = checkpoint.unplaced()
     try:
         layout = reshard.ModelLayout.like(checkpoint)
-        # Where all tensors are whole there are no axes to name.
+        # With one rank there are no axes to name.
         bound = None if math.prod(layout.mesh.values()) == 1 else checkpoint.bind(layout)
     except LayoutError as error:
-        layout, reason = None, "no strategy tells it" if unplaced else error.message
+        layout, reason = None, "there is no strategy" if unplaced else error.message
     tiled = set(checkpoint.tiled_keys())
-    shared: dict[object, Any] = {}  # most tensors have a shape that others have, too
+    shared: dict[object, Any] = {}  # equal values of rows, stored once
     rows = [
         _unplaced_row(key, *unplaced[key])
         if key in unplaced
@@ -133,7 +133,7 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
     ]
     order = iterations(path)
     found = None if order is None else _iterations(path, order, checkpoint, everything=everything)
-    return Facts(
+    return Contents(
         path=path,
         checkpoint=checkpoint,
         rows=rows,
@@ -150,7 +150,7 @@ def gather(path: str, checkpoint: Checkpoint, *, everything: bool) -> Facts:
 
 
 def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool) -> list[Iteration]:
-    """The iterations, newest first. What `open` did not try is opened here to know whether it is complete."""
+    """The iterations, newest first. Those that `open` did not try are opened here to check them."""
     from reshard.opening import marks
 
     skipped, refused = dict(taken.skipped), {one.name: one.reason for one in order.refused}
@@ -190,7 +190,7 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
 
 
 def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankSaveState] | None:
-    """The saves of rank folders, in the order in which they are tried. Others than the one taken are opened here."""
+    """The saves of rank folders, in the order in which they are tried. All but the one taken are opened here."""
     from reshard.opening import open_rank_files, rank_saves
 
     saves = rank_saves(path)
@@ -217,21 +217,21 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
     return found
 
 
-def _unplaced_row(key: str, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> Row:
-    """What can be told of a tensor of which only the ranks' own arrays are known: the largest of them."""
+def _unplaced_row(key: str, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> TensorRow:
+    """The row of a tensor whose regions are not known, with the largest of the ranks' arrays."""
     shape = max(shapes, key=math.prod)
     n_bytes = math.prod(shape) * dtypes.bits(dtype) // 8
     part = "optimizer" if scalars.is_state(key) else "model"
-    return Row(key, part, dtype, shape, "unknown", 1, (1, 1), n_bytes, n_bytes, tiled=False, placed=False)
+    return TensorRow(key, part, dtype, shape, "unknown", 1, (1, 1), n_bytes, n_bytes, tiled=False, placed=False)
 
 
-def _row(key: str, info: TensorInfo, bound: BoundLayout | None, shared: dict[object, Any], *, tiled: bool) -> Row:
-    """What is told of a tensor. Equal values of many rows are one object, by `shared`."""
+def _row(key: str, info: TensorInfo, bound: BoundLayout | None, shared: dict[object, Any], *, tiled: bool) -> TensorRow:
+    """The row of a tensor. Equal values of several rows are stored once, in `shared`."""
     held = [len(shard.files) for shard in info.shards] or [0]
     n_elements = math.prod(info.shape)
     stored = sum(math.prod(shard.shape) * len(shard.files) for shard in info.shards)
     cut, replicas = _cut(key, info, bound), (min(held), max(held))
-    return Row(
+    return TensorRow(
         key=key,
         part=info.part,
         dtype=shared.setdefault(info.dtype, info.dtype),
@@ -246,7 +246,7 @@ def _row(key: str, info: TensorInfo, bound: BoundLayout | None, shared: dict[obj
 
 
 def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
-    """How the stored regions divide the tensor; axes are named where the layout says the same as the regions."""
+    """The partition of a tensor by its stored regions, with names of axes where the layout has the same partition."""
     spec = None if bound is None else bound.specs.get(key)
     axes_of = dict(enumerate(spec.cut)) if spec is not None else {}
     mesh = {} if bound is None else dict(bound.mesh.axes)
@@ -267,7 +267,7 @@ def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
 
 
 def _cut_by_rule(spec: Any, mesh: dict[str, int]) -> str:
-    """The words of a layout file, for what is no grid."""
+    """The partition in the words of a layout file, for regions that are not a grid."""
     blocks = dict(spec.blocks)
     texts = []
     for dim, axes in enumerate(spec.cut):
@@ -281,7 +281,7 @@ def _cut_by_rule(spec: Any, mesh: dict[str, int]) -> str:
     return "; ".join(texts) or "whole"
 
 
-def _parts(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+def _parts(rows: Iterable[TensorRow]) -> dict[str, dict[str, Any]]:
     parts: dict[str, dict[str, Any]] = {}
     for row in rows:
         part = parts.setdefault(

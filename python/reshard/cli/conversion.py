@@ -1,4 +1,4 @@
-"""What `convert`, `merge` and `split` share: their options, and how a conversion is carried out and reported."""
+"""The common part of `convert`, `merge` and `split`: their options, and running and reporting a conversion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.words import listed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OPTIONS", "carry_out", "options"]
+__all__ = ["OPTIONS", "options", "run_conversion"]
 
 F = TypeVar("F", bound="Callable[..., object]")
 
@@ -29,33 +29,34 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--strategy",
         type=PATH,
         metavar="PATH",
-        help="How the rank folders of SRC are cut: a strategy file, or the folder with those of all stages. "
+        help="Layout of the rank folders in SRC: a strategy file, or the folder with those of all stages. "
         "Default: the folder `strategy` beside SRC.",
     ),
     "suffix": click.option(
         "--suffix",
         metavar="TEXT",
-        help="Which file of each rank folder: how its name ends, 20_2, or of a later run 1-20_2. Default: the newest.",
+        help="Which file of each rank folder to read, by the end of its name: 20_2, or 1-20_2 for a later run. "
+        "Default: the newest.",
     ),
     "drop": click.option(
         "--drop",
         multiple=True,
         metavar="PREFIX",
-        help="Leave out the tensors whose names begin so. They are nowhere in DST. Can be given again.",
+        help="Leave out the tensors whose names start with PREFIX. Can be repeated.",
     ),
     "rename": click.option(
         "--rename",
         multiple=True,
         metavar="OLD=NEW",
-        help="Names that begin with OLD begin with NEW instead; the longest OLD counts, an empty one begins every "
-        "name. Can be given again.",
+        help="Replace the prefix OLD of tensor names by NEW. The longest matching OLD is used; an empty OLD matches "
+        "every name. Can be repeated.",
     ),
     "names": click.option(
         "--names",
         type=PATH,
         metavar="FILE|PRESET",
-        help="Name map, after --drop and --rename: tensors are renamed, fused, split. A file or a preset such as "
-        "qwen3-mindspore; with :reverse behind it the other way.",
+        help="Name map, which renames, fuses and splits tensors, after --drop and --rename: a file, or a preset such "
+        "as qwen3-mindspore. Append :reverse to apply it in reverse.",
     ),
     "config": click.option(
         "--config",
@@ -67,31 +68,32 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--model-files",
         metavar="DIR",
         type=PATH,
-        help="Folder whose config.json, tokenizer and other files that are no weights go into DST, a Hugging Face "
-        "folder. Default: SRC, if it is one.",
+        help="Folder from which config.json, tokenizer and other files except weights are copied into DST, if DST is a "
+        "Hugging Face folder. Default: SRC, if it is one.",
     ),
     "layout": click.option(
         "--layout",
         type=PATH,
         metavar="FILE",
-        help="How DST is cut: a layout file, a strategy file, or a folder of these. Default: whole tensors.",
+        help="Layout of DST: a layout file, a strategy file, or a folder of strategy files. Default: full tensors.",
     ),
     "iteration": click.option(
         "--iteration",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Iteration that is written. Default: that of SRC, or 0. Of rank folders with --prefix: the step.",
+        help="Iteration of DST; for rank folders with --prefix the step. Default: that of SRC, or 0.",
     ),
     "prefix": click.option(
         "--prefix",
         metavar="NAME",
-        help="First part of the names of Checkpoint 2.0 shard files, or of rank files, which else are net.safetensors.",
+        help="Prefix of the names of Checkpoint 2.0 shard files, or of rank files. Default for rank files: "
+        "net.safetensors, without rank and step.",
     ),
-    "dtype": click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to this, such as bfloat16."),
+    "dtype": click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to DTYPE, such as bfloat16."),
     "max_shard_size": click.option(
         "--max-shard-size",
         metavar="SIZE",
-        help="Largest file of whole weights. Default: 4GiB for huggingface, about 3GiB each for mindspore.",
+        help="Maximum size of a file of full weights. Default: 4GiB for huggingface, about 3GiB for mindspore.",
     ),
     "dedup": click.option(
         "--dedup/--no-dedup",
@@ -99,16 +101,16 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Write each shard once, or every replica. Default: once, but in rank folders every replica.",
     ),
     "memory": click.option(
-        "--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory that the copy may use."
+        "--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory limit of the copy buffers."
     ),
     "threads": click.option(
-        "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors."
+        "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of copy threads. Default: all processors."
     ),
     "no_sync": click.option(
-        "--no-sync", is_flag=True, help="Do not wait until all is on disk: a power cut can lose DST."
+        "--no-sync", is_flag=True, help="Do not sync files to disk. DST can be lost in a power failure."
     ),
     "overwrite": click.option(
-        "--overwrite", is_flag=True, help="Replace that iteration, or the files of an earlier conversion."
+        "--overwrite", is_flag=True, help="Replace an existing iteration, or the files of an earlier conversion."
     ),
     "strict_format": click.option(
         "--strict-format", is_flag=True, help="Refuse tensors that metadata.json cannot describe."
@@ -119,20 +121,20 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="File permissions as MindSpore Transformers sets them (0400).",
     ),
     "private": click.option(
-        "--private", is_flag=True, help="Make files 0600 and folders 0700. Default: as the umask has it."
+        "--private", is_flag=True, help="Create files with mode 0600 and folders with 0700. Default: by the umask."
     ),
     "share": click.option(
         "--share",
         metavar="I/N",
-        help="Write the I-th of N shares, I from 0; whoever writes the last one publishes. "
-        "Default: by torchrun or Slurm.",
+        help="Write share I of N, with I from 0. The process that writes the last share publishes DST. "
+        "Default: from the environment of torchrun or Slurm.",
     ),
 }
-"""Each option of `reshard.convert` on the command line, by the name that the function gets."""
+"""The command-line options of `reshard.convert`, by argument name."""
 
 
 def options(*names: str) -> Callable[[F], F]:
-    """Give a command these options, in this order."""
+    """Add these options to a command, in this order."""
 
     def decorate(function: F) -> F:
         for name in reversed(names):
@@ -142,20 +144,29 @@ def options(*names: str) -> Callable[[F], F]:
     return decorate
 
 
-def carry_out(src: str, dst: str, *, no_sync: bool, as_json: bool, share: str | None, **given: Any) -> None:
-    """Convert, and print what was written."""
+def run_conversion(src: str, dst: str, *, no_sync: bool, as_json: bool, share: str | None, **given: Any) -> None:
+    """Convert, and print a report.
+
+    Args:
+        src: the source.
+        dst: the destination.
+        no_sync: do not sync files to disk.
+        as_json: print the report as JSON.
+        share: "I/N", or None: from the environment.
+        given: the other arguments of `reshard.convert`.
+    """
     given["share"] = _launched() if share is None else _parsed(share)
     given["rename"] = _renames(given["rename"])
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.convert(src, dst, durable=not no_sync, progress=progress, **given)
-    # What is in the report was often logged as well, with where it came from before it.
+    # Most warnings of the report are logged too, with a prefix: print each once.
     warnings = [*report.warnings, *(line for line in logged if not any(known in line for known in report.warnings))]
     if as_json:
         echo_json({**dataclasses.asdict(report), "warnings": warnings})
         return
     if report.pending:
         own, of = given["share"]
-        echo(f"wrote share {own} of {of}; to be written before it appears: {listed(report.pending)}")
+        echo(f"wrote share {own} of {of}; shares still to be written: {listed(report.pending)}")
     else:
         echo(f"wrote {shown(report.path)}")
     echo(
@@ -187,7 +198,7 @@ def _parsed(share: str) -> tuple[int, int]:
 
 
 def _launched() -> tuple[int, int] | None:
-    """The share of a process that torchrun or Slurm started beside others."""
+    """The share of this process, if torchrun or Slurm started several."""
     for rank, of in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         index, count = os.environ.get(rank, ""), os.environ.get(of, "")
         if index.isascii() and index.isdigit() and count.isascii() and count.isdigit():

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from reshard.cli.conversion import OPTIONS, carry_out, options
+from reshard.cli.conversion import OPTIONS, options, run_conversion
 from reshard.cli.output import PATH, command
 
 __all__ = ["convert"]
 
 
-@click.command(short_help="Merge, split, re-cut, cast: any format and layout to any other.")
+@click.command(short_help="Merge, split, reshard, cast: any format and layout to any other.")
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH)
 @click.option(
@@ -23,11 +23,11 @@ __all__ = ["convert"]
 @options(*OPTIONS)
 @command
 def convert(src: str, dst: str, **given: Any) -> None:
-    """Write the checkpoint SRC again as DST: in another format, layout, file size or dtype.
+    """Convert the checkpoint SRC to DST, in another format, layout, file size or dtype.
 
-    SRC is a .safetensors or .ckpt file, a folder of whole weights (Hugging Face's or MindSpore's), a checkpoint root or
-    one of its iteration folders, or a folder of rank folders. DST appears whole or not at all; one that exists keeps
-    its mode and what else it holds. Memory stays within --memory, whatever the size of the model.
+    SRC is a .safetensors or .ckpt file, a folder of full weights (Hugging Face or MindSpore), a checkpoint root or one
+    of its iteration folders, or a folder of rank folders. DST is written atomically; an existing folder keeps its mode
+    and its other files. Buffers stay within --memory for any size of the model.
 
     \b
     Examples:
@@ -40,6 +40,6 @@ def convert(src: str, dst: str, **given: Any) -> None:
       reshard convert hf/ small/ --max-shard-size 500MB --dtype bfloat16
       reshard convert hf/ mcore/ --names mindspore           as MindSpore Transformers names, fuses and stacks tensors
       reshard convert mcore/ back/ --names mindspore:reverse --config hf/
-      reshard convert output/checkpoint hf/ --share 0/4      a fourth of the work, on one of four machines
+      reshard convert output/checkpoint hf/ --share 0/4      a quarter of the work, on the first of four machines
     """
-    carry_out(src, dst, **given)
+    run_conversion(src, dst, **given)

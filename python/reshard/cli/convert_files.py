@@ -1,4 +1,4 @@
-"""`reshard convert-files`: each `.ckpt` file as a safetensors file of its own."""
+"""`reshard convert-files`: convert each `.ckpt` file to a safetensors file."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from reshard.cli.output import PATH, collected_warnings, command, echo, echo_jso
 __all__ = ["convert_files"]
 
 
-@click.command("convert-files", short_help="Write each .ckpt file again as a safetensors file.")
+@click.command("convert-files", short_help="Convert each .ckpt file to a safetensors file.")
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH, required=False)
-@click.option("--name-map", type=PATH, metavar="FILE", help="New names of tensors by old ones, a YAML or JSON file.")
-@click.option("--name-regex", metavar="REGEX", help="Only files of the folder in whose names this is found.")
-@click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory that the copy may use.")
+@click.option("--name-map", type=PATH, metavar="FILE", help="YAML or JSON file with new tensor names by old ones.")
+@click.option("--name-regex", metavar="REGEX", help="Convert only files whose names match this regular expression.")
+@click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory limit of the copy buffers.")
 @click.option(
-    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors."
+    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of copy threads. Default: all processors."
 )
-@click.option("--no-sync", is_flag=True, help="Do not wait until all is on disk: a power cut can lose files.")
-@click.option("--overwrite", is_flag=True, help="Replace files that are there.")
+@click.option("--no-sync", is_flag=True, help="Do not sync files to disk. They can be lost in a power failure.")
+@click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @command
 def convert_files(src: str, dst: str | None, *, no_sync: bool, as_json: bool, **options: Any) -> None:
-    """Write each .ckpt file of SRC again as a safetensors file: nothing is merged or cut.
+    """Convert each .ckpt file of SRC to a safetensors file, without merging or resharding.
 
-    SRC is a .ckpt file, or a folder: its own .ckpt files and those in its rank* folders. DST is the folder that gets
-    the files, with the same rank* folders; of a single file also its name. Without DST each file goes beside its
-    source. To merge what the ranks hold, use convert.
+    SRC is a .ckpt file, or a folder with .ckpt files, also in rank* folders. DST is the folder for the new files, with
+    the same rank* folders; for a single file it may also be the new file. Without DST each new file is written beside
+    its source. To merge the files of several ranks, use convert.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`reshard demo`: the main job on a small model, proven step by step."""
+"""`reshard demo`: split, reshard and merge a small model, with a comparison after each step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 
-@click.command(short_help="Cut, re-cut and merge a small model in a temporary folder, and prove it.")
+@click.command(short_help="Split, reshard and merge a small model in a temporary folder, and compare every byte.")
 @click.option("--size", "model_size", default="200MB", show_default=True, metavar="SIZE",
-              help="About the size of the model; a number alone counts MB. Four times that is written.")  # fmt: skip
-@click.option("--keep", type=PATH, metavar="DIR", help="Work in this folder, which is empty or new, and keep it.")
+              help="Approximate size of the model, in MB without a unit. Four times this is written.")  # fmt: skip
+@click.option("--keep", type=PATH, metavar="DIR", help="Use this empty or new folder, and keep it.")
 @command
 def demo(model_size: str, keep: str | None, *, as_json: bool) -> None:
-    """Make a llama-like bf16 model, cut it TP2 x PP2, re-cut it to TP4, merge it, and compare every byte each time.
+    """Create a llama-like bf16 model, split it to TP2 x PP2, reshard it to TP4, merge it, and compare every byte.
 
     \b
     Examples:
@@ -47,7 +47,7 @@ def demo(model_size: str, keep: str | None, *, as_json: bool) -> None:
                 return
             if step.name == "make":
                 echo(f"in {shown(folder)}, files not synced")
-                echo("the layout; TP4 is the same with `mesh: {tp: 4}` and without `place`:\n")
+                echo("the layout (for TP4 with `mesh: {tp: 4}` and without `place`):\n")
                 echo("\n".join(f"  {line}" for line in str(layout_of({"pp": 2, "tp": 2})).splitlines()) + "\n")
             echo(_line(step))
 
@@ -69,7 +69,7 @@ def _line(step: DemoStep) -> str:
     files = f"{step.n_files} file{'s' if step.n_files != 1 else ' '}"
     line = f"{step.name:<13}  {files}  {size(step.n_bytes):>8}  {step.seconds:>5.2f} s"
     if not step.n_compared:
-        return line  # the model: its time is that of making random bits
+        return line  # the model: its time is that of the random number generator
     proof = f"{step.n_compared} arrays equal" if not step.different else f"{len(step.different)} tensors DIFFER"
     return f"{line}  {rate(step.n_bytes, step.seconds):>9}  {proof}"
 

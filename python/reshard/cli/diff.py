@@ -1,4 +1,4 @@
-"""`reshard diff`: two checkpoints, tensor by tensor."""
+"""`reshard diff`: compare two checkpoints, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -38,13 +38,11 @@ _MAX_ROWS = 60
 @click.option(
     "--part", type=click.Choice(["model", "optimizer", "all"]), default="all", show_default=True, help="Which tensors."
 )
+@click.option("--strategy-a", type=PATH, metavar="PATH", help="Strategy files of A, if A is a folder of rank folders.")
+@click.option("--strategy-b", type=PATH, metavar="PATH", help="The same for B.")
+@click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory limit of the buffers.")
 @click.option(
-    "--strategy-a", type=PATH, metavar="PATH", help="Of rank folders A, how they make up tensors: strategy files."
-)
-@click.option("--strategy-b", type=PATH, metavar="PATH", help="The same of B.")
-@click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory of the buffers.")
-@click.option(
-    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the copy. Default: all processors."
+    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of copy threads. Default: all processors."
 )
 @click.option("--all", "everything", is_flag=True, help="List every tensor that differs.")
 @command
@@ -52,14 +50,14 @@ def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> 
     """Compare the tensors of A and B: keys, shapes, dtypes, and every bit.
 
     A and B are .safetensors files, Hugging Face folders, checkpoint roots, iteration or rank folders, in any layouts.
-    Files beside the tensors are not compared.
+    Other files are not compared.
 
     \b
     Examples:
       reshard diff output/checkpoint hf/ --part model
       reshard diff hf/ output/checkpoint --part model --json
 
-    Exit codes: 0 equal, 1 different (or refused), 2 usage.
+    Exit codes: 0 equal, 1 different or refused, 2 usage error.
     """
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.diff(a, b, progress=progress, **options)
@@ -68,7 +66,7 @@ def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> 
             {
                 "equal": report.equal,
                 **dataclasses.asdict(report),
-                # A difference of infinity has no place in JSON.
+                # JSON has no infinity.
                 "differences": [_json(one) for one in report.differences],
                 "warnings": logged,
             }
@@ -89,10 +87,10 @@ def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> 
 
 
 def _json(one: TensorDifference) -> dict[str, Any]:
-    told = dataclasses.asdict(one)
+    fields = dataclasses.asdict(one)
     if one.max_abs is not None and not math.isfinite(one.max_abs):
-        told["max_abs"] = str(one.max_abs)
-    return told
+        fields["max_abs"] = str(one.max_abs)
+    return fields
 
 
 def _print_rows(differences: tuple[TensorDifference, ...]) -> None:

@@ -1,4 +1,4 @@
-"""`reshard explain`: which checkpoint a restart would use, why the others were not taken, and the counters."""
+"""`reshard explain`: which checkpoint a restart would use, why it would not use the others, and the counters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from reshard.config import Config
     from reshard.errors import ReshardError
-    from reshard.resume import Facts, RankView, ResumeDecision, Verdict, View
+    from reshard.resume import EpochStep, RankFolderFacts, ResumeDecision, ResumeFacts, Verdict
     from reshard.verbs.explain import Answer
 
 __all__ = ["explain"]
@@ -41,17 +41,17 @@ _FRESH = 3
 _COUNT = click.IntRange(1, 2**62)
 
 
-@click.command(short_help="Which checkpoint a restart would use, and why the others are not taken.")
+@click.command(short_help="Show which checkpoint a restart would use, and why.")
 @click.argument("root", type=PATH, required=False)
 @click.option(
-    "--config", "config_file", type=PATH, metavar="FILE", help="The trainer's YAML. Default: resume from ROOT."
+    "--config", "config_file", type=PATH, metavar="FILE", help="YAML file of the trainer. Default: resume from ROOT."
 )
-@click.option("--world-size", type=_COUNT, metavar="N", help="Ranks of the new run.")
-@click.option("--global-batch-size", type=_COUNT, metavar="B", help="Samples a step of the new run, over all ranks.")
-@click.option("--dataset-steps", type=_COUNT, metavar="S", help="Steps in an epoch of the new run's dataset.")
-@click.option("--new-data", is_flag=True, help="The new run's data is other data.")
-@click.option("--compatible", is_flag=True, help="Compute counters as MindSpore Transformers does, rounding and all.")
-@click.option("--verify", is_flag=True, help="Read what the run would read, and pass over what proves damaged.")
+@click.option("--world-size", type=_COUNT, metavar="N", help="Number of ranks of the new run.")
+@click.option("--global-batch-size", type=_COUNT, metavar="B", help="Samples per step of the new run, over all ranks.")
+@click.option("--dataset-steps", type=_COUNT, metavar="S", help="Steps in an epoch of the dataset of the new run.")
+@click.option("--new-data", is_flag=True, help="The new run has another dataset.")
+@click.option("--compatible", is_flag=True, help="Compute counters as MindSpore Transformers does, with its rounding.")
+@click.option("--verify", is_flag=True, help="Read the files that the run would read, and skip damaged checkpoints.")
 @command
 def explain(
     root: str | None,
@@ -65,16 +65,15 @@ def explain(
     verify: bool,
     as_json: bool,
 ) -> None:
-    """Tell which checkpoint a run would resume from, why newer ones are passed over, and where it would go on.
+    """Show which checkpoint a run would resume from, why it would skip newer ones, and at which step it would continue.
 
-    ROOT is a checkpoint root or an iteration folder; without it, what the configuration loads. If the root that the
-    configuration saves into holds checkpoints from which `Checkpointer.from_config` would go on instead, the page says
-    so. Of a Checkpoint 1.0 tree
-    the page also shows what each rank's folder offers. Nothing is changed.
+    ROOT is a checkpoint root or an iteration folder; the default is the path that the configuration loads. If the
+    configuration saves into a root whose checkpoints `Checkpointer.from_config` would use instead, that is reported.
+    For a Checkpoint 1.0 tree the files of each rank folder are listed too. Nothing is changed.
 
-    Contents are not read: sizes, headers and descriptions are checked, as the run does before it loads. While it loads,
-    the run compares what it reads with its sums, and takes the next checkpoint if they differ. --verify reads and
-    compares that now, and gives the answer that the run would come to.
+    Tensor data is not read: only sizes, headers and metadata are checked, as a run does before it loads. While it
+    loads, a run compares the data with its checksums, and uses the next checkpoint if they differ. --verify does this
+    comparison now.
 
     \b
     Examples:
@@ -83,11 +82,11 @@ def explain(
       reshard explain --config train.yaml --json
       reshard explain output/checkpoint --verify
 
-    Exit codes: 0 there is a checkpoint to load, 3 the run would start fresh, 1 refused, 2 usage.
+    Exit codes: 0 there is a checkpoint to load, 3 the run would start fresh, 1 refused, 2 usage error.
     """
     from reshard.config import Config
     from reshard.resume import RunFacts
-    from reshard.verbs.explain import explain as look
+    from reshard.verbs.explain import explain as find_answer
     from reshard.verbs.start import start_of
 
     if root is None and config_file is None:
@@ -102,8 +101,8 @@ def explain(
         dataset_changed=new_data or None,
     )
     own_root: str | None = None
-    with collected_warnings(), progress_bar() as progress:  # what opening logs is told by the verdicts
-        answer = look(config, run, compatible=compatible, verify=verify, progress=progress)
+    with collected_warnings(), progress_bar() as progress:  # the verdicts contain the logged warnings
+        answer = find_answer(config, run, compatible=compatible, verify=verify, progress=progress)
         if root is None and config.save_path and start_of(config, Path(config.save_path), run)[0]:
             own_root = config.save_path
     facts, decision = answer.facts, answer.decision
@@ -124,8 +123,8 @@ def explain(
         _print(config, facts, decision, answer, counts_sinks=config_file is not None and config.sink_mode)
         if own_root is not None:
             echo(f"\n{shown(own_root)} holds checkpoints that the run itself has saved:")
-            echo("`Checkpointer.from_config` goes on from those, `reshard.load` does not.")
-            echo(f"reshard explain {shlex.quote(shown(own_root))} tells which one it takes.")
+            echo("`Checkpointer.from_config` resumes from those, `reshard.load` does not.")
+            echo(f"To see which one, run: reshard explain {shlex.quote(shown(own_root))}")
     if decision.fresh:
         if facts.path and not as_json:
             hint_near(facts.path)
@@ -143,14 +142,16 @@ def _json(decision: ResumeDecision) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Without fractions, which JSON does not have: as text they stay exact."""
+    """The value with fractions as text, which keeps them exact."""
     if isinstance(value, Fraction):
         return str(value)
     return {name: _plain(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
-def _refuse(error: ReshardError, config: Config, facts: Facts, verdicts: Sequence[Verdict], *, as_json: bool) -> None:
-    """The trail of a run that would not start: the table, or all in one object; then the error."""
+def _refuse(
+    error: ReshardError, config: Config, facts: ResumeFacts, verdicts: Sequence[Verdict], *, as_json: bool
+) -> None:
+    """Print why a run would not start: the table of verdicts and then the error, or one JSON object."""
     if as_json:
         echo_json(
             {
@@ -169,45 +170,45 @@ def _refuse(error: ReshardError, config: Config, facts: Facts, verdicts: Sequenc
         _print_verdicts(config, facts, verdicts)
         if facts.warnings:
             echo_facts([("warning", shown(warning)) for warning in facts.warnings])
-        error.message = error.message.partition(":\n")[0]  # the list that follows is the table
+        error.message = error.message.partition(":\n")[0]  # the rest repeats the table
     raise error
 
 
-# -- the page
+# -- text
 
 
-def _print(config: Config, facts: Facts, decision: ResumeDecision, answer: Answer, *, counts_sinks: bool) -> None:
+def _print(config: Config, facts: ResumeFacts, decision: ResumeDecision, answer: Answer, *, counts_sinks: bool) -> None:
     if decision.verdicts:
         _print_verdicts(config, facts, decision.verdicts)
         echo()
     if decision.fresh:
         echo("the training would start from nothing")
     elif "counters" in decision.restored:
-        echo(f"the training would go on from {shown(decision.path)}")
+        echo(f"the training would resume from {shown(decision.path)}")
     else:
-        echo(f"the training would take the weights of {shown(decision.path)}")
-    # Warnings are part of the answer here, and belong on the page.
+        echo(f"the training would load the weights of {shown(decision.path)}")
+    # Warnings are part of the result here, so they go to stdout.
     is_known = counts_sinks or facts.run.steps_per_epoch is not None
     warnings = (("warning", shown(warning)) for warning in decision.warnings)
     echo_facts([*_contents(answer), *_lines(decision, knows_epochs=is_known), *warnings])
 
 
 def _contents(answer: Answer) -> list[tuple[str, str]]:
-    """What is known of the bytes of the checkpoint that is taken."""
+    """Whether the data of the chosen checkpoint was compared with its checksums."""
     if answer.decision is None or answer.decision.path is None:
         return []
-    said = {
-        "compared": f"{size(answer.n_bytes)} read and compared with their sums: no difference",
-        "no sums": "there are no sums to compare them with",
-        "not read": "not read; the run compares them while it loads, and takes the next checkpoint if they differ: "
-        "--verify does that now"
+    text_of = {
+        "compared": f"{size(answer.n_bytes)} read and compared with the checksums: no difference",
+        "no sums": "there are no checksums to compare with",
+        "not read": "not read; the run compares the data with its checksums while it loads, and uses the next "
+        "checkpoint if they differ; --verify compares now"
         if answer.decision.is_verified
-        else "not read, and there are no sums to compare them with",
+        else "not read, and there are no checksums to compare with",
     }
-    return [("contents", said[answer.contents])]
+    return [("contents", text_of[answer.contents])]
 
 
-def _print_verdicts(config: Config, facts: Facts, verdicts: Sequence[Verdict]) -> None:
+def _print_verdicts(config: Config, facts: ResumeFacts, verdicts: Sequence[Verdict]) -> None:
     echo(f"{facts.kind}: {shown(facts.path or config.load_path)}")
     table = plain_table("file of rank 0" if facts.ranks else "folder", "verdict", "why", folds=("why",))
     for verdict in verdicts:
@@ -219,8 +220,8 @@ def _print_verdicts(config: Config, facts: Facts, verdicts: Sequence[Verdict]) -
         _print_ranks(facts.ranks)
 
 
-def _print_ranks(views: Sequence[RankView]) -> None:
-    """What each rank's folder offers; ranks whose folders offer the same share a line."""
+def _print_ranks(views: Sequence[RankFolderFacts]) -> None:
+    """Print the files of each rank folder, with one line for all ranks that have the same files."""
     parsed = [parse_file_name(name) for view in views for name in view.files]
     is_plain = len({one and (one.prefix, one.kind, one.extension) for one in parsed}) == 1 and None not in parsed
 
@@ -233,7 +234,7 @@ def _print_ranks(views: Sequence[RankView]) -> None:
     lines: dict[tuple[str, str], list[int]] = {}
     for view in views:
         damaged = dict(view.faults)
-        files = [f"{short(name)} (not whole)" if name in damaged else short(name) for name in view.files]
+        files = [f"{short(name)} (incomplete)" if name in damaged else short(name) for name in view.files]
         meta = short(view.meta) if view.meta is not None else "damaged" if view.meta_fault else "-"
         lines.setdefault((meta, ", ".join(files) or "-"), []).append(view.rank)
     table = plain_table("rank", "meta.json names", "files", folds=("files",))
@@ -270,24 +271,22 @@ def _lines(decision: ResumeDecision, *, knows_epochs: bool) -> list[tuple[str, s
     if knows_epochs:
         lines.append(("epochs done", f"{decision.initial_epoch}, as the training loop counts"))
     elif decision.initial_epoch:
-        # Without the length of an epoch it is not known whether that one is at its end.
+        # Without the length of an epoch it is not known whether that epoch is complete.
         lines.append(("epoch", f"{decision.initial_epoch} when it was saved"))
-    skip = (
-        f"the first {decision.data_skip_steps} steps are skipped" if decision.data_skip_steps else "from its beginning"
-    )
+    skip = f"the first {decision.data_skip_steps} steps are skipped" if decision.data_skip_steps else "from the start"
     if decision.skip_micro_steps is not None:
         skip += f", {decision.skip_micro_steps} micro-steps"
     lines.append(("data", skip))
     if decision.consumed_samples is not None:
         lines.append(("samples", f"{decision.consumed_samples} seen"))
     if decision.global_batch_size is not None:
-        lines.append(("batch", f"{decision.global_batch_size} samples a step"))
+        lines.append(("batch", f"{decision.global_batch_size} samples per step"))
     if decision.loss_scale is not None:
         lines.append(("loss scale", f"{decision.loss_scale:g}"))
     return lines
 
 
-def _view(view: View) -> str:
+def _view(view: EpochStep) -> str:
     return f"epoch {view.epoch}, step {view.step}"
 
 

@@ -1,6 +1,6 @@
-"""`reshard inspect`: what a checkpoint holds, as a page for people or one JSON object.
+"""`reshard inspect`: print the contents of a checkpoint, as text or as one JSON object.
 
-`facts` gathers what is printed here, and `picture` draws a single tensor.
+`contents` gathers the data, and `picture` draws a single tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.contents import gather
+from reshard.cli.contents import gather_contents
 from reshard.cli.output import (
     PATH,
     STRATEGY_HELP,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
-    from reshard.cli.contents import Facts, Iteration, RankSaveState, Row
+    from reshard.cli.contents import Contents, Iteration, RankSaveState, TensorRow
     from reshard.cli.leftovers import Leftover
     from reshard.formats.manifest import Manifest
     from reshard.formats.save_log import SaveRecord
@@ -50,26 +50,26 @@ _MAX_ROWS = 60  # lines of the summary
 _MAX_ITERATIONS = 20  # that are listed
 _MAX_SAVES = 10
 _MAX_LEFTOVERS = 10
-_MIN_KEY = 36  # columns for the keys of a table; with less they get lines of their own
+_MIN_KEY = 36  # minimum width of the key column; in a narrower table each key has its own line
 _STATES = {True: "complete", False: "damaged", None: "not checked"}
 _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 
 
-@click.command(short_help="What is there: iterations, tensors, cuts, files, replicas.")
+@click.command(short_help="Show the contents: iterations, tensors, partitions, files, replicas.")
 @click.argument("path", type=PATH)
 @click.argument("pattern", required=False)
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
-@click.option("--layout", "as_layout", is_flag=True, help="Print the layout, as a file that convert takes.")
+@click.option("--layout", "as_layout", is_flag=True, help="Print the layout as a layout file, for `convert --layout`.")
 @click.option("--all", "everything", is_flag=True, help="List every tensor and check every iteration.")
 @command
 def inspect(
     path: str, pattern: str | None, *, strategy: str | None, as_layout: bool, everything: bool, as_json: bool
 ) -> None:
-    """Show what a checkpoint holds. No tensor is read.
+    """Show the contents of a checkpoint. Tensor data is not read.
 
     PATH is a .safetensors or .ckpt file, a Hugging Face folder, a checkpoint root or one of its iteration folders, or
-    rank folders. PATTERN, a glob over whole keys as in layout files (or re:...), narrows the list; a single tensor is
-    drawn.
+    a folder of rank folders. PATTERN selects tensors: a glob that matches the whole key, as in layout files, or re:...
+    for a regular expression. If it selects one tensor, its regions are drawn.
 
     \b
     Examples:
@@ -80,7 +80,7 @@ def inspect(
       reshard inspect output/checkpoint --json
       reshard inspect output/checkpoint --strategy output/strategy
     """
-    # What is logged, iterations that are passed over, is told on the page.
+    # The output contains the warnings that are logged (skipped iterations).
     with collected_warnings(print_on_error=False), reshard.open(path, strategy=strategy) as checkpoint:
         if as_layout:
             layout = reshard.ModelLayout.like(checkpoint)
@@ -89,7 +89,7 @@ def inspect(
             else:
                 echo_file(str(layout))
             return
-        facts = gather(path, checkpoint, everything=everything)
+        facts = gather_contents(path, checkpoint, everything=everything)
         rows = _matching(facts.rows, pattern)
         if as_json:
             echo_json(_json(facts, rows))
@@ -107,7 +107,7 @@ def inspect(
             _print_rows([_Line.of(row) for row in rows])
 
 
-def _matching(rows: list[Row], pattern: str | None) -> list[Row]:
+def _matching(rows: list[TensorRow], pattern: str | None) -> list[TensorRow]:
     from reshard.layout.patterns import Pattern
 
     if pattern is None:
@@ -123,7 +123,7 @@ def _matching(rows: list[Row], pattern: str | None) -> list[Row]:
     return found
 
 
-def _json(facts: Facts, rows: list[Row]) -> dict[str, Any]:
+def _json(facts: Contents, rows: list[TensorRow]) -> dict[str, Any]:
     checkpoint, layout = facts.checkpoint, facts.layout
     return {
         "path": str(checkpoint.path),
@@ -157,11 +157,11 @@ def _json_manifest(manifest: Manifest | None) -> dict[str, Any] | None:
 
 
 def _finite(metrics: Mapping[str, int | float]) -> dict[str, object]:
-    """JSON has no infinity and no NaN: they are told as text."""
+    """The metrics with infinity and NaN as text, because JSON has neither."""
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
-def _json_row(row: Row, checkpoint: Checkpoint, *, with_shards: bool) -> dict[str, Any]:
+def _json_row(row: TensorRow, checkpoint: Checkpoint, *, with_shards: bool) -> dict[str, Any]:
     fields = dataclasses.asdict(row)
     del fields["key"]
     if with_shards and row.placed:
@@ -172,13 +172,13 @@ def _json_row(row: Row, checkpoint: Checkpoint, *, with_shards: bool) -> dict[st
 # -- printing
 
 
-def _print_title(facts: Facts) -> None:
+def _print_title(facts: Contents) -> None:
     checkpoint = facts.checkpoint
     iteration = "" if checkpoint.iteration is None else f", iteration {checkpoint.iteration}"
     echo(f"{checkpoint.format}{iteration}: {shown(checkpoint.path)}")
 
 
-def _print_page(facts: Facts, *, everything: bool) -> None:
+def _print_page(facts: Contents, *, everything: bool) -> None:
     if facts.iterations is not None:
         _print_iterations(facts, facts.iterations, everything=everything)
         echo()
@@ -203,7 +203,7 @@ def _print_page(facts: Facts, *, everything: bool) -> None:
         echo(f"and {len(lines) - _MAX_ROWS} more lines; give a pattern, or --all")
 
 
-def _lines(facts: Facts) -> list[tuple[str, str]]:
+def _lines(facts: Contents) -> list[tuple[str, str]]:
     checkpoint = facts.checkpoint
     lines = []
     if checkpoint.common is not None:
@@ -218,16 +218,16 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         lines.append(("manifest", f"saved {shown(manifest.saved_at)} by {ranks}, {shown(manifest.writer)}"))
     elif checkpoint.data.traits.expects_manifest:
         lines.append(("manifest", "none: unverified, only the structure can be checked"))
-    for part, told in sorted(facts.parts.items()):  # model, optimizer
-        dtypes = ", ".join(f"{n} {dtype}" for dtype, n in told["dtypes"].most_common())
+    for part, totals in sorted(facts.parts.items()):  # model, optimizer
+        dtypes = ", ".join(f"{n} {dtype}" for dtype, n in totals["dtypes"].most_common())
         elements = "parameters" if part == "model" else "elements"
-        counts = f"{told['n_tensors']} tensors, {_count(told['n_elements'])} {elements}"
-        lines.append((part, f"{counts}, {size(told['n_bytes'])} ({dtypes})"))
+        counts = f"{totals['n_tensors']} tensors, {_count(totals['n_elements'])} {elements}"
+        lines.append((part, f"{counts}, {size(totals['n_bytes'])} ({dtypes})"))
     if checkpoint.strings:
         names = listed(map(shown, checkpoint.strings))
-        lines.append(("text", f"{len(checkpoint.strings)} values that are no tensors and cannot be read: {names}"))
+        lines.append(("text", f"{len(checkpoint.strings)} values that are not tensors and cannot be read: {names}"))
     if checkpoint.data.traits.rank_folders:
-        lines.append(("ranks", f"{len(checkpoint.ranks())}, each with a file of its own"))
+        lines.append(("ranks", f"{len(checkpoint.ranks())}, each with its own file"))
         lines.append(("strategy", _strategy(checkpoint)))
     lines.append(("mesh", _mesh(facts)))
     sizes = [n_bytes for _, n_bytes in facts.files]
@@ -241,8 +241,8 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     lines.append(("replicas", "none" if stored == unique else times))
     if unseen := facts.unseen:
         count = f"describes {len(unseen)} of {len(facts.rows)} tensors, marked *, whose layouts metadata.json cannot "
-        original = "MindSpore Transformers, if it loads this checkpoint, keeps its initial values for them"
-        lines.append(("tiles.json", f"{count}express; {original}"))
+        effect = "MindSpore Transformers does not load them and keeps its initial values"
+        lines.append(("tiles.json", f"{count}express; {effect}"))
     return lines
 
 
@@ -251,21 +251,21 @@ def _strategy(checkpoint: Checkpoint) -> str:
         known = checkpoint.strategy
         return f"{shown(known.source)}: {known.n_stages} stages of {known.devices_per_stage} ranks"
     if checkpoint.unplaced():
-        return "none: shapes and sizes are those of one rank, and what they make up is not known; give --strategy"
+        return "none: shapes and sizes are those of one rank, and the global tensors are not known; use --strategy"
     return "none, one rank"
 
 
-def _mesh(facts: Facts) -> str:
+def _mesh(facts: Contents) -> str:
     if facts.layout is None:
         return f"{'unknown' if facts.checkpoint.unplaced() else 'no single one'}: {shown(facts.layout_reason)}"
     mesh = facts.layout.mesh
     n_ranks = math.prod(mesh.values())
     if n_ranks == 1:
-        return "none, whole tensors"
+        return "none, full tensors"
     return f"{', '.join(f'{shown(axis)} {n}' for axis, n in mesh.items())} ({n_ranks} ranks)"
 
 
-def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everything: bool) -> None:
+def _print_iterations(facts: Contents, iterations: Sequence[Iteration], *, everything: bool) -> None:
     echo(f"root: {shown(facts.path)}")
     listed = iterations if everything else iterations[:_MAX_ITERATIONS]
     lines = []
@@ -285,9 +285,9 @@ def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everythi
             )
             if is_so
         ]
-        told = f"{state} ({', '.join(marks)})" if marks else state
+        text = f"{state} ({', '.join(marks)})" if marks else state
         reason = one.reason or one.refused
-        lines.append((shown(one.folder), told if reason is None else f"{told}: {shown(reason)}"))
+        lines.append((shown(one.folder), text if reason is None else f"{text}: {shown(reason)}"))
     if len(listed) < len(iterations):
         lines.append(("...", f"and {len(iterations) - len(listed)} older; --all lists and checks them"))
     if facts.tracker_reason is not None:
@@ -296,7 +296,7 @@ def _print_iterations(facts: Facts, iterations: Sequence[Iteration], *, everythi
 
 
 def _print_leftovers(leftovers: Sequence[Leftover], *, everything: bool) -> None:
-    echo("also there, and not read:")
+    echo("other files and folders, which are not read:")
     listed = leftovers if everything else leftovers[:_MAX_LEFTOVERS]
     lines = [(shown(one.name), f"{shown(one.what)} ({size(one.n_bytes)})") for one in listed]
     if len(listed) < len(leftovers):
@@ -304,22 +304,22 @@ def _print_leftovers(leftovers: Sequence[Leftover], *, everything: bool) -> None
     echo_facts(lines)
 
 
-def _print_rank_saves(facts: Facts, saves: Sequence[RankSaveState], *, everything: bool) -> None:
+def _print_rank_saves(facts: Contents, saves: Sequence[RankSaveState], *, everything: bool) -> None:
     echo(f"root: {shown(facts.path)}")
     lines = []
     for one in saves if everything else saves[:_MAX_ITERATIONS]:
         state = "complete, unverified" if one.complete else _STATES[one.complete]
         if one.complete is None and one.reason is not None:
             state = "unreadable"
-        told = f"{state} (taken)" if one.taken else state
-        lines.append((shown(one.name), f"{told}: {shown(one.reason or one.why)}"))
+        text = f"{state} (taken)" if one.taken else state
+        lines.append((shown(one.name), f"{text}: {shown(one.reason or one.why)}"))
     if len(lines) < len(saves):
         lines.append(("...", f"and {len(saves) - len(lines)} more; --all lists and checks them"))
     echo_facts(lines)
 
 
 def _print_saves(saves: Sequence[SaveRecord], n_saves: int) -> None:
-    """The log of saves, the newest first."""
+    """Print the save log, newest first."""
     metrics = list(dict.fromkeys(name for save in saves for name in save.metrics))
     table = plain_table("saved at", "iteration", "size", "took", "stall", *map(shown, metrics), right=("iteration",))
     for save in reversed(saves):
@@ -333,22 +333,22 @@ def _print_saves(saves: Sequence[SaveRecord], n_saves: int) -> None:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of the table: one tensor, or several that are alike but for numbers in their names."""
+    """A line of the table: one tensor, or several that differ only in the numbers in their names."""
 
     key: str
     n: int
-    row: Row
+    row: TensorRow
 
     @classmethod
-    def of(cls, row: Row) -> _Line:
+    def of(cls, row: TensorRow) -> _Line:
         return cls(shown(row.key), 1, row)
 
 
-def _grouped(rows: Iterable[Row]) -> list[_Line]:
-    """Tensors that are alike but for the numbers in their keys, in one line each."""
-    groups: dict[tuple[object, ...], list[Row]] = {}
+def _grouped(rows: Iterable[TensorRow]) -> list[_Line]:
+    """One line for each group of tensors that differ only in the numbers in their keys."""
+    groups: dict[tuple[object, ...], list[TensorRow]] = {}
     for row in rows:
-        alike = (
+        group = (
             _NUMBER.sub("\0", row.key),
             row.part,
             row.dtype,
@@ -358,8 +358,8 @@ def _grouped(rows: Iterable[Row]) -> list[_Line]:
             row.replicas,
             row.tiled,
         )
-        groups.setdefault(alike, []).append(row)
-    return [_Line(_common_key([row.key for row in group]), len(group), group[0]) for group in groups.values()]
+        groups.setdefault(group, []).append(row)
+    return [_Line(_common_key([row.key for row in members]), len(members), members[0]) for members in groups.values()]
 
 
 def _common_key(keys: Sequence[str]) -> str:
@@ -372,7 +372,7 @@ def _common_key(keys: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in braces, runs of them with a dash."""
+    """Ascending numbers in braces, with a dash for consecutive ones."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:
@@ -384,7 +384,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _print_rows(lines: Sequence[_Line]) -> None:
-    # A column in which every line says 1 or "whole" is left out: keys need the room.
+    # A column in which every cell is 1 or "whole" is left out, for wider keys.
     rows = [line.row for line in lines]
     columns = {
         "key": [line.key for line in lines],
@@ -396,28 +396,28 @@ def _print_rows(lines: Sequence[_Line]) -> None:
         "replicas": [f"{a}" if a == b else f"{a}-{b}" for a, b in (row.replicas for row in rows)],
         "size": [size(row.n_bytes * line.n) for row, line in zip(rows, lines, strict=True)],
     }
-    dull = {"n": {"1"}, "shards": {"1"}, "replicas": {"1"}, "cut": {"whole"}}
-    told = [name for name, cells in columns.items() if set(cells) != dull.get(name)]
+    defaults = {"n": {"1"}, "shards": {"1"}, "replicas": {"1"}, "cut": {"whole"}}
+    names = [name for name, cells in columns.items() if set(cells) != defaults.get(name)]
     out = console()
-    widths = {name: max(len(name), *map(len, columns[name])) for name in told}
-    room = out.width - sum(2 + width for name, width in widths.items() if name not in ("key", "cut"))
-    # Of what is left the key gets what the cut leaves, but never less than most of it: a cut folds well at its blanks.
-    width = max(room - (2 + widths["cut"] if "cut" in widths else 0), room * 3 // 5)
+    widths = {name: max(len(name), *map(len, columns[name])) for name in names}
+    free = out.width - sum(2 + width for name, width in widths.items() if name not in ("key", "cut"))
+    # The key column gets the remaining width, and at least 3/5 of it: the `cut` column can be wrapped at blanks.
+    width = max(free - (2 + widths["cut"] if "cut" in widths else 0), free * 3 // 5)
     if width < min(widths["key"], _MIN_KEY):
-        _print_stacked(columns, told)
+        _print_stacked(columns, names)
         return
     columns["key"] = [_folded(key, width) for key in columns["key"]]
-    table = plain_table(*told, right=("n", "shards", "replicas", "size"), folds=("cut",))
-    for cells in zip(*(columns[name] for name in told), strict=True):
+    table = plain_table(*names, right=("n", "shards", "replicas", "size"), folds=("cut",))
+    for cells in zip(*(columns[name] for name in names), strict=True):
         table.add_row(*cells)
     echo_table(table, out)
 
 
-def _print_stacked(columns: dict[str, list[str]], told: Sequence[str]) -> None:
-    """For a narrow terminal: each key in a line of its own, what there is to say of it in the next."""
+def _print_stacked(columns: dict[str, list[str]], names: Sequence[str]) -> None:
+    """For a narrow terminal: each key on one line, the other columns on the next."""
     for row, key in enumerate(columns["key"]):
         echo(key)
-        cells = {name: columns[name][row] for name in told}
+        cells = {name: columns[name][row] for name in names}
         counts = [f"{cells[name]} {name}" for name in ("shards", "replicas") if cells.get(name, "1") != "1"]
         n = f"{cells['n']} x " if cells.get("n", "1") != "1" else ""
         cut = [cells["cut"]] if "cut" in cells else []
@@ -425,7 +425,7 @@ def _print_stacked(columns: dict[str, list[str]], told: Sequence[str]) -> None:
 
 
 def _folded(key: str, width: int) -> str:
-    """A key in lines of at most this width, cut behind dots where there are some, from the second on indented."""
+    """A key in lines of at most this width, broken after dots if possible; all but the first line are indented."""
     lines = []
     while len(key) > width:
         at = key.rfind(".", 1, width) + 1 or width
@@ -435,7 +435,7 @@ def _folded(key: str, width: int) -> str:
 
 
 def _count(n: int) -> str:
-    """A count in three digits: 8.03 billion, 1.20 million, 999."""
+    """A count with three significant digits: 8.03 billion, 1.2 million, 999."""
     for scale, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if n >= scale:
             return f"{n / scale:.3g} {word}"

@@ -1,7 +1,7 @@
-"""What lies in a checkpoint root, or in the iteration that is read, and is no part of a checkpoint.
+"""Files and folders in a checkpoint root, or in the opened iteration, that are not part of a checkpoint.
 
-Folders of saves that did not end, iterations that are being removed, copies under other names, files of others. None of
-it is read or changed by a restart.
+Folders of unfinished saves, iterations that are being removed, copies under other names, files of other programs. A
+restart neither reads nor changes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Leftover", "leftovers_in_iteration", "leftovers_in_root"]
 
-_MAX_FILES = 100_000  # whose sizes are added
+_MAX_FILES = 100_000  # at most so many file sizes are added
 _OURS = frozenset(
     (
         checkpoint2.TRACKER_FILE,
@@ -43,12 +43,12 @@ _OURS_IN_ITERATION = frozenset(
 
 @dataclass(frozen=True)
 class Leftover:
-    """A file or folder that is no part of a checkpoint.
+    """A file or folder that is not part of a checkpoint.
 
     Attributes:
-        name: relative to the root.
-        what: what it is.
-        n_bytes: its size; of a folder that of the files directly in it.
+        name: path relative to the root.
+        what: description.
+        n_bytes: its size in bytes; for a folder the total size of the files directly in it.
     """
 
     name: str
@@ -57,18 +57,18 @@ class Leftover:
 
 
 def leftovers_in_root(root: Path) -> list[Leftover]:
-    """What lies in a root and is neither an iteration nor kept by saves. Raises StorageError if it cannot be listed."""
+    """Entries of a root that are neither iterations nor files of reshard. Raises StorageError if listing it fails."""
     found = [_staged(root, name) for name in filesystem.names(root / staging.STAGING_FOLDER)]
     for name in filesystem.names(root / trash.TRASH_FOLDER):
         path = root / trash.TRASH_FOLDER / name
-        what = "removed, and still to be deleted: the next save does so"
+        what = "a removed iteration, which the next save deletes"
         found.append(Leftover(f"{trash.TRASH_FOLDER}/{name}", what, _n_bytes(path)))
     repeated = dict(checkpoint2.resolve_candidates(root).ignored)
     iterations = {name for _, name in checkpoint2.list_iterations(root)}
     for name in filesystem.names(root):
         if name in iterations or name in _OURS or (name.startswith(".") and name not in repeated):
             continue
-        what = repeated.get(name) or f"{_kind(root / name)}, no part of the checkpoint"
+        what = repeated.get(name) or f"{_kind(root / name)}, not part of a checkpoint"
         found.append(Leftover(name, what, _n_bytes(root / name)))
     return found
 
@@ -93,9 +93,9 @@ def leftovers_in_iteration(checkpoint: Checkpoint) -> list[Leftover]:
 def _staged(root: Path, name: str) -> Leftover:
     path = root / staging.STAGING_FOLDER / name
     parsed = staging.StagedName.parse(name)
-    what = f"{_kind(path)}, no part of the checkpoint"
+    what = f"{_kind(path)}, not part of a checkpoint"
     if name.startswith("share-"):
-        what = "shares of a conversion that is not finished"
+        what = "shares of an unfinished conversion"
     if parsed is not None:
         is_alive = claims.is_alive(root, parsed.epoch)
         state = {

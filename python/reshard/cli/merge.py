@@ -1,4 +1,4 @@
-"""`reshard merge`: whole tensors out of the parts of all ranks."""
+"""`reshard merge`: merge the shards of all ranks into full tensors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from reshard.cli.conversion import carry_out, options
+from reshard.cli.conversion import options, run_conversion
 from reshard.cli.output import PATH, command
 
 __all__ = ["merge"]
 
 
-@click.command(short_help="Merge the parts of all ranks into whole weights.")
+@click.command(short_help="Merge the shards of all ranks into full weights.")
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH)
 @click.option(
@@ -20,28 +20,27 @@ __all__ = ["merge"]
     type=click.Choice(["mindspore", "huggingface", "safetensors"]),
     default="mindspore",
     show_default=True,
-    help="Format of DST: parts with param_name_map.json, a Hugging Face folder, or one file.",
+    help="Format of DST: weight files with param_name_map.json, a Hugging Face folder, or one file.",
 )
 @options("strategy", "suffix", "drop", "rename", "part", "dtype", "max_shard_size", "memory", "threads", "share")
 @options("model_files", "no_sync", "overwrite", "modes", "private")
 @command
 def merge(src: str, dst: str, **given: Any) -> None:
-    """Merge SRC, whose tensors are cut over ranks, into the whole weights DST.
+    """Merge SRC, whose tensors are sharded over ranks, into the full weights DST.
 
-    SRC is a folder of rank folders (Checkpoint 1.0 and others), for which --strategy tells how they are cut, or
-    anything else that `reshard convert` reads. A rank or a pipeline stage that is missing is an error. De-duplicated
-    files are known by themselves.
+    SRC is a folder of rank folders (Checkpoint 1.0 and others), whose layout is given by --strategy, or anything else
+    that `reshard convert` reads. A missing rank or pipeline stage is an error. Files without replicas are detected.
 
     \b
-    For those who know unified_safetensors of MindSpore and its script:
+    Arguments of unified_safetensors of MindSpore and of its script:
       --strategy        src_strategy_file, --src_strategy_dirs    files of several stages need no merging first
       --suffix          file_suffix, --file_suffix
-      --drop PREFIX     choice_func, --filter_out_param_prefix    dropped tensors come back nowhere
+      --drop PREFIX     choice_func, --filter_out_param_prefix    dropped tensors are not in DST
       --rename OLD=NEW  choice_func
       --max-shard-size  (3 GiB)
       --threads         max_process_num, --max_process_num
       --share I/N       split_dst_file=(I + 1, N)
-      (by itself)       merge_with_redundancy, --has_redundancy
+      (automatic)       merge_with_redundancy, --has_redundancy
 
     \b
     Examples:
@@ -51,4 +50,4 @@ def merge(src: str, dst: str, **given: Any) -> None:
       reshard merge ranks/ hf/ --strategy strategy/ --to huggingface --max-shard-size 2GB
       reshard merge ranks/ full/ --strategy strategy/ --share 0/2      on the first of two machines
     """
-    carry_out(src, dst, **given)
+    run_conversion(src, dst, **given)

@@ -1,7 +1,7 @@
-"""What the commands share: text that is safe to print, numbers with units, errors, warnings, progress, tables.
+"""Output of all commands: text that is safe to print, numbers with units, errors, warnings, progress, tables.
 
-Names and messages may come out of hostile files. Everything foreign goes through `shown` before it meets a terminal;
-JSON is written in ASCII, with every other character escaped.
+Names and messages may come from malicious files, so all such text is escaped by `shown` before it is printed. JSON is
+written in ASCII, with all other characters escaped.
 """
 
 from __future__ import annotations
@@ -58,19 +58,17 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-STRATEGY_HELP = (
-    "Of rank folders, how they make up tensors: the strategy file, or the folder of the run's strategy files."
-)
+STRATEGY_HELP = "Layout of rank folders: the strategy file, or the folder with the strategy files of the run."
 
 _INTERRUPTED = 130
-_QUIET = "reshard.quiet"  # in the `meta` of a click context, which nested contexts share
-# Arguments whose options have other names: by command and argument. Everywhere else the names are the same.
+_QUIET = "reshard.quiet"  # key in the `meta` of a click context, which nested contexts share
+# Arguments whose options have another name, by command and argument. All other names are the same.
 _OPTIONS = {("diff", "strategy"): "--strategy-a or --strategy-b", ("split", "strategy"): "--source-strategy"}
-_LINE_SECONDS = 5.0  # between two lines of progress, where there is no terminal
+_LINE_SECONDS = 5.0  # time between two lines of progress without a terminal
 
 
 class _PathType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
-    """A path: as it was typed, and completed by the shell as the name of a file or folder."""
+    """A path, passed on unchanged, with shell completion of file names."""
 
     name = "path"
 
@@ -86,7 +84,7 @@ PATH = _PathType()
 
 
 def shown(text: object) -> str:
-    r"""Foreign text, safe to print: what could drive a terminal or reorder a line is escaped.
+    r"""Text that is safe to print: control characters and characters that reorder a line are escaped.
 
     Example:
         >>> shown("a" + chr(27) + "[2J")
@@ -114,7 +112,7 @@ def size(n_bytes: int) -> str:
 
 
 def rate(n_bytes: int, seconds: float) -> str:
-    """Bytes a second with a decimal unit, as disks and links are rated.
+    """Bytes per second with a decimal unit, as usual for disks and networks.
 
     Example:
         >>> rate(3_000_000_000, 2.0), rate(5_000_000, 1.0), rate(1, 0.0)
@@ -131,7 +129,7 @@ def _three_digits(value: float) -> str:
 
 
 def join_dims(shape: Sequence[int]) -> str:
-    """A shape as people write it; of a 0-d tensor "scalar".
+    """A shape as text; for a 0-d tensor "scalar".
 
     Example:
         >>> join_dims((4096, 1024)), join_dims((7,)), join_dims(())
@@ -144,13 +142,19 @@ def join_dims(shape: Sequence[int]) -> str:
 
 
 def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
-    """Print a line of our own making; foreign parts of it went through `shown`. With `--quiet` only stderr gets it."""
+    """Print a line; untrusted parts must be escaped by `shown`. With `--quiet` only text for stderr is printed.
+
+    Args:
+        text: the line.
+        err: print to stderr.
+        end: text after the line.
+    """
     if err or not _is_set(_QUIET):
         click.echo(text + end, err=err, nl=False)
 
 
 def echo_file(text: str) -> None:
-    """Print the content of a file that was asked for, such as a layout, `--quiet` or not."""
+    """Print the content of a requested file, such as a layout, also with `--quiet`."""
     click.echo(text, nl=False)
 
 
@@ -160,12 +164,12 @@ def _is_set(name: str) -> bool:
 
 
 def _is_plain() -> bool:
-    """Whether neither colours nor bold text are wanted, see https://no-color.org."""
+    """Whether colours and bold text are disabled, see https://no-color.org."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def echo_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Print names and what there is to say of each, in two columns; on a terminal the second is folded at blanks."""
+    """Print names and values in two columns. On a terminal the second one is wrapped."""
     width = max(len(name) for name, _ in facts)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for name, text in facts:
@@ -175,12 +179,12 @@ def echo_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 
 def echo_json(value: object) -> None:
-    """Print the one JSON object of a command."""
+    """Print the JSON object of a command."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=True, default=str))
 
 
 def warn(message: str) -> None:
-    """Print a warning; each line of it is made safe."""
+    """Print a warning, escaped."""
     _echo_message("warning", message)
 
 
@@ -193,27 +197,24 @@ def _echo_message(kind: str, message: str) -> None:
 
 
 def console(*, err: bool = False) -> Console:
-    """A rich console that prints what it is given and no more: no markup, no highlighting.
-
-    In a pipe nothing is folded: what reads it wants one line a row.
-    """
+    """A rich console without markup and highlighting. If the stream is not a terminal, lines are not wrapped."""
     from rich.console import Console
 
     stream = sys.stderr if err else sys.stdout
     width = None if stream.isatty() else 10_000
-    # Rich's own handling of NO_COLOR keeps bold and dim text.
+    # With NO_COLOR alone, rich keeps bold and dim text.
     colors: Literal["auto"] | None = None if _is_plain() else "auto"
     return Console(file=stream, markup=False, highlight=False, emoji=False, width=width, color_system=colors)
 
 
 def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] = (), header: bool = True) -> Table:
-    """A table without lines: headers, and columns kept apart by two spaces.
+    """A table without lines, whose columns are separated by two spaces.
 
     Args:
-        columns: their headers.
-        right: headers of the columns that are aligned right.
-        folds: the columns that are folded when the terminal is too narrow; the others stay in one line.
-        header: whether the headers are shown.
+        columns: headers of the columns.
+        right: headers of right-aligned columns.
+        folds: headers of columns that are wrapped if the terminal is too narrow.
+        header: whether to show the headers.
     """
     from rich.table import Table
 
@@ -226,7 +227,7 @@ def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] =
 
 
 def echo_table(table: Table, out: Console | None = None) -> None:
-    """Print a table, without the blanks that fill its last column."""
+    """Print a table without trailing blanks."""
     out = console() if out is None else out
     with out.capture() as captured:
         out.print(table)
@@ -237,7 +238,7 @@ def echo_table(table: Table, out: Console | None = None) -> None:
 
 
 class ProgressBar:
-    """A bar with bytes, rate and time left on stderr, for one job after another. It is what `progress=` takes."""
+    """A progress bar on stderr with bytes, rate and remaining time, for use as `progress=`. Can be reused."""
 
     def __init__(self) -> None:
         from rich.progress import (
@@ -251,7 +252,7 @@ class ProgressBar:
         self._bar = Progress(
             BarColumn(bar_width=30),
             TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[bytes]}"),
             TransferSpeedColumn(),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
@@ -259,23 +260,23 @@ class ProgressBar:
             transient=True,
             refresh_per_second=8,
         )
-        self._task = self._bar.add_task("", total=None, told="")
+        self._task = self._bar.add_task("", total=None, bytes="")
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         if not self._bar.live.is_started:
             self._bar.reset(self._task, total=total_bytes)
             self._bar.start()
         self._bar.update(
-            self._task, completed=done_bytes, total=total_bytes, told=f"{size(done_bytes)} of {size(total_bytes)}"
+            self._task, completed=done_bytes, total=total_bytes, bytes=f"{size(done_bytes)} of {size(total_bytes)}"
         )
 
     def pause(self) -> None:
-        """Take the bar away until the next call: something else is going to be printed."""
+        """Hide the bar until the next call."""
         self._bar.stop()
 
 
 class ProgressLines:
-    """The same for a log: a line on stderr every few seconds."""
+    """Progress as lines on stderr, one every few seconds."""
 
     def __init__(self) -> None:
         self._begin: float | None = None
@@ -293,11 +294,11 @@ class ProgressLines:
         line = f"{100 * done_bytes // total_bytes}%, {size(done_bytes)} of {size(total_bytes)}"
         if left is not None:
             line += f", {rate(done_bytes, seconds)}, {_duration(left)} left"
-        with contextlib.suppress(OSError):  # nobody reads stderr any more: the work goes on
+        with contextlib.suppress(OSError):  # a closed stderr must not stop the work
             echo(line, err=True)
 
     def pause(self) -> None:
-        """Begin anew with the next call: it is about another job."""
+        """Start again with the next call, which is for another job."""
         self._begin = None
 
 
@@ -316,9 +317,9 @@ def _duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[ProgressBar | ProgressLines | None]:
-    """Progress on stderr: a bar that is gone when the block ends, or lines where it is no terminal.
+    """Progress on stderr: a bar that disappears at the end of the block, or lines if stderr is not a terminal.
 
-    None with `--quiet`, and of lines with `--json`.
+    None with `--quiet`, and with `--json` if stderr is not a terminal.
     """
     is_terminal = sys.stderr.isatty()
     if _is_set(_QUIET) or (not is_terminal and click.get_current_context().params.get("as_json")):
@@ -333,7 +334,7 @@ def progress_bar() -> Iterator[ProgressBar | ProgressLines | None]:
 
 @contextlib.contextmanager
 def collected_warnings(*, print_on_error: bool = True) -> Iterator[list[str]]:
-    """What the package logs as warnings meanwhile, in a list; if the block fails they are printed before its error."""
+    """Collect logged warnings of the package in a list. If the block raises, they are printed."""
     collected: list[str] = []
 
     class _Collector(logging.Handler):
@@ -357,9 +358,9 @@ def collected_warnings(*, print_on_error: bool = True) -> Iterator[list[str]]:
 
 
 def quiet_option(function: Callable[P, R]) -> Callable[P, R]:
-    """Give a command or a group `--quiet`, which has its effect in `echo` and `progress_bar`."""
+    """Add `--quiet` to a command or group. `echo` and `progress_bar` read it."""
 
-    def remember(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001  click's
+    def set_quiet(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001  click's
         if value:
             context.meta[_QUIET] = True
 
@@ -368,22 +369,22 @@ def quiet_option(function: Callable[P, R]) -> Callable[P, R]:
         "--quiet",
         is_flag=True,
         expose_value=False,
-        callback=remember,
-        help="Print warnings and errors only, and what was asked for as a file or JSON.",
+        callback=set_quiet,
+        help="Print only warnings and errors, and requested files and JSON.",
     )(function)
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a command: what it refuses becomes a message, or with `--json` an object, and exit code 1."""
+    """Wrap a command: errors are printed, with `--json` as an object, and end it with exit code 1."""
 
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, errors too.")
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, also for errors.")
     @quiet_option
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             function(*args, **kwargs)
         except BrokenPipeError:
-            raise  # click's: whoever read our output has seen enough
+            raise  # handled by click: the reader of stdout has ended
         except (ReshardError, OSError) as error:
             _report(error, as_json=bool(kwargs["as_json"]))
             raise click.exceptions.Exit(1) from None
@@ -395,13 +396,13 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
 
 def hint_near(path: str) -> None:
-    """Print which checkpoints are near a path at which there is none."""
-    hint = _meant(path)
+    """Print which checkpoints are near a path that has none."""
+    hint = _near_hint(path)
     if hint is not None:
         _echo_message("hint", hint)
 
 
-def _meant(path: str) -> str | None:
+def _near_hint(path: str) -> str | None:
     from reshard.opening.near import near
 
     found = near(path)
@@ -409,7 +410,7 @@ def _meant(path: str) -> str | None:
 
 
 def _is_given(path: str | None) -> bool:
-    """Whether a path is one that was given to the command, however an error spells it."""
+    """Whether a path is an argument of the command, possibly spelled in another way."""
     context = click.get_current_context()
     values = [context.params.get(param.name or "") for param in context.command.params if param.type is PATH]
     return path is not None and os.path.abspath(path) in [os.path.abspath(one) for one in values if one]  # noqa: PTH100
@@ -418,7 +419,7 @@ def _is_given(path: str | None) -> bool:
 def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
     facts = _facts(error)
     if isinstance(error, CheckpointNotFoundError) and _is_given(error.path):
-        facts["hint"] = _meant(str(error.path)) or facts["hint"]
+        facts["hint"] = _near_hint(str(error.path)) or facts["hint"]
     if as_json:
         echo_json(facts)
         return
@@ -428,13 +429,13 @@ def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
 
 
 def _with_options(text: str) -> str:
-    """An error about arguments names them in backticks: here they are options."""
+    """A message with function arguments in backticks replaced by the options of the command."""
     text = re.sub(r"`([a-z_]+)=([^`]*)`", lambda match: _option(match[1], match[2]) or match[0], text)
     return re.sub("`([a-z_]+)`", lambda match: _option(match[1], "") or match[0], text)
 
 
 def _option(name: str, value: str) -> str | None:
-    """The option for an argument of a function, with its value; None if the command has none."""
+    """The option, with its value, for an argument of a function; None if the command does not have it."""
     command = click.get_current_context().command
     special = _OPTIONS.get((command.name or "", name))
     if special is not None:

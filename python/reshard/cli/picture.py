@@ -1,4 +1,4 @@
-"""One tensor, drawn: the grid in which it is cut, with the files that hold each box."""
+"""Prints one tensor: the grid of its stored regions, and the files that hold each region."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["print_tensor"]
 
-_MAX_ACROSS, _MAX_DOWN = 8, 32  # boxes of a drawing; a finer grid is listed
+_MAX_ACROSS, _MAX_DOWN = 8, 32  # regions in a grid; a larger grid is listed
 _MAX_LISTED = 64  # shards
-_MAX_FILES = 8  # in a box
+_MAX_FILES = 8  # files per region
 
 
 def print_tensor(key: str, info: TensorInfo, cut: str, *, everything: bool) -> None:
-    """Print what there is to say of one tensor, and a drawing of its grid, or a list of its shards."""
+    """Print one tensor, with the grid of its regions or a list of its shards.
+
+    Args:
+        key: its key.
+        info: its description.
+        cut: its partition, as text.
+        everything: list all shards, without a limit.
+    """
     held = [len(shard.files) for shard in info.shards] or [0]
     each = f"{min(held)}" if min(held) == max(held) else f"{min(held)} to {max(held)}"
     names = list(dict.fromkeys(name for shard in info.shards for name in shard.files))
@@ -41,13 +48,13 @@ def print_tensor(key: str, info: TensorInfo, cut: str, *, everything: bool) -> N
 
 
 def _draw(info: TensorInfo, short: Callable[[str], str]) -> bool:
-    """Draw the grid if there is one of at most two dims and not too many boxes; dim 0 of a matrix goes down."""
+    """Draw the regions if they are a grid over at most two dims and not too large. Dim 0 of a matrix is vertical."""
     from rich.box import SQUARE
     from rich.table import Table
 
-    boxes = {(shard.offset, shard.shape): shard for shard in info.shards}
+    regions = {(shard.offset, shard.shape): shard for shard in info.shards}
     cuts = [sorted({(shard.offset[d], shard.shape[d]) for shard in info.shards}) for d in range(len(info.shape))]
-    if not boxes or _product(cuts) != len(info.shards):
+    if not regions or _product(cuts) != len(info.shards):
         return False
     dims = [d for d, parts in enumerate(cuts) if len(parts) > 1]
     if len(dims) > 2:
@@ -70,11 +77,11 @@ def _draw(info: TensorInfo, short: Callable[[str], str]) -> bool:
     for row in rows:
         cells = []
         for column in columns:
-            place = [parts[0] for parts in cuts]
+            region = [parts[0] for parts in cuts]
             for dim, part in ((down, row), (across, column)):
                 if part is not None:
-                    place[dim] = part
-            shard = boxes[tuple(offset for offset, _ in place), tuple(extent for _, extent in place)]
+                    region[dim] = part
+            shard = regions[tuple(offset for offset, _ in region), tuple(extent for _, extent in region)]
             cells.append(_files(shard, short))
         table.add_row("" if row is None else _interval(*row), *cells)
     echo_table(table)
@@ -85,8 +92,8 @@ def _list(shards: Sequence[StoredShard], short: Callable[[str], str], *, everyth
     table = plain_table("region", "files", folds=["files"])
     listed = shards if everything else shards[:_MAX_LISTED]
     for shard in listed:
-        box = ", ".join(_interval(start, n) for start, n in zip(shard.offset, shard.shape, strict=True))
-        table.add_row(f"[{box}]", _files(shard, short))
+        region = ", ".join(_interval(start, n) for start, n in zip(shard.offset, shard.shape, strict=True))
+        table.add_row(f"[{region}]", _files(shard, short))
     echo_table(table)
     if len(listed) < len(shards):
         echo(f"and {len(shards) - len(listed)} more; --all lists them")
@@ -109,7 +116,7 @@ def _files(shard: StoredShard, short: Callable[[str], str]) -> str:
 
 
 def _short_names(names: Sequence[str]) -> tuple[str, Callable[[str], str]]:
-    """What the names have in common, with `#` for the number in which they differ, and that number of a name."""
+    """A pattern for file names that differ in one number, with `#` for it, and a function from name to number."""
     if len(names) < 2:
         return ", ".join(map(shown, names)), shown
     before = re.sub(r"[0-9]+\Z", "", os.path.commonprefix(names))  # noqa: RUF071  names, not paths
@@ -117,4 +124,4 @@ def _short_names(names: Sequence[str]) -> tuple[str, Callable[[str], str]]:
     middles = {name: name[len(before) : len(name) - len(after)] for name in names}
     if not all(re.fullmatch(r"[0-9]{1,18}", middle) for middle in middles.values()):
         return f"{len(names)}", shown
-    return f"{shown(before)}#{shown(after)}, # in the boxes", lambda name: str(int(middles[name]))
+    return f"{shown(before)}#{shown(after)}, # as listed below", lambda name: str(int(middles[name]))

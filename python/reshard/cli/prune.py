@@ -35,14 +35,14 @@ _ITERATION = click.IntRange(min=0)
 @click.command(short_help="Remove old iterations of a root.")
 @click.argument("root", type=PATH)
 @click.option("--keep", type=_COUNT, required=True, metavar="N", help="Keep the newest N complete iterations.")
-@click.option("--keep-every", type=_COUNT, metavar="N", help="Keep every iteration that N divides, too.")
+@click.option("--keep-every", type=_COUNT, metavar="N", help="Also keep every iteration that is a multiple of N.")
 @click.option(
     "--keep-best",
     type=(str, _COUNT),
     metavar="METRIC N",
-    help="Keep the N with the lowest values of a metric of the saves, too; -METRIC: the highest.",
+    help="Also keep the N iterations with the lowest values of a metric; -METRIC: the highest.",
 )
-@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @command
 def prune(
     root: str,
@@ -53,19 +53,19 @@ def prune(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Remove the iterations of ROOT that are not to be kept, and tell of each why it stays.
+    """Remove old iterations of ROOT, and print why the others are kept.
 
-    What the tracker names, what is pinned or above the tracker, what is not complete or was found damaged, the newest
-    verified one, and what somebody reads is never removed. Nothing is removed unless a newer one that stays has been
-    verified since it was written. If none has, the newest one that stays is verified first, and the next one if it is
-    damaged.
+    Never removed: the iteration that the tracker names, iterations above the tracker, pinned, incomplete and damaged
+    iterations, the newest verified one, and iterations that another process reads. An iteration is removed only if a
+    newer one that is kept was verified after it was written. If none was, the newest kept iteration is verified first,
+    and if it is damaged the next one.
 
     \b
     Examples:
       reshard prune output/checkpoint --keep 5 --dry-run
       reshard prune output/checkpoint --keep 5 --keep-every 1000
 
-    Exit codes: 0 done, 1 refused, or an iteration could not be removed, 2 usage.
+    Exit codes: 0 success, 1 refused, or an iteration could not be removed, 2 usage error.
     """
     with collected_warnings() as logged, progress_bar() as progress:
         removed = reshard.prune(
@@ -81,10 +81,10 @@ def prune(
 
 
 def _print(removed: Removed, warnings: Sequence[str], *, dry_run: bool) -> None:
-    gone = dict.fromkeys(removed.iterations, "would be removed" if dry_run else "removed")
-    told = {**gone, **{iteration: f"stays: {reason}" for iteration, reason in removed.kept.items()}}
-    if told:
-        echo_facts([(str(iteration), shown(told[iteration])) for iteration in sorted(told, reverse=True)])
+    lines = dict.fromkeys(removed.iterations, "would be removed" if dry_run else "removed")
+    lines |= {iteration: f"kept: {reason}" for iteration, reason in removed.kept.items()}
+    if lines:
+        echo_facts([(str(iteration), shown(lines[iteration])) for iteration in sorted(lines, reverse=True)])
     count = len(removed.iterations)
     verb = "would be removed" if dry_run else "removed"
     if count:
@@ -95,12 +95,12 @@ def _print(removed: Removed, warnings: Sequence[str], *, dry_run: bool) -> None:
         warn(warning)
 
 
-@click.command(short_help="Keep an iteration whatever retention is asked for.")
+@click.command(short_help="Pin an iteration, so that it is never removed.")
 @click.argument("root", type=PATH)
 @click.argument("iteration", type=_ITERATION)
 @command
 def pin(root: str, iteration: int, *, as_json: bool) -> None:
-    """Keep ITERATION of ROOT whatever retention is asked for.
+    """Pin ITERATION of ROOT: retention and prune never remove it.
 
     \b
     Examples:
@@ -110,12 +110,12 @@ def pin(root: str, iteration: int, *, as_json: bool) -> None:
     _echo_pin(root, iteration, "pinned", as_json=as_json)
 
 
-@click.command(short_help="Let a pinned iteration go the way of all others again.")
+@click.command(short_help="Unpin an iteration.")
 @click.argument("root", type=PATH)
 @click.argument("iteration", type=_ITERATION)
 @command
 def unpin(root: str, iteration: int, *, as_json: bool) -> None:
-    """Let ITERATION of ROOT go the way of all others again.
+    """Unpin ITERATION of ROOT: retention and prune may remove it again.
 
     \b
     Examples:

@@ -22,16 +22,16 @@ __all__ = ["rollback"]
     help="Compare every byte of the iteration with its manifest first, or only sizes and headers.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads that read. Default: all processors."
+    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of read threads. Default: all processors."
 )
-@click.option("--dry-run", is_flag=True, help="Change nothing, and print what would change.")
+@click.option("--dry-run", is_flag=True, help="Change nothing; print what would change.")
 @command
 def rollback(root: str, iteration: int, *, verify: bool, threads: int | None, dry_run: bool, as_json: bool) -> None:
     """Make the next restart of a run resume from ITERATION of the checkpoint root ROOT.
 
-    The tracker, latest_checkpointed_iteration.txt, is moved to ITERATION. Newer iterations stay on disk and a restart
-    does not take them; the first save of the resumed run records that. An iteration that is missing or damaged is
-    refused, and so is a root into which a running job writes: end the job first.
+    The tracker, latest_checkpointed_iteration.txt, is set to ITERATION. Newer iterations stay on disk, and a restart
+    does not use them; the first save of the resumed run records this. The command fails if the iteration is missing or
+    damaged, or if a running job writes into the root: end the job first.
 
     \b
     Examples:
@@ -50,6 +50,6 @@ def rollback(root: str, iteration: int, *, verify: bool, threads: int | None, dr
         f"({before}; {state})"
     )
     if changes.newer:
-        echo(f"newer iterations, which stay on disk and are not taken: {', '.join(map(str, changes.newer))}")
+        echo(f"newer iterations, which stay on disk and are not used: {', '.join(map(str, changes.newer))}")
     for warning in logged:
         warn(warning)

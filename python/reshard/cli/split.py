@@ -1,4 +1,4 @@
-"""`reshard split`: each rank's own part of whole tensors."""
+"""`reshard split`: split full tensors into the shards of each rank."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from reshard.cli.conversion import carry_out, options
+from reshard.cli.conversion import options, run_conversion
 from reshard.cli.output import PATH, command
 
 __all__ = ["split"]
 
 
-@click.command(short_help="Split whole weights into the part of each rank.")
+@click.command(short_help="Split full weights into the shards of each rank.")
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH)
 @click.option(
@@ -20,20 +20,20 @@ __all__ = ["split"]
     type=click.Choice(["checkpoint1", "checkpoint2", "safetensors"]),
     default="checkpoint1",
     show_default=True,
-    help="Format of DST: rank folders, a Checkpoint 2.0, or one file a rank.",
+    help="Format of DST: rank folders, a Checkpoint 2.0, or one file per rank.",
 )
 @click.option(
     "--strategy",
     type=PATH,
     metavar="PATH",
-    help="How DST is cut: a strategy file, or the folder with those of all stages. The same as --layout.",
+    help="Layout of DST: a strategy file, or the folder with those of all stages. The same as --layout.",
 )
-@click.option("--layout", type=PATH, metavar="FILE", help="How DST is cut: a layout file, or a strategy.")
+@click.option("--layout", type=PATH, metavar="FILE", help="Layout of DST: a layout file, or a strategy.")
 @click.option(
     "--source-strategy",
     type=PATH,
     metavar="PATH",
-    help="How SRC is cut, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
+    help="Layout of SRC, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
 )
 @options("suffix", "drop", "rename", "part", "dtype", "iteration", "prefix", "dedup", "memory", "threads", "share")
 @options("no_sync", "overwrite", "modes", "private")
@@ -41,13 +41,14 @@ __all__ = ["split"]
 def split(
     src: str, dst: str, *, strategy: str | None, layout: str | None, source_strategy: str | None, **given: Any
 ) -> None:
-    """Split the whole weights SRC into the part of each rank, DST.
+    """Split the full weights SRC into the shards of each rank, DST.
 
-    SRC is anything that `reshard convert` reads; what is cut already is cut anew. Every rank's file holds the counters
-    too. A tensor that the strategy does not name is whole on every rank, with a warning: --drop leaves it out.
+    SRC is anything that `reshard convert` reads; sharded tensors are resharded. The file of every rank also holds the
+    counters. A tensor that the strategy does not list is replicated on every rank, with a warning; --drop leaves it
+    out.
 
     \b
-    For those who know load_distributed_checkpoint of MindSpore:
+    Arguments of load_distributed_checkpoint of MindSpore:
       SRC               unified_safetensors_dir
       DST               dst_safetensors_dir
       --strategy        predict_strategy                          files of several stages need no merging first
@@ -62,5 +63,5 @@ def split(
       reshard split full/ again/ --strategy strategy/ --prefix llama --iteration 20
     """
     if (strategy is None) == (layout is None):
-        raise click.UsageError("give --strategy or --layout: how DST is cut")
-    carry_out(src, dst, layout=layout or strategy, strategy=source_strategy, **given)
+        raise click.UsageError("use either --strategy or --layout, the layout of DST")
+    run_conversion(src, dst, layout=layout or strategy, strategy=source_strategy, **given)

@@ -1,4 +1,4 @@
-"""`reshard strategy`: strategy files of the original, merged and shown."""
+"""`reshard strategy`: merge and show strategy files of MindSpore."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = ["strategy"]
 
 @click.group(short_help="Merge and show strategy files.")
 def strategy() -> None:
-    """Strategy files: how a run of the original cut each tensor over its ranks (ckpt_strategy_rank_<r>.ckpt, or .json).
+    """Strategy files: how a run of MindSpore sharded each tensor (ckpt_strategy_rank_<r>.ckpt, or .json).
 
-    A strategy file, or the folder with those of all stages, can stand wherever a layout can.
+    A strategy file, or the folder with those of all stages, can be used in place of a layout file.
 
     \b
     Examples:
@@ -42,15 +42,15 @@ def strategy() -> None:
     """
 
 
-@strategy.command(short_help="One file of the files of all stages.")
+@strategy.command(short_help="Merge the strategy files of all stages into one.")
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH)
 @click.option("--overwrite", is_flag=True, help="Replace DST, if it is a strategy file.")
 @command
 def merge(src: str, dst: str, *, overwrite: bool, as_json: bool) -> None:
-    """Merge the strategy files in the folder SRC into the file DST; JSON if its name ends in .json, else protobuf.
+    """Merge the strategy files in the folder SRC into the file DST: JSON if its name ends with .json, else protobuf.
 
-    Files of one stage must agree, and no stage may be missing.
+    Files of one stage must be equal, and no stage may be missing.
 
     \b
     Examples:
@@ -59,24 +59,24 @@ def merge(src: str, dst: str, *, overwrite: bool, as_json: bool) -> None:
     from reshard.layout import merge_strategies
 
     merged = merge_strategies(src, dst, overwrite=overwrite)
-    told = {
+    summary = {
         "path": dst,
         "n_stages": merged.n_stages,
         "devices_per_stage": merged.devices_per_stage,
         "n_tensors": len(merged.keys()),
     }
     if as_json:
-        echo_json(told)
+        echo_json(summary)
     else:
         echo(f"{shown(dst)}: {len(merged.keys())} tensors, {_stages(merged.n_stages, merged.devices_per_stage)}")
 
 
-@strategy.command(short_help="What a strategy says of each tensor.")
+@strategy.command(short_help="Show how a strategy shards each tensor.")
 @click.argument("path", type=PATH)
-@click.option("--layout", "as_layout", is_flag=True, help="Print it as a layout file.")
+@click.option("--layout", "as_layout", is_flag=True, help="Print the strategy as a layout file.")
 @command
 def show(path: str, *, as_layout: bool, as_json: bool) -> None:
-    """Show what the strategy file or folder PATH says; one stage's file alone is as good.
+    """Show the strategy file or folder PATH. The file of a single stage is accepted too.
 
     \b
     Examples:
@@ -94,16 +94,17 @@ def show(path: str, *, as_layout: bool, as_json: bool) -> None:
             echo_file(str(layout))
         if layout.uncertain:
             warn(
-                f"the strategy does not say how many dims these have: {listed(f'`{key}`' for key in layout.uncertain)}."
-                "\nThey are printed with a device axis for each dim; if there is one dim, all these axes cut it. "
-                "Given as `--layout`, the strategy itself goes by their shapes."
+                "the strategy does not record the number of dims of these tensors: "
+                f"{listed(f'`{key}`' for key in layout.uncertain)}."
+                "\nThey are printed with one device axis per dim. If such a tensor has one dim, all these axes split "
+                "it. If the strategy itself is used as `--layout`, the shapes of the tensors decide."
             )
         return
     stages = read_stages(path)
     if as_json:
         echo_json({"path": path, "stages": {str(number): _json(stage) for number, stage in stages.items()}})
         return
-    # A hostile number of a stage must not make a list of what is missing before it.
+    # A very large stage number in a malicious file must not create a long list.
     missing = list(itertools.islice((n for n in range(max(stages, default=0)) if n not in stages), 64))
     facts = [("strategy", shown(path)), ("stages", ", ".join(map(str, list(stages)[:64])))]
     if missing:
@@ -128,7 +129,7 @@ def _words(item: LayoutItem) -> tuple[str, str, str]:
     more = []
     if item.opt_weight_shard_size:
         holders = "all" if item.opt_weight_shard_size == -1 else str(item.opt_weight_shard_size)
-        more.append(f"dim 0 shared further by {holders} holders, {item.opt_weight_shard_step} apart")
+        more.append(f"dim 0 split further over {holders} devices, step {item.opt_weight_shard_step}")
     if item.param_split_shape:
         more.append(f"split shape {list(item.param_split_shape)[:8]}")
     if item.field:

@@ -1,4 +1,4 @@
-"""`reshard verify`: prove every byte of a checkpoint, or of all iterations of a root."""
+"""`reshard verify`: verify every byte of a checkpoint, or of all iterations of a root."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
-@click.command(short_help="Prove every byte against the manifest.")
+@click.command(short_help="Compare every byte with the checksums of the manifest.")
 @click.argument("path", type=PATH)
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
-@click.option("--cached", is_flag=True, help="Read through the page cache: faster, and proves less of the disk.")
+@click.option("--cached", is_flag=True, help="Read through the page cache: faster, but checks the disk less.")
 @click.option(
-    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads that read. Default: all processors."
+    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of read threads. Default: all processors."
 )
 @command
 def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None, as_json: bool) -> None:
-    """Compare every byte of a checkpoint with its manifest, and name file, tensors and bytes that differ.
+    """Compare every byte of a checkpoint with its manifest, and print the files, tensors and bytes that differ.
 
-    PATH is a checkpoint root (all iterations are verified, newest first), an iteration folder, or whatever else
-    inspect takes; of rank folders all saves are looked at. Without a manifest, as MindSpore Transformers saves, only
-    the structure is checked: "unverified".
-    A .ckpt file that was written with a CRC is compared with that. A file that may not be read is not called damaged.
+    PATH is a checkpoint root (all iterations are verified, newest first), an iteration folder, or any other path that
+    inspect accepts; of rank folders all saves are verified. Without a manifest (checkpoints of MindSpore Transformers)
+    only the structure is checked, and the result is "unverified". A .ckpt file with a CRC is compared with it. A file
+    without read permission is reported as unreadable, not as damaged.
 
-    The result for an iteration folder is recorded beside it, in a hidden file, for retention: prune, and saves with
-    `keep`, do not count a damaged iteration and do not remove the last one that was found whole.
+    The result for an iteration folder is recorded in a hidden file beside it, for retention: prune, and saves with
+    `keep`, do not count a damaged iteration, and do not remove the last verified one.
 
     \b
     Examples:
       reshard verify output/checkpoint
       reshard verify output/checkpoint --json
 
-    Exit codes: 0 nothing is wrong, 1 something is or could not be read, 2 usage.
+    Exit codes: 0 no fault, 1 damaged or unreadable, 2 usage error.
     """
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.verify(path, strategy=strategy, direct=not cached, threads=threads, progress=progress)
     if as_json:
-        told: dict[str, Any] = dataclasses.asdict(report)
-        echo_json({"ok": report.ok, **told, "warnings": logged})
+        fields: dict[str, Any] = dataclasses.asdict(report)
+        echo_json({"ok": report.ok, **fields, "warnings": logged})
     else:
         for one in report.checkpoints:
             _print_checkpoint(one)
@@ -76,11 +76,11 @@ def _print_checkpoint(one: VerifiedCheckpoint) -> None:
     if one.state == "damaged":
         state = f"damaged, {len(one.faults)} fault{'s' if len(one.faults) > 1 else ''}"
     elif one.state == "unreadable":
-        state = "could not be read: neither whole nor damaged, as far as is known"
+        state = "could not be read: not known whether it is complete or damaged"
     elif one.state == "whole":
-        state = f"whole, {one.n_files} file{'s' if one.n_files != 1 else ''}, {size(one.n_bytes)}"
+        state = f"complete, {one.n_files} file{'s' if one.n_files != 1 else ''}, {size(one.n_bytes)}"
     else:
-        state = "unverified: no manifest, its structure is right"
+        state = "unverified: no manifest, the structure is valid"
     echo(f"{shown(one.path)}: {state}")
     for fault in one.faults:
         name = "" if fault.file is None or fault.file in fault.message else f"{shown(fault.file)}: "

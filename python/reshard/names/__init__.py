@@ -1,10 +1,10 @@
-"""Name maps: what the tensors of one naming are in another, renamed, fused, split, stacked, transposed or tied.
+"""Name maps: convert the tensors of one naming to another. They rename, fuse, split, stack, transpose and tie tensors.
 
-`file` says what may stand in one, `resolve` lets it meet keys and shapes, `placement` is the algebra of tiles. Nothing
-here opens a checkpoint or moves a byte.
+`file` defines the file format, `resolve` applies a map to keys and shapes, `placement` computes with tiles. Nothing
+here opens a checkpoint or copies data.
 """
 
 from reshard.names.model import ConfigLike, NameMap, NamesLike, as_names, config_beside
-from reshard.names.resolve import ResolvedTensor, Source
+from reshard.names.resolve import ResolvedTensor, SourceTensor
 
-__all__ = ["ConfigLike", "NameMap", "NamesLike", "ResolvedTensor", "Source", "as_names", "config_beside"]
+__all__ = ["ConfigLike", "NameMap", "NamesLike", "ResolvedTensor", "SourceTensor", "as_names", "config_beside"]

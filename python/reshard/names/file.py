@@ -1,31 +1,31 @@
-"""The name map as a value: what may stand in it, checked as far as that needs no tensors, and how it is printed.
+"""The file format of name maps: dataclasses that mirror the file, checks that need no tensors, and printing.
 
-A name map says how the tensors of one naming become those of another. It has two sides, `from` and `to`; reversed, it
-goes the other way. As YAML, or as the same mapping::
+A name map describes how the tensors of one naming become those of another. It has two sides, `from` and `to`, and can
+be reversed. As YAML, or as the same mapping::
 
-    sizes:                        # numbers that rules use: an integer, or what a model's config.json says
+    sizes:                        # numbers that rules use: an integer, or a field of the model's config.json
       heads: num_attention_heads
-      kv_heads: [num_key_value_heads, num_attention_heads]         # the first that the config has
+      kv_heads: [num_key_value_heads, num_attention_heads]         # the first one that the config has
       head_dim: [head_dim, hidden_size / num_attention_heads]      # products and quotients, from left to right
-      e: num_local_experts                                         # the name of an index: how many there are
-    other: keep                   # keys that no rule names: `keep` (the default) or `refuse`
-    rules:                        # the first rule whose name matches a key decides; `{i}` is any whole number
+      e: num_local_experts                                         # the name of an index: its number of values
+    other: keep                   # keys that no rule matches: `keep` (the default) or `refuse`
+    rules:                        # the first rule that matches a key is used; `{i}` matches any integer
       - {from: lm_head.weight, to: output_layer.weight}
       - {from: "h.{i}.proj.weight", to: "layers.{i}.proj.weight", transpose: [1, 0]}   # as numpy.transpose
-      - from: ["h.{i}.q.weight", "h.{i}.k.weight", "h.{i}.v.weight"]   # a list: the parts of the other side, the whole
-        to: "layers.{i}.qkv.weight"
-        join: 0                   # the dim of the whole along which the parts lie end to end
-        turns: [heads / kv_heads * head_dim, head_dim, head_dim]   # by turns, again and again
-      - from: ["h.{i}.experts.{e}.gate", "h.{i}.experts.{e}.up"]   # an index that the whole has not: one part for each
+      - from: ["h.{i}.q.weight", "h.{i}.k.weight", "h.{i}.v.weight"]   # a list: the parts of one fused tensor
+        to: "layers.{i}.qkv.weight"                                    # the fused tensor, called the whole
+        join: 0                   # the dim of the whole along which the parts are concatenated
+        turns: [heads / kv_heads * head_dim, head_dim, head_dim]   # interleaved: elements of each part per round
+      - from: ["h.{i}.experts.{e}.gate", "h.{i}.experts.{e}.up"]   # an index only on this side: one part per value
         to: "layers.{i}.experts.w1"
-        transpose: [1, 0]         # first of all, each part
-        join: 1                   # without `turns`: once each, all of the same size
-        lay: {e: 0}               # those of each `e` end to end along dim 0 (`stack: {e: 0}`: a new dim 0)
-      - {from: "h.60.embed.weight", tied: embed.weight}   # a copy that only this side has: left out, and made again
+        transpose: [1, 0]         # applied first, to each part
+        join: 1                   # without `turns`: not interleaved, and all parts have the same size
+        lay: {e: 0}               # concatenate the parts of each `e` along dim 0 (`stack: {e: 0}`: along a new dim 0)
+      - {from: "h.60.embed.weight", tied: embed.weight}   # a copy that only this side has: dropped, and created again
 
-Dims are those of the whole. What `lay` puts along a dim stands outside of what `join` does. The parts may be on either
-side. State of the optimizer, named `<slot>.<key>`, follows its key. The dataclasses mirror the file; this module knows
-no keys (that is `resolve`).
+Dims are those of the whole. Along the same dim `lay` is the outer concatenation and `join` the inner one. The parts may
+be on either side. Optimizer state, with key `<slot>.<key>`, follows its key. This module knows no keys of a checkpoint;
+`resolve` applies the rules to them.
 """
 
 from __future__ import annotations
@@ -41,32 +41,33 @@ from reshard.names.templates import Template
 from reshard.strict_yaml import Lines, flow
 from reshard.words import show
 
-__all__ = ["NamesFile", "Rule", "Size", "Tie"]
+__all__ = ["NameRule", "NamesFile", "Size", "Tie"]
 
 _MAX_DIMS = 16
 _MAX_PARTS = 4096
 _MAX_RULES = 10_000
 _MAX_NAMES = 50_000
 
-_INDICES = "one rule can speak of all layers and experts: layers.{i}.experts.{e}.w"
+_INDICES = "one rule can match all layers and experts: layers.{i}.experts.{e}.w"
 
 Side = Literal["from", "to"]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How parts of one side lie in a whole of the other. A plain renaming is one part that is all of its whole.
+class NameRule:
+    """A rule: parts on one side form a whole on the other. A plain renaming has one part, equal to the whole.
 
     Attributes:
         parts: the names of the parts, all with the same indices.
-        whole: the name of the whole, with some of these indices.
-        parts_side: the side on which the parts are.
-        is_list: whether the parts stand in the file as a list.
-        transpose: dim `j` of a part as it lies in the whole is its dim `transpose[j]`; empty: as it is.
-        join: the dim of the whole along which the parts lie; None: there is one.
-        turns: elements of each part in one round; empty: all, and all parts have the same.
-        lay: by index, the dim of the whole along which its parts lie end to end.
-        stack: by index, the dim that the whole has more than the parts.
+        whole: the name of the whole, with a subset of these indices.
+        parts_side: the side of the parts.
+        is_list: whether the parts are a list in the file.
+        transpose: permutation of the dims of each part, as for `numpy.transpose`; empty: none.
+        join: the dim of the whole along which the parts are concatenated; None: there is one part.
+        turns: if the parts are interleaved, the elements of each part in one round; empty: they are not interleaved,
+            and all have the same size.
+        lay: by index, the dim of the whole along which the parts of its values are concatenated.
+        stack: by index, the new dim of the whole along which the parts of its values are stacked.
     """
 
     parts: tuple[Template, ...]
@@ -79,32 +80,34 @@ class Rule:
     lay: Mapping[str, int] = field(default_factory=dict)
     stack: Mapping[str, int] = field(default_factory=dict)
 
-    def reversed(self) -> Rule:
+    def reversed(self) -> NameRule:
         """The same rule with its sides exchanged."""
         if not self.is_list and not self.lay and not self.stack:
-            # One name on each side: the parts are those of `from`, whichever way.
+            # With one name on each side, the part is always on side `from`.
             order = tuple(sorted(range(len(self.transpose)), key=self.transpose.__getitem__))
             return replace(self, parts=(self.whole,), whole=self.parts[0], transpose=order)
         return replace(self, parts_side="to" if self.parts_side == "from" else "from")
 
     def templates(self, side: Side) -> tuple[Template, ...]:
-        """Its names on a side."""
+        """The names on a side."""
         return self.parts if side == self.parts_side else (self.whole,)
 
     @property
     def indices(self) -> tuple[str, ...]:
-        """The indices that the parts have and the whole has not, as `lay` and `stack` name them."""
+        """The indices that only the parts have: those of `lay` and `stack`."""
         return (*self.lay, *self.stack)
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A copy of another tensor of its side: it is left out on the way from that side, and made on the way to it.
+    """A tensor that is a copy of another tensor on the same side.
+
+    It is dropped when tensors of that side are converted, and created when tensors are converted to that side.
 
     Attributes:
-        name: the copy.
-        tied: what it is a copy of.
-        side: the side on which both are.
+        name: name of the copy.
+        tied: name of the tensor that it copies.
+        side: the side of both.
     """
 
     name: Template
@@ -112,41 +115,42 @@ class Tie:
     side: Side
 
     def reversed(self) -> Tie:
-        """The same on the other side."""
+        """The same tie on the other side."""
         return replace(self, side="to" if self.side == "from" else "from")
 
 
 @dataclass(frozen=True)
 class Size:
-    """A size: the first of these whose names a config has."""
+    """A size: the first of these expressions whose names are all in a config."""
 
     choices: tuple[Expression, ...]
 
 
 @dataclass(frozen=True)
 class NamesFile:
-    """All of a name map. Make one with `from_mapping`, which checks it.
+    """A complete name map. Create one with `from_mapping`, which checks it.
 
     Attributes:
-        rules: the first that matches a key decides.
-        sizes: by name.
-        other: what happens to keys that no rule names.
+        rules: the rules; the first one that matches a key is used.
+        sizes: the sizes by name.
+        other: whether keys that no rule matches are kept or refused.
     """
 
-    rules: tuple[Rule | Tie, ...]
+    rules: tuple[NameRule | Tie, ...]
     sizes: Mapping[str, Size] = field(default_factory=dict)
     other: Literal["keep", "refuse"] = "keep"
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object], *, source: str | None = None) -> Self:
-        """Check a name map that was written as a mapping.
+        """Parse and check a name map.
 
         Args:
-            mapping: what the YAML file would hold.
-            source: the file it came from, for messages.
+            mapping: the content of the YAML file.
+            source: path of the file, for messages.
 
         Raises:
-            NamesError: it contradicts itself, or a field is unknown or has a wrong value; the message names the place.
+            NamesError: the map is inconsistent, or a field is unknown or has an invalid value; the message names the
+                field.
 
         Example:
             >>> NamesFile.from_mapping({"rules": [{"from": "a.{i}", "to": "b.{i}"}]}).rules[0].whole.text
@@ -156,7 +160,13 @@ class NamesFile:
 
     @classmethod
     def from_lines(cls, mapping: object, *, source: str | None, lines: Lines) -> Self:
-        """`from_mapping` for what was read from a file, of which the line of each value is known."""
+        """`from_mapping` for a mapping read from a file, with the line of each value, for messages.
+
+        Args:
+            mapping: the content of the file.
+            source: path of the file.
+            lines: the line of each value.
+        """
         at = At(source, lines, what="name map", error_class=NamesError)
         fields = read_fields(at, mapping, required=("rules",), optional=("sizes", "other"))
         sizes = _sizes(at / "sizes", fields["sizes"]) if "sizes" in fields else {}
@@ -168,7 +178,7 @@ class NamesFile:
         return cls(rules, sizes, other)
 
     def reversed(self) -> Self:
-        """The name map that goes the other way.
+        """The name map in the other direction.
 
         Example:
             >>> print(NamesFile.from_mapping({"rules": [{"from": "a", "to": "b"}]}).reversed())
@@ -179,7 +189,7 @@ class NamesFile:
         return replace(self, rules=tuple(rule.reversed() for rule in self.rules))
 
     def to_mapping(self) -> dict[str, object]:
-        """The name map as a mapping in one canonical spelling: `from_mapping` of it is equal to this."""
+        """The name map as a mapping in canonical form. `from_mapping` of it returns an equal name map."""
         mapping: dict[str, object] = {}
         if self.sizes:
             mapping["sizes"] = {name: _size_value(size) for name, size in self.sizes.items()}
@@ -189,7 +199,7 @@ class NamesFile:
         return mapping
 
     def to_yaml(self) -> str:
-        """The name map as a file: one line a rule."""
+        """The name map as YAML text, one line per rule."""
         lines = []
         if self.sizes:
             lines += ["sizes:", *(f"  {flow(name)}: {flow(_size_value(size))}" for name, size in self.sizes.items())]
@@ -207,7 +217,7 @@ class NamesFile:
 
 
 def _check_count(at: At, rules: object) -> None:
-    """Rules and names are counted before the first is read: each name costs a compiled pattern."""
+    """Check the number of rules and names first, because each name is compiled to a pattern."""
     if not is_list(rules):
         return
     rules = cast("Sequence[object]", rules)
@@ -243,27 +253,27 @@ def _expression(at: At, value: object) -> Expression:
         raise at.error(str(error)) from None
 
 
-def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> Rule | Tie:
+def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> NameRule | Tie:
     if isinstance(value, Mapping) and "tied" in value:
         return _tie(at, value)
     fields = read_fields(at, value, required=("from", "to"), optional=("transpose", "join", "turns", "lay", "stack"))
     names = {side: _templates(at / side, fields[side]) for side in ("from", "to")}
     lists = [side for side in ("from", "to") if is_list(fields[side])]
     if len(lists) == 2:
-        raise at.error("`from` and `to` are lists both: one of them is one whole", hint="write two name maps")
+        raise at.error("`from` and `to` are both lists: one of them must be a single name", hint="write two name maps")
     for side, templates in names.items():
-        odd = next((t for t in templates if set(t.variables) != set(templates[0].variables)), None)
-        if odd is not None:
-            raise (at / side).error(f"{show(odd.text)} has other indices than {show(templates[0].text)}")
+        other = next((t for t in templates if set(t.variables) != set(templates[0].variables)), None)
+        if other is not None:
+            raise (at / side).error(f"{show(other.text)} and {show(templates[0].text)} have different indices")
     more = [side for side in ("from", "to") if _only(names, side)]
     parts_side: Side = "to" if lists == ["to"] or (not lists and more == ["to"]) else "from"
     other_side: Side = "from" if parts_side == "to" else "to"
     if other_side in more:
         index = _only(names, other_side)[0]
         raise (at / other_side).error(
-            f"the index `{{{index}}}` does not stand on the side of the parts: which one would be meant?"
+            f"the index `{{{index}}}` is missing on the side of the parts, so its value is not known"
         )
-    rule = Rule(
+    rule = NameRule(
         parts=names[parts_side],
         whole=names[other_side][0],
         parts_side=parts_side,
@@ -279,43 +289,43 @@ def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> Rule | Tie:
 
 
 def _only(names: Mapping[str, tuple[Template, ...]], side: Side) -> list[str]:
-    """The indices that stand on this side alone."""
+    """The indices that are only on this side."""
     other = names["to" if side == "from" else "from"][0].variables
     return [name for name in names[side][0].variables if name not in other]
 
 
-def _check_rule(at: At, rule: Rule, only: Sequence[str]) -> None:
+def _check_rule(at: At, rule: NameRule, only: Sequence[str]) -> None:
     twice = next((index for index in rule.lay if index in rule.stack), None)
     if twice is not None:
         raise at.error(f"`lay` and `stack` both name {show(twice)}")
     for index in rule.indices:
         if index not in only:
-            raise at.error(f"{show(index)} is no index that the parts have and the whole has not")
+            raise at.error(f"{show(index)} is not an index that only the parts have")
     missing = next((index for index in only if index not in rule.indices), None)
     if missing is not None:
         raise at.error(
-            f"the whole has no `{{{missing}}}`: how do the parts of each lie in it?",
-            hint=f"say `lay: {{{missing}: 0}}` (end to end along dim 0) or `stack: {{{missing}: 0}}` (a new dim)",
+            f"only the parts have the index `{{{missing}}}`, and neither `lay` nor `stack` has it",
+            hint=f"add `lay: {{{missing}: 0}}` (concatenate along dim 0) or `stack: {{{missing}: 0}}` (a new dim 0)",
         )
     if len(rule.parts) > 1 and rule.join is None:
-        raise at.error("`join` is missing: the dim along which the parts lie", hint="join: 0")
+        raise at.error("`join` is missing: the dim along which the parts are concatenated", hint="join: 0")
     if len(rule.parts) == 1 and rule.join is not None:
-        raise at.error("`join` has a meaning only with several parts")
+        raise at.error("`join` needs several parts")
     if rule.turns and len(rule.turns) != len(rule.parts):
         raise (at / "turns").error(f"{len(rule.turns)} turns for {len(rule.parts)} parts")
     for word, dims in (("lay", rule.lay), ("stack", rule.stack)):
         if len(set(dims.values())) != len(dims):
-            raise (at / word).error("two indices along one dim: which of them is outermost?")
+            raise (at / word).error("two indices have the same dim")
     for dim in (*rule.lay.values(), *([] if rule.join is None else [rule.join])):
         if dim in rule.stack.values():
-            raise at.error(f"dim {dim} is a new one, of `stack`: nothing else lies along it")
+            raise at.error(f"dim {dim} is used by `stack`, so `join` and `lay` cannot use it")
 
 
 def _tie(at: At, value: Mapping[object, object]) -> Tie:
     fields = read_fields(at, value, required=("tied",), optional=("from", "to"))
     sides = [side for side in ("from", "to") if side in fields]
     if len(sides) != 1:
-        raise at.error("expected `tied` with one of `from` and `to`: the copy stands on one side")
+        raise at.error("expected `tied` with either `from` or `to`: the copy is on one side")
     side: Side = "from" if sides[0] == "from" else "to"
     name, tied = _template(at / side, fields[side]), _template(at / "tied", fields["tied"])
     if set(name.variables) != set(tied.variables):
@@ -332,7 +342,7 @@ def _templates(at: At, value: object) -> tuple[Template, ...]:
     if not 1 <= len(templates) <= _MAX_PARTS:
         raise at.error(f"expected 1 to {_MAX_PARTS} names, found {len(templates)}")
     if len({template.text for template in templates}) != len(templates):
-        raise at.error("a name stands here twice")
+        raise at.error("a name is repeated")
     return templates
 
 
@@ -359,7 +369,7 @@ def _turns(at: At, value: object, sizes: Mapping[str, Size]) -> tuple[Expression
         if unknown is not None:
             known = f"`sizes` has {and_words(list(sizes))}" if sizes else "the map has no `sizes`"
             where = at / n
-            raise where.error(f"{show(unknown)} is no size of the map; {known}")
+            raise where.error(f"{show(unknown)} is not a size of the map; {known}")
     return turns
 
 
@@ -384,7 +394,7 @@ def _expression_value(expression: Expression) -> int | str:
     return int(expression.text) if expression.text.isdigit() else expression.text
 
 
-def _rule_mapping(rule: Rule | Tie) -> dict[str, object]:
+def _rule_mapping(rule: NameRule | Tie) -> dict[str, object]:
     if isinstance(rule, Tie):
         return {rule.side: rule.name.text, "tied": rule.tied.text}
     parts = [part.text for part in rule.parts]

@@ -1,7 +1,7 @@
-"""The geometry of one rule: the shape of a whole from those of its parts, and the reverse, and where each part lies.
+"""The geometry of one rule: the shape of a whole from its parts and the reverse, and the placement of each part.
 
-Both ways come to the same value, a `Fusion`, which knows shapes and placements; so what is fused and split again is
-what it was. Extents that do not fit the turns and counts of the rule are refused here, with the key that has them.
+Both directions return the same type, a `Fusion`, with shapes and placements; so fusing and splitting again is the
+identity. Shapes that do not fit the `turns` and counts of the rule raise an error with the key.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.names.file import Rule
+    from reshard.names.file import NameRule
 
-__all__ = ["Fusion", "Shape", "fused", "split"]
+__all__ = ["Fusion", "Shape", "fuse_parts", "split_whole"]
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -29,27 +29,27 @@ _NOT_THIS_MODEL = "are the sizes those of this model?"
 
 @dataclass(frozen=True)
 class Fusion:
-    """How the parts of one whole lie in it.
+    """The shapes and placements of the parts of one whole.
 
     Attributes:
         rule: its rule.
-        extents: of each entry of the rule, the shape of its parts after `transpose`.
-        turns: of each entry, its elements in one round along the dim `join`.
-        counts: how many values each index takes that only the parts have.
+        extents: for each entry of the rule, the shape of its parts after `transpose`, in elements.
+        turns: for each entry, its elements in one round along the dim `join`.
+        counts: number of values of each index that only the parts have.
     """
 
-    rule: Rule
+    rule: NameRule
     extents: tuple[Shape, ...]
     turns: tuple[int, ...]
     counts: Mapping[str, int]
 
     @property
     def n_members(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return len(self.rule.parts) * math.prod(self.counts.values())
 
     def members(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Every part: its entry in the rule, and its own indices."""
+        """Every part: its entry in the rule, and the values of its indices."""
         return members(self.rule, self.counts)
 
     def shape(self) -> Shape:
@@ -65,12 +65,18 @@ class Fusion:
         return tuple(shape[dim] for dim in range(len(shape)))
 
     def part_shape(self, entry: int) -> Shape:
-        """The shape of the parts of an entry, as they are stored."""
+        """The shape of the parts of an entry, before `transpose`."""
         shape = dict(zip(self._order(entry), self.extents[entry], strict=True))
         return tuple(shape[dim] for dim in range(len(shape)))
 
     def placement(self, entry: int, values: tuple[int, ...], whole: Shape) -> Placement:
-        """Where a part lies in the whole, whose shape is given."""
+        """The placement of a part in the whole.
+
+        Args:
+            entry: the entry of the part in the rule.
+            values: the values of its indices.
+            whole: the shape of the whole, in elements.
+        """
         rule = self.rule
         indices = dict(zip(rule.indices, values, strict=True))
         laid = {dim: index for index, dim in rule.lay.items()}
@@ -88,31 +94,31 @@ class Fusion:
         return Placement(tuple(link for _, link in by_part_dim), fixed)
 
     def _dims(self) -> list[int]:
-        """Of each dim of a transposed part, the dim of the whole."""
+        """For each dim of a transposed part, the dim of the whole."""
         new = set(self.rule.stack.values())
         return [dim for dim in range(len(self.extents[0]) + len(new)) if dim not in new]
 
     def _order(self, entry: int) -> Sequence[int]:
-        """Of each dim of a transposed part, its dim as it is stored."""
+        """For each dim of a transposed part, its dim before `transpose`."""
         return self.rule.transpose or range(len(self.extents[entry]))
 
 
-def members(rule: Rule, counts: Mapping[str, int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Every part of a whole: its entry in the rule, and its own indices."""
+def members(rule: NameRule, counts: Mapping[str, int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Every part of a whole: its entry in the rule, and the values of its indices."""
     values = list(itertools.product(*(range(counts[index]) for index in rule.indices)))
     return [(entry, one) for entry in range(len(rule.parts)) for one in values]
 
 
-def fused(
-    rule: Rule, parts: Sequence[tuple[str, Shape]], counts: Mapping[str, int], sizes: Mapping[str, int]
+def fuse_parts(
+    rule: NameRule, parts: Sequence[tuple[str, Shape]], counts: Mapping[str, int], sizes: Mapping[str, int]
 ) -> Fusion:
-    """The fusion of parts.
+    """The fusion of given parts.
 
     Args:
         rule: the rule.
-        parts: of each entry, the key of one of its parts, and the shape of all of them.
-        counts: how many values each index takes that only the parts have.
-        sizes: the sizes that are known.
+        parts: for each entry, the key of one of its parts, and the shape of all of them, in elements.
+        counts: number of values of each index that only the parts have.
+        sizes: values of the known sizes.
 
     Raises:
         NamesError: the shapes do not fit each other or the rule.
@@ -131,7 +137,7 @@ def fused(
             else own != extents[0]
         ):
             raise NamesError(
-                f"{show(key)} of shape {shape} and {show(first_key)} of shape {first_shape} cannot be parts of one "
+                f"{show(key)} of shape {shape} and {show(first_key)} of shape {first_shape} cannot be fused into "
                 f"{show(rule.whole.text)}",
                 key=key,
             )
@@ -140,33 +146,34 @@ def fused(
     if turns is None:
         if len(set(along)) > 1:
             raise NamesError(
-                f"{show(first_key)} and its neighbours have {along} elements along dim {rule.join}: say `turns`",
+                f"{show(first_key)} and the other parts have {along} elements along dim {rule.join}: "
+                "`turns` is missing",
                 key=first_key,
-                hint="without `turns` parts are of one size, else they could not be told apart on the way back",
+                hint="without `turns` all parts must have the same size, so that the whole can be split again",
             )
         turns = along
     rounds = {divmod(extent, turn) for extent, turn in zip(along, turns, strict=True) if turn}
     if len(rounds) > 1 or any(rest for _, rest in rounds):
         raise NamesError(
-            f"{show(first_key)} and its neighbours have {along} elements along dim {rule.join}, which is not one "
-            f"number of turns of {turns}",
+            f"{show(first_key)} and the other parts have {along} elements along dim {rule.join}, which is not the same "
+            f"multiple of {turns}",
             key=first_key,
             hint=_NOT_THIS_MODEL,
         )
     return Fusion(rule, tuple(extents), tuple(turns), counts)
 
 
-def split(rule: Rule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusion:
-    """The fusion whose whole is given.
+def split_whole(rule: NameRule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusion:
+    """The fusion of a given whole.
 
     Args:
         rule: the rule.
         key: the key of the whole.
-        shape: its shape.
-        sizes: the sizes that are known.
+        shape: the shape of the whole, in elements.
+        sizes: values of the known sizes.
 
     Raises:
-        NamesError: the shape does not divide as the rule says, or nothing says into how many.
+        NamesError: the shape is not divisible as the rule requires, or a size is not known.
     """
     _check_dims(rule, len(shape), key, shape)
     counts: dict[str, int] = {}
@@ -175,29 +182,29 @@ def split(rule: Rule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusio
         counts[index] = shape[dim]
         if sizes.get(index, shape[dim]) != shape[dim]:
             raise NamesError(
-                f"{show(key)} has {shape[dim]} elements along dim {dim}, the name map says {index} = {sizes[index]}",
+                f"{show(key)} has {shape[dim]} elements along dim {dim}, and the name map has {index} = {sizes[index]}",
                 key=key,
             )
     for index, dim in rule.lay.items():
         if index not in sizes:
             raise NamesError(
-                f"{show(key)} is to be divided by `{{{index}}}`, and nothing says how many there are",
+                f"{show(key)} is split by `{{{index}}}`, and the number of its values is not known",
                 key=key,
-                hint=f"give the model's config.json, or write the number as `{index}` under `sizes`",
+                hint=f"pass the model's config.json, or write the number as `{index}` under `sizes`",
             )
         counts[index] = sizes[index]
         extents[dim] = _divided(key, extents, dim, sizes[index], f"{sizes[index]} of `{{{index}}}`")
     parts = [list(extents) for _ in rule.parts]
     turns, rounds = [0] * len(rule.parts), 1
     if rule.join is not None:
-        said = _turns(rule, sizes)
-        if said is None:
-            said = [_divided(key, extents, rule.join, len(parts), f"{len(parts)} parts")] * len(parts)
+        specified = _turns(rule, sizes)
+        if specified is None:
+            specified = [_divided(key, extents, rule.join, len(parts), f"{len(parts)} parts")] * len(parts)
         else:
-            rounds = _divided(key, extents, rule.join, sum(said), f"turns of {said}")
-        for part, turn in zip(parts, said, strict=True):
+            rounds = _divided(key, extents, rule.join, sum(specified), f"turns of {specified}")
+        for part, turn in zip(parts, specified, strict=True):
             part[rule.join] = turn * rounds
-        turns = said
+        turns = specified
     new = set(rule.stack.values())
     of_parts = tuple(tuple(extent for dim, extent in enumerate(part) if dim not in new) for part in parts)
     if rule.transpose and len(rule.transpose) != len(of_parts[0]):
@@ -208,40 +215,42 @@ def split(rule: Rule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusio
 # -- checks
 
 
-def _turns(rule: Rule, sizes: Mapping[str, int]) -> list[int] | None:
-    """The turns of the parts; None if they have one each."""
+def _turns(rule: NameRule, sizes: Mapping[str, int]) -> list[int] | None:
+    """The elements of each part in one round; None if the rule has no `turns`."""
     values = []
     for turn in rule.turns:
         unknown = next((name for name in turn.names if name not in sizes), None)
         if unknown is not None:
             raise NamesError(
-                f"the rule for {show(rule.whole.text)} needs the size `{unknown}`, which nothing says",
-                hint="give the model's config.json, or write a number under `sizes`",
+                f"the rule for {show(rule.whole.text)} needs the size `{unknown}`, which is not known",
+                hint="pass the model's config.json, or write a number under `sizes`",
             )
         try:
             values.append(turn.value(sizes))
         except ValueError as error:
             raise NamesError(f"the rule for {show(rule.whole.text)}: {error}") from None
         if values[-1] < 1:
-            raise NamesError(f"the rule for {show(rule.whole.text)}: {show(turn.text)} is no element at all")
+            raise NamesError(
+                f"the rule for {show(rule.whole.text)}: {show(turn.text)} is {values[-1]}, expected at least 1"
+            )
     return values or None
 
 
-def _transposed(rule: Rule, key: str, shape: Shape) -> Shape:
+def _transposed(rule: NameRule, key: str, shape: Shape) -> Shape:
     if rule.transpose and len(rule.transpose) != len(shape):
         raise _not_transposable(rule, key, shape)
     return tuple(shape[dim] for dim in rule.transpose) if rule.transpose else shape
 
 
-def _not_transposable(rule: Rule, key: str, shape: Shape) -> NamesError:
+def _not_transposable(rule: NameRule, key: str, shape: Shape) -> NamesError:
     return NamesError(f"{show(key)} of shape {shape} cannot be transposed by {list(rule.transpose)}", key=key)
 
 
-def _check_dims(rule: Rule, n_dims: int, key: str, shape: Shape) -> None:
-    asked = [*rule.lay.values(), *rule.stack.values(), *([] if rule.join is None else [rule.join])]
-    if any(dim >= n_dims for dim in asked):
+def _check_dims(rule: NameRule, n_dims: int, key: str, shape: Shape) -> None:
+    dims = [*rule.lay.values(), *rule.stack.values(), *([] if rule.join is None else [rule.join])]
+    if any(dim >= n_dims for dim in dims):
         raise NamesError(
-            f"the rule for {show(rule.whole.text)} speaks of dim {max(asked)}, and its wholes have {n_dims} dims: "
+            f"the rule for {show(rule.whole.text)} uses dim {max(dims)}, and the whole has {n_dims} dims: "
             f"{show(key)} has shape {shape}",
             key=key,
         )
@@ -250,7 +259,7 @@ def _check_dims(rule: Rule, n_dims: int, key: str, shape: Shape) -> None:
 def _divided(key: str, shape: Sequence[int], dim: int, n: int, by: str) -> int:
     if n < 1 or shape[dim] % n:
         raise NamesError(
-            f"{show(key)}: the {shape[dim]} elements along dim {dim} do not divide into {by}",
+            f"{show(key)}: the {shape[dim]} elements along dim {dim} are not divisible into {by}",
             key=key,
             hint=_NOT_THIS_MODEL,
         )

@@ -1,4 +1,4 @@
-"""`NameMap`, the one value that `names=` takes, and every way to get one."""
+"""`NameMap`, the value of `names=`, and the functions that create one."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, object]
 
 
 class NameMap(NamesFile):
-    """How the tensors of one naming become those of another: renamed, fused, split, stacked, transposed, tied.
+    """Converts the tensors of one naming to another: renames, fuses, splits, stacks, transposes and ties them.
 
-    What may stand in it is told at `reshard.names.file`. Printed, it is such a file.
+    `reshard.names.file` describes the file format. `str` of a name map is such a file.
 
     Example:
         >>> names = NameMap.from_mapping({"rules": [{"from": ["a.q", "a.k"], "to": "a.qk", "join": 0}]})
@@ -50,12 +50,12 @@ class NameMap(NamesFile):
 
         Args:
             path: the file, UTF-8 YAML (JSON is YAML too), at most 16 MiB.
-            config: the model's `config.json`, for sizes that are taken from it.
+            config: the model's `config.json`, for the sizes that the map takes from it.
 
         Raises:
-            CheckpointNotFoundError: there is no such file.
-            NamesError: it is not YAML, or not a name map; the message names file, line and field.
-            DamagedFileError: the config is no JSON object.
+            CheckpointNotFoundError: the file does not exist.
+            NamesError: the file is not YAML, or not a name map; the message names file, line and field.
+            DamagedFileError: the config is not JSON.
 
         Example:
             >>> import tempfile, pathlib
@@ -74,14 +74,16 @@ class NameMap(NamesFile):
     def preset(cls, name: str, config: ConfigLike | None = None) -> Self:
         """The map from Hugging Face names to those of MindSpore Transformers (mcore) or Megatron-core.
 
+        Unknown keys are refused.
+
         Args:
-            name: "<family>-<naming>", such as "qwen3-mindspore" or "mixtral-megatron", or the naming alone: then the
-                config says which family it is. Keys that it does not know are refused.
-            config: the model's `config.json`: sizes of heads, numbers of experts and layers.
+            name: "<family>-<naming>", such as "qwen3-mindspore" or "mixtral-megatron"; or only the naming, with the
+                family from the config.
+            config: the model's `config.json`, for sizes of heads and numbers of experts and layers.
 
         Raises:
             ArgumentError: there is no such preset, or it needs a config.
-            CheckpointNotFoundError, DamagedFileError: of the config.
+            CheckpointNotFoundError, DamagedFileError: the config cannot be read.
 
         Example:
             >>> heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -94,16 +96,16 @@ class NameMap(NamesFile):
 
     @property
     def needs_config(self) -> bool:
-        """Whether a size is to be taken from a config."""
+        """Whether the map needs a config for its sizes."""
         return any(choice.names for size in self.sizes.values() for choice in size.choices)
 
     @checked
     def with_config(self, config: ConfigLike) -> Self:
-        """The same map with numbers for the sizes that a model's config says; the others stay as they are.
+        """The same map with the sizes from a model's config as numbers. Sizes that are not in the config do not change.
 
         Raises:
-            CheckpointNotFoundError, DamagedFileError, ArgumentError: of the config.
-            NamesError: the config says of a size what is no whole number; the message names both.
+            CheckpointNotFoundError, DamagedFileError, ArgumentError: the config cannot be read.
+            NamesError: a size in the config is not a non-negative integer; the message names the size and the field.
 
         Example:
             >>> names = NameMap.from_mapping({"sizes": {"e": "num_experts"}, "rules": []})
@@ -115,31 +117,33 @@ class NameMap(NamesFile):
         """
         values = read_config(config)
         numbers = {name: value for name, value in values.items() if _is_number(value)}
-        sizes = {name: _said(name, size, numbers, values) or size for name, size in self.sizes.items()}
+        sizes = {name: _size_from(name, size, numbers, values) or size for name, size in self.sizes.items()}
         return replace(self, sizes=sizes)
 
     def resolve(
         self, shapes: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()
     ) -> list[ResolvedTensor]:
-        """What the map makes of tensors, going from its side `from` to its side `to`.
+        """Apply the map to tensors, from side `from` to side `to`.
 
         Args:
-            shapes: the tensors: key and shape, in order.
-            optimizer_keys: which of them belong to the optimizer part.
+            shapes: the shape of each tensor by key, in elements.
+            optimizer_keys: the keys of optimizer state.
 
         Returns:
-            The tensors under their new names, each with where it lies in the old ones.
+            The tensors under their new names, each with its placement in the old ones.
 
         Raises:
             NamesError: the map does not fit the tensors; the message names the key.
 
         Example:
             >>> names = NameMap.from_mapping({"rules": [{"from": ["q", "k"], "to": "qk", "join": 0}]})
-            >>> [(made.key, made.shape) for made in names.reversed().resolve({"qk": (6, 4), "other": (1,)})]
+            >>> [(tensor.key, tensor.shape) for tensor in names.reversed().resolve({"qk": (6, 4), "other": (1,)})]
             [('q', (3, 4)), ('k', (3, 4)), ('other', (1,))]
         """
         sizes = {
-            name: known.choices[0].value({}) for name, size in self.sizes.items() if (known := _said(name, size, {}))
+            name: known.choices[0].value({})
+            for name, size in self.sizes.items()
+            if (known := _size_from(name, size, {}))
         }
         return resolve(self, shapes, optimizer_keys=optimizer_keys, sizes=sizes)
 
@@ -148,17 +152,17 @@ def _is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _said(
+def _size_from(
     name: str, size: Size, numbers: Mapping[str, int], config: Mapping[str, object] = MappingProxyType({})
 ) -> Size | None:
-    """The size as a number, if these numbers say it, which are those of the config."""
+    """The size as a number, if it can be computed from these numbers of the config; else None."""
     for choice in size.choices:
-        told = {word: config[word] for word in choice.names if config.get(word) is not None}
-        odd = next((word for word, value in told.items() if not _is_number(value)), None)
-        if odd is not None and len(told) == len(set(choice.names)):
+        values = {word: config[word] for word in choice.names if config.get(word) is not None}
+        invalid = next((word for word, value in values.items() if not _is_number(value)), None)
+        if invalid is not None and len(values) == len(set(choice.names)):
             raise NamesError(
-                f"the size `{name}` of the name map is {show(choice.text)}, and {show(odd)} of the config is no whole "
-                f"number from 0: found {found(told[odd])}",
+                f"the size `{name}` of the name map is {show(choice.text)}, and {show(invalid)} of the config is not a "
+                f"non-negative integer: found {found(values[invalid])}",
                 hint=f"correct the config, or write a number as `{name}` under `sizes`",
             )
         if all(word in numbers for word in choice.names):
@@ -174,15 +178,15 @@ NamesLike: TypeAlias = NameMap | str | os.PathLike[str] | Mapping[str, object]
 
 
 def as_names(value: NamesLike, config: ConfigLike | None = None) -> NameMap:
-    """The name map that an argument `names=` means.
+    """The name map for the value of an argument `names=`.
 
     Args:
         value: a `NameMap`, the path of a file, a preset ("qwen3-mindspore", "megatron"), or a mapping. A path or a
             preset that ends in `:reverse` is reversed.
-        config: the model's `config.json`, for a map that does not have its numbers yet.
+        config: the model's `config.json`, for a map that needs it.
 
     Raises:
-        ArgumentError: it is none of these.
+        ArgumentError: the value is none of these.
 
     Example:
         >>> as_names({"rules": []}).other
@@ -193,7 +197,7 @@ def as_names(value: NamesLike, config: ConfigLike | None = None) -> NameMap:
     if isinstance(value, NameMap):
         return value.with_config(config) if config is not None and value.needs_config else value
     if not isinstance(value, str | os.PathLike):
-        raise ArgumentError(f"names are a NameMap, a path, a preset or a mapping, found a {type(value).__name__}")
+        raise ArgumentError(f"`names` is a {type(value).__name__}, expected a NameMap, a path, a preset or a mapping")
     text = os.fspath(value)
     if isinstance(value, str) and text.endswith(_REVERSE):
         return as_names(text.removesuffix(_REVERSE), config).reversed()
@@ -206,8 +210,8 @@ def as_names(value: NamesLike, config: ConfigLike | None = None) -> NameMap:
 
 def config_beside(path: str | os.PathLike[str]) -> Path | None:
     """The `config.json` in a folder, or beside a file; None if there is none."""
-    place = Path(path)
-    config = (place if place.is_dir() else place.parent) / _CONFIG_FILE
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    config = folder / _CONFIG_FILE
     return config if config.is_file() else None
 
 
@@ -215,9 +219,9 @@ def read_config(config: ConfigLike) -> Mapping[str, object]:
     """The content of a model's config.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: the file does not exist.
         DamagedFileError: it is not JSON.
-        ArgumentError: it is no object.
+        ArgumentError: it is not a JSON object.
     """
     if isinstance(config, Mapping):
         return config
@@ -228,5 +232,5 @@ def read_config(config: ConfigLike) -> Mapping[str, object]:
         raise CheckpointNotFoundError(f"there is no config at {show(str(path))}", path=str(path))
     value = read_json(path, _MAX_CONFIG_BYTES, follow_links=True)
     if not isinstance(value, dict):
-        raise ArgumentError(f"{show(str(path))} is no config: expected a JSON object", path=str(path))
+        raise ArgumentError(f"{show(str(path))} is not a config: expected a JSON object", path=str(path))
     return value

@@ -1,23 +1,23 @@
 """Name maps of model families: from Hugging Face names to those of MindSpore Transformers (mcore) or of Megatron-core.
 
-Written after the sources, not after guesses:
+Sources:
 
 - Hugging Face: the modelling files of transformers (`models/llama`, `qwen2`, `qwen3`, `qwen3_moe`, `mixtral`,
   `deepseek_v3`) and the published checkpoints, which have one tensor an expert.
 - MindSpore Transformers: `weight_converters` of `mindformers/models/qwen3/utils.py` and `qwen3_moe/utils.py` over
   `mindformers/checkpoint/converter/convert_op.py`, `toolkit/weight_convert/*/reverse_mcore_*_weight_to_hf.py`, and the
-  parameters of `mindformers/parallel_core/training_graph`. Query, key and value heads of a group stand together;
-  gate and up rows alternate in dense and shared MLPs (`use_interleaved_weight_layout_mlp`, on by default); experts lie
-  end to end, transposed, gate before up. Where `use_contiguous_weight_layout_attention` is set, query, key and value
-  stand one after the other. Both words are taken from the config if it has them.
+  parameters of `mindformers/parallel_core/training_graph`. Query, key and value heads of a group are
+  adjacent; gate and up rows alternate in dense and shared MLPs (`use_interleaved_weight_layout_mlp`, on by default);
+  experts are concatenated, transposed, gate before up. With `use_contiguous_weight_layout_attention`, query, key and
+  value are concatenated. Both settings are read from the config if it has them.
 - Megatron-core: `param_mapping.py` and the bridges of Megatron-Bridge (`models/llama`, `qwen`, `mixtral`, `deepseek`).
-  Norms that Transformer Engine fuses into the next linear layer are written so; on the way back the names of the
-  layers without it are known as well, and one tensor an expert under both names that it goes by.
+  Norms that Transformer Engine fuses into the next linear layer are written in this form. In reverse, the names without
+  Transformer Engine are accepted too, and both names of the tensor of an expert.
 
-Families that share a table there share it here: qwen2 is llama with biases, mistral is llama. The converter of
-MindSpore Transformers lays out the biases of grouped heads as if every head had its own key; here they lie as their
-weights do. DeepSeek's multi-token prediction layers follow the last layer in Hugging Face names, and hold copies of the
-embedding and the head, which the other namings have not.
+qwen2 is llama with biases, mistral is llama. The converter of MindSpore Transformers lays out the biases of grouped
+heads as if every head had its own key; here biases have the layout of their weights. In Hugging Face names the
+multi-token prediction layers of DeepSeek follow the last layer, and hold copies of the embedding and the head, which
+the other namings do not have.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ _MAX_DENSE_LAYERS = 4096
 
 @dataclass(frozen=True)
 class _Family:
-    """What a family's layers consist of, in Hugging Face names.
+    """The structure of the layers of a model family, in Hugging Face names.
 
     Attributes:
         mla: whether attention is multi-head latent attention.
         qk_norm: whether queries and keys have a norm.
         moe: the module of the experts, or None if all layers are dense.
-        expert: names of an expert's gate, up and down.
-        n_experts: the field of the config with their number.
+        expert: names of the gate, up and down weights of an expert.
+        n_experts: the field of the config with the number of experts.
+        always_moe: whether no layer is dense.
     """
 
     mla: bool = False
@@ -68,7 +69,7 @@ FAMILIES: Mapping[str, _Family] = {
     "qwen3": _Family(qk_norm=True),
     "qwen3_moe": _Family(qk_norm=True, moe="mlp", always_moe=True),
 }
-"""The families by the `model_type` of their config."""
+"""The model families, by the `model_type` of their config."""
 
 NAMINGS = ("mindspore", "megatron")
 
@@ -99,20 +100,20 @@ def mapping_of_preset(text: str, config: Mapping[str, object] | None) -> dict[st
     if not name:
         if config is None:
             raise ArgumentError(
-                f"the preset {text!r} needs the model's config.json, which says of which family it is",
-                hint=f"give the config, or name the family: {', '.join(f'{family}-{naming}' for family in FAMILIES)}",
+                f"the preset {text!r} needs the model's config.json for the model family",
+                hint=f"pass the config, or name the family: {', '.join(f'{family}-{naming}' for family in FAMILIES)}",
             )
         found = config.get("model_type")
         if found not in FAMILIES:
             raise ArgumentError(
-                f"no names for the model_type {show(str(found))}", hint=f"known are {', '.join(FAMILIES)}"
+                f"no preset for the model_type {show(str(found))}", hint=f"known are {', '.join(FAMILIES)}"
             )
         name = str(found)
-    return _Writer(name, FAMILIES[name], naming, config or {}).mapping()
+    return _RuleBuilder(name, FAMILIES[name], naming, config or {}).mapping()
 
 
-class _Writer:
-    """Writes the rules of one family in one naming."""
+class _RuleBuilder:
+    """Builds the rules of one family and one naming."""
 
     def __init__(self, name: str, family: _Family, naming: str, config: Mapping[str, object]) -> None:
         self.name = name
@@ -147,19 +148,19 @@ class _Writer:
         return sizes
 
     def number(self, field: str, maximum: int) -> int:
-        """A number that the rules themselves depend on."""
+        """A number of the config that determines the rules."""
         value = self.config.get(field)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
             raise ArgumentError(
-                f"names of {self.name} need a config.json with `{field}`, a number of at most {maximum}",
-                hint="give the model's config.json",
+                f"the preset for {self.name} needs a config.json with `{field}`, an integer of at most {maximum}",
+                hint="pass the model's config.json",
             )
         return value
 
     # -- rules
 
     def rename(self, *names: str, **more: object) -> None:
-        """The first name in the other naming: the second, or on the way back any of the others."""
+        """Rename the first name to the second; in reverse, any of the other names to the first."""
         for name in names[1:]:
             self.rules.append({"from": names[0], "to": name, **more})
 
@@ -173,7 +174,7 @@ class _Writer:
         else:
             self.attention(f"{hf}.self_attn", f"{mcore}.self_attention")
         self.norms(hf, mcore)
-        # A dense MLP is what every family has, if only in some layers.
+        # Most families have dense layers, some of them only a few.
         if not self.family.always_moe:
             self.dense(f"{hf}.mlp", f"{mcore}.mlp")
         if self.family.moe:
@@ -229,9 +230,9 @@ class _Writer:
             self.rename(f"{hf}.gate.e_score_correction_bias", f"{mcore}.router.expert_bias")
         gate, up, down = (f"{hf}.experts.{{e}}.{name}.weight" for name in self.family.expert)
         if self.is_mindspore:
-            lain: dict[str, object] = {"transpose": [1, 0], "lay": {"e": 0}}
-            self.rules.append({"from": [gate, up], "to": f"{mcore}.experts.weight1", "join": 1, **lain})
-            self.rename(down, f"{mcore}.experts.weight2", **lain)
+            options: dict[str, object] = {"transpose": [1, 0], "lay": {"e": 0}}
+            self.rules.append({"from": [gate, up], "to": f"{mcore}.experts.weight1", "join": 1, **options})
+            self.rename(down, f"{mcore}.experts.weight2", **options)
             return
         for fc1, fc2 in (
             ("linear_fc1.weight{e}", "linear_fc2.weight{e}"),
@@ -241,7 +242,7 @@ class _Writer:
             self.rename(down, f"{mcore}.experts.{fc2}")
 
     def prediction_layers(self) -> None:
-        """Layers of multi-token prediction: in Hugging Face names those after the last."""
+        """Multi-token prediction layers, which follow the last layer in Hugging Face names."""
         n_layers = self.number("num_hidden_layers", 1 << 20)
         n_extra = (
             self.number("num_nextn_predict_layers", _MAX_MTP_LAYERS)
@@ -257,4 +258,4 @@ class _Writer:
             self.rules.append({"from": f"{hf}.shared_head.head.weight", "tied": "lm_head.weight"})
             self.layer(hf, f"{mtp}.transformer_layer")
             if not self.is_mindspore:
-                self.layer(hf, f"{mtp}.mtp_model_layer")  # as later releases call it
+                self.layer(hf, f"{mtp}.mtp_model_layer")  # the name in later releases

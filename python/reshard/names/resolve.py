@@ -1,7 +1,7 @@
-"""Rules meet keys: the tensors that there are under the new names, and where each of them lies in the old ones.
+"""Applies a name map to keys and shapes: the tensors under their new names, and their placements in the old ones.
 
-Keys are grouped first: all parts of one whole, or the one whole of many parts; state of the optimizer makes groups of
-its own, by its slot. What `fuse` says of each group's shapes is collected then. Pure: shapes in, placements out.
+First keys are grouped: the parts of one whole, or one whole that is split; optimizer state is grouped by slot. Then
+`fuse` computes the geometry of each group. Pure functions: shapes in, placements out.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.errors import NamesError
-from reshard.names.file import Rule, Tie
-from reshard.names.fuse import Fusion, Shape, fused, members, split
+from reshard.names.file import NameRule, Tie
+from reshard.names.fuse import Fusion, Shape, fuse_parts, members, split_whole
 from reshard.names.templates import Templates
 from reshard.words import listed, show
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from reshard.names.file import NamesFile
     from reshard.names.placement import Placement
 
-__all__ = ["ResolvedTensor", "Source", "StoredArray", "resolve"]
+__all__ = ["ResolvedTensor", "SourceTensor", "StoredArray", "resolve"]
 
 StoredArray: TypeAlias = "tuple[int, str, Shape, list[Tile]]"
 """`(file, stored name, stored shape, tiles)`."""
 
-_MAX_PIECES = 500_000  # that a map makes by splits and copies; experts of the largest models, with state, are 200,000
+_MAX_PARTS = 500_000  # tensors created by splits and copies; experts of the largest models, with state, are 200,000
 
 _Member: TypeAlias = tuple[int, tuple[int, ...]]
-"""A part of a whole: its entry in the rule, and its own indices."""
+"""A part of a whole: its entry in the rule, and the values of its indices."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """A tensor of the checkpoint, as it lies in one under a new name.
+class SourceTensor:
+    """A tensor of the checkpoint that is a source of a tensor with a new name.
 
     Attributes:
         key: its key in the checkpoint.
-        placement: how the one lies in the other; None: they are the same.
-        is_whole: whether the tensor of the checkpoint is the whole and the new one its part; else the reverse.
+        placement: the placement of the part in the whole; None: the tensors are equal.
+        is_whole: whether the tensor of the checkpoint is the whole and the new tensor the part; else the reverse.
     """
 
     key: str
@@ -50,13 +50,13 @@ class Source:
     is_whole: bool = False
 
     def factors(self, shape: Shape) -> dict[int, tuple[int, int]]:
-        """In what factors tiles of the new tensor, whose shape is given, describe its dims."""
+        """The factors into which dims of the new tensor are split for its tiles, by dim; `shape` is its shape."""
         if self.placement is None:
             return {}
         return self.placement.factors_of_part() if self.is_whole else self.placement.factors_of_whole(shape)
 
     def moved(self, tiles: Sequence[Tile]) -> list[Tile]:
-        """Tiles of the tensor of the checkpoint as tiles of the new one, in the dims of `factors`."""
+        """Tiles of the tensor of the checkpoint as tiles of the new tensor, with dims split as in `factors`."""
         if self.placement is None:
             return list(tiles)
         move = self.placement.to_part if self.is_whole else self.placement.to_whole
@@ -68,30 +68,31 @@ class ResolvedTensor:
     """A tensor under its new name.
 
     Attributes:
-        key: the name.
+        key: its new name.
         shape: its shape, in elements.
-        sources: the tensors of the checkpoint that it consists of.
+        sources: the tensors of the checkpoint that it is made of.
     """
 
     key: str
     shape: Shape
-    sources: tuple[Source, ...]
+    sources: tuple[SourceTensor, ...]
 
     @property
     def factors(self) -> dict[int, tuple[int, int]]:
-        """Of the dims in which parts take turns, the rounds and the elements of one: what `Index.add_tiles` takes."""
-        # They follow from the turns and counts of the one rule that made it: all sources have the same.
+        """For dims with interleaved parts, `(rounds, elements of a round)`, as for `Index.add_tiles`."""
+        # They follow from the `turns` and counts of one rule, so all sources have the same.
         return self.sources[0].factors(self.shape)
 
     def stored(self, stored_of: Callable[[str], Sequence[StoredArray]]) -> list[StoredArray]:
-        """Where it is stored.
+        """The stored arrays that hold the tensor.
 
         Args:
-            stored_of: where a tensor of the checkpoint is stored: `(file, stored name, stored shape, tiles)` each.
+            stored_of: returns the stored arrays of a tensor of the checkpoint: `(file, stored name, stored shape,
+                tiles)` each.
 
         Returns:
-            The same of this tensor, its tiles in the dims of `factors`; stored arrays that have nothing of it are left
-            out.
+            The stored arrays of this tensor, with dims of its tiles split as in `factors`; without arrays that hold no
+            element of it.
         """
         arrays: list[StoredArray] = []
         for source in self.sources:
@@ -109,20 +110,20 @@ def resolve(
     optimizer_keys: Collection[str] = (),
     sizes: Mapping[str, int] | None = None,
 ) -> list[ResolvedTensor]:
-    """What a name map makes of tensors, going from its side `from` to its side `to`.
+    """Apply a name map to tensors, from side `from` to side `to`.
 
     Args:
         names: the name map.
-        shapes: the tensors: key and shape, in order.
-        optimizer_keys: which of them belong to the optimizer part, whether or not the tensor is there that they are of.
-        sizes: the values of the sizes that are known.
+        shapes: the shape of each tensor by key, in elements.
+        optimizer_keys: the keys of optimizer state, even if the tensor that it belongs to is missing.
+        sizes: values of the known sizes.
 
     Returns:
-        The tensors under their new names, in the order of those that they are made of.
+        The tensors under their new names, in the order of their sources.
 
     Raises:
-        NamesError: a part is missing, shapes do not fit, two tensors would get one name, no rule matches anything, or a
-            key has no rule and the map says `other: refuse`.
+        NamesError: a part is missing, shapes do not fit, two tensors would get the same name, no rule matches any key,
+            or no rule matches a key and the map has `other: refuse`.
 
     Example:
         >>> from reshard.names.file import NamesFile
@@ -133,7 +134,7 @@ def resolve(
     return _Resolver(names, shapes, optimizer_keys, dict(sizes or {})).made()
 
 
-# A group is one application of a rule: its slot, the number of the rule, and the indices that both sides have.
+# A group is one application of a rule: its slot, the number of the rule, and the values of the indices on both sides.
 _Group: TypeAlias = tuple[str, int, tuple[tuple[str, int], ...]]
 
 
@@ -146,7 +147,6 @@ class _Resolver:
         self.optimizer_keys = optimizer_keys
         self.sizes = sizes
         self.new: dict[str, ResolvedTensor] = {}
-        self.made_of: dict[str, str] = {}  # of each new key, one it came from: for messages
 
     def made(self) -> list[ResolvedTensor]:
         groups, kept = self._groups()
@@ -164,16 +164,16 @@ class _Resolver:
             for one in made:
                 self._add(one)
         for key in kept:
-            self._add(ResolvedTensor(key, self.shapes[key], (Source(key),)))
+            self._add(ResolvedTensor(key, self.shapes[key], (SourceTensor(key),)))
         self._add_ties()
         place = {key: n for n, key in enumerate(self.shapes)}
         return sorted(self.new.values(), key=lambda made: place[made.sources[0].key])
 
     def _groups(self) -> tuple[dict[_Group, dict[_Member, str]], list[str]]:
-        """The keys of each group by what they are in it, and the keys that no rule names."""
+        """The keys of each group by member, and the keys that no rule matches."""
         templates = []
         for n, rule in enumerate(self.names.rules):
-            if isinstance(rule, Rule):
+            if isinstance(rule, NameRule):
                 templates += [(template, (n, e)) for e, template in enumerate(rule.templates("from"))]
             elif rule.side == "from":
                 templates.append((rule.name, (n, 0)))
@@ -196,7 +196,7 @@ class _Resolver:
                 continue
             n, entry = found.value
             rule = self.names.rules[n]
-            own = rule.indices if isinstance(rule, Rule) and rule.parts_side == "from" else ()
+            own = rule.indices if isinstance(rule, NameRule) and rule.parts_side == "from" else ()
             shared = tuple(sorted((name, value) for name, value in found.numbers.items() if name not in own))
             members = groups.setdefault((found.slot, n, shared), {})
             members[entry, tuple(found.numbers[name] for name in own)] = key
@@ -204,40 +204,47 @@ class _Resolver:
 
     def _refuse_nothing(self) -> None:
         back = Templates(
-            [(template, 0) for rule in self.names.rules if isinstance(rule, Rule) for template in rule.templates("to")]
+            [
+                (template, 0)
+                for rule in self.names.rules
+                if isinstance(rule, NameRule)
+                for template in rule.templates("to")
+            ]
         )
         if not self.shapes or not self.names.rules:
             return
         example = next(iter(self.shapes))
-        turned = any(back.find(key) is not None for key in self.shapes)
+        is_reversed = any(back.find(key) is not None for key in self.shapes)
         raise NamesError(
             f"no rule of the name map matches any of the {len(self.shapes)} keys, such as {show(example)}",
             key=example,
-            hint="its other side does: reverse the map (`:reverse`)" if turned else "is it the map of this model?",
+            hint="the other side of the map matches: reverse it (`:reverse`)"
+            if is_reversed
+            else "is it the map of this model?",
         )
 
     def _unnamed(self, kept: Sequence[str]) -> NamesError:
         return NamesError(
-            f"no rule of the name map names {listed(map(show, kept), 1)}",
+            f"no rule of the name map matches {listed(map(show, kept), 1)}",
             key=kept[0],
-            hint="add a rule for it, or say `other: keep` to keep such keys as they are",
+            hint="add a rule, or set `other: keep` to keep such keys",
         )
 
     def _add(self, made: ResolvedTensor) -> None:
         source = made.sources[0].key
         if made.key in self.new:
             raise NamesError(
-                f"{show(source)} and {show(self.new[made.key].sources[0].key)} would both be called {show(made.key)}",
+                f"{show(source)} and {show(self.new[made.key].sources[0].key)} would both be named {show(made.key)}",
                 key=source,
             )
         self.new[made.key] = made
 
     def _leave_out(self, group: _Group, tie: Tie, key: str) -> None:
-        """A copy is left out only where the tensor is there that it is a copy of."""
+        """Drop a copy, after a check that the checkpoint has the tensor that it copies."""
         tied = group[0] + tie.tied.format(dict(group[2]))
         if tied not in self.shapes:
             raise NamesError(
-                f"{show(key)} is tied to {show(tied)}, which is not there: to leave it out would lose it", key=key
+                f"{show(key)} is tied to {show(tied)}, which is missing: dropping it would lose its data", key=key
             )
         if self.shapes[tied] != self.shapes[key]:
             raise NamesError(
@@ -245,7 +252,7 @@ class _Resolver:
             )
 
     def _add_ties(self) -> None:
-        """The copies that the new side has: of each tensor that a tie names, and of its states."""
+        """Add the copies on the new side: of each tensor in a tie, and of its optimizer state."""
         ties = [rule for rule in self.names.rules if isinstance(rule, Tie) and rule.side == "to"]
         finder = Templates([(tie.tied, tie) for tie in ties])
         if not ties:
@@ -261,9 +268,9 @@ class _Resolver:
             if found is None:
                 continue
             n_made += len(copies[found.value.tied.text])
-            if n_made > _MAX_PIECES:
+            if n_made > _MAX_PARTS:
                 raise NamesError(
-                    f"the ties of the name map would make more than {_MAX_PIECES} tensors, with the copies of "
+                    f"the ties of the name map would create more than {_MAX_PARTS} tensors, with the copies of "
                     f"{show(made.key)}",
                     key=made.key,
                 )
@@ -272,7 +279,7 @@ class _Resolver:
 
     # -- one group
 
-    def _whole(self, group: _Group, rule: Rule, keys: Mapping[_Member, str]) -> Iterable[ResolvedTensor]:
+    def _whole(self, group: _Group, rule: NameRule, keys: Mapping[_Member, str]) -> Iterable[ResolvedTensor]:
         """The whole of parts."""
         slot, _, shared = group
         name = slot + rule.whole.format(dict(shared))
@@ -280,7 +287,7 @@ class _Resolver:
             index: self.sizes.get(index, max(values[n] for _, values in keys) + 1)
             for n, index in enumerate(rule.indices)
         }
-        # Counted before they are listed: an index in a hostile name can be anything.
+        # Check the count before listing: an index in a malicious name can be very large.
         if len(rule.parts) * math.prod(counts.values()) != len(keys):
             raise _wrong_members(rule, group, counts, keys)
         if any(member not in keys for member in members(rule, counts)):
@@ -290,56 +297,56 @@ class _Resolver:
             if self.shapes[key] != self.shapes[firsts[entry]]:
                 raise NamesError(
                     f"{show(key)} has shape {self.shapes[key]} and {show(firsts[entry])} {self.shapes[firsts[entry]]}: "
-                    f"parts of {show(name)} that differ in an index only have one shape",
+                    f"parts of {show(name)} that differ only in an index must have the same shape",
                     key=key,
                 )
         if not (rule.is_list or rule.transpose or rule.indices):
-            return [ResolvedTensor(name, self.shapes[firsts[0]], (Source(firsts[0]),))]
-        fusion = fused(rule, [(key, self.shapes[key]) for key in firsts], counts, self.sizes)
+            return [ResolvedTensor(name, self.shapes[firsts[0]], (SourceTensor(firsts[0]),))]
+        fusion = fuse_parts(rule, [(key, self.shapes[key]) for key in firsts], counts, self.sizes)
         shape = fusion.shape()
-        sources = (Source(keys[member], fusion.placement(*member, shape)) for member in fusion.members())
+        sources = (SourceTensor(keys[member], fusion.placement(*member, shape)) for member in fusion.members())
         return [ResolvedTensor(name, shape, tuple(sources))]
 
     def _fusions(self, groups: Mapping[_Group, Mapping[_Member, str]]) -> dict[_Group, tuple[str, Fusion]]:
-        """How each whole is split, and its key. All parts are counted before the first one is made."""
+        """The key and the fusion of each whole that is split. The number of all parts is checked first."""
         fusions: dict[_Group, tuple[str, Fusion]] = {}
-        n_pieces = 0
+        n_parts = 0
         for group, keys in groups.items():
             rule = self.names.rules[group[1]]
             if isinstance(rule, Tie) or rule.parts_side == "from":
                 continue
             key = next(iter(keys.values()))
-            fusion = split(rule, key, self.shapes[key], self.sizes)
-            n_pieces += fusion.n_members
-            if n_pieces > _MAX_PIECES:
+            fusion = split_whole(rule, key, self.shapes[key], self.sizes)
+            n_parts += fusion.n_members
+            if n_parts > _MAX_PARTS:
                 raise NamesError(
-                    f"the name map would cut tensors into more than {_MAX_PIECES} parts: {n_pieces} with the "
+                    f"the name map would split tensors into more than {_MAX_PARTS} parts: {n_parts} with the "
                     f"{fusion.n_members} of {show(key)} by the rule for {show(rule.whole.text)}",
                     key=key,
                 )
             fusions[group] = (key, fusion)
         return fusions
 
-    def _parts(self, group: _Group, rule: Rule, whole: tuple[str, Fusion]) -> Iterable[ResolvedTensor]:
+    def _parts(self, group: _Group, rule: NameRule, whole: tuple[str, Fusion]) -> Iterable[ResolvedTensor]:
         """The parts of a whole."""
         slot, _, shared = group
         key, fusion = whole
         shape = self.shapes[key]
         for entry, values in fusion.members():
             numbers = dict(shared) | dict(zip(rule.indices, values, strict=True))
-            source = Source(key, fusion.placement(entry, values, shape), is_whole=True)
+            source = SourceTensor(key, fusion.placement(entry, values, shape), is_whole=True)
             yield ResolvedTensor(slot + rule.parts[entry].format(numbers), fusion.part_shape(entry), (source,))
 
 
-def _wrong_members(rule: Rule, group: _Group, counts: Mapping[str, int], keys: Mapping[_Member, str]) -> NamesError:
-    """The error for a whole that lacks a part or has one too many."""
+def _wrong_members(rule: NameRule, group: _Group, counts: Mapping[str, int], keys: Mapping[_Member, str]) -> NamesError:
+    """The error for a whole with a missing or an extra part."""
     slot, _, shared = group
     name = slot + rule.whole.format(dict(shared))
-    said = ", ".join(f"{index} = {n}" for index, n in counts.items())
+    numbers = ", ".join(f"{index} = {n}" for index, n in counts.items())
     for (_, values), key in keys.items():
         if any(value >= n for value, n in zip(values, counts.values(), strict=True)):
-            return NamesError(f"{show(key)} is one part too many of {show(name)}: the name map says {said}", key=key)
-    # Indices are below the counts, so one of the first that there should be is missing, whatever the counts are.
+            return NamesError(f"{show(key)} is an extra part of {show(name)}: the name map has {numbers}", key=key)
+    # All indices are below the counts, so a part with small indices is missing: search only as many as there are keys.
     firsts = [range(min(counts[index], len(keys) + 1)) for index in rule.indices]
     for entry, part in enumerate(rule.parts):
         for values in itertools.product(*firsts):
@@ -347,6 +354,6 @@ def _wrong_members(rule: Rule, group: _Group, counts: Mapping[str, int], keys: M
                 missing = slot + part.format(dict(shared) | dict(zip(rule.indices, values, strict=True)))
                 other = next(iter(keys.values()))
                 return NamesError(
-                    f"{show(missing)} is missing: {show(name)} is made of it and {show(other)}", key=missing
+                    f"{show(missing)} is missing: {show(name)} is fused from it and {show(other)}", key=missing
                 )
     raise AssertionError  # not reached

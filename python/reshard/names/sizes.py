@@ -1,7 +1,7 @@
-"""Sizes in a name map: integers, and products and quotients of them and of named ones, as in `heads / kv_heads * dim`.
+"""Sizes in a name map: expressions of integers and names with `*` and `/`, such as `heads / kv_heads * dim`.
 
-No parentheses, no precedence: from left to right, and a quotient must come out even. Names are sizes of the map or, in
-the definition of a size, fields of a model's `config.json`.
+There are no parentheses and no precedence: expressions are evaluated from left to right, and every quotient must be an
+integer. Names are sizes of the map or, in the definition of a size, fields of a model's `config.json`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ class Expression:
 
     @classmethod
     def parse(cls, text: str | int) -> Expression:
-        """Check an expression.
+        """Parse an expression.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is not an expression.
         """
         match = _EXPRESSION.fullmatch(str(text)) if len(str(text)) <= 512 else None
         if match is None:
-            raise ValueError(f"{show(str(text))} is no size: an integer, or names and integers with `*` and `/`")
+            raise ValueError(
+                f"{show(str(text))} is not a size, expected an integer, or names and integers with `*` and `/`"
+            )
         terms = [("*", match[1]), *_STEP.findall(match[2])]
         if len(terms) > _MAX_TERMS:
             raise ValueError(f"{show(str(text))} has more than {_MAX_TERMS} terms")
@@ -57,15 +59,15 @@ class Expression:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that it needs."""
+        """The names in the expression."""
         return tuple(term for _, term in self.terms if isinstance(term, str))
 
     def value(self, known: Mapping[str, int]) -> int:
-        """Its value.
+        """Evaluate the expression.
 
         Raises:
             KeyError: a name is not known.
-            ValueError: a quotient does not come out even, or the value is too large.
+            ValueError: a quotient is not an integer, or the value is too large.
         """
         value = 1
         for sign, term in self.terms:
@@ -73,7 +75,7 @@ class Expression:
             if sign == "*":
                 value *= number
             elif number == 0 or value % number:
-                raise ValueError(f"{show(self.text)}: {value} does not divide by {number}")
+                raise ValueError(f"{show(self.text)}: {value} is not divisible by {number}")
             else:
                 value //= number
             if value >= _MAX_SIZE:

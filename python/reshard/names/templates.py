@@ -1,7 +1,7 @@
-"""Names of tensors with indices in them: `layers.{i}.w` stands for all such names, `{i}` for a whole number.
+"""Templates for tensor names with indices: `layers.{i}.w` matches these names with any integer for `{i}`.
 
-A number is written as a program would: without leading zeros. So a name that a template matches is the one that it
-gives back for the same numbers, and renaming there and back is the identity. Knows nothing of what the names mean.
+Numbers have no leading zeros. So formatting a template with the numbers of a match returns the same name, and renaming
+and renaming back is the identity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Found", "Template", "Templates"]
+__all__ = ["Template", "TemplateMatch", "Templates"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Template:
 
     Attributes:
         text: as written.
-        variables: the names in braces, in the order in which they stand.
+        variables: the names in braces, in order.
 
     Example:
         >>> template = Template.compile("layers.{i}.w")
@@ -50,27 +50,28 @@ class Template:
         """Compile a template.
 
         Raises:
-            ValueError: it is empty or too long, a brace stands alone, or a variable twice or right behind another.
+            ValueError: the text is empty or too long, a brace is not part of a variable, or a variable is repeated or
+                directly follows another.
         """
         if not text or not text.isprintable():
-            raise ValueError(f"a name is not empty, and printable; found {show(text)}")
+            raise ValueError(f"expected a name of printable characters, found {show(text)}")
         if len(text) > _MAX_TEMPLATE:
             raise ValueError(f"a name has at most {_MAX_TEMPLATE} characters, this one {len(text)}")
-        # Odd places hold variables, even ones the text between them.
+        # Items at odd indices are variables, the others the text between them.
         parts = _VARIABLE.split(text)
         variables = tuple(parts[1::2])
         for literal in parts[::2]:
             if "{" in literal or "}" in literal:
-                raise ValueError(f"{show(text)}: a brace that is no `{{variable}}`")
+                raise ValueError(f"{show(text)}: a brace that is not part of a `{{variable}}`")
         if "" in parts[2:-1:2]:
-            raise ValueError(f"{show(text)}: two indices with nothing between them cannot be told apart")
+            raise ValueError(f"{show(text)}: two adjacent indices are ambiguous")
         if len(variables) > _MAX_VARIABLES or len(set(variables)) != len(variables):
-            raise ValueError(f"{show(text)}: each index stands once, and at most {_MAX_VARIABLES} do")
+            raise ValueError(f"{show(text)}: expected different indices, at most {_MAX_VARIABLES}")
         regex = "".join(_NUMBER if n % 2 else re.escape(part) for n, part in enumerate(parts))
         return cls(text, variables, _core.Expression(regex))
 
     def match(self, name: str) -> dict[str, int] | None:
-        """The numbers for which this template gives the name; None if there are none."""
+        """The numbers by variable, if the template matches the name; else None."""
         numbers = self._compiled.groups(name)
         return None if numbers is None else dict(zip(self.variables, map(int, filter(None, numbers)), strict=True))
 
@@ -80,13 +81,13 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Found(Generic[T]):
-    """What a name was found to be.
+class TemplateMatch(Generic[T]):
+    """A template that matches a name.
 
     Attributes:
-        slot: what stands before it, such as `adam_m.`: then it is state of the tensor that the rest names.
-        value: what its template was given with.
-        numbers: of the template's variables.
+        slot: prefix of the name before the match, such as `adam_m.` for optimizer state of the matched tensor; or "".
+        value: the value of the template.
+        numbers: the numbers by variable.
     """
 
     slot: str
@@ -95,7 +96,7 @@ class Found(Generic[T]):
 
 
 class Templates(Generic[T]):
-    """Finds the first of many templates that matches a name, at the cost of a look-up.
+    """Finds the first of many templates that matches a name, with one dictionary look-up.
 
     Example:
         >>> templates = Templates([(Template.compile("h.{i}.w"), "weight"), (Template.compile("h.{i}.b"), "bias")])
@@ -106,23 +107,23 @@ class Templates(Generic[T]):
     def __init__(self, templates: list[tuple[Template, T]]) -> None:
         self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
         for template, value in templates:
-            # A template and what it matches are the same text once each number is a `#`.
+            # A template and the names that it matches are equal if each number is replaced by `#`.
             self._by_skeleton.setdefault(_skeleton(_VARIABLE.sub("0", template.text)), []).append((template, value))
 
-    def find(self, name: str) -> Found[T] | None:
+    def find(self, name: str) -> TemplateMatch[T] | None:
         """The first template that matches the whole name."""
         for template, value in self._by_skeleton.get(_skeleton(name), ()):
             if (numbers := template.match(name)) is not None:
-                return Found("", value, numbers)
+                return TemplateMatch("", value, numbers)
         return None
 
-    def find_state(self, name: str) -> Iterator[tuple[str, Found[T]]]:
-        """The name as `<slot>.<rest>`: each rest that a template matches, the longest first."""
+    def find_state(self, name: str) -> Iterator[tuple[str, TemplateMatch[T]]]:
+        """The name as `<slot>.<rest>`: every rest that a template matches, longest first, with the match."""
         at = name.find(".")
         while at >= 0:
             rest = name[at + 1 :]
             if (found := self.find(rest)) is not None:
-                yield rest, Found(name[: at + 1], found.value, found.numbers)
+                yield rest, TemplateMatch(name[: at + 1], found.value, found.numbers)
             at = name.find(".", at + 1)
 
 

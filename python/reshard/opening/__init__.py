@@ -145,8 +145,8 @@ def iterations(path: str | os.PathLike[str]) -> Order | None:
         StorageError: it cannot be listed.
 
     Example:
-        >>> iterations("output/checkpoint").tracker  # doctest: +SKIP
-        10
+        >>> iterations("output/checkpoint").tracker
+        400
     """
     target = Path(path)
     if not target.is_dir() or registry.detect(target) is not CHECKPOINT2 or not CHECKPOINT2.is_root(target):
@@ -164,8 +164,8 @@ def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
         StorageError: a folder cannot be listed.
 
     Example:
-        >>> [save.name for save in rank_saves("output/checkpoint")]  # doctest: +SKIP
-        ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
+        >>> [save.name for save in rank_saves("ranks")]
+        ['llama_rank_0-1_20.safetensors']
     """
     target = Path(path)
     is_root = target.is_dir() and registry.detect(target) is CHECKPOINT1 and CHECKPOINT1.is_root(target)

@@ -20,7 +20,7 @@ from reshard.formats.checkpoint2.root import MAX_LOOKS, is_damage, order_of, rea
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
 from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
-from reshard.resume import CandidateFacts, Facts, RunFacts, evaluate
+from reshard.resume import CandidateFacts, ResumeFacts, RunFacts, evaluate
 from reshard.resume.choose import is_settled
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def gather(
     faults: Mapping[str, str] | None = None,
     opened: dict[str, Checkpoint] | None = None,
     keep_going: bool = False,
-) -> Facts:
+) -> ResumeFacts:
     """Look at what a configuration wants to load.
 
     A path that ends in `iteration_<number>` and is not there itself is looked for by its number, whatever the digits
@@ -68,7 +68,7 @@ def gather(
         'absent'
     """
     path = Path(config.load_path)
-    facts = Facts(config.load_path, "absent", run=run or RunFacts())
+    facts = ResumeFacts(config.load_path, "absent", run=run or RunFacts())
     look = _Look(config, facts, method, faults or {}, opened, keep_going)
     if not config.load_path:
         return facts
@@ -101,18 +101,18 @@ class _Look:
     """What is looked for, and what is known already."""
 
     config: Config
-    facts: Facts
+    facts: ResumeFacts
     method: _core.ReadMethod
     faults: Mapping[str, str]
     opened: dict[str, Checkpoint] | None
     keep_going: bool
 
-    def at_one(self, path: Path, kind: Kind) -> Facts:
+    def at_one(self, path: Path, kind: Kind) -> ResumeFacts:
         """The facts of what is one checkpoint, if any."""
         found = self._candidate(path, None, "given by itself", kind)
         return replace(self.facts, kind=kind, candidates=(found,))
 
-    def at_root(self, root: Path, exact: int | None = None) -> Facts:
+    def at_root(self, root: Path, exact: int | None = None) -> ResumeFacts:
         """The facts of a root, its candidates opened up to the one that is taken."""
         before: Order | None = None
         facts = replace(self.facts, path=str(root), kind="root")

@@ -27,7 +27,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.root import is_damage, reason_of
 from reshard.formats.full_weights import names as full_weights
-from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, evaluate
+from reshard.resume import CandidateFacts, RankFolderFacts, ResumeFacts, RunFacts, evaluate
 from reshard.resume.choose import is_settled
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def gather_saves(
     method: _core.ReadMethod = "auto",
     faults: Mapping[str, str] | None = None,
     keep_going: bool = False,
-) -> Facts:
+) -> ResumeFacts:
     """Look at a Checkpoint 1.0 tree: its saves, checked from the best on until one is whole.
 
     Args:
@@ -136,7 +136,7 @@ def gather_saves(
     Raises:
         StorageError: something cannot be looked at; that is nobody's fault, and no reason to pass a save over.
     """
-    views: list[RankView] = []
+    views: list[RankFolderFacts] = []
     root, exact = tree.path, tree.iteration
 
     def combine(seen: list[dict[str, Any]]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def gather_saves(
         told["n_ranks"],
         tuple(told["warnings"]),
     )
-    facts = Facts(root, "rank_folders", run=run, warnings=order.warnings)
+    facts = ResumeFacts(root, "rank_folders", run=run, warnings=order.warnings)
     refused = tuple(
         CandidateFacts(str(path_of(root, one.name, 0)), why=one.reason, refusal=one.reason) for one in order.refused
     )
@@ -271,12 +271,12 @@ def _checked(candidate: CandidateFacts, reports: Sequence[dict[str, Any]], statu
     )
 
 
-def _view(rank: int, folder: RankFolder) -> RankView:
+def _view(rank: int, folder: RankFolder) -> RankFolderFacts:
     meta = None if folder.meta is None else folder.meta.last_ckpt_file
-    return RankView(rank, meta, folder.meta_fault, tuple(sorted(name for name, _ in folder.files)))
+    return RankFolderFacts(rank, meta, folder.meta_fault, tuple(sorted(name for name, _ in folder.files)))
 
 
-def _with_faults(views: list[RankView], found: list[CandidateFacts]) -> tuple[RankView, ...]:
+def _with_faults(views: list[RankFolderFacts], found: list[CandidateFacts]) -> tuple[RankFolderFacts, ...]:
     """What was seen of each rank's folder, with what is wrong with its files."""
     faults: dict[int, list[tuple[str, str]]] = {}
     for candidate in found:

@@ -1,31 +1,31 @@
-"""What a restarted run goes on from: pure decisions, facts in and a decision out. No disk, no clock, no environment.
+"""The resume decision: which checkpoint a restarted run loads, and with which counters. Pure functions of facts.
 
-In reading order: `resolve` (in which order checkpoints are tried; of Checkpoint 1.0 `checkpoint1`), `facts` (what goes
-into a decision and what comes out), `decision` (the one function), `choose` (which checkpoint is taken), `restore`
-(what follows from it), `counters` (the arithmetic of steps, epochs and samples).
+In reading order: `facts` (inputs and result of a decision), `decision` (the entry point), `choose` (which checkpoint is
+taken), `restore` (the counters that follow), `counters` (arithmetic of steps, epochs and samples). Nothing here reads
+the disk, the clock or the environment.
 """
 
 from __future__ import annotations
 
 from reshard.formats.checkpoint2.candidates import Candidate, Folder, Order, order
 from reshard.resume.choose import evaluate
-from reshard.resume.counters import BatchSchedule, Scaling, View
+from reshard.resume.counters import BatchSchedule, EpochStep, Scaling
 from reshard.resume.decision import decide
-from reshard.resume.facts import CandidateFacts, Facts, RankView, ResumeDecision, RunFacts, Verdict
+from reshard.resume.facts import CandidateFacts, RankFolderFacts, ResumeDecision, ResumeFacts, RunFacts, Verdict
 
 __all__ = [
     "BatchSchedule",
     "Candidate",
     "CandidateFacts",
-    "Facts",
+    "EpochStep",
     "Folder",
     "Order",
-    "RankView",
+    "RankFolderFacts",
     "ResumeDecision",
+    "ResumeFacts",
     "RunFacts",
     "Scaling",
     "Verdict",
-    "View",
     "decide",
     "evaluate",
     "order",

@@ -1,4 +1,4 @@
-"""Which checkpoint is taken: the first in the order that is whole and that the run can take. Each gets a verdict."""
+"""Chooses the checkpoint: the first candidate that is complete and that the run can use. Each gets a verdict."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.resume.counters import saved_steps
-from reshard.resume.facts import CandidateFacts, Facts, Verdict
+from reshard.resume.facts import CandidateFacts, ResumeFacts, Verdict
 
 if TYPE_CHECKING:
     from reshard.config import Config
 
-__all__ = ["NOT_NEEDED", "NOT_REACHED", "UNREADABLE", "evaluate", "is_settled", "name_of", "none_to_take"]
+__all__ = ["NOT_NEEDED", "NOT_REACHED", "UNREADABLE", "evaluate", "is_settled", "name_of", "no_usable_candidate"]
 
-# Of a candidate that a restart would stop at, and of those that come after it.
+# Reasons for a candidate at which a restart stops with an error, and for those after it.
 UNREADABLE = "could not be read"
 NOT_REACHED = "not reached: an earlier one could not be read"
-# Of candidates after the one that is taken; nobody need have looked into them.
+# Reason for candidates after the one that is taken. Whether they are complete may be unknown.
 NOT_NEEDED = "not needed: a better one is taken"
 
 
-def evaluate(config: Config, facts: Facts) -> tuple[Verdict, ...]:
-    """A verdict on every candidate: the first that is whole and fits is taken, unless one before it is unreadable.
+def evaluate(config: Config, facts: ResumeFacts) -> tuple[Verdict, ...]:
+    """A verdict on every candidate: the first complete and usable one is taken, unless one before it is unreadable.
 
     Example:
         >>> from reshard.config import Config
-        >>> from reshard.resume import CandidateFacts, Facts
-        >>> facts = Facts("ckpt", "root", (CandidateFacts("ckpt/iteration_00000005", 5, fault="torn"),))
+        >>> from reshard.resume import CandidateFacts, ResumeFacts
+        >>> facts = ResumeFacts("ckpt", "root", (CandidateFacts("ckpt/iteration_00000005", 5, fault="torn"),))
         >>> evaluate(Config(load_path="ckpt"), facts)
         (Verdict(path='ckpt/iteration_00000005', iteration=5, taken=False, reason='torn'),)
     """
     verdicts: list[Verdict] = []
-    rest: str | None = None  # what is said of all that follow the first that is whole and fits
+    rest: str | None = None  # the reason for all candidates after the first usable one
     is_stopped = False
     for candidate in facts.candidates:
-        against = candidate.refusal or candidate.fault
-        if against is None and rest is None and candidate.unreadable is not None:
-            against, is_stopped = f"{UNREADABLE}: {candidate.unreadable}", True
-        if against is None:
-            against = rest or _misfit(config, facts, candidate)
-        is_taken = against is None and not is_stopped
-        if against is None:
+        reason = candidate.refusal or candidate.fault
+        if reason is None and rest is None and candidate.unreadable is not None:
+            reason, is_stopped = f"{UNREADABLE}: {candidate.unreadable}", True
+        if reason is None:
+            reason = rest or _why_unusable(config, facts, candidate)
+        is_taken = reason is None and not is_stopped
+        if reason is None:
             rest = NOT_NEEDED if is_taken else NOT_REACHED
-            against = None if is_taken else NOT_REACHED
-        verdicts.append(Verdict(candidate.path, candidate.iteration, is_taken, against or candidate.why))
+            reason = None if is_taken else NOT_REACHED
+        verdicts.append(Verdict(candidate.path, candidate.iteration, is_taken, reason or candidate.why))
     return tuple(verdicts)
 
 
 def is_settled(verdicts: tuple[Verdict, ...]) -> bool:
-    """Whether nothing that follows can change the choice.
+    """Whether further candidates cannot change the choice.
 
     Example:
         >>> is_settled((Verdict("ckpt/iteration_00000005", 5, taken=False, reason="torn"),))
@@ -57,55 +57,55 @@ def is_settled(verdicts: tuple[Verdict, ...]) -> bool:
     return any(verdict.taken or verdict.reason == NOT_REACHED for verdict in verdicts)
 
 
-def _misfit(config: Config, facts: Facts, candidate: CandidateFacts) -> str | None:
-    """Why a whole checkpoint is none that this run can take."""
+def _why_unusable(config: Config, facts: ResumeFacts, candidate: CandidateFacts) -> str | None:
+    """Why this run cannot use a complete checkpoint; None if it can."""
     if not config.resume:
         return None
     if facts.kind == "pretrained":
-        return "a Hugging Face folder holds weights alone, no counters and no optimizer"
+        return "a Hugging Face folder holds only weights, no counters and no optimizer state"
     if candidate.common is None:
-        return "it has no common.json: its counters are lost"
+        return "it has no common.json, so its counters are missing"
     if saved_steps(candidate.common, candidate.iteration) is None:
         where = "its files hold" if candidate.is_legacy else "its common.json has"
         return f"{where} neither step_num nor global_step"
     if candidate.has_optimizer is False and facts.run.has_optimizer:
         return "it holds no optimizer state"
     status = candidate.common.ckpt_status
-    # What is named is meant, as the original has it for its 1.0.
+    # A file of Checkpoint 1.0 that is named explicitly is used anyway, as in MindSpore Transformers.
     if config.healthy_only and status != 0 and not (candidate.is_legacy and config.resume_file is not None):
-        found = "its health was not recorded" if status is None else "the health monitor found it unhealthy"
-        return f"{found}, and only healthy ones are asked for"
+        found = "its health was not recorded" if status is None else "it was saved as unhealthy"
+        return f"{found}, and the configuration allows only healthy checkpoints"
     return None
 
 
-def none_to_take(config: Config, facts: Facts, verdicts: tuple[Verdict, ...]) -> ReshardError:
-    """The error that lists every candidate; its class says whether something is damaged, unfit or just not there."""
+def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verdict, ...]) -> ReshardError:
+    """The error that lists every candidate. Its class tells whether candidates are damaged, unusable or missing."""
     if not verdicts:
         return CheckpointNotFoundError(
-            f"{facts.path} is there and holds no checkpoint",
+            f"{facts.path} exists and holds no checkpoint",
             path=facts.path,
             hint="a checkpoint root is the folder that holds the iteration_<number> folders, in Checkpoint 1.0 the "
-            "rank_<number> folders; to begin a run choose an empty or a new folder",
+            "rank_<number> folders; to start a new run choose an empty or a new folder",
         )
-    hint = "nothing starts from step 0 by itself: repair one, name another folder, or begin in an empty one"
+    hint = "a run does not silently start from step 0: repair a checkpoint, use another folder, or an empty one"
     error_class: type[ReshardError] = DamagedFileError
     if any(verdict.reason.startswith(UNREADABLE) for verdict in verdicts):
         error_class = StorageError
-        hint = "run this as the user who trains, or let this user read the files: what may not be read is not damaged"
+        hint = "run this as the user of the training, or give this user read permission; the files are not damaged"
     elif all(candidate.refusal for candidate in facts.candidates):
         error_class = CheckpointNotFoundError
     elif not any(candidate.fault for candidate in facts.candidates):
         error_class = UnsupportedError
         if facts.kind == "pretrained":
             hint = (
-                "its weights alone can be loaded, by a configuration: `resume_training: false`; a run that starts from "
+                "to load only its weights set `resume_training: false` in the configuration; a run that starts from "
                 "them saves into another folder"
             )
     listed = "\n".join(f"  {name_of(verdict)}: {verdict.reason}" for verdict in verdicts)
-    asked = "resumed from" if config.resume else "loaded"
-    return error_class(f"no checkpoint in {facts.path} can be {asked}:\n{listed}", path=facts.path, hint=hint)
+    action = "resumed from" if config.resume else "loaded"
+    return error_class(f"no checkpoint in {facts.path} can be {action}:\n{listed}", path=facts.path, hint=hint)
 
 
 def name_of(verdict: Verdict) -> str:
-    """The name of a candidate's folder, without those above it."""
+    """The last component of a candidate's path."""
     return verdict.path.rstrip("/").rpartition("/")[2]

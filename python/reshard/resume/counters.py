@@ -1,9 +1,9 @@
-"""The arithmetic of counters: steps that are scaled when the batch changes, epochs, views, and growing batches.
+"""Arithmetic of counters: steps scaled to another batch size, epochs, and growing batch sizes.
 
-Two ways. "exact" is integer arithmetic, and what it rounds off is kept. The others repeat MindSpore Transformers bit
-for bit: "double", as its Checkpoint 2.0 computes (45 steps, batch 448 -> 160: 125 where 126 is right), and
-"float32", as its Checkpoint 1.0 does (16777217 steps become 16777216 with nothing changed at all). Use those to land
-on the same step as the original; nothing else is good in them.
+There are three arithmetics. "exact" uses integers and reports what it rounds off. The other two reproduce MindSpore
+Transformers bit for bit, including its errors: "double" that of Checkpoint 2.0 (45 steps, batch 448 -> 160: 125 instead
+of 126), and "float32" that of Checkpoint 1.0 (16777217 steps become 16777216 even if the batch size is the same). Use
+them only to resume at the same step as MindSpore Transformers.
 """
 
 from __future__ import annotations
@@ -20,39 +20,52 @@ from reshard.errors import ArgumentError
 if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
 
-__all__ = ["Arithmetic", "BatchSchedule", "Scaling", "View", "initial_epoch", "saved_steps", "scale_steps", "view_of"]
+__all__ = [
+    "Arithmetic",
+    "BatchSchedule",
+    "EpochStep",
+    "Scaling",
+    "epoch_step",
+    "initial_epoch",
+    "saved_steps",
+    "scale_steps",
+]
 
 Arithmetic: TypeAlias = Literal["exact", "double", "float32"]
 
-_MAX_LEVELS = 1_000_000  # a schedule comes out of a file, and its levels are walked one by one
+_MAX_LEVELS = 1_000_000  # a schedule may come from a file, and its levels are processed one by one
 
 
 def saved_steps(common: CommonInfo, iteration: int | None) -> tuple[int, bool] | None:
-    """The steps that a checkpoint has made, and whether the eager mode wrote it; None if nothing says.
+    """The number of completed steps, and whether eager mode saved the checkpoint; None if it is not recorded.
 
-    The eager mode writes the length of the whole run as step_num. It is known by its consumed_samples, or by a
-    global_step below step_num; but where the folder's number is step_num, that is the step, and the optimizer only
-    made fewer (it skips a step whose gradients overflow).
+    Eager mode writes the length of the whole run as step_num. It is recognised by consumed_samples, or by a global_step
+    below step_num. But if the iteration in the folder name is step_num, then step_num is the step, and global_step is
+    lower because the optimizer skips steps whose gradients overflow.
+
+    Args:
+        common: the common info of the checkpoint.
+        iteration: the number in the folder name; None: it has none.
     """
-    step, made = common.step_num, common.global_step
-    if step is None or made is None:
-        known = made if step is None else step
+    step, global_step = common.step_num, common.global_step
+    if step is None or global_step is None:
+        known = global_step if step is None else step
         known = iteration if known is None else known
         return None if known is None else (known, common.consumed_samples is not None)
-    is_eager = common.consumed_samples is not None or (made < step and iteration != step)
-    return (made if is_eager else step), is_eager
+    is_eager = common.consumed_samples is not None or (global_step < step and iteration != step)
+    return (global_step if is_eager else step), is_eager
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A number of steps at another batch size.
+    """A number of steps, scaled to another batch size.
 
     Attributes:
-        factor: the old batch size by the new one.
+        factor: the old batch size divided by the new one.
         exact: the steps times the factor, before rounding.
-        steps: the whole steps that are gone on from.
-        lost_samples: samples seen at the old batch size that these steps do not make up for: they are seen again.
-            Negative where the original's arithmetic rounds up.
+        steps: the scaled steps, an integer.
+        lost_samples: samples of the old steps that the scaled steps do not cover, and that are seen again. Negative if
+            the arithmetic of MindSpore Transformers rounds up.
     """
 
     factor: Fraction
@@ -62,13 +75,13 @@ class Scaling:
 
 
 def scale_steps(steps: int, saved_batch: int, new_batch: int, arithmetic: Arithmetic = "exact") -> Scaling:
-    """How many steps of the new batch size have seen the samples of so many steps of the old one.
+    """The number of steps with the new batch size that see the same samples.
 
     Args:
-        steps: steps made, at least 0.
-        saved_batch: global batch size that they were made with, in samples, at least 1.
+        steps: completed steps, at least 0.
+        saved_batch: global batch size of these steps, in samples, at least 1.
         new_batch: global batch size of the new run, in samples, at least 1.
-        arithmetic: "exact" rounds down what does not divide; the others compute as the original.
+        arithmetic: "exact" rounds down; the others compute as MindSpore Transformers does.
 
     Raises:
         ArgumentError: a number is out of range.
@@ -86,7 +99,7 @@ def scale_steps(steps: int, saved_batch: int, new_batch: int, arithmetic: Arithm
     elif arithmetic == "double":
         scaled = int(steps * (saved_batch / new_batch))
     elif arithmetic == "float32":
-        # A tensor times a Python number: both become float32, and so does the product.
+        # In MindSpore Transformers this is a tensor times a Python number: both and the product are float32.
         scaled = int(np.float32(steps) * np.float32(saved_batch / new_batch))
     else:
         raise ArgumentError(f"arithmetic is {arithmetic!r}; expected 'exact', 'double' or 'float32'")
@@ -104,17 +117,17 @@ def initial_epoch(
     new_batch: int = 1,
     arithmetic: Arithmetic = "exact",
 ) -> int:
-    """The epochs that the training loop counts as done.
+    """The number of epochs that the training loop counts as complete.
 
-    In sink mode the loop counts sinks of steps, and they are scaled as steps are. Otherwise it counts passes over the
-    data, whatever the batch size; the last one counts if the step ends an epoch of the current dataset.
+    In sink mode an epoch is a sink (a fixed number of steps), and epochs are scaled like steps. Otherwise an epoch is a
+    pass over the data, for any batch size; the last one is complete if the step ends an epoch of the current dataset.
 
     Args:
-        epoch_num: the epoch that was saved.
-        initial_step: the step that is gone on from.
-        steps_per_epoch: of the current dataset; None, if it is not known: the step is taken to end an epoch.
-        sink_mode: whether the loop runs in sinks.
-        saved_batch: global batch size that was saved with, in samples.
+        epoch_num: the saved epoch.
+        initial_step: number of completed steps, after scaling.
+        steps_per_epoch: steps in an epoch of the current dataset; None: not known, the epoch is assumed complete.
+        sink_mode: whether the loop runs in sink mode.
+        saved_batch: global batch size of the saved run, in samples.
         new_batch: global batch size of the new run, in samples.
         arithmetic: as in `scale_steps`.
 
@@ -131,48 +144,48 @@ def initial_epoch(
 
 
 @dataclass(frozen=True)
-class View:
-    """A step as the training log shows it.
+class EpochStep:
+    """A step as epoch and step within the epoch, as in the training log.
 
     Attributes:
-        epoch: from 1.
-        step: within the epoch, from 1.
+        epoch: the epoch, from 1.
+        step: the step within the epoch, from 1.
     """
 
     epoch: int
     step: int
 
 
-def view_of(step: int, steps_per_epoch: int) -> View:
-    """Where a step, counted from 1 over the whole training, lies in the epochs of the current dataset.
+def epoch_step(step: int, steps_per_epoch: int) -> EpochStep:
+    """The epoch and the step within it, for a step counted from 1 over the whole training.
 
-    The total count is kept when the dataset is replaced; this view of it is what changes.
+    When the dataset is replaced the total count stays, and epoch and step within it change.
 
     Raises:
         ArgumentError: the step or the epoch is less than 1.
 
     Example:
-        >>> view_of(100, 100), view_of(101, 100)
-        (View(epoch=1, step=100), View(epoch=2, step=1))
+        >>> epoch_step(100, 100), epoch_step(101, 100)
+        (EpochStep(epoch=1, step=100), EpochStep(epoch=2, step=1))
     """
     if step < 1 or steps_per_epoch < 1:
         raise ArgumentError(f"step {step} of epochs of {steps_per_epoch} steps: expected at least 1 of each")
-    return View((step - 1) // steps_per_epoch + 1, (step - 1) % steps_per_epoch + 1)
+    return EpochStep((step - 1) // steps_per_epoch + 1, (step - 1) % steps_per_epoch + 1)
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """A global batch that grows with the samples seen: in equal levels from `start` to `maximum`.
+    """A global batch size that grows with the consumed samples, in equal levels from `start` to `maximum`.
 
     Attributes:
-        start: samples a step at first.
-        increment: samples a step more at each level.
-        ramp_samples: samples after which `maximum` is reached; 0: at once.
-        maximum: samples a step in the end.
-        base_units: samples that one micro-step takes over all ranks; every level is a multiple. 1: not known.
+        start: the first batch size, in samples.
+        increment: increase of the batch size at each level, in samples.
+        ramp_samples: consumed samples after which `maximum` is reached; 0: at once.
+        maximum: the last batch size, in samples.
+        base_units: samples of one micro-step over all ranks; every level is a multiple of it. 1: not known.
 
     Raises:
-        ArgumentError: there are no such levels.
+        ArgumentError: the increments do not lead from `start` to `maximum`, or a number is out of range.
 
     Example:
         >>> schedule = BatchSchedule(8, 8, 400, 32, base_units=4)
@@ -187,30 +200,31 @@ class BatchSchedule:
     base_units: int = 1
 
     def __post_init__(self) -> None:
-        told = f"a batch from {self.start} to {self.maximum} by {self.increment} over {self.ramp_samples} samples"
+        schedule = f"a batch from {self.start} to {self.maximum} by {self.increment} over {self.ramp_samples} samples"
         if self.start < 1 or self.increment < 1 or self.ramp_samples < 0 or self.base_units < 1:
-            raise ArgumentError(f"{told}: expected at least 1, 1 and 0")
+            raise ArgumentError(f"{schedule}: expected at least 1, 1 and 0")
         if self.maximum < self.start or (self.maximum - self.start) % self.increment:
-            raise ArgumentError(f"{told}: the increments do not lead from the start to the end")
+            raise ArgumentError(f"{schedule}: the increments do not lead from the start to the end")
         if self.n_levels > _MAX_LEVELS:
-            raise ArgumentError(f"{told}: more than {_MAX_LEVELS} levels")
+            raise ArgumentError(f"{schedule}: more than {_MAX_LEVELS} levels")
         for size in (self.start, self.increment if self.n_levels else 0):  # so every level between
             if size % self.base_units:
                 raise ArgumentError(
-                    f"{told}: the levels are no multiples of {self.base_units}, what one micro-step takes"
+                    f"{schedule}: the levels are not multiples of the {self.base_units} samples of a micro-step"
                 )
 
     @property
     def n_levels(self) -> int:
-        """How often the batch grows."""
+        """The number of increases of the batch size."""
         return (self.maximum - self.start) // self.increment
 
     def size_at(self, consumed: int, *, compatible: bool = False) -> int:
-        """The global batch size, in samples, after so many samples.
+        """The global batch size after a number of consumed samples, in samples.
 
         Args:
-            consumed: samples seen, at least 0.
-            compatible: compute with the original's double, which can enter a level one sample late or early.
+            consumed: consumed samples, at least 0.
+            compatible: compute in double precision as MindSpore Transformers does, which can start a level one sample
+                early or late.
         """
         if consumed > self.ramp_samples or not self.n_levels or not self.ramp_samples:
             return self.maximum
@@ -221,11 +235,11 @@ class BatchSchedule:
         return min(self.start + level * self.increment, self.maximum)
 
     def consumed_at(self, steps: int, *, compatible: bool = False) -> int:
-        """The samples seen after so many steps from the beginning.
+        """The consumed samples after a number of steps from the start of training.
 
         Args:
-            steps: steps made, at least 0.
-            compatible: find the ends of levels with the original's double.
+            steps: completed steps, at least 0.
+            compatible: compute the ends of levels in double precision, as MindSpore Transformers does.
         """
         if steps < 0:
             raise ArgumentError(f"{steps} steps: expected at least 0")
@@ -233,14 +247,14 @@ class BatchSchedule:
         if self.ramp_samples:
             for level in range(self.n_levels):
                 size = self.start + level * self.increment
-                made = min(steps, self._steps_to_end(level, consumed, size, compatible=compatible))
-                consumed += made * size
-                steps -= made
+                n_steps = min(steps, self._steps_to_end(level, consumed, size, compatible=compatible))
+                consumed += n_steps * size
+                steps -= n_steps
         return consumed + steps * self.maximum
 
     def _steps_to_end(self, level: int, consumed: int, size: int, *, compatible: bool) -> int:
-        """Steps of a level's size until the samples seen reach its end; none if they are beyond it."""
-        # They are beyond it by less than one step of a lower level, so nothing here is negative.
+        """Steps with the batch size of a level until its end; 0 if the consumed samples are past it."""
+        # They are past it by less than one step of a lower level, so the result is not negative.
         if compatible:
             left = (level + 1) * (self.ramp_samples / self.n_levels) - consumed
             return math.ceil(left / size)

@@ -1,6 +1,6 @@
-"""What goes into a decision, what was found on disk and what is known of the new run, and what comes out of it.
+"""Inputs and result of the resume decision: facts of the checkpoints on disk, facts of the new run, the decision.
 
-Plain values. Whoever gathers the facts looks at disks and counts ranks, so that deciding need not.
+Plain values. Other modules gather the facts, so that the decision reads neither the disk nor the group.
 """
 
 from __future__ import annotations
@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
-    from reshard.resume.counters import Scaling, View
+    from reshard.resume.counters import EpochStep, Scaling
 
-__all__ = ["CandidateFacts", "Facts", "Kind", "RankView", "Restored", "ResumeDecision", "RunFacts", "Verdict"]
+__all__ = [
+    "CandidateFacts",
+    "Kind",
+    "RankFolderFacts",
+    "Restored",
+    "ResumeDecision",
+    "ResumeFacts",
+    "RunFacts",
+    "Verdict",
+]
 
 Kind: TypeAlias = Literal["absent", "empty", "root", "rank_folders", "single", "pretrained", "other"]
 Restored: TypeAlias = Literal["weights", "optimizer", "counters", "loss scale", "data position"]
@@ -20,22 +29,23 @@ Restored: TypeAlias = Literal["weights", "optimizer", "counters", "loss scale", 
 
 @dataclass(frozen=True)
 class CandidateFacts:
-    """What is known of one checkpoint that could be resumed from.
+    """Facts of one checkpoint from which a run could resume.
 
     Attributes:
-        path: its folder; of rank folders rank 0's file.
-        iteration: the number in the folder's name, of rank folders the steps made; None: nothing says it.
-        why: half a sentence on why it stands where it does in the order: "named by the tracker".
-        fault: why it is not whole; None: it is.
-        refusal: why it is no candidate at all, whole or not; None: it is one.
-        unreadable: why it could not be looked at, for want of permission for example; None: it could. A restart that
-            comes to it stops with this as its error.
-        is_verified: whether its sums were or will be checked; False: its structure is all there is to go by.
+        path: its folder; for rank folders the file of rank 0.
+        iteration: the number in the folder name, for rank folders the completed steps; None: not known.
+        why: the reason for its position in the order, such as "named by the tracker".
+        fault: why it is not complete; None: it is.
+        refusal: why it is not a candidate, complete or not; None: it is a candidate.
+        unreadable: why it could not be read, such as missing permission; None: it could. A restart that reaches this
+            candidate stops with an error.
+        is_verified: whether it has checksums, which are compared when it is loaded; False: only its structure is
+            checked.
         common: its counters; None: it has none.
         has_optimizer: whether it holds optimizer state; None: not known.
-        world_size: ranks that saved it; None: not known.
-        is_legacy: whether it is of Checkpoint 1.0, whose counters the original computes otherwise.
-        rank_faults: `(rank, fault)` of each file of it that is not whole.
+        world_size: number of ranks that saved it; None: not known.
+        is_legacy: whether it is a Checkpoint 1.0, for which MindSpore Transformers computes counters in another way.
+        rank_faults: `(rank, fault)` of each of its files that is not complete.
     """
 
     path: str
@@ -53,15 +63,15 @@ class CandidateFacts:
 
 
 @dataclass(frozen=True)
-class RankView:
-    """What one rank's folder of a Checkpoint 1.0 tree offers.
+class RankFolderFacts:
+    """Facts of one rank's folder in a Checkpoint 1.0 tree.
 
     Attributes:
-        rank: whose it is.
+        rank: the rank of the folder.
         meta: the file that its meta.json names; None: it names none.
-        meta_fault: why a meta.json that is there is of no use.
+        meta_fault: why an existing meta.json is invalid.
         files: names of its weight files.
-        faults: `(name, fault)` of files that were looked into and are not whole.
+        faults: `(name, fault)` of the files that were read and are not complete.
     """
 
     rank: int
@@ -73,17 +83,17 @@ class RankView:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of the run that is about to start. None: not told.
+    """Facts of the new run. None: not specified.
 
     Attributes:
-        global_batch_size: samples a step over all ranks; of a growing batch the last size.
-        world_size: its ranks.
+        global_batch_size: samples per step over all ranks; of a growing batch size the last one.
+        world_size: number of ranks.
         steps_per_epoch: steps in an epoch of its dataset, at its batch size.
-        dataset_changed: whether its data is other data than that of the checkpoint.
-        base_units: samples that a micro-step takes over all ranks.
+        dataset_changed: whether its dataset differs from that of the checkpoint.
+        base_units: samples of a micro-step over all ranks.
         has_optimizer: whether it has an optimizer to restore.
-        scale_steps: whether steps are scaled when the global batch size changes, as MindSpore Transformers does. If
-            not, steps stay as they were counted, and only the data that is skipped follows the samples.
+        scale_steps: whether the step count is scaled when the global batch size changes, as MindSpore Transformers
+            does. If False, the step count stays, and only the number of skipped data steps is scaled.
     """
 
     global_batch_size: int | None = None
@@ -96,18 +106,18 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """All that a decision is made of, beside the configuration.
+class ResumeFacts:
+    """All inputs of a decision except the configuration.
 
     Attributes:
-        path: what is to be loaded, as it was found.
-        kind: what is there. "root" is one of Checkpoint 2.0, "rank_folders" one of 1.0 or any other folder of rank
-            folders. "pretrained" holds weights alone. "single" is one checkpoint, given by itself; "empty" holds
-            nothing but what an interrupted first save leaves; "other" holds something that is no checkpoint.
-        candidates: best first, then those that are refused whatever they hold.
-        run: the run that is about to start.
-        warnings: what is wrong with the root itself.
-        ranks: of "rank_folders" what each rank's folder offers, as far as it is known here. Nothing is decided by it.
+        path: the path to load.
+        kind: the kind of the path. "root" is a root of Checkpoint 2.0, "rank_folders" a root of Checkpoint 1.0 or any
+            other folder of rank folders. "pretrained" holds only weights. "single" is one checkpoint. "empty" holds
+            nothing except files of an interrupted first save. "other" holds something that is not a checkpoint.
+        candidates: the candidates, best first, then those that are refused.
+        run: facts of the new run.
+        warnings: warnings about the root itself.
+        ranks: for "rank_folders" the facts of each rank's folder, as far as known. The decision does not use them.
     """
 
     path: str
@@ -115,17 +125,17 @@ class Facts:
     candidates: tuple[CandidateFacts, ...] = ()
     run: RunFacts = RunFacts()
     warnings: tuple[str, ...] = ()
-    ranks: tuple[RankView, ...] = ()
+    ranks: tuple[RankFolderFacts, ...] = ()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a candidate.
+    """The verdict on a candidate.
 
     Attributes:
         path: as in `CandidateFacts`.
-        iteration: its number; None: it has none.
-        taken: whether it is the one.
+        iteration: its iteration; None: it has none.
+        taken: whether this candidate is loaded.
         reason: why, or why not.
     """
 
@@ -137,32 +147,32 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ResumeDecision:
-    """What a run goes on from.
+    """The checkpoint from which a run resumes, and its counters.
 
     Attributes:
-        path: the folder that is loaded, of rank folders rank 0's file; None: nothing is.
-        iteration: its number; None: it has none, or nothing is loaded.
+        path: the folder that is loaded, for rank folders the file of rank 0; None: nothing is loaded.
+        iteration: its iteration; None: it has none, or nothing is loaded.
         fresh: whether the run starts from nothing.
-        is_verified: whether sums stand behind what is loaded.
-        restored: what is taken over.
-        initial_step: steps that count as done; the next one is this plus 1, and the next iteration counts on from it.
-        global_step: steps that the optimizer has made.
-        initial_epoch: epochs that the training loop counts as done: sinks in sink mode, else passes over the data.
-        next_sink: the last step of the next sink, the first that a log in sink mode shows, as a view of the current
-            dataset; None: the sizes are not known.
-        next_step: the next step as a view of the current dataset; None: its size is not known.
-        consumed_samples: samples that training has seen; None: not known.
-        data_skip_steps: steps of data to skip before the first; 0: the data is read from its beginning.
-        skip_micro_steps: the same in micro-steps, which is how a growing batch skips; None: nobody needs it so.
-        global_batch_size: of the next step; None: not known.
-        loss_scale: None: not recorded.
-        total_steps: steps of the learning-rate curve; None: those of the dataset.
+        is_verified: whether the checkpoint has checksums.
+        restored: the parts that are restored.
+        initial_step: number of completed steps. The next step is this plus 1, and iterations count on from it.
+        global_step: number of optimizer steps.
+        initial_epoch: epochs that the training loop counts as complete: sinks in sink mode, else passes over the data.
+        next_sink: epoch and step, in the current dataset, of the last step of the next sink, which is the first step
+            that a log in sink mode shows; None: the sizes are not known.
+        next_step: epoch and step, in the current dataset, of the next step; None: its size is not known.
+        consumed_samples: samples that training has consumed; None: not known.
+        data_skip_steps: steps of data to skip before the first step; 0: the data is read from the start.
+        skip_micro_steps: the same in micro-steps, for a growing batch size; None: not used.
+        global_batch_size: samples of the next step over all ranks; None: not known.
+        loss_scale: the loss scale; None: not recorded.
+        total_steps: steps of the learning-rate schedule; None: those of the dataset.
         scaling: how the steps were scaled; None: the batch size is the same, or not known.
         is_resharded: whether another number of ranks saved it; None: not known.
-        compatible: whether counters are the original's, rounding and all.
-        verdicts: every candidate, best first, and what became of it.
-        reasons: how the rest was decided, in sentences.
-        warnings: what somebody should look at, in sentences.
+        compatible: whether counters are computed as in MindSpore Transformers, including rounding errors.
+        verdicts: the verdict on every candidate, best first.
+        reasons: the reasons for the other values, as sentences.
+        warnings: warnings, as sentences.
     """
 
     path: str | None = None
@@ -173,8 +183,8 @@ class ResumeDecision:
     initial_step: int = 0
     global_step: int = 0
     initial_epoch: int = 0
-    next_sink: View | None = None
-    next_step: View | None = None
+    next_sink: EpochStep | None = None
+    next_step: EpochStep | None = None
     consumed_samples: int | None = 0
     data_skip_steps: int = 0
     skip_micro_steps: int | None = None

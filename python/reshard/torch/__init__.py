@@ -1,4 +1,4 @@
-"""What torch users get on top of `reshard`: this package imports torch, and `import reshard` does not import it."""
+"""The torch part of reshard. It imports torch; `import reshard` alone does not."""
 
 from reshard.torch.checkpointer import Checkpointer
 from reshard.torch.files import load_file, save_file

@@ -37,20 +37,20 @@ from reshard.resume import RunFacts
 from reshard.storage import protocol
 from reshard.torch import environment as environments
 from reshard.torch.checks import MAX_SEED, count, seconds
-from reshard.torch.emergency import LAST_WORDS_S, Rendezvous, Signals, board_of
+from reshard.torch.emergency import EXIT_GRACE_S, Rendezvous, Signals, notice_store_of
 from reshard.torch.health import LossHealth
-from reshard.torch.leaving import leave, save_after, save_and_leave
+from reshard.torch.leaving import exit_process, save_after, save_and_exit
 from reshard.torch.loading import read_for
-from reshard.torch.preflight import check_has_content, check_state, claim, rehearse
+from reshard.torch.preflight import check_has_content, check_state, claim, dry_run
 from reshard.torch.resuming import (
-    How,
+    RestoreOptions,
+    check_has_optimizer,
     check_restored,
-    counted,
-    refuse_lonely_model,
     restore_objects,
     restore_random,
     restore_sampler,
     restore_tensors,
+    with_data_position,
 )
 from reshard.torch.run import Run, interval, number_of, object_name
 from reshard.torch.sampler import ElasticSampler
@@ -283,7 +283,7 @@ class Checkpointer:
         if self._async and self._one_channel:
             self._async = False
             _log.warning("the group has no method `session(label)`: saves are not written in the background")
-        self._board, self._drift = board_of(self._group), count("drift", drift, 1)
+        self._board, self._drift = notice_store_of(self._group), count("drift", drift, 1)
         if self._board is None and self._every_s is not None:
             raise ArgumentError(
                 "saving by the clock needs a group on which ranks can leave word for each other",
@@ -411,7 +411,7 @@ class Checkpointer:
         told = self._check_saves(saver, described)
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)
-        how = How(strict, cast, init, device, grown)
+        how = RestoreOptions(strict, cast, init, device, grown)
         is_weights_alone = False
 
         def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Read:
@@ -468,7 +468,7 @@ class Checkpointer:
                     f"steps from {decision.initial_step}"
                 )
         if not self._scale_steps or run.sampler is None:
-            decision = counted(decision, run.sampler)
+            decision = with_data_position(decision, run.sampler)
         self._begin(saver, decision, is_back=self._rollback or is_fresh_by_word)
         for line in told:
             _log.warning("resume: %s", line)
@@ -496,7 +496,7 @@ class Checkpointer:
 
         def check_all() -> None:
             self._together(check_own)
-            rehearse(saver, described, extra, self._every_steps or 1)
+            dry_run(saver, described, extra, self._every_steps or 1)
 
         return self._expected_to_work(check_all)
 
@@ -524,9 +524,9 @@ class Checkpointer:
             object_name=object_name,
         )
 
-    def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
+    def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: RestoreOptions) -> list[str]:
         # Who does not save the optimizer knows that it begins anew.
-        return refuse_lonely_model(run, found, saved, replace(how, strict=how.strict and self._save_optimizer))
+        return check_has_optimizer(run, found, saved, replace(how, strict=how.strict and self._save_optimizer))
 
     def _restore_rest(
         self,
@@ -675,20 +675,20 @@ class Checkpointer:
             self._every_s is not None and self._group.rank == 0 and time.monotonic() - run.saved_at >= self._every_s
         )
         if self._signals.seen is not None:
-            left_s = max(self._grace_s - self._signals.age_s(), LAST_WORDS_S)
+            left_s = max(self._grace_s - self._signals.age_s(), EXIT_GRACE_S)
             who = f"{self._signals.seen} on rank {self._group.rank}"
-            run.rendezvous.ask(step, who, leave=True, seconds=left_s)
+            run.rendezvous.post(step, who, leave=True, seconds=left_s)
         elif by_clock:
-            run.rendezvous.ask(step, "it is time", leave=False, seconds=self._timeout)
+            run.rendezvous.post(step, "it is time", leave=False, seconds=self._timeout)
         try:
-            notice = run.rendezvous.look(step, self._timeout)
+            notice = run.rendezvous.poll(step, self._timeout)
         except ReshardError as error:
             if self._signals.seen is not None:
-                leave(self._group, self._signals, f"the ranks did not meet: {error}", saved=False)
+                exit_process(self._group, self._signals, f"the ranks did not meet: {error}", saved=False)
             saver.failed(error, "the ranks did not meet to save")
             notice = None
         if notice is not None and notice.leave:
-            save_and_leave(saver, self._signals, step, notice.why, notice.seconds)
+            save_and_exit(saver, self._signals, step, notice.why, notice.seconds)
         if is_due or notice is not None:
             saver.save_due(step)
 
@@ -764,7 +764,7 @@ class Checkpointer:
         """A group without a board: signals are heeded where a save is due, all ranks having come there anyway."""
         seen = [why for why in self._together(lambda: self._signals.seen) if why is not None]
         if seen:
-            save_and_leave(saver, self._signals, step, seen[0], self._grace_s)
+            save_and_exit(saver, self._signals, step, seen[0], self._grace_s)
         saver.save_due(step)
 
     def _running(self) -> Saver:

@@ -1,4 +1,4 @@
-"""What values that come from users and files are put through in this package: integers within bounds, text to print."""
+"""Checks of values from users and files: integers within bounds, times, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from reshard.errors import ArgumentError
 __all__ = ["MAX_COUNT", "MAX_SEED", "count", "seconds", "shown"]
 
 MAX_COUNT = 1 << 62
-"""More than anything that is counted; sums of a few still fit 64 bits."""
+"""The largest count that is accepted. Sums of a few counts still fit 64 bits."""
 
 MAX_SEED = (1 << 63) - 1
-"""The largest integer that every JSON file of this package can hold."""
+"""The largest seed: the largest integer that the JSON files of this package can hold."""
 
 
 def count(name: str, value: object, least: int = 0, most: int = MAX_COUNT) -> int:
-    """The value, if it is an integer (numpy's too; a boolean is none) within bounds.
+    """Check that a value is an integer within bounds, and return it. numpy integers are accepted, booleans are not.
 
     Args:
-        name: what it is, for the error.
-        value: anything.
-        least: the least that is accepted.
-        most: the most.
+        name: name of the value, for the error message.
+        value: the value to check.
+        least: smallest accepted value.
+        most: largest accepted value.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the value is not an integer, or out of bounds.
 
     Example:
         >>> count("rank", 3, 0, 7)
@@ -42,14 +42,14 @@ def count(name: str, value: object, least: int = 0, most: int = MAX_COUNT) -> in
 
 
 def seconds(name: str, value: object) -> float:
-    """The value, if it is a time in seconds.
+    """Check that a value is a time in seconds, and return it.
 
     Args:
-        name: what it is, for the error.
-        value: anything.
+        name: name of the value, for the error message.
+        value: the value to check.
 
     Raises:
-        ArgumentError: it is not a number, negative, or not finite.
+        ArgumentError: the value is not a number, negative, or not finite.
 
     Example:
         >>> seconds("timeout", 600)
@@ -62,7 +62,7 @@ def seconds(name: str, value: object) -> float:
 
 
 def shown(value: object) -> str:
-    r"""A value that may come from a file, safe to print: escaped and cut.
+    r"""The `ascii` form of a value that may come from a file, shortened to 200 characters: safe to print.
 
     Example:
         >>> print(shown("größer"))

@@ -1,11 +1,12 @@
-"""One layout file for all ranks, from what each of them knows of its own tensors.
+"""One layout file for all ranks, computed from the partitions of the tensors that each rank holds.
 
-Ranks that hold the same keys in the same partitions know the same: they compare digests, and only one of each kind
-sends what it knows. From that every rank makes the same layout by itself. The mesh is the coarsest in which every mesh
-dim that any rank knows, and every set of ranks that holds a key, is a run of axes. Patterns are then found for keys
-that are cut alike; what comes out is resolved before it is given out, so a pattern can be clumsy, never wrong.
+Ranks first compare digests of their partitions. Of all ranks with the same partitions only the first sends them. Every
+rank then computes the same layout from the same input. The mesh is the coarsest one in which every mesh dim of a rank,
+and every set of ranks that holds a key, is a consecutive group of axes. Keys with the same partition are then combined
+into patterns. The result is resolved and compared with the input before it is returned, so a pattern can be longer
+than necessary but not wrong.
 
-Where no layout file can say it, the reason is told instead. Nothing here knows of torch or of what is in tensors.
+If no layout file can describe the tensors, the reason is returned. This module uses neither torch nor tensor contents.
 """
 
 from __future__ import annotations
@@ -33,30 +34,31 @@ if TYPE_CHECKING:
     from reshard.group import Group
     from reshard.torch.placements import Digit
 
-__all__ = ["Known", "distinct", "layout_of"]
+__all__ = ["RankValues", "gather_distinct", "layout_of"]
 
-Known: TypeAlias = "list[tuple[Any, list[int]]]"
-"""Every value that ranks have, once, with the ranks that have it, ascending."""
+RankValues: TypeAlias = "list[tuple[Any, list[int]]]"
+"""Each distinct value that ranks have, with the ranks that have it, ascending."""
 
 _Place: TypeAlias = tuple[tuple[str, ...], int]
 V = TypeVar("V")
 
 
-def distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float) -> list[Known]:
-    """What the ranks know, part by part: each value once, with the ranks that have it.
+def gather_distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float) -> list[RankValues]:
+    """Gather values from all ranks. For each part, return every distinct value with the ranks that have it.
 
     Args:
-        group: all its ranks call this.
-        parts: JSON-able values, as many on every rank; or the error that this rank met, which is then raised on all.
+        group: the group; all its ranks must call this function.
+        parts: JSON-serializable values, the same number on every rank; or an error of this rank, which is then raised
+            on all ranks.
         timeout: seconds that ranks wait for each other.
 
     Raises:
         GroupError: a rank did not answer in time.
-        ReshardError: what a rank met.
+        ReshardError: the error of a rank.
 
     Example:
         >>> from reshard.group import SingleProcess
-        >>> distinct(SingleProcess(), [{"w": 1}, 7], timeout=10)
+        >>> gather_distinct(SingleProcess(), [{"w": 1}, 7], timeout=10)
         [[({'w': 1}, [0])], [(7, [0])]]
     """
     if group.world_size == 1:
@@ -72,7 +74,7 @@ def distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float)
     for rank, of_rank in enumerate(digests):
         for known, digest in zip(ranks_of, of_rank, strict=True):
             known.setdefault(digest, []).append(rank)
-    # A part that is the same everywhere is sent by nobody.
+    # A part that is equal on all ranks is not sent.
     asked = [len(known) > 1 for known in ranks_of]
     if any(asked):
         own = [
@@ -96,16 +98,19 @@ def layout_of(
     optimizer: Sequence[tuple[Mapping[str, Partition], Sequence[int]]] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, object], None] | tuple[None, str]:
-    """The layout in which all ranks hold their tensors, as a layout mapping; or why there is none.
+    """The layout in which all ranks hold their tensors, as a layout mapping, or the reason why there is none.
 
     Args:
-        rows: each row that ranks know, and the ranks that know it.
-        model: partitions by key, and the ranks that hold tensors in just these.
-        optimizer: the same of the state of the optimizer.
-        aliases: other names of keys, which a checkpoint may have instead: they are cut like their tensor.
+        rows: each distinct row, and the ranks that have it.
+        model: partitions of the model's tensors by key, and the ranks that hold tensors in these partitions.
+        optimizer: the same for the state of the optimizer.
+        aliases: other names of keys, which a checkpoint may use instead. They are partitioned like their tensor.
+
+    Returns:
+        `(layout, None)`, or `(None, reason)`.
 
     Raises:
-        MismatchError: ranks hold tensors of different shape or cut under one key.
+        MismatchError: ranks hold tensors of different shapes or partitions under one key.
 
     Example:
         >>> row = Row(2, spans=frozenset({(2, 1, "tp")}))
@@ -113,15 +118,15 @@ def layout_of(
         >>> layout_of([(row, [0, 1])], [(held, [0, 1])])[0]
         {'mesh': {'tp': 2}, 'rules': [{'match': 'a.w', 'cut': ['tp']}, {'match': '*'}]}
     """
-    held_model, held_optimizer = _Held.of(model), _Held.of(optimizer)
+    held_model, held_optimizer = _HeldTensors.of(model), _HeldTensors.of(optimizer)
     try:
-        return _Maker(_one_row(rows), held_model, held_optimizer, aliases or {}).mapping(), None
-    except _UnsaidError as reason:
+        return _LayoutBuilder(_one_row(rows), held_model, held_optimizer, aliases or {}).mapping(), None
+    except _NoLayoutError as reason:
         return None, str(reason)
 
 
-class _UnsaidError(Exception):
-    """No layout file can say it."""
+class _NoLayoutError(Exception):
+    """No layout file can describe the tensors."""
 
 
 def _digest(value: Any) -> str:
@@ -129,11 +134,11 @@ def _digest(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Which tensors there are, and who holds them.
+class _HeldTensors:
+    """The tensors of all ranks, and which ranks hold them.
 
     Attributes:
-        partitions: of each key.
+        partitions: the partition of each key.
         holders: the ranks that hold each key, ascending.
     """
 
@@ -141,7 +146,7 @@ class _Held:
     holders: dict[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, known: Sequence[tuple[Mapping[str, Partition], Sequence[int]]]) -> _Held:
+    def of(cls, known: Sequence[tuple[Mapping[str, Partition], Sequence[int]]]) -> _HeldTensors:
         partitions: dict[str, Partition] = {}
         kinds: dict[str, list[int]] = {}
         for kind, (held, ranks) in enumerate(known):
@@ -151,14 +156,14 @@ class _Held:
                     partitions[key] = first if first.unsaid else partition
                 elif first != partition:
                     raise MismatchError(
-                        f"{show(key)} is {_words(first)} on rank {known[kinds[key][0]][1][0]} and {_words(partition)} "
-                        f"on rank {ranks[0]}",
+                        f"{show(key)} is {_describe(first)} on rank {known[kinds[key][0]][1][0]} and "
+                        f"{_describe(partition)} on rank {ranks[0]}",
                         key=key,
-                        hint="different tensors need different names: give stages of a pipeline the names that they "
-                        "have in the whole model",
+                        hint="different tensors need different names: in each pipeline stage use the names of the "
+                        "whole model",
                     )
                 kinds.setdefault(key, []).append(kind)
-        # Thousands of keys are held by a handful of sets of ranks.
+        # Thousands of keys share a few sets of ranks.
         sets: dict[tuple[int, ...], tuple[int, ...]] = {}
         for of_key in map(tuple, kinds.values()):
             if of_key not in sets:
@@ -166,9 +171,9 @@ class _Held:
         return cls(partitions, {key: sets[tuple(of_key)] for key, of_key in kinds.items()})
 
 
-def _words(partition: Partition) -> str:
+def _describe(partition: Partition) -> str:
     cuts = {dim: [size for line in lines for size in [_size(line)]] for dim, lines in enumerate(partition.cuts)}
-    cut = "".join(f", dim {dim} cut by {' x '.join(map(str, sizes))}" for dim, sizes in cuts.items() if sizes)
+    cut = "".join(f", dim {dim} split by {' x '.join(map(str, sizes))}" for dim, sizes in cuts.items() if sizes)
     return f"of shape {partition.shape}{cut}"
 
 
@@ -177,29 +182,29 @@ def _size(line: Iterable[Digit]) -> int:
 
 
 def _one_row(rows: Sequence[tuple[Row, Sequence[int]]]) -> Row:
-    """The row that all ranks stand in, with all spans that any of them knows."""
+    """The row of all ranks, with the spans of all rows."""
     orders = {row.order for row, _ in rows}
     if len(orders) > 1:
-        raise _UnsaidError("the meshes of the ranks order them differently")
+        raise _NoLayoutError("the meshes have different rank orders")
     return Row(rows[0][0].n_ranks, orders.pop(), frozenset().union(*(row.spans for row, _ in rows)))
 
 
 @dataclass(frozen=True)
-class _Maker:
-    """Makes the mapping and checks it."""
+class _LayoutBuilder:
+    """Builds the layout mapping and checks it."""
 
     row: Row
-    model: _Held
-    optimizer: _Held
+    model: _HeldTensors
+    optimizer: _HeldTensors
     aliases: Mapping[str, str]
     axes: dict[str, Digit] = field(default_factory=dict)  # the mesh: the span of each axis, outermost first
-    places: dict[tuple[int, ...], _Place | None] = field(default_factory=dict)  # of each set of ranks
+    places: dict[tuple[int, ...], _Place | None] = field(default_factory=dict)  # by set of ranks
 
     def mapping(self) -> dict[str, object]:
         held = {**self.model.partitions, **self.optimizer.partitions}
         for key, partition in held.items():
             if partition.unsaid:
-                raise _UnsaidError(f"{show(key)}: {partition.unsaid}")
+                raise _NoLayoutError(f"{show(key)}: {partition.unsaid}")
         self._make_mesh()
         shapes = {key: partition.shape for key, partition in held.items()}
         expected = {
@@ -211,9 +216,9 @@ class _Maker:
             mapping = self._mapping({key: expected[key] for key in seen}, held)
             if optimizer is not None:
                 mapping["optimizer"] = optimizer
-            if self._is_right(mapping, shapes, expected):
+            if self._describes(mapping, shapes, expected):
                 return mapping
-        raise _UnsaidError("no rules describe how its tensors are cut")
+        raise _NoLayoutError("no rules describe how its tensors are partitioned")
 
     # -- the mesh
 
@@ -226,19 +231,21 @@ class _Maker:
             positions = sorted(position[rank] for rank in ranks)
             line = digits_of(positions)
             if line is None or any(n_ranks % outer for outer, _ in line):
-                raise _UnsaidError(f"ranks {listed(ranks)} alone hold some tensors, which is no part of a mesh")
+                raise _NoLayoutError(
+                    f"some tensors are held only by ranks {listed(ranks)}, which are not part of a mesh"
+                )
             free[ranks] = positions[0], line
         spans = {(outer, inner) for outer, inner, _ in self.row.spans} | {d for _, line in free.values() for d in line}
         bounds = sorted({1, n_ranks} | {bound for span in spans for bound in span})
         for inner, outer in itertools.pairwise(bounds):
             if outer % inner:
-                raise _UnsaidError(f"its meshes do not fit into one: {outer} ranks are no multiple of {inner}")
+                raise _NoLayoutError(f"its meshes cannot be combined: {outer} ranks are not a multiple of {inner}")
         digits = [(outer, inner) for inner, outer in itertools.pairwise(bounds)][::-1]
         fixed = {
             ranks: [d for d in digits if not any(o >= d[0] and i <= d[1] for o, i in line)]
             for ranks, (_, line) in free.items()
         }
-        self.axes.update(_named(digits, self.row, {digit for of_set in fixed.values() for digit in of_set}))
+        self.axes.update(_axis_names(digits, self.row, {digit for of_set in fixed.values() for digit in of_set}))
         name_of = {digit: name for name, digit in self.axes.items()}
         for ranks, of_set in fixed.items():
             at = 0
@@ -249,14 +256,14 @@ class _Maker:
     # -- rules
 
     def _cut(self, partition: Partition) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[int, tuple[int, ...]], ...]]:
-        """`(cut, sizes)` as a rule has them."""
+        """`(cut, sizes)` as in a rule of a layout file."""
         cut, sizes = [], []
         for dim, lines in enumerate(partition.cuts):
             names = [[name for digit in line for name in self._axes_in(digit)] for line in lines]
             cut.append(tuple(itertools.chain.from_iterable(names)))
             parts = [_size(line) for line in lines]
             if any(len(of_line) > 1 for of_line in names) and partition.shape[dim] % math.prod(parts):
-                # torch cuts once over several of our axes, and `ceil` would cut once over each.
+                # torch splits once over the product of these axes; `uneven: ceil` would split once for each axis.
                 which = itertools.product(*map(range, parts))
                 extent = partition.shape[dim : dim + 1]
                 shapes = (part_of(extent, [list(zip(parts, w, strict=True))])[1] for w in which)
@@ -267,7 +274,7 @@ class _Maker:
         return (name for name, (outer, inner) in self.axes.items() if outer <= digit[0] and inner >= digit[1])
 
     def _mapping(self, values: Mapping[str, Any], held: Mapping[str, Partition]) -> dict[str, object]:
-        """The file whose rules and places are for these keys."""
+        """The layout mapping whose rules and places match these keys."""
         mapping: dict[str, object] = {"mesh": {name: outer // inner for name, (outer, inner) in self.axes.items()}}
         if self.row.order is not None:
             mapping["ranks"] = list(self.row.order)
@@ -288,7 +295,7 @@ class _Maker:
             mapping["place"] = places
         return LayoutFile.from_mapping(mapping).to_mapping()
 
-    def _is_right(
+    def _describes(
         self, mapping: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, Any]
     ) -> bool:
         try:
@@ -316,8 +323,8 @@ def _trimmed(cut: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
     return cut
 
 
-def _named(digits: Sequence[Digit], row: Row, placing: Collection[Digit]) -> dict[str, Digit]:
-    """A name for each axis: the mesh dim's where one alone is meant, else a made-up one."""
+def _axis_names(digits: Sequence[Digit], row: Row, placing: Collection[Digit]) -> dict[str, Digit]:
+    """A name for each axis: that of the mesh dim if it is unique, else a generated one."""
     names: dict[Digit, set[str]] = {}
     meant: dict[str, set[Digit]] = {}
     for outer, inner, name in row.spans:
@@ -341,9 +348,10 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]+(?=\.|$)")
 
 
 def _grouped(values: Mapping[str, V], aliases: Mapping[str, str]) -> list[tuple[V, list[str], list[str]]]:
-    """`(value, patterns, keys)`: patterns that match just the keys of each value, of those that have one.
+    """`(value, patterns, keys)` for each distinct value: patterns that match exactly the keys with this value.
 
-    Tried of a key, in this order: all its numbers as stars, what stands before its first number, the key itself.
+    For each key these patterns are tried in order: all its numbers replaced by `*`, the prefix up to its first number
+    followed by `.*`, the key itself.
     """
     also: dict[str, list[str]] = {}
     for alias, key in aliases.items():

@@ -1,18 +1,18 @@
-"""Saving before the machine is taken away: how ranks that learn of it at different steps save at the same one.
+"""Emergency saves: how ranks that receive a signal at different steps save at the same step.
 
-A signal only sets a flag. At the end of its step s the rank that saw it posts a *notice* on a board, "save at step
-s + 1", and every rank looks at the board at the end of each of its steps: one question to the rendezvous store, no
-collective. At the step of the notice, or the first one after it, a rank asks the others where they are. If all are at
-the same step, that is where they save; else all now know the highest step, and meet again one step after it.
+A signal handler only sets a flag. At the end of its step s the rank that received the signal posts a *notice*, "save at
+step s + 1". Every rank checks for a notice at the end of each step: one request to the rendezvous store, no collective.
+At the step of the notice, or at its first step after it, a rank gathers the steps of all ranks. If all are at the same
+step, they save there. If not, all ranks now know the highest step, and repeat this one step after it.
 
-A rank that waits there must be missed by nobody: no rank may then be in a step after the notice's that another has to
-take part in. With s + 1 that is so wherever a step cannot end before all ranks have come to it, as on the CPU, or where
-its loss is looked at. Where hosts queue work for their devices and look up only every n steps, the notice has to say
-s + n: that is `drift`. Nothing waits for ever in any case; a notice that failed costs its save.
+While a rank waits for the others, no other rank may run a step that needs the waiting rank. With s + 1 this holds if no
+rank can end a step before all ranks have reached it, as on the CPU or where the loss is read every step. If the host
+queues work for the device and synchronizes only every n steps, the notice must say s + n; this is `drift`. All waits
+have a timeout: if the ranks do not meet, that save fails and the training goes on.
 
-The board is also how a save by the clock comes about: rank 0's clock counts, and its notice tells the others.
+Saves at time intervals use the same mechanism: the clock of rank 0 decides, and rank 0 posts the notice.
 
-Nothing here knows what is saved.
+This module does not know what is saved.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ if TYPE_CHECKING:
 
     from reshard.group import Group
 
-__all__ = ["EXIT_CODE", "LAST_WORDS_S", "Board", "Notice", "Rendezvous", "Signals", "board_of"]
+__all__ = ["EXIT_CODE", "EXIT_GRACE_S", "Notice", "NoticeStore", "Rendezvous", "Signals", "notice_store_of"]
 
 EXIT_CODE = 75
-"""What a process ends with that was told to end and has saved: EX_TEMPFAIL, "try again later"."""
+"""Exit code of a process that was signalled to end and has saved: EX_TEMPFAIL, "try again later"."""
 
-LAST_WORDS_S = 5.0
-"""Seconds that there always are for what is to be done before the end."""
+EXIT_GRACE_S = 5.0
+"""Minimum time for the work before the process ends, in seconds, even if the grace period is over."""
 
 _log = logging.getLogger("reshard")
 
 
 class Signals:
-    """Signals that ask for a save, noticed at the end of a step. A second one changes nothing.
+    """Handlers of the signals that request a save. The training loop checks `seen` at the end of each step.
 
-    A process forked from this one, such as a worker of a DataLoader, dies of them as if nobody had set a handler.
+    Only the first signal counts. In a process forked from this one, such as a DataLoader worker, these signals have
+    their default effect.
 
     Args:
-        numbers: the signals. Handlers can be set in the main thread alone: elsewhere they are left as they are, with a
-            warning.
+        numbers: the signals. Python sets signal handlers only in the main thread: in other threads nothing is set, and
+            a warning is logged.
 
     Example:
         >>> signals = Signals([signal.SIGUSR1])
@@ -70,31 +71,31 @@ class Signals:
         self._first: tuple[int, float] | None = None
         self._stays = False
         if numbers and threading.current_thread() is not threading.main_thread():
-            _log.warning("signals are not watched: handlers can be set in the main thread alone")
+            _log.warning("signals are not handled: signal handlers can be set only in the main thread")
             return
         for number in numbers:
             self._before[number] = signal.signal(number, self._handle)
 
     @property
     def seen(self) -> str | None:
-        """The name of the first one that came, or None."""
+        """The name of the first signal that arrived, or None."""
         return None if self._first is None else signal.Signals(self._first[0]).name
 
     @property
     def number(self) -> int | None:
-        """The number of the first one that came, or None."""
+        """The number of the first signal that arrived, or None."""
         return None if self._first is None else self._first[0]
 
     def age_s(self) -> float:
-        """Seconds since it came."""
+        """Seconds since the first signal arrived; 0.0 if none has."""
         return 0.0 if self._first is None else time.monotonic() - self._first[1]
 
     def stay(self) -> None:
-        """Go on until the process ends, whoever calls `close`."""
+        """Keep the handlers until the process ends: `close` has no effect afterwards."""
         self._stays = True
 
     def close(self) -> None:
-        """Set back the handlers that were there before."""
+        """Restore the previous handlers."""
         if self._stays:
             return
         if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
@@ -114,13 +115,13 @@ class Signals:
 
 @dataclass(frozen=True)
 class Notice:
-    """What all ranks are to do together.
+    """A request that all ranks save at the same step.
 
     Attributes:
-        step: at the end of which.
-        why: for the log, "SIGTERM on rank 3".
-        leave: whether to end the process afterwards.
-        seconds: how long there is from when it is seen.
+        step: the step at whose end ranks save.
+        why: the reason, for the log, such as "SIGTERM on rank 3".
+        leave: whether the process ends after the save.
+        seconds: time limit in seconds, from when the notice is read.
     """
 
     step: int
@@ -129,18 +130,18 @@ class Notice:
     seconds: float
 
 
-class Board(Protocol):
-    """Where a rank can leave word, and look for it without waiting."""
+class NoticeStore(Protocol):
+    """A store that all ranks share, in which ranks post and read text without waiting."""
 
     def post(self, name: str, text: str) -> None:
-        """Leave a text under a name, unless there is one."""
+        """Store a text under a name, unless the name has one."""
 
     def read(self, name: str) -> str | None:
-        """The text, if there is one."""
+        """The text of a name, or None."""
 
 
-class _OwnBoard:
-    """The board of a process that is alone."""
+class _LocalNoticeStore:
+    """The notices of a single process."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -152,90 +153,98 @@ class _OwnBoard:
         return self._texts.get(name)
 
 
-class _StoreBoard:
+class _TorchNoticeStore:
     """The rendezvous store of torch.distributed."""
 
     def __init__(self, group: TorchGroup) -> None:
-        self._store: Any = group._store  # noqa: SLF001  one house
+        self._store: Any = group._store  # noqa: SLF001  same package
         self._is_lost = False
 
     def post(self, name: str, text: str) -> None:
-        self._ask(lambda: self._store.compare_set(f"notice/{name}", "", text))
+        self._call(lambda: self._store.compare_set(f"notice/{name}", "", text))
 
     def read(self, name: str) -> str | None:
-        found = self._ask(lambda: self._store.check([f"notice/{name}"]))
-        text = self._ask(lambda: self._store.get(f"notice/{name}")) if found else None
+        found = self._call(lambda: self._store.check([f"notice/{name}"]))
+        text = self._call(lambda: self._store.get(f"notice/{name}")) if found else None
         return None if text is None else text.decode()
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """A server that is gone costs the notices, not the training."""
+    def _call(self, operation: Callable[[], Any]) -> Any:
+        """Run an operation on the store. If the store is lost, log that and go on without notices."""
         if self._is_lost:
             return None
         try:
-            return question()
+            return operation()
         except RuntimeError as error:
             self._is_lost = True
-            _log.warning("the rendezvous store is lost, and with it emergency saves: %s", error)
+            _log.warning("the rendezvous store is not reachable, emergency saves are disabled: %s", error)
             return None
 
 
-def board_of(group: Group) -> Board | None:
-    """The board of a group; None if it has none. A group of a user's own has one if it has `post` and `read`.
+def notice_store_of(group: Group) -> NoticeStore | None:
+    """The notice store of a group, or None. A user-defined group is its own store if it has `post` and `read`.
 
     Example:
         >>> from reshard.group import SingleProcess
-        >>> board = board_of(SingleProcess())
-        >>> board.read("a")
-        >>> board.post("a", "word")
-        >>> board.read("a")
-        'word'
+        >>> store = notice_store_of(SingleProcess())
+        >>> store.read("a")
+        >>> store.post("a", "text")
+        >>> store.read("a")
+        'text'
     """
     if group.world_size == 1:
-        return _OwnBoard()
+        return _LocalNoticeStore()
     if isinstance(group, TorchGroup):
-        return _StoreBoard(group)
+        return _TorchNoticeStore(group)
     has_one = callable(getattr(group, "post", None)) and callable(getattr(group, "read", None))
     return group if has_one else None  # type: ignore[return-value]
 
 
 class Rendezvous:
-    """How the ranks of one run come to save at the same step.
+    """Agrees on the step at which all ranks of a run save.
 
     Args:
-        group: all its ranks make one, and call `look` at the end of every step.
-        board: what its ranks have in common.
-        run: text that no other run on this board has, the same on all ranks.
-        drift: steps by which one rank can be ahead of another, at least 1.
+        group: the group; every rank creates a `Rendezvous` and calls `poll` at the end of every step.
+        store: the notice store that the ranks share.
+        run: text that identifies the run in the store, the same on all ranks.
+        drift: number of steps by which one rank can be ahead of another, at least 1.
     """
 
-    def __init__(self, group: Group, board: Board, run: str, drift: int = 1) -> None:
+    def __init__(self, group: Group, store: NoticeStore, run: str, drift: int = 1) -> None:
         self._group = group
-        self._board = board
+        self._store = store
         self._run = run
         self._drift = drift if group.world_size > 1 else 0
-        self._number = 0  # of the next notice
-        self._target: tuple[Notice, float] | None = None  # and when it was seen
+        self._number = 0  # number of the next notice
+        self._target: tuple[Notice, float] | None = None  # the notice, and the time at which it was read
 
-    def ask(self, step: int, why: str, *, leave: bool, seconds: float) -> None:
-        """Post a notice at the end of a step, unless there is one."""
-        notice = Notice(step + self._drift, why, leave, seconds)
-        self._board.post(self._name, json.dumps(asdict(notice)))
-
-    def look(self, step: int, timeout: float) -> Notice | None:
-        """What is to be done now, at the end of a step, by all ranks; None: go on.
+    def post(self, step: int, why: str, *, leave: bool, seconds: float) -> None:
+        """Post a notice, unless another one is pending.
 
         Args:
-            step: the one that ended.
-            timeout: seconds that ranks wait for each other, at most.
+            step: the step that ended.
+            why: the reason, for the log.
+            leave: whether the process ends after the save.
+            seconds: time limit in seconds, from when a rank reads the notice.
+        """
+        notice = Notice(step + self._drift, why, leave, seconds)
+        self._store.post(self._name, json.dumps(asdict(notice)))
+
+    def poll(self, step: int, timeout: float) -> Notice | None:
+        """Check for a notice at the end of a step.
+
+        Args:
+            step: the step that ended.
+            timeout: maximum time that ranks wait for each other, in seconds.
 
         Returns:
-            The notice, once all ranks are at this step; `seconds` is what is left.
+            The notice, if all ranks are at its step: all ranks save now, and `seconds` is the remaining time. Else
+            None.
 
         Raises:
-            GroupError: a rank did not come in time. The notice is forgotten.
+            GroupError: a rank did not answer in time. The notice is discarded.
         """
         if self._target is None:
-            text = self._board.read(self._name)
+            text = self._store.read(self._name)
             if text is None:
                 return None
             self._target = (_parsed(text), time.monotonic())
@@ -244,8 +253,8 @@ class Rendezvous:
             return None
         left_s = notice.seconds - (time.monotonic() - seen)
         try:
-            # However late it is: the others may come at once.
-            steps = Collective(session(self._group, "notice"), min(timeout, max(left_s, LAST_WORDS_S))).share(step)
+            # Always wait a minimum time, even after the limit: the other ranks may arrive in a moment.
+            steps = Collective(session(self._group, "notice"), min(timeout, max(left_s, EXIT_GRACE_S))).share(step)
         except BaseException:
             self._target = None
             self._number += 1
@@ -267,4 +276,4 @@ def _parsed(text: str) -> Notice:
         value = json.loads(text)
         return Notice(int(value["step"]), str(value["why"]), bool(value["leave"]), float(value["seconds"]))
     except (ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"the board of the group holds something else than notices: {error!r}") from error
+        raise ArgumentError(f"`read` of the group returned text that is not a notice: {error!r}") from error

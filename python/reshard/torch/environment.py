@@ -1,9 +1,9 @@
-"""What a run ran on, written down when it is saved and compared when it is resumed: `record` and `compare`.
+"""The software and hardware environment of a run: `record` it when saving, `compare` it when resuming.
 
-Nothing that is compared names a machine: another host of the same kind is no difference. What a difference means is
-said by one of three severities, in a table below: it "breaks exactness" (the resumed run cannot be bit-equal to the
-uninterrupted one, or trains on something else), it "may change numbers", or it is "informational". What only one side
-knows is informational. Nothing is decided here; whoever resumes does.
+The record does not identify the machine: another host of the same kind makes no difference. Each difference has one of
+three severities, listed in a table below: "breaks exactness" (the resumed run cannot be bit-equal to the uninterrupted
+one, or trains on other data), "may change numbers", or "informational". An entry that is known on one side only is
+informational. The caller decides what to do about a difference.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["Difference", "Severity", "check", "compare", "record"]
 Severity: TypeAlias = Literal["breaks exactness", "may change numbers", "informational"]
 
 _SEVERITIES: dict[str, Severity] = {
-    "world_size": "breaks exactness",  # sums over ranks are taken in another order, and random streams are derived
+    "world_size": "breaks exactness",  # the order of sums over ranks changes, and random streams are derived anew
     "mesh": "breaks exactness",
     "dataset": "breaks exactness",
     "device": "breaks exactness",
     "default_dtype": "breaks exactness",
     "matmul_precision": "breaks exactness",
-    "config": "may change numbers",  # a learning rate does, a path does not
+    "config": "may change numbers",  # a changed learning rate does, a changed path does not
     "code_revision": "may change numbers",
     "code_dirty": "may change numbers",
     "torch": "may change numbers",
@@ -60,13 +60,13 @@ _GIT_SECONDS = 5
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not as it was.
+    """An entry of the environment that has changed.
 
     Attributes:
-        severity: what it means.
-        name: of the entry.
-        saved: what it was; None: not recorded.
-        now: what it is; None: not known.
+        severity: the effect on the run.
+        name: name of the entry.
+        saved: its saved value; None: not recorded.
+        now: its current value; None: not known.
     """
 
     severity: Severity
@@ -88,18 +88,18 @@ def record(
 ) -> dict[str, Any]:
     """The environment of this process, for `extra` of a save: text, numbers, booleans and None by name.
 
-    One rank is enough; asking git costs processes.
+    Call it on one rank only: it starts git processes.
 
     Args:
-        world_size: ranks in all.
-        mesh: sizes of its axes, first = outermost.
-        config: the configuration, JSON-able or as text; its digest is recorded.
-        dataset: a fingerprint of the dataset, whatever tells it from another one.
-        code: a folder with the code; by default the working directory. If it is under git, the revision is recorded
-            and whether tracked files differ from it. No git, or a slow one: neither is known.
+        world_size: number of ranks.
+        mesh: axis sizes of the device mesh, outermost first.
+        config: the configuration as text or as JSON-serializable value. Its digest is recorded.
+        dataset: text that identifies the dataset.
+        code: folder with the code; by default the working directory. If it is in a git repository, the record holds
+            the revision and whether tracked files differ from it. If git is missing or slow, both are None.
 
     Raises:
-        ArgumentError: the configuration is nothing that JSON can hold.
+        ArgumentError: the configuration is not JSON-serializable.
 
     Example:
         >>> environment = record(world_size=4, config={"lr": 3e-4}, dataset="text-v2")
@@ -137,14 +137,14 @@ def record(
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """What differs, the most severe first.
+    """The differences between two records, the most severe first.
 
     Args:
-        saved: a record from a checkpoint; entries that this version does not know are informational.
-        now: the present record.
+        saved: the record from a checkpoint. Entries that this version does not know are informational.
+        now: the current record.
 
     Raises:
-        ArgumentError: `saved` is no record.
+        ArgumentError: `saved` is not a record.
 
     Example:
         >>> for difference in compare({"torch": "2.6.0", "world_size": 4}, {"torch": "2.7.1", "world_size": 2}):
@@ -153,7 +153,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference
         may change numbers: torch was '2.6.0', is '2.7.1'
     """
     if not isinstance(saved, Mapping) or not all(isinstance(name, str) for name in saved):
-        raise ArgumentError(f"this is no record of an environment: {shown(saved)}")
+        raise ArgumentError(f"not a record of an environment: {shown(saved)}")
     differences = []
     for name in {**now, **saved}:
         was, is_now = saved.get(name), now.get(name)
@@ -165,11 +165,11 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference
 
 
 def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """`compare`, and refuse what is more than informational: a strict environment.
+    """Compare two records and raise if a difference is more than informational (`strict_environment`).
 
     Raises:
-        ArgumentError: `saved` is no record.
-        MismatchError: there are such differences; all are listed.
+        ArgumentError: `saved` is not a record.
+        MismatchError: there are such differences; the message lists all of them.
 
     Example:
         >>> check({"torch": "2.6.0", "python": "3.11.7"}, {"torch": "2.6.0", "python": "3.12.1"})
@@ -179,7 +179,7 @@ def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     severe = [str(difference) for difference in differences if difference.severity != "informational"]
     if severe:
         raise MismatchError(
-            "the environment is not the one that the checkpoint was saved in:\n" + "\n".join(severe),
+            "the environment differs from that of the checkpoint:\n" + "\n".join(severe),
             hint="restore it, or resume without `strict_environment`",
         )
     return differences
@@ -196,27 +196,27 @@ def _config_digest(config: object) -> str | None:
         try:
             data = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"the configuration has no JSON form: {error}", hint="pass its text") from error
+            raise ArgumentError(f"the configuration is not JSON-serializable: {error}", hint="pass its text") from error
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _code_revision(folder: Path) -> tuple[str | None, bool | None]:
     """The commit of the folder, and whether tracked files differ from it; None: not known."""
     try:
-        place = folder.resolve()
-        # Most often there is none, and no process is needed to see it.
-        is_under_git = any((parent / ".git").exists() for parent in (place, *place.parents))
+        resolved = folder.resolve()
+        # Look for `.git` first: without it no process is needed.
+        is_under_git = any((parent / ".git").exists() for parent in (resolved, *resolved.parents))
     except (OSError, RuntimeError):
         is_under_git = False
-    revision = _git(place, "rev-parse", "--verify", "HEAD") if is_under_git else None
+    revision = _git(resolved, "rev-parse", "--verify", "HEAD") if is_under_git else None
     if not revision:
         return None, None
-    changes = _git(place, "status", "--porcelain", "--untracked-files=no")
+    changes = _git(resolved, "status", "--porcelain", "--untracked-files=no")
     return revision, None if changes is None else changes != ""
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints, None if it fails or is slow; it takes no lock and starts nothing that the repository names."""
+    """The output of git, or None if it fails or is slow. git takes no lock and starts no program of the repository."""
     try:
         done = subprocess.run(  # noqa: S603 - fixed words
             ["git", "-c", "core.fsmonitor=false", *arguments],  # noqa: S607 - the git that the user has

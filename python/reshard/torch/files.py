@@ -1,10 +1,10 @@
-"""`load_file` and `save_file` of `safetensors.torch`, durable and on several threads.
+"""`load_file` and `save_file` with the interface of `safetensors.torch`, durable and multi-threaded.
 
-The files are plain safetensors files, and what either package writes the other reads. Tied tensors (the same memory,
-shape and strides under several names), which stock `save_file` refuses, are stored once, under the first of their
-names as stock `save_model` does it, and the header says under which others they go (`ALIASES`). `load_file` gives
-them back tied, and whatever else this package opens has all names; other readers find the one name. Tensors that
-overlap otherwise are stored in full, each for itself. No module is known here, only tensors by name.
+The files are plain safetensors files: either package reads what the other writes. Tied tensors (the same memory, shape
+and strides under several names) are stored once, under the first of their names, and the header lists the other names
+(`ALIASES`). The safetensors package refuses them in `save_file`, and stores them like this in `save_model`. `load_file`
+and all other readers of this package return tied tensors under all names; other readers see one name. Tensors that
+overlap in another way are stored in full.
 """
 
 from __future__ import annotations
@@ -33,63 +33,65 @@ def load_file(
     *,
     backend: Literal["mmap", "pread"] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors by name, in memory of their own.
+    """Load all tensors by name, into new memory.
 
     Args:
         filename: a safetensors file, or anything else that `reshard.open` takes.
-        device: where they go. To another device than the CPU they go one by one, so that the host need not hold all.
-        backend: "mmap" maps the file, "pread" reads it; by default the file system decides.
+        device: device of the tensors. To a device other than the CPU they are moved one by one, so that the host does
+            not hold all of them at once.
+        backend: "mmap" maps the file, "pread" reads it. By default this depends on the file system.
 
     Returns:
-        Tensors by name; names that were tied when they were saved here share their memory.
+        Tensors by name. Tensors that were tied when they were saved by this package share memory.
 
     Raises:
         ArgumentError: an unknown device or backend.
-        CheckpointNotFoundError: there is nothing of this name.
+        CheckpointNotFoundError: the file does not exist.
         DamagedFileError: the file violates its format.
         UnsupportedError: this torch has no dtype for a tensor.
 
     Example:
         >>> w = torch.arange(6.0).reshape(2, 3)
-        >>> save_file({"w": w, "tied": w, "turned": w.T}, "model.safetensors")
+        >>> save_file({"w": w, "tied": w, "transposed": w.T}, "model.safetensors")
         >>> loaded = load_file("model.safetensors")
-        >>> loaded["turned"].shape, loaded["tied"].data_ptr() == loaded["w"].data_ptr()
+        >>> loaded["transposed"].shape, loaded["tied"].data_ptr() == loaded["w"].data_ptr()
         (torch.Size([3, 2]), True)
     """
     if backend not in _METHODS:
         raise ArgumentError(f'unknown backend {backend!r}, expected "mmap", "pread" or None')
     try:
-        place = torch.device(device)
+        target = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"unknown device {device!r}: {error}") from error
     with open_checkpoint(filename, method=_METHODS[backend]) as checkpoint:
         aliases = checkpoint.aliases
         names = {name: checkpoint[name].dtype for name in checkpoint if name not in aliases}
-        if place.type == "cpu":
+        if target.type == "cpu":
             arrays = checkpoint.load(keys=names)
             tensors = {name: _as_tensor(arrays[name], dtype) for name, dtype in names.items()}
         else:
-            tensors = {name: _as_tensor(checkpoint.read(name), dtype).to(place) for name, dtype in names.items()}
+            tensors = {name: _as_tensor(checkpoint.read(name), dtype).to(target) for name, dtype in names.items()}
     return tensors | {alias: tensors[name].detach() for alias, name in aliases.items()}
 
 
 def save_file(
     tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors into one `.safetensors` file, which appears whole and is on the disk on return.
+    """Write tensors into one `.safetensors` file. The write is atomic, and the file is synced to disk on return.
 
-    A file of this name is replaced. Strided tensors are written as if they were contiguous, on the way.
+    An existing file is replaced. Strided tensors are written in contiguous order, without a contiguous copy in memory.
 
     Args:
-        tensors: dense ones by name, of any dtype of the format. Those on a device are first copied, all at once.
+        tensors: dense tensors by name, of any dtype of the format. Tensors on a device other than the CPU are copied
+            to the host first, all of them.
         filename: the file to write; its folder must exist.
-        metadata: text by key, for the file's header.
+        metadata: text by key, for the header of the file.
 
     Raises:
-        ArgumentError: a name or metadata is no text, a value is no tensor, or `ALIASES` is given as metadata.
+        ArgumentError: a name or metadata is not text, a value is not a tensor, or the metadata has the key `ALIASES`.
         UnsupportedError: a dtype that the format lacks (complex128); a sparse, quantized, distributed or meta tensor.
-        CheckpointNotFoundError: there is no such folder.
-        StorageError: the system refused the write.
+        CheckpointNotFoundError: the folder does not exist.
+        StorageError: the operating system failed the write.
 
     Example:
         >>> save_file({"w": torch.ones(2, 3, dtype=torch.bfloat16).T}, "model.safetensors", {"format": "pt"})
@@ -101,7 +103,7 @@ def save_file(
     for name, tensor in tensors.items():
         check_text(name, "name of a tensor")
         if name == "__metadata__":
-            raise ArgumentError("a tensor cannot be named `__metadata__`: the header keeps its text there", key=name)
+            raise ArgumentError("a tensor cannot be named `__metadata__`: safetensors reserves this name", key=name)
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"saving `{name}`: expected a tensor, found {type(tensor).__name__}", key=name)
     texts = dict(metadata or {})
@@ -109,7 +111,7 @@ def save_file(
         check_text(key, "key of the metadata")
         check_text(text, f"value of the metadata `{key}`")
     if ALIASES in texts:
-        raise ArgumentError(f"metadata `{ALIASES}` is written by `save_file` itself")
+        raise ArgumentError(f"the metadata key `{ALIASES}` is reserved: `save_file` writes it")
     aliases = _find_aliases(tensors)
     text_of_aliases = aliases_text(aliases) if aliases else None
     if text_of_aliases is None:
@@ -125,11 +127,11 @@ def save_file(
             array, dtype = from_tensor(tensor.detach().cpu() if is_far else tensor)
         except UnsupportedError as error:
             raise UnsupportedError(f"saving `{name}`: {error.message}", key=name, hint=error.hint) from error
-        # The buffer protocol has no word for bfloat16 and the narrow floats: the bytes travel as integers.
+        # The buffer protocol has no format for bfloat16 and the narrow floats: pass the bytes as integers.
         entries.append((name, dtype, dtypes.tensor_shape(dtype, array.shape), array.view(f"u{array.itemsize}")))
-    # The order that stock files have: wide dtypes first, and each dtype by name.
+    # The order of the safetensors package: wide dtypes first, and each dtype by name.
     entries.sort(key=lambda entry: (-dtypes.bits(entry[1]), entry[0]))
-    # The mode of a file that `open` makes: 0666 less umask.
+    # The default mode of a new file: 0666 minus the umask.
     _core.write_arrays(os.fsdecode(filename), entries, metadata=texts if aliases else metadata, mode=0o666)
 
 
@@ -138,7 +140,7 @@ def _as_tensor(array: object, dtype: str) -> torch.Tensor:
 
 
 def _find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Each further name of a tensor, and its first: what is the same memory, seen in the same way."""
+    """The aliases of tied tensors (same memory, dtype, shape and strides), and the first name of each."""
     first: dict[object, str] = {}
     aliases = {}
     for name in sorted(tensors):
@@ -146,7 +148,7 @@ def _find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         if tensor.layout != torch.strided or tensor.device.type == "meta" or hasattr(tensor, "to_local"):
             continue
         if tensor.numel() == 0:
-            continue  # there is nothing to share, and all of them lie at address 0
+            continue  # empty tensors share no memory, and all have address 0
         view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         kept = first.setdefault((*view, tensor.is_conj(), tensor.is_neg()), name)
         if kept != name:

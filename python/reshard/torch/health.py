@@ -1,6 +1,7 @@
-"""Whether a checkpoint was saved in good health: judged by the loss, or by whatever a trainer knows better.
+"""Health of a run at the time of a save, determined from the loss or by a function of the user.
 
-The verdict goes into the checkpoint as `ckpt_status`, and a run that asks for healthy ones passes others over.
+It is stored in the checkpoint as `ckpt_status`. A run that is configured to resume from healthy checkpoints only skips
+the others.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["Health", "LossHealth"]
 
 Health: TypeAlias = "Callable[[int, float | None, Mapping[str, float]], bool | None]"
-"""Called after each step as `health(step, loss, metrics)`: whether the run is healthy; None: it cannot say."""
+"""Called after each step as `health(step, loss, metrics)`. Returns whether the run is healthy; None: not known."""
 
 
 class LossHealth:
-    """A run is unhealthy while its loss is nan or infinite, or far above what it was.
+    """Health from the loss: a run is unhealthy while its loss is NaN or infinite, or far above the last losses.
 
     Args:
-        spike: how many times the median of the last losses is too much; None: only nan and infinities count.
-        window: losses that the median is taken of. Spikes are judged once so many have been seen.
+        spike: factor; a loss above `spike` times the median of the last losses is unhealthy. None: only NaN and
+            infinite losses are.
+        window: number of losses of which the median is taken. Spikes are detected once so many losses are known.
 
     Raises:
-        ArgumentError: a spike that is not above 1, or a window without losses.
+        ArgumentError: `spike` is not above 1, or `window` is below 1.
 
     Example:
         >>> health = LossHealth(spike=3.0, window=2)
@@ -39,7 +41,7 @@ class LossHealth:
 
     def __init__(self, spike: float | None = None, window: int = 50) -> None:
         if (spike is not None and not spike > 1) or window < 1:
-            raise ArgumentError(f"a spike of {spike} over a window of {window}: expected more than 1, and at least 1")
+            raise ArgumentError(f"spike {spike}, window {window}: expected spike above 1 and window of at least 1")
         self.spike = spike
         self._seen: deque[float] = deque(maxlen=window)
 
@@ -56,5 +58,5 @@ class LossHealth:
             and loss > self.spike * statistics.median(self._seen)
         )
         if not is_spike:
-            self._seen.append(loss)  # a spike is no measure of the next one
+            self._seen.append(loss)  # a spike must not raise the median
         return not is_spike

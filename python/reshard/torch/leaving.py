@@ -1,7 +1,7 @@
-"""How a run ends before its time: told by a signal, or by an exception. All ranks save at one step, or none does.
+"""The last save of a run that ends early, because of a signal or an exception. Either all ranks save, or none.
 
-That they are at one step is seen to elsewhere (`emergency`). Here it is saved within the time that is left, and the
-process ends with a code that says whether that worked.
+`emergency` brings all ranks to the same step. The functions here save within the remaining time, and end the process
+with an exit code that tells whether the save succeeded.
 """
 
 from __future__ import annotations
@@ -14,62 +14,80 @@ from typing import TYPE_CHECKING, NoReturn
 from reshard.collective import Collective
 from reshard.errors import ReshardError
 from reshard.group import session
-from reshard.torch.emergency import EXIT_CODE, LAST_WORDS_S
+from reshard.torch.emergency import EXIT_CODE, EXIT_GRACE_S
 
 if TYPE_CHECKING:
     from reshard.group import Group
     from reshard.torch.emergency import Signals
     from reshard.torch.saving import Saver
 
-__all__ = ["leave", "save_after", "save_and_leave"]
+__all__ = ["exit_process", "save_after", "save_and_exit"]
 
 _log = logging.getLogger("reshard")
 
 
-def save_and_leave(saver: Saver, signals: Signals, step: int, why: str, seconds: float) -> NoReturn:
-    """Save within so many seconds and end the process. What is under way in the background is waited for.
+def save_and_exit(saver: Saver, signals: Signals, step: int, why: str, seconds: float) -> NoReturn:
+    """Save and end the process. A save in the background is waited for first.
+
+    Args:
+        saver: the saver of the run.
+        signals: the signal handlers of the run.
+        step: the step to save.
+        why: the reason, for the log.
+        seconds: time limit in seconds.
 
     Raises:
         SystemExit: always.
     """
     run, deadline = saver.run, time.monotonic() + seconds
-    _log.warning("%s: saving iteration %d, then leaving", why, step)
+    _log.warning("%s: saving iteration %d, then the process ends", why, step)
     try:
         saver.wait(seconds)
     except (ReshardError, TimeoutError) as error:
         _log.error("the save in the background failed: %s", error)
-        run.saved = -1  # whatever it was
+        run.saved = -1  # so that this step is saved below
     saved, message = True, f"iteration {step} is saved"
     if run.saved != step:
         try:
-            saver.save(step, blocking=True, timeout=max(deadline - time.monotonic(), LAST_WORDS_S))
+            saver.save(step, blocking=True, timeout=max(deadline - time.monotonic(), EXIT_GRACE_S))
         except ReshardError as error:
             saved, message = False, f"iteration {step} is not saved: {error}"
-    leave(saver.group, signals, message, saved=saved)
+    exit_process(saver.group, signals, message, saved=saved)
 
 
-def leave(group: Group, signals: Signals, message: str, *, saved: bool) -> NoReturn:
-    """End the process, with a last word.
+def exit_process(group: Group, signals: Signals, message: str, *, saved: bool) -> NoReturn:
+    """Log a message and end the process.
+
+    Args:
+        group: the group; ranks wait for each other for a short time.
+        signals: the signal handlers of the run, which stay in place.
+        message: the message to log.
+        saved: whether the last step is saved; it determines the exit code.
 
     Raises:
         SystemExit: always.
     """
     try:
-        # Rank 0 may serve the store: it leaves last.
-        session(group, "leaving").gather(None, timeout=LAST_WORDS_S)
+        # Rank 0 may serve the store, so it ends last.
+        session(group, "leaving").gather(None, timeout=EXIT_GRACE_S)
     except ReshardError as error:
-        _log.debug("leaving: %s", error)
-    _log.log(logging.WARNING if saved else logging.ERROR, "%s; leaving", message)
-    # Launchers send another signal to whoever is left when the first rank ends.
+        _log.debug("waiting for the other ranks before the end: %s", error)
+    _log.log(logging.WARNING if saved else logging.ERROR, "%s; the process ends", message)
+    # Launchers send another signal to the remaining ranks when the first rank ends.
     signals.stay()
     raise SystemExit(EXIT_CODE if saved else 128 + (signals.number or signal.SIGTERM))
 
 
 def save_after(saver: Saver, error: BaseException, seconds: float) -> None:
-    """Save where the last complete step ended, if the exception has left it as it was, on all ranks.
+    """Save the last complete step after an exception, if all ranks are still in the state of the same step.
+
+    Args:
+        saver: the saver of the run.
+        error: the exception.
+        seconds: time limit in seconds.
 
     Raises:
-        ReshardError: it is not saved.
+        ReshardError: the save failed.
     """
     run = saver.run
     if run.last == run.saved:
@@ -78,7 +96,7 @@ def save_after(saver: Saver, error: BaseException, seconds: float) -> None:
     what = f"{type(error).__name__} in the step after {run.last}"
     states = Collective(session(saver.group, "exception"), seconds).share(own)
     if any(state != [run.last, True] for state in states):
-        _log.error("%s: nothing is saved, the ranks are not at the end of one step: %s", what, states)
+        _log.error("%s: nothing is saved, the ranks are not at the end of the same step: %s", what, states)
         return
     saver.wait(seconds)
     saver.save(run.last, blocking=True, timeout=seconds, interrupted=True)

@@ -1,8 +1,8 @@
-"""The tensors of live modules by name, as a checkpoint names them.
+"""The tensors of modules by key, with the names used in a checkpoint.
 
-A name is the path of a parameter or buffer through the modules, without the wrappers that people put around a model:
-DDP, `torch.compile`, activation checkpointing. What is tied has one name, the first, and aliases. What lies where on
-which rank is not known here.
+A key is the path of a parameter or buffer through the modules, without wrappers such as DDP, `torch.compile` and
+activation checkpointing. The key of a tied tensor is its first name; its other names are aliases. This module does not
+know how tensors are distributed over ranks.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Named", "named"]
 
-# Names that wrappers give to what they wrap, and that nothing else bears.
+# Attribute names under which wrappers keep the wrapped module, and which nothing else uses.
 _TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
 @dataclass(frozen=True, eq=False)
 class Named:
-    """What a model, or several parts of one, consist of.
+    """The tensors of a model, or of several parts of one.
 
     Attributes:
-        tensors: parameters and persistent buffers by key, each once; live.
-        buffers: which of them are buffers.
-        received: which of these DDP overwrites with another rank's before the next forward pass (`broadcast_buffers`).
-        aliases: other names of these tensors, and the key of each.
-        transient: `(module, name in it)` of each buffer that is not persistent, which no checkpoint holds.
-        extra_state: modules that have state of their own besides tensors (`get_extra_state`).
+        tensors: parameters and persistent buffers by key, each once; the tensors of the model, not copies.
+        buffers: keys of the buffers.
+        received: keys of the buffers that DDP overwrites with those of another rank before the next forward pass
+            (`broadcast_buffers`).
+        aliases: other names of tensors, and the key of each.
+        transient: `(module, name in the module)` of each non-persistent buffer; no checkpoint holds these.
+        extra_state: modules that override `get_extra_state`, by name.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -48,14 +49,15 @@ class Named:
 
 
 def named(model: nn.Module | Sequence[nn.Module]) -> Named:
-    """The tensors of a model by name.
+    """The tensors of a model by key.
 
     Args:
-        model: a module; or several, such as the chunks of a pipeline that one rank holds, whose names differ.
+        model: a module, or several modules whose names differ, such as the pipeline chunks of one rank.
 
     Raises:
         ArgumentError: two different tensors have the same name.
-        UnsupportedError: a module is wrapped in the first FSDP, or a parameter is not initialised yet.
+        UnsupportedError: a module is wrapped in FSDP1 (`FullyShardedDataParallel`), or a parameter is not initialised
+            yet.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
@@ -74,7 +76,7 @@ def named(model: nn.Module | Sequence[nn.Module]) -> Named:
             _refuse_first_fsdp(module, prefix)
             received |= _received(module)
             if _is_a(module, "FSDPModule", "torch.distributed.fsdp"):
-                module.reshard()  # type: ignore[operator]  # as `state_dict()` does: shards are what is registered then
+                module.reshard()  # type: ignore[operator]  # as `state_dict()` does: registers the sharded parameters
             for name, tensor in _own(module):
                 key = prefix + name
                 if name in module._non_persistent_buffers_set:  # noqa: SLF001  there is no other way to know
@@ -91,7 +93,7 @@ def named(model: nn.Module | Sequence[nn.Module]) -> Named:
                     raise ArgumentError(
                         f"two tensors of the model are named {show(key)}",
                         key=key,
-                        hint="give its parts the names that they have in the whole model",
+                        hint="in each part use the names of the whole model",
                     )
                 found.tensors[first] = tensor
                 if name in module._buffers:  # noqa: SLF001
@@ -104,17 +106,17 @@ def named(model: nn.Module | Sequence[nn.Module]) -> Named:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every module under every name, with its prefix."""
+    """Every module under each of its names, with its prefix."""
     yield prefix, module
     is_replicated = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    for name, child in module._modules.items():  # noqa: SLF001  `named_children` leaves out what comes twice
+    for name, child in module._modules.items():  # noqa: SLF001  `named_children` skips repeated modules
         if child is not None:
             is_transparent = name in _TRANSPARENT or (is_replicated and name == "module")
             yield from _walk(child, prefix if is_transparent else f"{prefix}{name}.")
 
 
 def _received(module: nn.Module) -> set[int]:
-    """The buffers that this rank gets from the first rank of a DDP's group before each forward pass, by identity."""
+    """`id` of the buffers that this rank receives from the first rank of the DDP group before each forward pass."""
     if not isinstance(module, nn.parallel.DistributedDataParallel) or not module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         return set()
     is_first = torch.distributed.get_rank(module.process_group) == 0
@@ -129,15 +131,15 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_a(module: nn.Module, name: str, package: str) -> bool:
-    """Whether it is of a class that would be slow to import only to ask."""
+    """Whether the module is an instance of a class, by name: importing the class would be slow."""
     return any(kind.__name__ == name and kind.__module__.startswith(package) for kind in type(module).__mro__)
 
 
 def _refuse_first_fsdp(module: nn.Module, prefix: str) -> None:
     if _is_a(module, "FullyShardedDataParallel", "torch.distributed.fsdp"):
         raise UnsupportedError(
-            f"{show(prefix.removesuffix('.') or 'the model')} is wrapped in FullyShardedDataParallel, whose flat "
-            "parameters have no names",
-            hint="use `torch.distributed.fsdp.fully_shard`, the second FSDP; or save and load with `reshard.save` and "
+            f"{show(prefix.removesuffix('.') or 'the model')} is wrapped in FullyShardedDataParallel (FSDP1), whose "
+            "flat parameters have no names",
+            hint="use `torch.distributed.fsdp.fully_shard` (FSDP2); or save and load with `reshard.save` and "
             "`reshard.load` and a layout with `flat`",
         )

@@ -1,11 +1,11 @@
-"""The state of live optimizers by the names of parameters: tensors, and everything else.
+"""The state of optimizers by parameter name: tensors, and everything else.
 
-A tensor of the state of parameter `P` is named `<slot>.<P>`: `exp_avg.layers.0.w`, `step.layers.0.w`. What is no tensor
-(options of the groups, counters, the lists that LBFGS keeps) goes into a record keyed by the same names, so that it
-fits whatever groups or ranks hold the parameters later. Loading fills what is there and makes what is not, from what
-the checkpoint holds: no step is taken for it.
+A tensor in the state of parameter `P` has the key `<slot>.<P>`: `exp_avg.layers.0.w`, `step.layers.0.w`. State that is
+not a tensor (options of the parameter groups, counters, the lists of LBFGS) is kept in a record by parameter name, so
+that it does not depend on the groups and ranks that hold the parameters. Loading fills existing state tensors and
+creates missing ones from the checkpoint, without an optimizer step.
 
-Where tensors lie on which rank is not known here, nor what a file looks like.
+This module knows neither how tensors are distributed over ranks nor any file format.
 """
 
 from __future__ import annotations
@@ -22,19 +22,29 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Live", "Record", "Wanted", "live_optimizers", "merged", "options_of", "plain", "record_of", "set_options"]
+__all__ = [
+    "NamedOptimizer",
+    "OptimizerRecord",
+    "StateUpdate",
+    "merge_records",
+    "named_optimizers",
+    "plain",
+    "record_state",
+    "saved_options",
+    "set_options",
+]
 
-_OURS = ("params", "param_names")  # what a group has that is no option
+_NOT_OPTIONS = ("params", "param_names")  # entries of a parameter group that are not options
 
 
 @dataclass(frozen=True, eq=False)
-class Live:
-    """One optimizer.
+class NamedOptimizer:
+    """An optimizer, with the names of its parameters.
 
     Attributes:
-        optimizer: what the trainer has.
-        local: what keeps the state: itself, or the optimizer that a ZeroRedundancyOptimizer has on this rank.
-        names: of its parameters, by identity; those of all ranks.
+        optimizer: the optimizer of the trainer.
+        local: the optimizer that holds the state: the same one, or the local optimizer of a ZeroRedundancyOptimizer.
+        names: name of each of its parameters, on any rank, by `id`.
     """
 
     optimizer: Any
@@ -43,25 +53,26 @@ class Live:
 
     @property
     def kind(self) -> str:
-        """The class that made the state."""
+        """Name of the class of the optimizer that holds the state."""
         return type(self.local).__name__
 
     def owned(self) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
-        """The parameters whose state this rank keeps, each with its group."""
+        """The parameters whose state this rank holds, by name, each with its parameter group."""
         groups = self.local.param_groups
         return {self.names[id(p)]: (p, group) for group in groups for p in group["params"]}
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
-    """What is to be known of optimizers besides tensors; the file has it as `to_value` makes it.
+class OptimizerRecord:
+    """The state of optimizers except the tensors themselves. It is saved as the value that `to_value` returns.
 
     Attributes:
-        groups: `{"class", "index", "options", "params"}` of each group of parameters.
-        slots: the tensors that the state of each parameter has, by name.
-        local: the tensors besides that every rank keeps for itself, by name.
-        plain: which tensors of either kind are plain ones beside a parameter that is a DTensor; not counters.
-        state: what the state of a parameter has besides: `{name: {slot: value}}`.
+        groups: `{"class", "index", "options", "params"}` of each parameter group.
+        slots: slots of the tensors in the state of each parameter, by parameter name.
+        local: slots of further tensors that are rank-local, by parameter name.
+        plain: slots, of `slots` and `local`, of plain tensors in the state of a DTensor parameter, by parameter name;
+            without counters.
+        state: state values that are not tensors: `{name: {slot: value}}`.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -81,11 +92,11 @@ class Record:
         }
 
     @classmethod
-    def from_value(cls, value: Mapping[str, Any]) -> Record:
-        """What `to_value` made.
+    def from_value(cls, value: Mapping[str, Any]) -> OptimizerRecord:
+        """Parse a value of `to_value`.
 
         Raises:
-            MismatchError: it is something else.
+            MismatchError: the value is not such a record.
         """
         try:
             slots = _slots_of(value["slots"])
@@ -94,19 +105,21 @@ class Record:
                 {
                     "class": str(group["class"]),
                     "index": int(group["index"]),
-                    "options": {str(name): option for name, option in group["options"].items() if name not in _OURS},
+                    "options": {
+                        str(name): option for name, option in group["options"].items() if name not in _NOT_OPTIONS
+                    },
                     "params": [str(name) for name in group["params"]],
                 }
                 for group in value["groups"]
             ]
             state = {str(name): dict(values) for name, values in value["state"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise MismatchError(f"the record of the optimizer in `extra` is not one: {error!r}") from error
+            raise MismatchError(f"`extra` holds an invalid record of the optimizer: {error!r}") from error
         return cls(groups, slots, state, local, plain)
 
 
 def _rows(slots: Mapping[str, tuple[str, ...]]) -> list[list[list[str]]]:
-    """`[slots, names]` of each set of slots: thousands of parameters have a handful."""
+    """`[slots, names]` for each distinct set of slots: thousands of parameters share a few sets."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, of_name in slots.items():
         names.setdefault(of_name, []).append(name)
@@ -114,26 +127,26 @@ def _rows(slots: Mapping[str, tuple[str, ...]]) -> list[list[list[str]]]:
 
 
 def _slots_of(rows: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-    """What `_rows` was made of."""
+    """The inverse of `_rows`."""
     return {str(name): tuple(map(str, slots)) for slots, names in rows for name in names}
 
 
-def live_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Live]:
-    """The optimizers that a caller means.
+def named_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[NamedOptimizer]:
+    """The optimizers in an `optimizer` argument, with the names of their parameters.
 
     Args:
-        optimizer: one of torch's, or several that share the parameters out; None: none.
-        key_of: the key of each parameter of the model, by identity.
+        optimizer: a torch optimizer, or several with disjoint parameters; None: none.
+        key_of: the key of each parameter of the model, by `id`.
 
     Raises:
-        ArgumentError: it is no optimizer, or holds a parameter that the model does not have or another one holds.
-        UnsupportedError: its `state_dict` is its own, so what it holds is not known.
+        ArgumentError: a value is not an optimizer, or a parameter is not in the model, or in two optimizers.
+        UnsupportedError: the optimizer overrides `state_dict`.
     """
     given: list[Any] = [] if optimizer is None else [optimizer]
     if isinstance(optimizer, Sequence):
         given = list(optimizer)
-    lives: list[Live] = []
-    taken: set[int] = set()
+    optimizers: list[NamedOptimizer] = []
+    assigned: set[int] = set()
     for one in given:
         local = _local(one)
         names: dict[int, str] = {}
@@ -142,61 +155,61 @@ def live_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Live]:
                 raise ArgumentError(
                     f"the {type(one).__name__} holds a parameter of shape {tuple(parameter.shape)} that the model does "
                     "not have",
-                    hint="make the optimizer after the model was wrapped or moved, and give all modules whose "
+                    hint="create the optimizer after the model is wrapped or moved, and pass all modules whose "
                     "parameters it holds: `[model, loss]`",
                 )
             names[id(parameter)] = key_of[id(parameter)]
-        if not taken.isdisjoint(names):
-            raise ArgumentError(f"two optimizers hold {show(names[min(taken & names.keys())])}")
-        taken.update(names)
-        lives.append(Live(one, local, names))
-    return lives
+        if not assigned.isdisjoint(names):
+            raise ArgumentError(f"two optimizers hold {show(names[min(assigned & names.keys())])}")
+        assigned.update(names)
+        optimizers.append(NamedOptimizer(one, local, names))
+    return optimizers
 
 
 def _local(optimizer: Any) -> Any:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             f"`optimizer` is a {type(optimizer).__name__}, expected a torch.optim.Optimizer or several",
-            hint="`Checkpointer.resume(extra={...})` keeps anything with `state_dict` and `load_state_dict`",
+            hint="`Checkpointer.resume(extra={...})` saves any object with `state_dict` and `load_state_dict`",
         )
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         if not isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
             raise UnsupportedError(
-                "a ZeroRedundancyOptimizer has no state before its first steps with `overlap_with_ddp`",
+                "a ZeroRedundancyOptimizer with `overlap_with_ddp` has no state before its first steps",
                 hint="use it without `overlap_with_ddp`",
             )
         return optimizer.optim  # type: ignore[attr-defined]
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         raise UnsupportedError(
-            f"a {type(optimizer).__name__} has a `state_dict` of its own, whose parts have no names of parameters",
-            hint="give it in `Checkpointer.resume(extra={...})`, which keeps its `state_dict` of rank 0 as it is",
+            f"a {type(optimizer).__name__} overrides `state_dict`, so its state cannot be assigned to parameters",
+            hint="pass it in `Checkpointer.resume(extra={...})`, which saves the `state_dict` of rank 0 unchanged",
         )
     return optimizer
 
 
-def record_of(lives: Iterable[Live]) -> tuple[dict[str, torch.Tensor], Record]:
-    """The tensors of the state by name, live; and what is to be known besides.
+def record_state(optimizers: Iterable[NamedOptimizer]) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
+    """The state tensors of optimizers by key (not copies), and the record of the rest of their state.
 
     Raises:
-        UnsupportedError: a slot has a name that could not be read back.
+        UnsupportedError: the name of a slot is empty, not text, or contains a dot.
     """
     tensors: dict[str, torch.Tensor] = {}
-    record = Record()
-    for live in lives:
+    record = OptimizerRecord()
+    for live in optimizers:
         for index, group in enumerate(live.optimizer.param_groups):
-            options = {name: plain(value) for name, value in group.items() if name not in _OURS}
+            options = {name: plain(value) for name, value in group.items() if name not in _NOT_OPTIONS}
             names = [live.names[id(p)] for p in group["params"]]
             record.groups.append({"class": live.kind, "index": index, "options": options, "params": names})
         for name, (parameter, _) in live.owned().items():
             state = live.local.state.get(parameter, {})
-            odd = [slot for slot in state if not isinstance(slot, str) or not slot or "." in slot]
-            if odd:
-                raise UnsupportedError(f"the state of {show(name)} has a slot named {odd[0]!r}", key=name)
-            # Lists of tensors, whose number changes from step to step, are kept with all that belongs to them. That
-            # works for plain parameters only: tensors beside a list in the state of a distributed one stay tensors.
+            invalid = [slot for slot in state if not isinstance(slot, str) or not slot or "." in slot]
+            if invalid:
+                raise UnsupportedError(f"the state of {show(name)} has a slot named {invalid[0]!r}", key=name)
+            # State with lists of tensors, whose length changes from step to step, goes into the record as a whole.
+            # This is possible for plain parameters only; of a DTensor parameter the tensors stay tensors.
             is_plain = not hasattr(parameter, "device_mesh")
-            is_odd = is_plain and any(isinstance(value, list | tuple | dict | set) for value in state.values())
-            of_tensors = {} if is_odd else {s: v for s, v in state.items() if isinstance(v, torch.Tensor)}
+            has_lists = is_plain and any(isinstance(value, list | tuple | dict | set) for value in state.values())
+            of_tensors = {} if has_lists else {s: v for s, v in state.items() if isinstance(v, torch.Tensor)}
             rest = {slot: plain(value) for slot, value in state.items() if slot not in of_tensors}
             tensors |= {f"{slot}.{name}": value for slot, value in of_tensors.items()}
             record.slots[name] = tuple(sorted(of_tensors))
@@ -205,13 +218,13 @@ def record_of(lives: Iterable[Live]) -> tuple[dict[str, torch.Tensor], Record]:
     return tensors, record
 
 
-def merged(records: Sequence[Record]) -> Record:
-    """One record of what several ranks know of their parameters; where they differ the first counts.
+def merge_records(records: Sequence[OptimizerRecord]) -> OptimizerRecord:
+    """Merge the records of several ranks. Where they differ the first one is used.
 
     Raises:
-        MismatchError: ranks have one parameter in groups of different options.
+        MismatchError: the groups of a parameter have different options on different ranks.
     """
-    whole = Record()
+    whole = OptimizerRecord()
     where: dict[str, dict[str, Any]] = {}
     for record in records:
         for group in record.groups:
@@ -223,13 +236,13 @@ def merged(records: Sequence[Record]) -> Record:
                         f"{_differing(where[name]['options'], group['options'])}",
                         key=name,
                     )
-            alike = (g for g in whole.groups if g["class"] == group["class"] and g["index"] == group["index"])
-            home = next((g for g in alike if _same(g["options"], group["options"])), None)
-            if home is None:
-                home = {**group, "params": []}
-                whole.groups.append(home)
-            home["params"] = [*home["params"], *new]
-            where |= dict.fromkeys(new, home)
+            same_index = (g for g in whole.groups if g["class"] == group["class"] and g["index"] == group["index"])
+            target = next((g for g in same_index if _same(g["options"], group["options"])), None)
+            if target is None:
+                target = {**group, "params": []}
+                whole.groups.append(target)
+            target["params"] = [*target["params"], *new]
+            where |= dict.fromkeys(new, target)
         for name, slots in record.slots.items():
             whole.slots.setdefault(name, slots)
         for name, slots in record.plain.items():
@@ -240,19 +253,19 @@ def merged(records: Sequence[Record]) -> Record:
 
 
 def plain(value: Any, *, drop_functions: bool = False) -> Any:
-    """The value in the types that `extra` keeps: tensors detached and on the host, dicts without a factory.
+    """Convert a value to the types that `extra` holds: tensors detached and on the host, plain dicts.
 
     Args:
-        value: of a state dict.
-        drop_functions: leave out entries of mappings that are functions, which no file can hold.
+        value: a value of a state dict.
+        drop_functions: leave out functions in mappings.
 
     Raises:
-        UnsupportedError: a distributed tensor is in it.
+        UnsupportedError: the value contains a distributed tensor.
     """
     if isinstance(value, torch.Tensor):
         if hasattr(value, "device_mesh"):
             raise UnsupportedError(
-                "a distributed tensor in a list or in the state of an object cannot be kept",
+                "a distributed tensor in a list or in the state of an object cannot be saved",
                 hint="an optimizer that keeps lists of tensors (LBFGS) works with plain parameters only",
             )
         return value.detach().cpu() if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) else value
@@ -270,7 +283,7 @@ def plain(value: Any, *, drop_functions: bool = False) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two options are equal, tensors by content."""
+    """Whether two options are equal; tensors are compared by content."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and one.dtype == other.dtype and torch.equal(one, other)
@@ -291,20 +304,20 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
-    """What is to become of the state of one parameter.
+class StateUpdate:
+    """The change of the state of one parameter.
 
     Attributes:
         live: its optimizer.
         parameter: the parameter.
-        group: the group that it is in.
-        fill: tensors of the state that are filled or made, by slot.
-        keep: what the state has besides; None: what it has now.
-        drop: slots that the checkpoint does not have.
-        plain: slots that are plain tensors, whatever the parameter is.
+        group: its parameter group.
+        fill: loaded tensors by slot, which are copied into existing state or become new state.
+        keep: state values that are not tensors; None: they do not change.
+        drop: slots to remove, because the checkpoint does not have them.
+        plain: slots whose tensors are plain even if the parameter is a DTensor.
     """
 
-    live: Live
+    live: NamedOptimizer
     parameter: torch.Tensor
     group: dict[str, Any]
     fill: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -312,8 +325,8 @@ class Wanted:
     drop: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
 
-    def carry_out(self, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Change the live state; `copy(live, loaded)` fills what is there."""
+    def apply(self, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Change the state of the optimizer; `copy(live, loaded)` copies into an existing tensor."""
         everything = self.live.local.state
         if self.fill or self.keep or self.parameter in everything:
             state = everything.get(self.parameter, {})
@@ -322,7 +335,7 @@ class Wanted:
                 if isinstance(present, torch.Tensor):
                     copy(present, loaded)
                 else:
-                    state[slot] = self._made(slot, loaded)
+                    state[slot] = self._new_state(slot, loaded)
             for slot in self.drop:
                 state.pop(slot, None)
             for slot, value in (self.keep or {}).items():
@@ -332,64 +345,65 @@ class Wanted:
             else:
                 everything.pop(self.parameter, None)
 
-    def _made(self, slot: str, loaded: torch.Tensor) -> torch.Tensor:
-        """State as the optimizer itself would have made it, with this content."""
+    def _new_state(self, slot: str, loaded: torch.Tensor) -> torch.Tensor:
+        """A state tensor on the device and with the placements that the optimizer itself would use."""
         parameter: Any = self.parameter
         on_host = slot == "step" and not (self.group.get("capturable") or self.group.get("fused"))
         loaded = loaded.to("cpu" if on_host else _local_device(parameter))
         if not hasattr(parameter, "device_mesh") or loaded.ndim == 0 or slot in self.plain:
             return loaded
-        from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  whoever has one has imported it
+        from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  slow, and already imported if there is a DTensor
 
         mesh = parameter.device_mesh
         if loaded.shape == parameter.to_local().shape:
             placements, shape, stride = parameter.placements, parameter.shape, parameter.stride()
         else:
             placements, shape, stride = [Replicate()] * mesh.ndim, loaded.shape, loaded.stride()
-        made: torch.Tensor = DTensor.from_local(loaded, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return made
+        new: torch.Tensor = DTensor.from_local(loaded, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return new
 
 
-def options_of(
-    lives: Iterable[Live], record: Record, known_name: Callable[[str], str]
+def saved_options(
+    optimizers: Iterable[NamedOptimizer], record: OptimizerRecord, known_name: Callable[[str], str]
 ) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """The options that each live group had: `(group, options)`.
+    """The saved options of each parameter group: `(group, options)`.
 
     Args:
-        lives: the optimizers.
-        record: what was saved.
-        known_name: the name in the record of a parameter.
+        optimizers: the optimizers.
+        record: the saved record.
+        known_name: returns the name of a parameter in the record.
 
     Raises:
-        MismatchError: parameters that are in one group now had different options.
+        MismatchError: parameters of one group were saved with different options.
     """
-    home = {name: group for group in record.groups for name in group["params"]}
+    saved_group = {name: group for group in record.groups for name in group["params"]}
     found: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
-    for live in lives:
+    for live in optimizers:
         for index, group in enumerate(live.optimizer.param_groups):
-            names = [name for p in group["params"] if (name := known_name(live.names[id(p)])) in home]
-            saved = [home[name] for name in names]
+            names = [name for p in group["params"] if (name := known_name(live.names[id(p)])) in saved_group]
+            saved = [saved_group[name] for name in names]
             if not group["params"]:
                 saved = [g for g in record.groups if g["class"] == live.kind and g["index"] == index][:1]
             for name, other in zip(names, saved, strict=False):
                 if other is not saved[0] and not _same(other["options"], saved[0]["options"]):
                     raise MismatchError(
-                        f"{show(name)} is in one group of the optimizer with {show(names[0])}, and had other options: "
-                        f"{_differing(saved[0]['options'], other['options'])}",
+                        f"{show(name)} and {show(names[0])} are in one group of the optimizer, and were saved with "
+                        f"different options: {_differing(saved[0]['options'], other['options'])}",
                         key=name,
-                        hint="make the groups of the optimizer as they were",
+                        hint="use the same parameter groups as the run that saved",
                     )
             if saved:
-                found.append((group, saved[0]["options"]))  # a ZeroRedundancyOptimizer hands them on at each step
+                # A ZeroRedundancyOptimizer passes them on to its local optimizer at each step.
+                found.append((group, saved[0]["options"]))
     return found
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Give a group of an optimizer these options."""
+    """Set the options of a parameter group."""
     for name, value in options.items():
         present = group.get(name)
         if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor | float | int):
-            present.detach().copy_(torch.as_tensor(value))  # a captured graph knows the tensor
+            present.detach().copy_(torch.as_tensor(value))  # in place: a captured CUDA graph refers to the tensor
         else:
             group[name] = value.clone() if isinstance(value, torch.Tensor) else value
 

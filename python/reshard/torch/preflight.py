@@ -1,7 +1,7 @@
-"""What is found out before the first step: whether the saves of a run can succeed.
+"""Checks before the first step: whether the saves of a run can succeed.
 
-A run that cannot save should end when it resumes and not hours later.
-Nothing here changes what is live, and nothing but `claim` changes the checkpoint root.
+A run that cannot save fails when it resumes, not hours later. Nothing here changes the model or other objects of the
+run, and only `claim` changes the checkpoint root.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
     from reshard.torch.saving import Saver
     from reshard.torch.state import Described
 
-__all__ = ["check_has_content", "check_state", "claim", "rehearse"]
+__all__ = ["check_has_content", "check_state", "claim", "dry_run"]
 
 
 def check_has_content(described: Described, root: str) -> None:
-    """Refuse to start from nothing with tensors that have no content.
+    """Check that no tensor is on device `meta` when a run starts without a checkpoint.
 
     Raises:
-        ArgumentError: there are tensors on the device `meta`.
+        ArgumentError: there are tensors on device `meta`.
     """
     empty = [key for key, tensor in described.model.items() if tensor.is_meta]
     if empty:
         raise ArgumentError(
-            f"there is no checkpoint in {root}, and tensors of the model are on device `meta`, without content: "
+            f"there is no checkpoint in {root}, and tensors of the model are on device `meta`, without values: "
             f"{listed(map(show, empty))}",
             key=empty[0],
-            hint='before `resume`, for a first start: `model.to_empty(device="cuda")`, initialise every module '
-            "(`reset_parameters()` of torch's own), and make the optimizer after that",
+            hint='to start without a checkpoint, call `model.to_empty(device="cuda")` before `resume`, initialise '
+            "every module (`reset_parameters()` of torch modules), and create the optimizer after that",
         )
 
 
 def check_state(saver: Saver, described: Described) -> dict[str, Any]:
-    """What would be saved besides tensors, if all of it can be.
+    """The state that would be saved besides tensors, after a check that it can be saved.
 
     Raises:
-        ArgumentError: an object has state that cannot be saved; the message names it as the caller did.
+        ArgumentError: an object has state that cannot be saved; the message has the caller's name of the object.
     """
     run = saver.run
     for name, value in described.extra.get("objects", {}).items():
@@ -62,7 +62,7 @@ def check_state(saver: Saver, described: Described) -> dict[str, Any]:
     extra = saver.beside_tensors(described, run.last, interrupted=False)
     if run.record is not None:
         _check_one(run.record, "environment")
-    run.record = None  # the device may not have been used yet
+    run.record = None  # recorded again at the first save: the device may not be in use yet
     return extra
 
 
@@ -73,13 +73,13 @@ def _check_one(state: object, name: str) -> None:
         raise ArgumentError(f"`{name}` has state that cannot be saved: {error.message}", hint=error.hint) from error
 
 
-def rehearse(saver: Saver, described: Described, extra: Mapping[str, Any], step: int) -> None:
-    """Do what a save does before it writes, all ranks together, without the contents of tensors.
+def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: int) -> None:
+    """Run the checks of a save without writing: a collective call on all ranks that reads no tensor contents.
 
     Args:
-        saver: of the run.
-        described: what is live.
-        extra: what `check_state` returned.
+        saver: the saver of the run.
+        described: the state of the trainer.
+        extra: the value that `check_state` returned.
         step: the iteration that would be saved.
 
     Raises:
@@ -87,12 +87,12 @@ def rehearse(saver: Saver, described: Described, extra: Mapping[str, Any], step:
     """
     if saver.has_rank_folders and described.reason is not None:
         raise UnsupportedError(
-            f"Checkpoint 1.0 cannot say how the tensors are cut: {described.reason}",
+            f"Checkpoint 1.0 cannot describe how the tensors are partitioned: {described.reason}",
             hint='save with `format="checkpoint2"`',
         )
     if saver.options["only_save_strategy"] and saver.group.world_size == 1:
-        raise ArgumentError("`only_save_strategy` writes how tensors are cut over ranks, and there is one rank")
-    saving = described.saving({name: _stand_in(tensor) for name, tensor in described.to_save().items()})
+        raise ArgumentError("`only_save_strategy` writes how tensors are partitioned, but there is only one rank")
+    saving = described.saving({name: _placeholder(tensor) for name, tensor in described.to_save().items()})
     check: Any = save
     check(
         saver.root,
@@ -108,8 +108,8 @@ def rehearse(saver: Saver, described: Described, extra: Mapping[str, Any], step:
     )
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same dtype and shape with the memory of one element; one that cannot be saved as it is."""
+def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same dtype and shape with the memory of one element; a tensor that cannot be saved, itself."""
     try:
         dtypes.parse_dtype(tensor.dtype)
     except UnsupportedError:
@@ -120,18 +120,18 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
-    """Make the root of a run and claim it, as its first save would.
+    """Create the checkpoint root and claim it, as the first save would.
 
     Args:
-        saver: of the run; of rank 0.
-        step: the first iteration that will be saved, as far as that is known.
-        is_below: whether the run is meant to be below what the root holds.
-        takeover: overtake another process that has claimed the root and is alive.
+        saver: the saver of the run, on rank 0.
+        step: the first iteration that will be saved, as far as it is known.
+        is_below: whether the run intentionally starts below the newest iteration of the root.
+        takeover: take the claim from another process, even if it is alive.
 
     Raises:
-        ArgumentError: the root belongs to a run that is further on.
+        ArgumentError: the root holds newer iterations, of another run.
         ClaimedError: another process writes into the root.
-        StorageError, DestinationExistsError: it cannot be written to.
+        StorageError, DestinationExistsError: the root cannot be written.
     """
     root = saver.root
     error = protocol.obstacle(root)

@@ -1,7 +1,7 @@
-"""Loaded arrays back into live tensors, optimizers and objects: the inverse of `describe`.
+"""Restores loaded arrays into the tensors, optimizers and objects of a run: the inverse of `describe`.
 
-Everything is looked at and compared before the first live tensor is changed. What a checkpoint does not hold is never
-made up: a tensor that has no content yet must get one.
+Everything is compared before the first tensor is changed. Missing values are never invented: a tensor on device `meta`
+must get its values from the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from reshard import dtypes
 from reshard.errors import MismatchError
-from reshard.torch.optimizers import Record, Wanted, options_of, set_options
+from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_options, set_options
 from reshard.torch.tensors import as_tensor, from_tensor
 from reshard.words import listed, show
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reshard.torch.optimizers import Live
+    from reshard.torch.optimizers import NamedOptimizer
     from reshard.torch.state import Described
 
 __all__ = ["Report", "apply"]
@@ -30,14 +30,14 @@ __all__ = ["Report", "apply"]
 
 @dataclass(frozen=True)
 class Report:
-    """What did not fit together.
+    """The differences between a checkpoint and a trainer.
 
     Attributes:
-        missing: what the trainer has on this rank and the checkpoint does not: keys of tensors, `options.<key>` of a
-            parameter that was in no group of the optimizer, `modules.<name>`, `objects.<name>`.
-        unexpected: what the checkpoint has for this rank and the trainer does not.
-        shared: buffers, and `modules.<name>`, that differed between the ranks that saved them, of which other ranks
-            now all get the first one's.
+        missing: state that the trainer has on this rank and the checkpoint lacks: keys of tensors, `options.<key>` of
+            a parameter that was in no parameter group, `modules.<name>`, `objects.<name>`.
+        unexpected: state that the checkpoint has for this rank and the trainer lacks.
+        shared: buffers, and `modules.<name>`, that differed between the ranks that saved them. With another number of
+            ranks all ranks get the value of the first one.
     """
 
     missing: tuple[str, ...] = ()
@@ -57,32 +57,31 @@ def apply(
     device: torch.device | str | None = None,
     object_name: Callable[[str], str] = "objects.{}".format,
 ) -> Report:
-    """Put what was loaded into the live objects that were described.
+    """Restore loaded state into the described trainer.
 
     Args:
-        described: what `describe` found, before anything was changed since.
-        loaded: this rank's arrays under `described.layout`, of the model and of the optimizer. Those that were loaded
-            into `described.out()` are not copied again. Others may become tensors of the trainer: they are not to be
-            changed afterwards.
-        extra: what `described.extra` was when the checkpoint was saved; None: only tensors are restored.
-        rank_local: what this rank kept for itself: `checkpoint.extra(rank).get("rank_local")`. It fits this rank of as
-            many ranks alone, and state of a parameter only where the rank holds the same part of it.
-        strict: what is missing or unexpected is an error. Else the state of parameters begins anew of which ranks kept
-            something for themselves that does not fit.
-        cast: convert floating-point arrays to the dtype of the live tensor, instead of refusing them.
-        init: called as `init(name, buffer)` for each buffer that no checkpoint holds (`persistent=False`) and that has
-            no content, being on the device `meta`: it fills the buffer, or returns another one.
-        device: where tensors get their content that are on the device `meta`; None: the default device, of a DTensor
-            that of its mesh.
-        object_name: what an object with state is called in the report and in errors.
+        described: the result of `describe`; the trainer must not have changed since.
+        loaded: arrays of the model and the optimizer, this rank's shards under `described.layout`. Arrays that were
+            loaded into `described.out()` are not copied again. Other arrays may become memory of tensors of the
+            trainer, so do not change them afterwards.
+        extra: the saved value of `described.extra`; None: only tensors are restored.
+        rank_local: the rank-local state of this rank: `checkpoint.extra(rank).get("rank_local")`. It is used only if
+            rank and world size are the same, and for a parameter only if the rank holds the same region of it.
+        strict: raise if state is missing or unexpected. If False, a parameter whose rank-local state cannot be used
+            starts with new optimizer state.
+        cast: convert floating-point arrays to the dtype of the tensor. By default a different dtype is an error.
+        init: called as `init(name, buffer)` for each non-persistent buffer on device `meta`, which no checkpoint
+            holds. It fills the buffer, or returns another one.
+        device: the device on which tensors on device `meta` get memory; None: the default device, and for a DTensor
+            the device of its mesh.
+        object_name: name of an object in the report and in errors.
 
     Returns:
-        What did not fit together, if `strict` is False.
+        The differences that were ignored because `strict` is False, and the shared state.
 
     Raises:
-        MismatchError: a shape or dtype differs; something is missing or unexpected; ranks kept something for themselves
-            that does not fit; a tensor on the device `meta` would be left without content. Nothing was changed then,
-            except by loading into `out()`.
+        MismatchError: a shape or dtype differs; state is missing or unexpected; rank-local state cannot be used; a
+            tensor would stay on device `meta`. Nothing is changed then, except by loading into `out()`.
 
     Example:
         >>> import numpy as np
@@ -106,20 +105,20 @@ def apply(
     if strict:
         own.refuse(restore.unfit)
         _refuse(report)
-    restore.carry_out(init, device)
+    restore.apply(init, device)
     return report
 
 
 @dataclass(frozen=True, eq=False)
 class _RankLocal:
-    """What a rank kept for itself, and whether it fits here.
+    """The rank-local state of a checkpoint, and whether this rank can use it.
 
     Attributes:
-        described: what is live on this rank.
-        saved_by: the rank that kept it, and how many ranks there were; None: nobody kept anything.
-        state: `parts`, `parameters` and `modules`, as `Described.saving` has them.
-        arrays: tensors of the state of each parameter, by slot.
-        differing: copies that differ from those of other ranks, by key.
+        described: the trainer on this rank.
+        saved_by: the rank that saved it, and the world size at that time; None: there is no rank-local state.
+        state: `parts`, `parameters` and `modules`, as in `Described.saving`.
+        arrays: rank-local state tensors of each parameter, by slot.
+        differing: arrays by key that differ from those of other ranks.
     """
 
     described: Described
@@ -130,10 +129,10 @@ class _RankLocal:
 
     @classmethod
     def of(cls, described: Described, value: Mapping[str, Any] | None) -> _RankLocal:
-        """What was read.
+        """Parse the value from the checkpoint.
 
         Raises:
-            MismatchError: it is something else.
+            MismatchError: the value is invalid.
         """
         empty: dict[str, dict[str, Any]] = {name: {} for name in ("parts", "tensors", "parameters", "modules")}
         if value is None:
@@ -147,47 +146,47 @@ class _RankLocal:
                 arrays.setdefault(name, {})[slot] = from_tensor(one)[0] if isinstance(one, torch.Tensor) else one
             return cls(described, saved_by, state, arrays, dict(value["differing"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise MismatchError(f"`rank_local` is not what a rank kept for itself: {error!r}") from error
+            raise MismatchError(f"`rank_local` is not valid rank-local state: {error!r}") from error
 
     @property
     def is_ours(self) -> bool:
-        """Whether this rank kept it, in a world of as many ranks."""
+        """Whether the same rank saved it, with the same world size."""
         return self.saved_by == (self.described.rank, self.described.world_size)
 
     def fits(self, name: str, known: str, *, is_of_part: bool) -> bool:
-        """Whether what this rank kept of the state of a parameter was made for the part that it holds now.
+        """Whether the rank-local state of a parameter belongs to the region that this rank holds now.
 
         Args:
-            name: of the parameter.
+            name: name of the parameter.
             known: its name in the checkpoint.
-            is_of_part: whether the state belongs to a part of the parameter; else it is a copy.
+            is_of_part: whether the state belongs to a region of the parameter; else it is a copy.
         """
         part = [list(one) for one in self.state["parts"].get(known, ())]
         is_same = name in self.described.model and part == self.described.part_of(name)
         return self.is_ours and (is_same or not is_of_part)
 
     def copies(self, loaded: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This rank's own copies of what was loaded."""
+        """The arrays of this rank that replace loaded ones."""
         return {key: one for key, one in self.differing.items() if key in loaded} if self.is_ours else {}
 
     def refuse(self, unfit: list[str]) -> None:
-        """Raise MismatchError if there is any state that does not fit."""
+        """Raise MismatchError if `unfit` lists any state."""
         if not unfit:
             return
-        before = "Each rank that saved" if self.saved_by is None else f"Each of the {self.saved_by[1]} ranks that saved"
+        saved = "" if self.saved_by is None else f", saved by {self.saved_by[1]} ranks"
         now = f"rank {self.described.rank} of {self.described.world_size}"
         raise MismatchError(
-            f"{listed(map(show, unfit))} cannot be resharded. {before} kept its own, for the part that it held; "
-            f"this is {now}{', with another part' if self.is_ours else ''}",
+            f"{listed(map(show, unfit))} cannot be resharded: it is rank-local state{saved}; "
+            f"this is {now}{', which holds another region' if self.is_ours else ''}",
             key=unfit[0],
-            hint="resume on as many ranks, sharded as they were; or `strict=False` lets the state of these parameters "
-            "begin anew",
+            hint="resume with the same number of ranks and the same sharding; or `strict=False` starts these "
+            "parameters with new optimizer state",
         )
 
 
 @dataclass(eq=False)
 class _Restore:
-    """Everything that is to be done, found out first."""
+    """All changes, collected before the first one is made."""
 
     described: Described
     loaded: Mapping[str, np.ndarray]
@@ -198,15 +197,15 @@ class _Restore:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
-    unfit: list[str] = field(default_factory=list)  # what other ranks kept for themselves
+    unfit: list[str] = field(default_factory=list)  # rank-local state that this rank cannot use
     fills: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # key, live, loaded
-    wanted: list[Wanted] = field(default_factory=list)
+    updates: list[StateUpdate] = field(default_factory=list)
     calls: list[tuple[Callable[[Any], object], Any]] = field(default_factory=list)
     options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)  # of groups
-    record: Record | None = None
+    record: OptimizerRecord | None = None
     _used: set[str] = field(default_factory=set)
 
-    # -- what is to be done
+    # -- compare
 
     def match_model(self) -> None:
         others: dict[str, list[str]] = {}
@@ -215,7 +214,7 @@ class _Restore:
         saved_aliases = self.extra["aliases"]
         empty: list[str] = []
         for key, local in self.described.model.items():
-            # What is tied now may have had another first name, or may not have been tied.
+            # A tensor that is tied now may have been saved under another first name, or not tied.
             names = [key, *others.get(key, ()), *([saved_aliases[key]] if key in saved_aliases else [])]
             found = next((name for name in names if name in self.loaded), None)
             if found is None:
@@ -231,8 +230,8 @@ class _Restore:
                 (self.shared if name in buffers else self.unfit).append(key)
         if empty:
             raise MismatchError(
-                f"the checkpoint lacks {listed(map(show, empty))}, on device `meta`: nothing else can give them a "
-                "content",
+                f"the checkpoint lacks {listed(map(show, empty))}, which are on device `meta` and need their values "
+                "from it",
                 key=empty[0],
             )
 
@@ -241,45 +240,48 @@ class _Restore:
         empty = [key for key, (module, name) in named.transient.items() if getattr(module, name).is_meta]
         if empty and not has_init:
             raise MismatchError(
-                f"{listed(map(show, empty))} on device `meta`: buffers with `persistent=False`, which no checkpoint "
-                "holds",
+                f"{listed(map(show, empty))} on device `meta`: non-persistent buffers, which no checkpoint holds",
                 key=empty[0],
-                hint="pass `init`, which is called as `init(name, buffer)` to fill each of them",
+                hint="pass `init`; it is called as `init(name, buffer)` to fill each of them",
             )
 
     def match_optimizers(self) -> None:
-        lives = self.described.live.lives
-        if self.extra["optimizer"] and lives:
-            self.record = Record.from_value(self.extra["optimizer"])
-        given = self._state_arrays(lives)
-        kinds = {name: group["class"] for group in (self.record or Record()).groups for name in group["params"]}
-        for live in lives:
+        optimizers = self.described.live.optimizers
+        if self.extra["optimizer"] and optimizers:
+            self.record = OptimizerRecord.from_value(self.extra["optimizer"])
+        given = self._state_arrays(optimizers)
+        kinds = {
+            name: group["class"] for group in (self.record or OptimizerRecord()).groups for name in group["params"]
+        }
+        for live in optimizers:
             for name, (parameter, group) in live.owned().items():
                 known = name if self.record is None else self._known_name(name)
                 if kinds.get(known, live.kind) != live.kind:
                     raise MismatchError(
-                        f"{show(name)} was trained with {kinds[known]}, and is with {live.kind} now",
+                        f"{show(name)} was saved with optimizer {kinds[known]}, and now has {live.kind}",
                         key=name,
-                        hint="load the model alone, without the optimizer",
+                        hint="load the model without the optimizer",
                     )
                 arrays = given.get(name, {})
-                parts, copies = self._kept_apart(known, arrays)
+                parts, copies = self._rank_local_slots(known, arrays)
                 kept = [f"{slot}.{known}" for slot in sorted(parts | copies)]
                 if kept and not self.own.fits(name, known, is_of_part=bool(parts)):
                     self.unfit += kept
                     self.missing += kept
                     continue
-                self._match_state(Wanted(live, parameter, group), name, known, arrays | self.own.arrays.get(known, {}))
+                self._match_state(
+                    StateUpdate(live, parameter, group), name, known, arrays | self.own.arrays.get(known, {})
+                )
 
-    def _kept_apart(self, known: str, arrays: Mapping[str, np.ndarray]) -> tuple[set[str], set[str]]:
-        """The state of a parameter that ranks kept for themselves, by slot: of their parts, and copies that differ."""
+    def _rank_local_slots(self, known: str, arrays: Mapping[str, np.ndarray]) -> tuple[set[str], set[str]]:
+        """The slots of a parameter with rank-local state: of regions, and of copies that differ between ranks."""
         parts = {*self.record.local.get(known, ())} if self.record is not None else set()
         parts |= {str(slot) for slot in self.own.state["parameters"].get(known, ())}
         return parts, {slot for slot in arrays if f"{slot}.{known}" in self.own.differing}
 
-    def _match_state(self, wanted: Wanted, name: str, known: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """What is to become of the state of the parameter `name`, which the checkpoint calls `known`."""
-        state = wanted.live.local.state.get(wanted.parameter, {})
+    def _match_state(self, update: StateUpdate, name: str, known: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Compare the state of the parameter `name`, which is named `known` in the checkpoint."""
+        state = update.live.local.state.get(update.parameter, {})
         present = {slot for slot, value in state.items() if isinstance(value, torch.Tensor)}
         keep: dict[str, Any] | None = None
         expected = present or set(arrays)
@@ -295,10 +297,10 @@ class _Restore:
             if slot in present and local is not None:
                 fill[slot] = self._checked(f"{slot}.{name}", local, arrays[slot])
             else:
-                fill[slot] = self._state_dtype(_tensor(arrays[slot]), known, wanted.parameter)
+                fill[slot] = self._state_dtype(_tensor(arrays[slot]), known, update.parameter)
         drop = () if keep is None else tuple(slot for slot in state if slot not in expected and slot not in keep)
         plain = () if self.record is None else self.record.plain.get(known, ())
-        self.wanted.append(replace(wanted, fill=fill, keep=keep, drop=drop, plain=plain))
+        self.updates.append(replace(update, fill=fill, keep=keep, drop=drop, plain=plain))
 
     def match_others(self, *, has_extra: bool) -> None:
         if not has_extra:
@@ -322,15 +324,15 @@ class _Restore:
         self.unexpected += [self.object_name(name) for name in objects if name not in live.objects]
         if self.record is not None:
             names = {name for group in self.record.groups for name in group["params"]}
-            for one_live in live.lives:
+            for one_live in live.optimizers:
                 own = (self._known_name(name) for name in one_live.names.values())
                 self.missing += [f"options.{name}" for name in own if name not in names]
-            self.options = options_of(live.lives, self.record, self._known_name)
+            self.options = saved_options(live.optimizers, self.record, self._known_name)
 
-    # -- how it fits
+    # -- names and dtypes
 
     def _known_name(self, name: str) -> str:
-        """The name that the checkpoint has for a parameter: another first name, if it is tied."""
+        """The name of a parameter in the checkpoint: of a tied one possibly another of its names."""
         assert self.record is not None
         if name in self.record.slots:
             return name
@@ -338,9 +340,9 @@ class _Restore:
         also += [self.extra["aliases"].get(name, name)]
         return next((other for other in also if other in self.record.slots), name)
 
-    def _state_arrays(self, lives: Iterable[Live]) -> dict[str, dict[str, np.ndarray]]:
-        """The arrays of the optimizers' state: `{name: {slot: array}}`; all that is left is unexpected."""
-        name_of: dict[str, str] = {name: name for live in lives for name in live.names.values()}
+    def _state_arrays(self, optimizers: Iterable[NamedOptimizer]) -> dict[str, dict[str, np.ndarray]]:
+        """The arrays of the optimizers' state: `{name: {slot: array}}`. All other arrays are unexpected."""
+        name_of: dict[str, str] = {name: name for live in optimizers for name in live.names.values()}
         name_of |= {alias: name_of[key] for alias, key in self.described.aliases.items() if key in name_of}
         found: dict[str, dict[str, np.ndarray]] = {}
         for key, array in self.loaded.items():
@@ -354,15 +356,15 @@ class _Restore:
         return found
 
     def _checked(self, key: str, local: torch.Tensor, array: np.ndarray) -> torch.Tensor:
-        """The array as a tensor that can be copied into the live one."""
+        """The array as a tensor that can be copied into the local one."""
         wanted = dtypes.parse_dtype(local.dtype)
         stored = wanted if wanted == "F4" and array.dtype == dtypes.numpy_dtype("U8") else dtypes.name_of(array.dtype)
         if tuple(array.shape) != tuple(local.shape):
             raise MismatchError(
-                f"{show(key)}: an array of shape {tuple(array.shape)} was loaded, and this rank's part of the live "
-                f"tensor is of shape {tuple(local.shape)}",
+                f"{show(key)}: the loaded array has shape {tuple(array.shape)}, and this rank's shard of the tensor "
+                f"has shape {tuple(local.shape)}",
                 key=key,
-                hint="the model is not the one that was saved, or `loaded` is of another layout",
+                hint="the model differs from the saved one, or `loaded` has another layout",
             )
         tensor = _tensor(array, stored)
         if stored != wanted and not (self.cast and tensor.is_floating_point() and local.is_floating_point()):
@@ -374,45 +376,45 @@ class _Restore:
         return tensor
 
     def _state_dtype(self, tensor: torch.Tensor, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """State that is new keeps its dtype; where its parameter is cast, state of the same dtype is cast likewise."""
+        """New state keeps its saved dtype. If its parameter is cast, state with the dtype of the parameter is too."""
         saved = self.loaded.get(name)
         same = saved is not None and dtypes.name_of(saved.dtype) == dtypes.parse_dtype(tensor.dtype)
-        # Counters of steps are exact.
+        # Step counters stay exact.
         is_cast = self.cast and same and tensor.ndim > 0 and tensor.is_floating_point()
         return tensor.to(parameter.dtype) if is_cast else tensor
 
-    # -- doing it
+    # -- change
 
-    def carry_out(
+    def apply(
         self, init: Callable[[str, torch.Tensor], torch.Tensor | None] | None, device: torch.device | str | None
     ) -> None:
         named = self.described.live.named
         with torch.no_grad():
             for key, local, tensor in self.fills:
                 if local.is_meta:
-                    _give_content(named.tensors[key], tensor.to(local.dtype), device)
+                    _materialize(named.tensors[key], tensor.to(local.dtype), device)
                 else:
                     _copy(local, tensor)
-            made: dict[int, torch.Tensor] = {}
+            filled: dict[int, torch.Tensor] = {}
             for key, (module, name) in named.transient.items():
                 buffer = getattr(module, name)
                 if buffer.is_meta and init is not None:
-                    if id(buffer) not in made:
+                    if id(buffer) not in filled:
                         fresh = torch.empty_like(buffer, device=device or torch.get_default_device())
                         given = init(key, fresh)
-                        made[id(buffer)] = fresh if given is None else given
-                    setattr(module, name, made[id(buffer)])
-            for wanted in self.wanted:
-                wanted.carry_out(_copy_distributed)
+                        filled[id(buffer)] = fresh if given is None else given
+                    setattr(module, name, filled[id(buffer)])
+            for update in self.updates:
+                update.apply(_copy_distributed)
         for call, value in self.calls:
             call(value)
-        # Last: schedulers have set learning rates when they were made.
+        # Last, because creating a scheduler changes the learning rate.
         for group, options in self.options:
             set_options(group, options)
 
 
 def _part(extra: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A part of the extra state, as plain as it is written."""
+    """A part of the extra state, which must be a mapping."""
     value = extra.get(name, {})
     if type(value) is not dict or not all(isinstance(key, str) for key in value):
         raise MismatchError(f"`extra` has {show(name)} of type {type(value).__name__}, expected a mapping of names")
@@ -424,7 +426,7 @@ def _tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
 
 
 def _copy(live: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Fill a live tensor, if the array was not loaded into it."""
+    """Copy into a tensor of the trainer, unless the array was loaded into its memory."""
     if live.data_ptr() != loaded.data_ptr() or live.stride() != loaded.stride():
         live.detach().copy_(loaded)
 
@@ -434,11 +436,11 @@ def _copy_distributed(live: Any, loaded: torch.Tensor) -> None:
     _copy(local, loaded.reshape(local.shape))
 
 
-def _give_content(live: Any, local: torch.Tensor, device: torch.device | str | None) -> None:
-    """Give a tensor on the device `meta` this local part; it stays the object that everybody knows."""
+def _materialize(live: Any, local: torch.Tensor, device: torch.device | str | None) -> None:
+    """Give a tensor on device `meta` memory with the values of `local`. It stays the same Python object."""
     new: Any
     if hasattr(live, "device_mesh"):
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415  whoever has one has imported it
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415  slow, and already imported if there is a DTensor
 
         mesh = live.device_mesh
         local = local.to(device or mesh.device_type)
@@ -447,7 +449,7 @@ def _give_content(live: Any, local: torch.Tensor, device: torch.device | str | N
         new = local.to(device or torch.get_default_device())
     if isinstance(live, torch.nn.Parameter):
         new = torch.nn.Parameter(new, requires_grad=live.requires_grad)
-    new.__dict__.update(live.__dict__)  # trainers mark parameters
+    new.__dict__.update(live.__dict__)  # trainers set attributes on parameters
     torch.utils.swap_tensors(live, new)  # type: ignore[no-untyped-call]
 
 
@@ -456,7 +458,7 @@ def _refuse(report: Report) -> None:
     if report.missing:
         parts.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
     if report.unexpected:
-        parts.append(f"the trainer has no place for {listed(map(show, report.unexpected))}")
+        parts.append(f"the trainer does not have {listed(map(show, report.unexpected))}")
     if parts:
         raise MismatchError(
             ", and ".join(parts),

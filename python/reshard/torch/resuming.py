@@ -1,7 +1,7 @@
-"""What was read of a checkpoint goes back into a run: tensors, objects, the data position, random streams.
+"""Restores a run from a loaded checkpoint: tensors, objects, the data position, random streams.
 
-Each function does one thing on one rank and returns sentences on what is not as it was, which the decision to resume
-then tells. In which order, and that all ranks fare alike, is the checkpointer's business.
+Each function restores one of these on one rank, and returns messages about differences, which are added to the resume
+decision. The checkpointer decides the order, and raises errors on all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import MismatchError
-from reshard.resume import View
+from reshard.resume import EpochStep
 from reshard.torch import rng
 from reshard.torch.restore import apply
 from reshard.torch.run import object_name
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
 
 __all__ = [
-    "How",
+    "RestoreOptions",
+    "check_has_optimizer",
     "check_restored",
-    "counted",
-    "refuse_lonely_model",
     "restore_objects",
     "restore_random",
     "restore_sampler",
     "restore_tensors",
+    "with_data_position",
 ]
 
 
 @dataclass(frozen=True)
-class How:
-    """How strictly, as the arguments of `Checkpointer.resume` say it."""
+class RestoreOptions:
+    """Arguments of `Checkpointer.resume` with the same names."""
 
     strict: bool
     cast: bool
@@ -51,59 +51,89 @@ class How:
     grown: bool
 
 
-def refuse_lonely_model(run: Run, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
-    """See that a checkpoint that a run goes on from holds an optimizer, if the run has one.
+def check_has_optimizer(run: Run, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
+    """Check that the checkpoint holds optimizer state if the run has an optimizer.
+
+    Args:
+        run: the run.
+        found: the loaded checkpoint.
+        saved: its extra state.
+        options: arguments of `Checkpointer.resume`.
+
+    Returns:
+        Messages about differences.
 
     Raises:
-        MismatchError: it does not, and it matters.
+        MismatchError: it does not, and `strict` is set.
     """
     if run.optimizer is None or "optimizer" in saved.get("trainer", {}) or found.has_optimizer:
         return []
-    if how.strict:
+    if options.strict:
         raise MismatchError(
-            "the checkpoint holds no state of an optimizer, and the run has one",
-            hint="`strict=False` lets the optimizer begin anew",
+            "the checkpoint holds no optimizer state, and the run has an optimizer",
+            hint="`strict=False` starts the optimizer with new state",
         )
-    return ["the checkpoint holds no state of an optimizer: it begins anew"]
+    return ["the checkpoint holds no optimizer state: the optimizer starts with new state"]
 
 
-def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any], how: How) -> list[str]:
-    """Parameters, buffers, optimizers, schedulers and what else has state.
+def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
+    """Restore parameters, buffers, optimizers, schedulers and other objects with state.
+
+    Args:
+        described: the trainer on this rank.
+        found: the loaded checkpoint.
+        saved: its extra state.
+        options: arguments of `Checkpointer.resume`.
+
+    Returns:
+        Messages about differences.
 
     Raises:
-        MismatchError: they do not fit.
+        MismatchError: the checkpoint does not fit the trainer.
     """
     report = apply(
         described,
         found.arrays,
         saved.get("trainer"),
         rank_local=saved.get("rank_local"),
-        strict=how.strict,
-        cast=how.cast,
-        init=how.init,
-        device=how.device,
+        strict=options.strict,
+        cast=options.cast,
+        init=options.init,
+        device=options.device,
         object_name=object_name,
     )
-    told = []
+    messages = []
     if report.missing:
-        told.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
+        messages.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
     if report.unexpected:
-        told.append(f"the run has no place for {listed(map(show, report.unexpected))}")
+        messages.append(f"the run does not have {listed(map(show, report.unexpected))}")
     if report.shared:
-        told.append(
+        messages.append(
             f"{listed(map(show, report.shared))} differed between the {found.world_size} ranks that saved: all ranks "
-            "get the first one's"
+            "get the values of the first one"
         )
-    return told
+    return messages
 
 
-def restore_objects(run: Run, found: Read, saved: Mapping[str, Any], world_size: int, how: How) -> list[str]:
-    """What every rank keeps for itself, which fits the same number of ranks alone.
+def restore_objects(
+    run: Run, found: Read, saved: Mapping[str, Any], world_size: int, options: RestoreOptions
+) -> list[str]:
+    """Restore the rank-local objects (`reshard.per_rank`), which requires the same number of ranks.
+
+    Args:
+        run: the run.
+        found: the loaded checkpoint.
+        saved: its extra state.
+        world_size: number of ranks of the run.
+        options: arguments of `Checkpointer.resume`.
+
+    Returns:
+        Messages about differences.
 
     Raises:
-        MismatchError: it does not fit, and it matters.
+        MismatchError: an object cannot be restored, and `strict` is set.
     """
-    told = []
+    messages = []
     kept = saved.get("per rank", {})
     is_same = found.world_size == world_size
     for name, one in run.per_rank.items():
@@ -112,33 +142,44 @@ def restore_objects(run: Run, found: Read, saved: Mapping[str, Any], world_size:
         elif saved:
             why = "the checkpoint does not have it"
             if not is_same:
-                why = f"{found.world_size} ranks saved it, and {world_size} load it"
-            told.append(f"{show(object_name(name))} is kept for each rank, and {why}")
-    told += [f"the run has no place for {show(object_name(str(name)))}" for name in kept if name not in run.per_rank]
-    if told and how.strict:
-        raise MismatchError("; ".join(told), hint="`strict=False` goes on without")
-    return told
+                why = f"{found.world_size} ranks saved it, {world_size} ranks load it"
+            messages.append(f"{show(object_name(name))} is rank-local: {why}")
+    messages += [f"the run does not have {show(object_name(str(name)))}" for name in kept if name not in run.per_rank]
+    if messages and options.strict:
+        raise MismatchError("; ".join(messages), hint="`strict=False` continues without them")
+    return messages
 
 
 def restore_sampler(
-    sampler: Any, saved: Mapping[str, Any], decision: ResumeDecision, config: Config, how: How
+    sampler: Any, saved: Mapping[str, Any], decision: ResumeDecision, config: Config, options: RestoreOptions
 ) -> list[str]:
-    """Put the sampler where the data is gone on with.
+    """Set the sampler to the data position of the checkpoint.
+
+    Args:
+        sampler: the sampler of the run, or None.
+        saved: the extra state of the checkpoint.
+        decision: the resume decision.
+        config: the training configuration.
+        options: arguments of `Checkpointer.resume`.
+
+    Returns:
+        Messages about differences.
 
     Raises:
-        MismatchError: the run has no sampler, and the checkpoint has; or its data is not the saved one.
+        MismatchError: the checkpoint has the state of a sampler and the run has none, or the dataset is another one.
     """
     if sampler is None:
         if "sampler" not in saved:
             if not decision.initial_step:
                 return []
-            seen = f"what {decision.initial_step} steps have seen"
-            return [f"no sampler was given: the data starts over, unless the trainer itself skips {seen}"]
-        if how.strict:
+            done = f"the samples of {decision.initial_step} steps"
+            return [f"no sampler was given: the data starts over, unless the trainer itself skips {done}"]
+        if options.strict:
             raise MismatchError(
-                "the checkpoint has the state of a sampler, and the run has none", hint="`strict=False` goes on without"
+                "the checkpoint has the state of a sampler, and the run has no sampler",
+                hint="`strict=False` continues without it",
             )
-        return ["the run has no place for the sampler's state: the data starts over"]
+        return ["the run has no sampler for the saved state: the data starts over"]
     if "sampler" not in saved:
         if isinstance(sampler, ElasticSampler) and decision.data_skip_steps:
             sampler.step(decision.data_skip_steps)
@@ -151,12 +192,12 @@ def restore_sampler(
         saved["sampler"],
         ignore_data_skip=config.ignore_data_skip,
         data_skip_steps=config.data_skip_steps,
-        grown=how.grown,
+        grown=options.grown,
     )
 
 
-def counted(decision: ResumeDecision, sampler: object) -> ResumeDecision:
-    """The decision, with the position in the data as the sampler has it: in samples, whatever the batch size was."""
+def with_data_position(decision: ResumeDecision, sampler: object) -> ResumeDecision:
+    """The decision with the data position of the sampler, which counts samples, so the batch size may change."""
     if sampler is None:
         return replace(decision, restored=tuple(one for one in decision.restored if one != "data position"))
     if not isinstance(sampler, ElasticSampler):
@@ -164,22 +205,23 @@ def counted(decision: ResumeDecision, sampler: object) -> ResumeDecision:
     return replace(
         decision,
         initial_epoch=sampler.epoch,
-        next_step=View(sampler.epoch + 1, sampler.consumed // sampler.global_batch_size + 1),
+        next_step=EpochStep(sampler.epoch + 1, sampler.consumed // sampler.global_batch_size + 1),
         consumed_samples=sampler.total,
         global_batch_size=sampler.global_batch_size,
     )
 
 
 def check_restored(check: Callable[[Mapping[str, Any]], bool | None], run: Mapping[str, Any]) -> None:
-    """Ask the caller's check whether the run behaves as it did.
+    """Call the user's `check` with the saved metrics.
 
     Raises:
-        MismatchError: it does not.
+        MismatchError: `check` returned False.
     """
     if check({**run["metrics"], "step": run["step"], "loss": run["loss"]}) is False:
         raise MismatchError(
-            f"what was restored does not behave as it did when it was saved at step {run['step']}: `check` refuses it",
-            hint="see whether code and data are the same",
+            f"`check` returned False: the restored run does not behave as it did when it was saved at step "
+            f"{run['step']}",
+            hint="check that code and data are the same",
         )
 
 
@@ -192,7 +234,19 @@ def restore_random(
     coordinate: Mapping[str, int] | None,
     root_seed: int,
 ) -> list[str]:
-    """Random streams as they were; in another world new ones, under the rule of `rng`."""
+    """Restore the random streams; with other ranks derive new ones, see `rng`.
+
+    Args:
+        saved: the extra state of the checkpoint.
+        iteration: the iteration of the checkpoint.
+        rank: this rank.
+        world_size: number of ranks.
+        coordinate: position of this rank by mesh axis; None: its rank.
+        root_seed: the seed of the run.
+
+    Returns:
+        Messages about differences.
+    """
     if "rng" in saved:
         report = rng.restore(
             {**saved["rng"], "root_seed": root_seed},
@@ -202,8 +256,8 @@ def restore_random(
             coordinate=coordinate,
         )
     else:
-        place = {"rank": rank} if coordinate is None else coordinate
-        report = rng.derive(root_seed, iteration, place, reason="fewer ranks saved")
+        position = {"rank": rank} if coordinate is None else coordinate
+        report = rng.derive(root_seed, iteration, position, reason="fewer ranks saved")
     if not report.derived:
         return []
     return [f"random streams {', '.join(report.derived)} are derived anew: {report.reason}"]

@@ -1,15 +1,15 @@
-"""The random state of a process: captured, put back bit for bit, or, in another world, derived under one rule.
+"""The random state of a process: capture it, restore it bit for bit, or derive a new one if the ranks changed.
 
-Streams: Python's `random`, numpy's global one, torch's on the CPU, and torch's on every CUDA device of the process if
-it has used CUDA. A rank that comes back in the same place of the same world gets its streams back as they were. In any
-other there is no such thing as *its* streams, and all are begun anew, each from
+Streams: Python's `random`, the global stream of numpy, torch on the CPU, and torch on every CUDA device of the process
+if it uses CUDA. If rank, world size and coordinate are the same as when it was saved, the streams are restored bit for
+bit. Otherwise all streams are seeded from
 
     numpy.random.SeedSequence(root_seed, spawn_key=(iteration, stream, *coordinate))
 
-with the root seed of the run, the iteration that is resumed from (without it every resume would repeat the draws of the
-one before), the number of the stream (0 `random`, 1 numpy, 2 torch on the CPU, 3 + i torch on CUDA device i) and the
-coordinate of the rank. So ranks of different coordinates have different streams, and none goes on with another's. What
-was done is returned, to be reported. Generators that a program made itself are its own to save.
+with the root seed of the run, the iteration that is resumed from (without it every resume would draw the same numbers),
+the number of the stream (0 `random`, 1 numpy, 2 torch on the CPU, 3 + i torch on CUDA device i) and the coordinate of
+the rank. So ranks with different coordinates have different streams. The functions report what they did. Generators
+that a program creates itself are not included.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["RngReport", "capture", "derive", "restore"]
 
 _KIND = "reshard.torch.rng/1"
 _PYTHON, _NUMPY, _TORCH, _CUDA = range(4)  # the numbers of the streams
-_WORDS = 624  # of the Mersenne Twister, which both Python and numpy have
+_WORDS = 624  # state size of the Mersenne Twister, which both Python and numpy use
 
 
 @dataclass(frozen=True)
 class RngReport:
-    """What became of the random streams of a rank.
+    """Which random streams of a rank were restored, and which derived.
 
     Attributes:
-        restored: streams that go on bit for bit: "python", "numpy", "torch", "cuda:0", ...
-        derived: streams that were begun anew.
-        reason: why not all are restored, half a sentence; empty if they are.
+        restored: streams that were restored bit for bit: "python", "numpy", "torch", "cuda:0", ...
+        derived: streams that were seeded anew.
+        reason: why not all are restored; empty if they are.
     """
 
     restored: tuple[str, ...]
@@ -53,15 +53,15 @@ def capture(
     """The random state of this process; each rank saves its own.
 
     Args:
-        rank: of this process.
-        world_size: ranks in all.
-        coordinate: where it stands, by mesh axis; by default by its rank. Ranks that shall have the same streams in
-            another world (tensor parallel ones, where dropout must agree) are given the same: leave their axis out.
-        root_seed: the seed of the run, the same on all ranks, 0 to 2^63 - 1; by default what torch was seeded with,
-            less its highest bit.
+        rank: rank of this process.
+        world_size: number of ranks.
+        coordinate: position of the rank by mesh axis; by default its rank. To derive the same streams on several ranks
+            (tensor-parallel ranks, whose dropout must agree), leave out the axis in which they differ.
+        root_seed: the seed of the run, the same on all ranks, 0 to 2^63 - 1; by default the seed of torch, without its
+            highest bit.
 
     Returns:
-        Numbers, text and arrays, as `extra` of a save takes them.
+        The state as numbers, text and arrays, for `extra` of a save.
 
     Raises:
         ArgumentError: a number is out of range.
@@ -102,22 +102,22 @@ def restore(
     world_size: int = 1,
     coordinate: Mapping[str, int] | None = None,
 ) -> RngReport:
-    """Put a captured state back if it is this rank's in this world; else begin new streams (`derive`).
+    """Restore a captured state if rank, world size and coordinate are the same; else derive new streams (`derive`).
 
     Args:
-        state: what this rank captured, where the number of ranks is the same; else what rank 0 did.
-        iteration: the checkpoint's.
-        rank: of this process.
-        world_size: ranks in all.
+        state: the state that this rank captured, if the number of ranks is the same; else that of rank 0.
+        iteration: the iteration of the checkpoint.
+        rank: rank of this process.
+        world_size: number of ranks.
         coordinate: as in `capture`.
 
     Returns:
-        What was done. Where just the number of CUDA devices is another one, their streams alone are derived: which of
-        them is which cannot be known.
+        Which streams were restored and derived. If only the number of CUDA devices differs, only their streams are
+        derived, because they cannot be assigned to devices.
 
     Raises:
-        ArgumentError: this is no captured state, or a number is out of range. Nothing was changed.
-        UnsupportedError: numpy's global stream was replaced by one of another kind. Nothing was changed.
+        ArgumentError: `state` is not a captured state, or a number is out of range. Nothing is changed.
+        UnsupportedError: numpy's global stream was replaced by one of another kind. Nothing is changed.
 
     Example:
         >>> restore(capture(rank=0, world_size=4), iteration=100, rank=0, world_size=2)
@@ -125,11 +125,11 @@ def restore(
     """
     here = _place(rank, world_size, coordinate)
     iteration = count("iteration", iteration)
-    saved = _Saved.parse(state)
+    saved = _CapturedState.parse(state)
     _numpy_stream()
     if saved.place != here:
         return derive(saved.root_seed, iteration, here["coordinate"], reason=_difference(saved.place, here))
-    # All CUDA devices of a process are made usable together: it is enough to ask whether they were.
+    # torch initialises all CUDA devices of a process at once.
     generators = _cuda_generators(start=bool(saved.cuda))
     is_same = len(generators) == len(saved.cuda)
     states = [_as_tensor(one, generator) for one, generator in zip(saved.cuda, generators, strict=is_same)]
@@ -148,13 +148,13 @@ def restore(
 
 
 def derive(root_seed: int, iteration: int, coordinate: Mapping[str, int], *, reason: str = "") -> RngReport:
-    """Begin every stream anew under the rule of this module; iteration 0 seeds a run that starts from nothing.
+    """Seed every stream as described at the top of this module.
 
     Args:
         root_seed: the seed of the run, 0 to 2^63 - 1.
-        iteration: the checkpoint's, or 0.
-        coordinate: as in `capture`; its numbers count, in their order.
-        reason: for the report.
+        iteration: the iteration of the checkpoint; 0 for a run that starts without one.
+        coordinate: as in `capture`. Only the numbers and their order matter, not the names of the axes.
+        reason: the reason, for the report.
 
     Raises:
         ArgumentError: a number is out of range.
@@ -181,13 +181,13 @@ def derive(root_seed: int, iteration: int, coordinate: Mapping[str, int], *, rea
 
 
 def _numpy_stream() -> dict[str, Any]:
-    """The state of the global stream of numpy, if that is of the kind that this module knows."""
+    """The state of the global stream of numpy, which must be an MT19937."""
     state = np.random.get_state(legacy=False)  # noqa: NPY002 - the legacy stream is the global one
     assert isinstance(state, dict)
     if state["bit_generator"] != "MT19937":
         raise UnsupportedError(
             f"numpy's global stream is of kind {state['bit_generator']}, expected MT19937",
-            hint="save the generator that was set in its place as state of your own",
+            hint="save the generator that replaced it in your own state",
         )
     return state
 
@@ -208,7 +208,7 @@ def _seed_cuda(
 
 
 def _cuda_generators(*, start: bool = False) -> list[torch.Generator]:
-    """Those of all CUDA devices; none while the process does not use CUDA, which `start` makes it do where it can."""
+    """The generators of all CUDA devices; none if the process does not use CUDA. `start` initialises CUDA first."""
     if start and torch.cuda.is_available():
         torch.cuda.init()  # type: ignore[no-untyped-call]
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -216,26 +216,26 @@ def _cuda_generators(*, start: bool = False) -> list[torch.Generator]:
 
 
 def _as_array(generator: torch.Generator) -> np.ndarray:
-    array: np.ndarray = generator.get_state().numpy()  # a copy by itself
+    array: np.ndarray = generator.get_state().numpy()  # already a copy
     return array
 
 
 def _as_tensor(state: object, generator: torch.Generator) -> torch.Tensor:
-    """The state of a torch generator, seen to be one: another of its kind has taken it."""
+    """The state of a torch generator, checked by setting it on a new generator."""
     if not isinstance(state, np.ndarray) or state.dtype != np.uint8 or state.ndim != 1:
-        raise _foreign(f"the stream of device {generator.device} is no array of bytes")
+        raise _invalid_state(f"the stream of device {generator.device} is not an array of bytes")
     tensor = torch.from_numpy(state.copy())
     try:
         torch.Generator(generator.device).set_state(tensor)
     except RuntimeError as error:
-        raise _foreign(f"the stream of device {generator.device}: {error}") from error
+        raise _invalid_state(f"the stream of device {generator.device}: {error}") from error
     return tensor
 
 
 def _place(rank: int, world_size: int, coordinate: Mapping[str, int] | None) -> dict[str, Any]:
     world_size, rank = count("world_size", world_size, 1), count("rank", rank)
     if rank >= world_size:
-        raise ArgumentError(f"there is no rank {rank} among {world_size}")
+        raise ArgumentError(f"rank {rank} is out of range for a world size of {world_size}")
     if coordinate is None:
         coordinate = {"rank": rank}
     numbers = {str(axis): count(f"coordinate `{axis}`", number) for axis, number in coordinate.items()}
@@ -250,8 +250,8 @@ def _difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Saved:
-    """A captured state that was checked: each stream but those of CUDA can be set to it."""
+class _CapturedState:
+    """A captured state, checked: every stream except those of CUDA can be set to it."""
 
     place: dict[str, Any]
     root_seed: int
@@ -261,15 +261,15 @@ class _Saved:
     cuda: list[object]
 
     @classmethod
-    def parse(cls, state: Mapping[str, Any]) -> _Saved:
+    def parse(cls, state: Mapping[str, Any]) -> _CapturedState:
         parts = _entries("it", state, "kind", "place", "root_seed", "python", "numpy", "torch", "cuda")
         if parts["kind"] != _KIND:
-            raise _foreign(f'kind is {shown(parts["kind"])}, expected "{_KIND}"')
+            raise _invalid_state(f'kind is {shown(parts["kind"])}, expected "{_KIND}"')
         place = _entries("place", parts["place"], "rank", "world_size", "coordinate")
         if not isinstance(place["coordinate"], Mapping):
-            raise _foreign(f"coordinate is {shown(place['coordinate'])}, expected a mapping")
+            raise _invalid_state(f"coordinate is {shown(place['coordinate'])}, expected a mapping")
         if not isinstance(parts["cuda"], list | tuple):
-            raise _foreign(f"cuda is {shown(parts['cuda'])}, expected a list")
+            raise _invalid_state(f"cuda is {shown(parts['cuda'])}, expected a list")
         return cls(
             _place(**place),
             count("root_seed", parts["root_seed"], 0, MAX_SEED),
@@ -282,18 +282,18 @@ class _Saved:
 
 def _python_state(part: Mapping[str, Any]) -> tuple[Any, ...]:
     words, gauss = _checked_words("python", part["words"], _WORDS + 1), _checked_gauss("python", part["gauss"])
-    if part["version"] != random.getstate()[0]:  # an older one is taken too, and converted
-        raise _foreign(f"the stream of python is of version {shown(part['version'])}")
+    if part["version"] != random.getstate()[0]:  # `setstate` would also accept and convert an older version
+        raise _invalid_state(f"the stream of python has version {shown(part['version'])}")
     state = (part["version"], tuple(words.tolist()), gauss)
     try:
-        random.Random().setstate(state)  # noqa: S311 - it is thrown away
+        random.Random().setstate(state)  # noqa: S311 - only to check the state
     except (TypeError, ValueError) as error:
-        raise _foreign(f"the stream of python: {error}") from error
+        raise _invalid_state(f"the stream of python: {error}") from error
     return state
 
 
 def _numpy_state(part: Mapping[str, Any]) -> dict[str, Any]:
-    # numpy takes any position, and reads the words there.
+    # Check the position: numpy accepts any, and would read outside of the words.
     position, gauss = count("position", part["position"], 0, _WORDS), _checked_gauss("numpy", part["gauss"])
     return {
         "bit_generator": "MT19937",
@@ -305,21 +305,21 @@ def _numpy_state(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _entries(name: str, value: object, *names: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or set(value) != set(names):
-        raise _foreign(f"{name} is {shown(value)}, expected the entries {', '.join(names)}")
+        raise _invalid_state(f"{name} is {shown(value)}, expected the entries {', '.join(names)}")
     return value
 
 
 def _checked_words(name: str, value: object, n: int) -> np.ndarray:
     if not isinstance(value, np.ndarray) or value.dtype != np.uint32 or value.shape != (n,):
-        raise _foreign(f"the stream of {name} is no array of {n} words of 32 bits")
+        raise _invalid_state(f"the stream of {name} is not an array of {n} words of 32 bits")
     return value.copy()
 
 
 def _checked_gauss(name: str, value: object) -> float | None:
     if value is not None and not isinstance(value, float):
-        raise _foreign(f"gauss of {name} is {shown(value)}, expected a float or None")
+        raise _invalid_state(f"gauss of {name} is {shown(value)}, expected a float or None")
     return value
 
 
-def _foreign(what: str) -> ArgumentError:
-    return ArgumentError(f"this is no captured random state: {what}")
+def _invalid_state(what: str) -> ArgumentError:
+    return ArgumentError(f"not a captured random state: {what}")

@@ -1,4 +1,4 @@
-"""One training run as a checkpointer knows it: what is trained, and where it stands. Says nothing of files."""
+"""The state of one training run: the trained objects, and the position of the run. Knows no files."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _DURATION = re.compile(rf"\s*{_HOURS}\s*{_MINUTES}\s*{_SECONDS}\s*")
 
 
 class Run:
-    """What is trained, and where it stands; changed by the checkpointer alone.
+    """The trained objects and the position of a run. Only the checkpointer changes it.
 
     Attributes:
-        model, optimizer, sampler: as they were given.
-        objects: whatever else has state, of which rank 0's is kept, by name.
-        per_rank: whatever else has state that every rank keeps for itself.
+        model, optimizer, sampler: as passed to `resume`.
+        objects: other objects with state, by name; the state of rank 0 is saved.
+        per_rank: other objects with rank-local state, by name.
         last: the last complete step.
-        saved: the last step that was saved, or that was resumed from.
-        saved_at: when that was.
-        above: the newest iteration of the root, if the steps of this run begin below it; else 0.
+        saved: the last step that was saved or resumed from.
+        saved_at: time of that save, of `time.monotonic`.
+        above: the newest iteration of the root, if the steps of this run start below it; else 0.
         loss, metrics, healthy: of the last complete step.
         pending: the save in the background.
-        record: the environment, once it was asked for.
-        rendezvous: how the ranks come to save at the same step; None: they cannot leave word for each other.
-        n_failures: saves that have failed in a row.
-        n_updates: steps that optimizers have made since the last complete step, while they are watched.
-        is_updating: whether one is in the midst of its step.
+        record: the record of the environment, once it is needed.
+        rendezvous: agrees on the step of a save; None: the group has no store for notices.
+        n_failures: number of consecutive failed saves.
+        n_updates: number of optimizer steps since the last complete step, while optimizers are watched.
+        is_updating: whether an optimizer step is in progress.
     """
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, sampler: Any, extra: Mapping[str, Any]) -> None:
@@ -53,14 +53,16 @@ class Run:
         self.has_scheduler = scheduler is not None
         if scheduler is not None:
             if "scheduler" in extra:
-                raise ArgumentError("`extra` has an object named `scheduler`, and there is one as `scheduler`")
+                raise ArgumentError(
+                    "`extra` has an object named `scheduler`, but `scheduler` is an argument of its own"
+                )
             self.objects["scheduler"] = scheduler
         for name, one in {**self.objects, **self.per_rank, **({} if sampler is None else {"sampler": sampler})}.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
                 given = "sampler" if one is sampler else object_name(name)
                 raise ArgumentError(
                     f"`{given}` is of type {type(one).__name__}, without `state_dict` and `load_state_dict`",
-                    hint="put plain values into an object that has both",
+                    hint="wrap plain values in an object that has both",
                 )
         self.last = self.saved = 0
         self.saved_at = time.monotonic()
@@ -77,12 +79,12 @@ class Run:
         self._hooks: list[Any] = []
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those of torch's among what was given as `optimizer`."""
+        """The torch optimizers among the `optimizer` argument."""
         given = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
         return [one for one in given if isinstance(one, torch.optim.Optimizer)]
 
     def watch(self) -> None:
-        """Know when an optimizer is in the midst of its step."""
+        """Register hooks that track the steps of the optimizers."""
 
         def before(*_: Any) -> None:
             self.is_updating = True
@@ -95,14 +97,14 @@ class Run:
             self._hooks += [one.register_step_pre_hook(before), one.register_step_post_hook(after)]
 
     def unwatch(self) -> None:
-        """Leave the optimizers alone."""
+        """Remove the hooks of `watch`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
 
 def object_name(name: str) -> str:
-    """How an object with state was given to `resume`.
+    """The name of an object in messages: as it is passed to `resume`.
 
     Example:
         >>> object_name("scheduler"), object_name("ema")
@@ -112,10 +114,10 @@ def object_name(name: str) -> str:
 
 
 def interval(save_every: int | str | None) -> tuple[int | None, float | None]:
-    """`(steps, seconds)` from one save to the next, one of which is None.
+    """The interval between saves: `(steps, None)`, `(None, seconds)`, or `(None, None)` without one.
 
     Raises:
-        ArgumentError: it is neither steps nor a time.
+        ArgumentError: the value is neither a number of steps nor a duration.
 
     Example:
         >>> interval(500), interval("30min")
@@ -127,10 +129,10 @@ def interval(save_every: int | str | None) -> tuple[int | None, float | None]:
 
 
 def seconds_of(text: str) -> float:
-    """A time in words as seconds.
+    """Parse a duration into seconds.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the text is not a duration.
 
     Example:
         >>> seconds_of("30min"), seconds_of("1h30min"), seconds_of("90 s")
@@ -143,12 +145,12 @@ def seconds_of(text: str) -> float:
         parts = []
     total = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if not total > 0:
-        raise ArgumentError(f'{text!r} is no time; "30min", "1h30min" and "90s" are')
+        raise ArgumentError(f'{text!r} is not a duration, expected text such as "30min", "1h30min" or "90s"')
     return total
 
 
 def number_of(value: Any) -> float:
-    """A loss or a metric as a number: of a tensor its one element, of all ranks' if it is distributed.
+    """A loss or a metric as a float: the single element of a tensor; a DTensor is reduced to its full value.
 
     Example:
         >>> number_of(torch.tensor([2.5], requires_grad=True))

@@ -1,13 +1,12 @@
-"""Which samples a rank reads, in an order that outlives the ranks: `ElasticSampler`.
+"""`ElasticSampler`: the samples that a rank reads, in an order that does not depend on the number of ranks.
 
-The idea: there is one global order of the samples, which depends on the seed, the epoch and the length of the dataset
-and on nothing else, and one position in it. A step takes the next `global_batch_size` samples of it; rank r of W takes
-the r-th of W equal runs of these. So any number of ranks, which may change at every restart, goes on in the same
-order, and so does another batch size, which just takes more or fewer from there on: every sample once an epoch.
+There is one global order of the samples, which depends only on the seed, the epoch and the length of the dataset, and
+one position in it. A step takes the next `global_batch_size` samples; rank r of W takes the r-th of W equal contiguous
+parts of these. So the number of ranks and the batch size may change at every restart, and every sample is still read
+once per epoch.
 
-The position is that of completed steps: `step` moves it, and nothing else does, however far workers fetched ahead.
-What the rules of a tail and of other data are is told at the class and at `load_state_dict`. This module reads no
-data and talks to no other rank.
+The position counts completed steps. Only `step` moves it, not the prefetching of workers. The class describes the end
+of an epoch, and `load_state_dict` describes changed datasets. This module reads no data and does not communicate.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from reshard.torch.permutation import MAX_LEN, Permutation
 
 __all__ = ["ElasticBatches", "ElasticSampler"]
 
-_KIND = "reshard.ElasticSampler/1"  # of the state and of the order that it stands in: another order is another number
-_BLOCK = 1 << 14  # indices that are computed at a time, give or take a step
+_KIND = "reshard.ElasticSampler/1"  # version of the state and of the order; a different order needs a new number
+_BLOCK = 1 << 14  # indices that are computed at a time, rounded to whole steps
 
 Item = TypeVar("Item", int, list[int])
 
 
 class ElasticSampler(Sampler[int]):
-    """The indices of one rank, for `DataLoader(..., sampler=)`; its state fits any number of ranks.
+    """The sample indices of one rank, for `DataLoader(..., sampler=)`. Its state fits any number of ranks.
 
-    Tell it of every step that is done (a `Checkpointer` that was given the sampler does so):
+    Call `step` after every training step (a `Checkpointer` with this sampler does so):
 
         sampler = ElasticSampler(len(dataset), seed, True, 512, dp_rank, dp_size)
         loader = DataLoader(dataset, batch_size=sampler.local_batch_size, sampler=sampler, num_workers=4,
@@ -44,29 +43,31 @@ class ElasticSampler(Sampler[int]):
                 train(batch)
                 sampler.step()
 
-    Iterating starts after the last completed step and runs to the end of the epoch; a loop that was left goes on where
-    its steps ended. `step` enters the next epoch, which has an order of its own, as soon as the last batch is done.
-    `batch_size` of the loader may be any divisor of `local_batch_size` (gradient accumulation). The generator spares
-    the random state of torch the draw that every new loop over a loader makes, which a resumed run makes once more.
+    Iteration starts after the last completed step and ends with the epoch. A loop that was interrupted continues after
+    its last completed step. `step` enters the next epoch, which has another order, as soon as the last batch is
+    complete. `batch_size` of the loader may be any divisor of `local_batch_size` (gradient accumulation). Every new
+    loop over a DataLoader draws one random number; pass it a generator of its own, so that a resumed run does not draw
+    once more from the global random state of torch.
 
-    The tail: what is left of an epoch when no whole batch fits is dropped (other samples in each epoch, if shuffled),
-    or with `drop_last=False` filled up to a whole batch with the first samples of the same epoch, which are then seen
-    twice in it.
+    The rest of an epoch that is smaller than a batch is dropped (different samples in each epoch, if shuffled). With
+    `drop_last=False` it is filled up to a whole batch with the first samples of the same epoch, which are then read
+    twice in this epoch.
 
-    With `StatefulDataLoader` use `sampler=` or `batch_sampler=sampler.batches()`. Its own state need not be saved. If
-    it is loaded all the same, its position counts, for the sampler too: take it where steps are complete.
+    With `StatefulDataLoader` use `sampler=` or `batch_sampler=sampler.batches()`. The state of the loader need not be
+    saved. If it is loaded, its position replaces that of the sampler, so take it when all steps are complete.
 
     Args:
-        dataset_len: samples in the dataset, 1 to 2^62.
-        seed: of the order, 0 to 2^63 - 1.
-        shuffle: whether each epoch has a random order, or all have that of the dataset.
-        global_batch_size: samples a step over all ranks; a multiple of `world_size`.
-        rank: which part of each batch: the rank along the axes that divide the data, not those of a model.
-        world_size: how many such parts there are.
-        drop_last: the rule of the tail.
+        dataset_len: number of samples in the dataset, 1 to 2^62.
+        seed: the seed of the order, 0 to 2^63 - 1.
+        shuffle: whether each epoch has a random order; if False, all have that of the dataset.
+        global_batch_size: number of samples of a step over all ranks; a multiple of `world_size`.
+        rank: this rank among the data-parallel ranks.
+        world_size: number of data-parallel ranks.
+        drop_last: whether the rest of an epoch that is smaller than a batch is dropped.
 
     Raises:
-        ArgumentError: the batch does not divide over the ranks, an epoch has no batch, or a number is out of range.
+        ArgumentError: the batch size is not a multiple of the world size, an epoch has no batch, or a number is out of
+            range.
 
     Example:
         >>> two = [ElasticSampler(10, 7, True, 4, rank, 2) for rank in range(2)]
@@ -79,7 +80,7 @@ class ElasticSampler(Sampler[int]):
         True
     """
 
-    def __init__(  # noqa: PLR0917 - the order of `DistributedSampler`'s, whose place it takes
+    def __init__(  # noqa: PLR0917 - positional arguments as in `DistributedSampler`
         self,
         dataset_len: int,
         seed: int,
@@ -97,13 +98,13 @@ class ElasticSampler(Sampler[int]):
         self.drop_last = drop_last
         if global_batch_size % world_size:
             raise ArgumentError(
-                f"a global batch of {global_batch_size} samples does not divide over {world_size} ranks",
-                hint=f"take a multiple of {world_size}, or another number of ranks",
+                f"the global batch size {global_batch_size} is not a multiple of {world_size} ranks",
+                hint=f"use a multiple of {world_size}, or another number of ranks",
             )
         if drop_last and dataset_len < global_batch_size:
             raise ArgumentError(
-                f"{dataset_len} samples make no batch of {global_batch_size}, and a part of one is dropped",
-                hint="take a smaller batch, or `drop_last=False`",
+                f"a dataset of {dataset_len} samples is smaller than one batch of {global_batch_size}",
+                hint="use a smaller batch, or `drop_last=False`",
             )
         self._state = _State(
             kind=_KIND,
@@ -119,22 +120,22 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that are complete; it sets the order of the one in progress."""
+        """Index of the current epoch: the number of complete passes over the data."""
         return self._state.epoch
 
     @property
     def consumed(self) -> int:
-        """Samples of the epoch in progress that completed steps took."""
+        """Number of samples of the current epoch in completed steps, over all ranks."""
         return self._state.consumed
 
     @property
     def total(self) -> int:
-        """Samples that completed steps took since training began, whatever the dataset was."""
+        """Number of samples in completed steps since training began, over all ranks and datasets."""
         return self._state.total
 
     @property
     def seed(self) -> int:
-        """The seed of the order; that of the state, once one is loaded."""
+        """The seed of the order. Loading a state replaces it."""
         return self._state.seed
 
     @property
@@ -144,30 +145,30 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of a step that are this rank's."""
+        """Number of samples of a step on this rank."""
         return self.global_batch_size // self.world_size
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in a whole epoch."""
+        """Number of steps in a full epoch."""
         whole, rest = divmod(self.dataset_len, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def __len__(self) -> int:
-        """Indices of this rank in a whole epoch; the one in progress may have fewer left."""
+        """Number of indices of this rank in a full epoch; the current epoch may have fewer left."""
         return self.steps_per_epoch * self.local_batch_size
 
     def __iter__(self) -> Iterator[int]:
         return _Indices(self)
 
     def batches(self, batch_size: int | None = None) -> ElasticBatches:
-        """The same indices as lists, for `DataLoader(..., batch_sampler=)`.
+        """The same indices in batches, for `DataLoader(..., batch_sampler=)`.
 
         Args:
-            batch_size: indices a list; a divisor of `local_batch_size`, which is the default.
+            batch_size: number of indices per batch, a divisor of `local_batch_size`; by default `local_batch_size`.
 
         Raises:
-            ArgumentError: it is no divisor.
+            ArgumentError: `batch_size` is not a divisor of `local_batch_size`.
 
         Example:
             >>> list(ElasticSampler(8, 0, False, 4, 1, 2).batches())
@@ -176,7 +177,7 @@ class ElasticSampler(Sampler[int]):
         return ElasticBatches(self, self.local_batch_size if batch_size is None else batch_size)
 
     def step(self, n_steps: int = 1) -> None:
-        """Steps are complete: their samples count as consumed.
+        """Mark steps as complete: their samples count as consumed.
 
         Raises:
             ArgumentError: a negative number of steps.
@@ -187,13 +188,13 @@ class ElasticSampler(Sampler[int]):
             >>> sampler.epoch, sampler.consumed, sampler.total
             (1, 4, 12)
         """
-        self._state = self._after(self._state, count("n_steps", n_steps, 0))
+        self._state = self._state_after(self._state, count("n_steps", n_steps, 0))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of a later epoch; nothing, if it is the one in progress: `DistributedSampler`'s habit.
+        """Go to the start of a later epoch, as with `DistributedSampler`. Has no effect for the current epoch.
 
         Raises:
-            ArgumentError: the epoch is over already: it would be seen again.
+            ArgumentError: the epoch is complete.
 
         Example:
             >>> sampler = ElasticSampler(10, 0, True, 4, 0, 1)
@@ -204,14 +205,14 @@ class ElasticSampler(Sampler[int]):
         """
         if count("epoch", epoch, 0) < self.epoch:
             raise ArgumentError(
-                f"epoch {epoch} is over: the sampler is in epoch {self.epoch}",
-                hint="begin the loop at the epoch of the sampler: `range(sampler.epoch, n_epochs)`",
+                f"epoch {epoch} is complete: the sampler is in epoch {self.epoch}",
+                hint="start the loop at the epoch of the sampler: `range(sampler.epoch, n_epochs)`",
             )
         if epoch > self.epoch:
             self._state = replace(self._state, epoch=int(epoch), consumed=0, epoch_len=self.dataset_len)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the completed steps ended: the same on every rank, plain numbers and text.
+        """The position after the completed steps, as numbers and text: the same on every rank.
 
         Example:
             >>> ElasticSampler(10, 3, True, 4, 0, 1).state_dict()["consumed"]
@@ -227,82 +228,82 @@ class ElasticSampler(Sampler[int]):
         data_skip_steps: int | None = None,
         grown: bool = False,
     ) -> list[str]:
-        """Go on from a state, whatever number of ranks and batch size it comes from; its seed is taken over.
+        """Continue from a saved state, of any number of ranks and any batch size. The saved seed is used.
 
-        If the dataset has the length of the state, it is taken for the same one, and the order goes on. If it has
-        another length, the data is new, and training goes on with it as the incremental scenario has it: epochs and
-        samples count on, and the new data is read
+        A dataset of the same length is assumed to be the same, and the saved order continues. A dataset of another
+        length is new data: the counts of epochs and samples continue, and the new data is read
 
-        - from its beginning, if the state stands at the beginning of an epoch: that is where datasets are replaced;
-        - from its beginning, if `ignore_data_skip` says so, which also tells that data of the same length is new;
-        - after so many steps of the present batch size as `data_skip_steps` says, counted over as many epochs as
-          they fill; the samples that count as consumed in all stay those of the state;
-        - with `grown`, from the next epoch on: the data was appended to, and the rest of the epoch in progress is
-          read in its old order. Every sample is then seen once in it.
+        - from the start, if the state is at the start of an epoch;
+        - from the start, with `ignore_data_skip`, also for new data of the same length;
+        - after `data_skip_steps` steps of the current batch size, which may span several epochs; the total count of
+          consumed samples stays that of the state;
+        - with `grown`, from the next epoch on: samples were appended to the dataset, and the rest of the current epoch
+          is read in its old order, so that every sample is read once in it.
 
-        In the midst of an epoch one of these must be said: skipping as many steps as were made on other data, as
-        MindSpore Transformers does, would leave out samples that nobody has seen.
+        Within an epoch one of these options is required. MindSpore Transformers skips as many steps as were made on
+        the old data, and so leaves out samples of the new data.
 
         Args:
-            state: of `state_dict`.
-            ignore_data_skip: read the data from its beginning. Counts more than `data_skip_steps`, as it does there.
-            data_skip_steps: steps to skip from the beginning; 0 is the beginning itself.
-            grown: the dataset is that of the state with samples appended.
+            state: a value of `state_dict`.
+            ignore_data_skip: read the data from the start. Overrides `data_skip_steps`, as in MindSpore Transformers.
+            data_skip_steps: number of steps to skip from the start of the data.
+            grown: the dataset is the saved one with samples appended.
 
         Returns:
-            What was done, in sentences; nothing, if the order just goes on.
+            Messages about changes; empty if the saved order continues.
 
         Raises:
-            ArgumentError: this is no state of an `ElasticSampler`.
-            MismatchError: the length of the dataset differs in mid-epoch and nothing is said, it has not grown, or
-                the state is shuffled and the sampler is not, or the other way round. The sampler is as it was.
+            ArgumentError: `state` is not a state of an `ElasticSampler`.
+            MismatchError: the length of the dataset differs within an epoch and no option is given; `grown` is given
+                and the dataset is not longer; or `shuffle` differs. The sampler is unchanged then.
         """
         saved = _State.parse(state)
         if saved.shuffle != self.shuffle:
             raise MismatchError(
-                f"the state is that of a sampler with shuffle={saved.shuffle}, this one has shuffle={self.shuffle}"
+                f"the state was saved with shuffle={saved.shuffle}, this sampler has shuffle={self.shuffle}"
             )
-        sizes = f"the dataset has {self.dataset_len} samples, that of the state {saved.dataset_len}"
+        sizes = f"the dataset has {self.dataset_len} samples, the saved one had {saved.dataset_len}"
         is_new = saved.dataset_len != self.dataset_len
         first_epoch = saved.epoch if is_new or ignore_data_skip else saved.first_epoch
-        begun = replace(saved, dataset_len=self.dataset_len, epoch_len=self.dataset_len, first_epoch=first_epoch)
-        told: list[str] = []
+        restarted = replace(saved, dataset_len=self.dataset_len, epoch_len=self.dataset_len, first_epoch=first_epoch)
+        messages: list[str] = []
         if ignore_data_skip:
-            state_now = replace(begun, consumed=0)
-            told.append("ignore_data_skip: the data is read from its beginning")
+            state_now = replace(restarted, consumed=0)
+            messages.append("ignore_data_skip: the data is read from the start")
         elif data_skip_steps is not None:
             epochs, steps = divmod(count("data_skip_steps", data_skip_steps, 0), self.steps_per_epoch)
-            state_now = replace(begun, epoch=first_epoch + epochs, consumed=steps * self.global_batch_size)
-            told.append(f"data_skip_steps: {data_skip_steps} steps of data are skipped, as given")
+            state_now = replace(restarted, epoch=first_epoch + epochs, consumed=steps * self.global_batch_size)
+            messages.append(f"data_skip_steps: {data_skip_steps} steps of data are skipped")
         elif not is_new:
             state_now = saved
         elif saved.consumed == 0:
-            state_now = begun
-            told.append(f"{sizes}: it is read from its beginning")
+            state_now = restarted
+            messages.append(f"{sizes}: it is read from the start")
         elif grown and saved.dataset_len < self.dataset_len:
             state_now = replace(saved, dataset_len=self.dataset_len)
-            told.append(f"{sizes}: epoch {saved.epoch} ends with the {saved.epoch_len} that it began with")
+            messages.append(f"{sizes}: epoch {saved.epoch} ends after the {saved.epoch_len} samples of its start")
         else:
             raise MismatchError(
                 f"{sizes}, {saved.consumed} of which are consumed",
-                hint="say what the data is: ignore_data_skip (new data, from its beginning), data_skip_steps (new "
-                "data, so many steps of it are done), or grown=True (samples were appended)",
+                hint="choose one: ignore_data_skip (new data, read from the start), data_skip_steps (new data, skip "
+                "this number of steps), or grown=True (samples were appended)",
             )
-        # Where the batch is larger now, what is left of the epoch may be less than one.
-        self._state = self._after(state_now, 0)
+        # With a larger batch the rest of the epoch may be less than one batch.
+        self._state = self._state_after(state_now, 0)
         if self.epoch != state_now.epoch:
             left = state_now.epoch_len - state_now.consumed
-            told.append(
-                f"the last {left} samples of epoch {state_now.epoch} make no batch of {self.global_batch_size}: dropped"
+            messages.append(
+                f"the last {left} samples of epoch {state_now.epoch} are dropped: fewer than a batch of "
+                f"{self.global_batch_size}"
             )
-        return told
+        return messages
 
     def _steps_left(self, state: _State) -> int:
         whole, rest = divmod(state.epoch_len - state.consumed, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def _after(self, state: _State, n_steps: int) -> _State:
-        """The state after so many more steps; never one at the end of an epoch."""
+    def _state_after(self, state: _State, n_steps: int) -> _State:
+        """The state after `n_steps` more steps; at the end of an epoch, the start of the next one."""
         total = state.total + n_steps * self.global_batch_size
         left = self._steps_left(state)
         if n_steps < left:
@@ -318,12 +319,12 @@ class ElasticSampler(Sampler[int]):
 
 
 class ElasticBatches(Sampler[list[int]]):
-    """The indices of an `ElasticSampler` as lists, and its position; made by `ElasticSampler.batches`."""
+    """The indices of an `ElasticSampler` in batches; created by `ElasticSampler.batches`."""
 
     def __init__(self, sampler: ElasticSampler, batch_size: int) -> None:
         if sampler.local_batch_size % count("batch_size", batch_size, 1):
             raise ArgumentError(
-                f"lists of {batch_size} indices do not divide the {sampler.local_batch_size} that a rank has in a step"
+                f"batch_size {batch_size} is not a divisor of the {sampler.local_batch_size} samples of a rank per step"
             )
         self.sampler = sampler
         self.batch_size = batch_size
@@ -335,12 +336,12 @@ class ElasticBatches(Sampler[list[int]]):
         return _Lists(self.sampler, self.batch_size)
 
 
-class _Ahead(Iterator[Item], Generic[Item]):
-    """What a rank reads from the sampler's position to the end of the epoch, read ahead of the sampler.
+class _ReadAhead(Iterator[Item], Generic[Item]):
+    """Iterates over the indices of a rank from the position of the sampler to the end of the epoch.
 
-    It has a state of its own for `StatefulDataLoader`, which asks for it when a batch is sent to a worker and keeps
-    it until that batch comes out: so it is the state that the sampler has once all that came out is trained on. The
-    sampler's own, which is asked for at the same time, is older by what was under way; loading this one sets it right.
+    It has a state for `StatefulDataLoader`, which takes the state when a batch is sent to a worker and returns it
+    together with that batch. So this is the state of the sampler once all returned batches are trained on. The state of
+    the sampler itself, taken at the same time, lags behind; loading this state corrects it.
     """
 
     def __init__(self, sampler: ElasticSampler, size: int) -> None:
@@ -350,7 +351,7 @@ class _Ahead(Iterator[Item], Generic[Item]):
 
     def _begin(self, within: int = 0) -> None:
         sampler = self._sampler
-        self._start = state = sampler._state  # noqa: SLF001 - one thing in two classes
+        self._start = state = sampler._state  # noqa: SLF001 - same module
         self._order = Permutation(state.epoch_len, state.seed, state.epoch) if state.shuffle else None
         self._n_steps = sampler._steps_left(state)  # noqa: SLF001
         self._n_computed = 0
@@ -364,42 +365,42 @@ class _Ahead(Iterator[Item], Generic[Item]):
         return self
 
     def _next_block(self) -> None:
-        """Compute the indices of the next steps, whole ones."""
+        """Compute the indices of the next whole steps."""
         sampler, local = self._sampler, self._sampler.local_batch_size
         n_steps = min(max(1, _BLOCK // local), self._n_steps - self._n_computed)
         if n_steps == 0:
             raise StopIteration
         first = self._start.consumed + self._n_computed * sampler.global_batch_size + sampler.rank * local
         positions = first + sampler.global_batch_size * np.arange(n_steps)[:, None] + np.arange(local)
-        positions %= self._start.epoch_len  # a tail that is filled up
+        positions %= self._start.epoch_len  # `drop_last=False` fills the last batch from the start of the epoch
         indices = positions if self._order is None else self._order.at(positions)
         self._block, self._at = indices.reshape(-1).tolist(), 0
         self._n_computed += n_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's state after the whole steps that were read, and what was read of the next, in indices."""
+        """The state of the sampler after the whole steps that were read, and the number of indices read after them."""
         local = self._sampler.local_batch_size
         steps, within = divmod(self._n_computed * local - len(self._block) + self._at, local)
-        state = self._sampler._after(self._start, steps)  # noqa: SLF001
+        state = self._sampler._state_after(self._start, steps)  # noqa: SLF001
         return {"sampler": asdict(state), "within": within, "local_batch_size": local}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, and take the sampler along."""
+        """Continue from a state, and set the sampler to it."""
         if not isinstance(state, Mapping) or set(state) != {"sampler", "within", "local_batch_size"}:
-            raise ArgumentError(f"this is no state of a loop over an ElasticSampler: {shown(state)}")
+            raise ArgumentError(f"not the state of an iterator over an ElasticSampler: {shown(state)}")
         local = count("local_batch_size", state["local_batch_size"], 1)
         within = count("within", state["within"], 0, local - 1)
         if within and (local != self._sampler.local_batch_size or within % self._size):
             raise MismatchError(
-                f"the state was taken after {within} of the {local} samples that a rank has in a step, "
-                f"and now a rank has {self._sampler.local_batch_size} in lists of {self._size}",
-                hint="save where steps are complete",
+                f"the state was taken within a step, after {within} of {local} samples of a rank; now a rank has "
+                f"{self._sampler.local_batch_size} samples in a step, in batches of {self._size}",
+                hint="save when all steps are complete",
             )
         self._sampler.load_state_dict(state["sampler"])
         self._begin(within)
 
 
-class _Indices(_Ahead[int]):
+class _Indices(_ReadAhead[int]):
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler, 1)
 
@@ -410,7 +411,7 @@ class _Indices(_Ahead[int]):
         return self._block[self._at - 1]
 
 
-class _Lists(_Ahead[list[int]]):
+class _Lists(_ReadAhead[list[int]]):
     def __next__(self) -> list[int]:
         if self._at == len(self._block):
             self._next_block()
@@ -420,10 +421,10 @@ class _Lists(_Ahead[list[int]]):
 
 @dataclass(frozen=True)
 class _State:
-    """What is saved: the position, and what the order follows from.
+    """The saved state: the position, and the values that determine the order.
 
-    `dataset_len` is that of the run; `epoch_len` that of the epoch in progress, shorter if the dataset grew during it;
-    `first_epoch` the one in which the present data was begun.
+    `dataset_len` is the length of the dataset. `epoch_len` is that of the current epoch, which is shorter if the
+    dataset grew during it. `first_epoch` is the first epoch with the current dataset.
     """
 
     kind: str
@@ -441,8 +442,8 @@ class _State:
         names = {field.name for field in fields(cls)}
         if not isinstance(state, Mapping) or set(state) != names or state["kind"] != _KIND:
             raise ArgumentError(
-                f"this is no state of an ElasticSampler: {shown(state)}",
-                hint=f'expected the entries {", ".join(sorted(names))}, and "{_KIND}" as kind',
+                f"not the state of an ElasticSampler: {shown(state)}",
+                hint=f'expected the entries {", ".join(sorted(names))}, with kind "{_KIND}"',
             )
         if not isinstance(state["shuffle"], bool):
             raise ArgumentError(f"state of a sampler: shuffle is {shown(state['shuffle'])}, expected a boolean")

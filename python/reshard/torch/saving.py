@@ -305,7 +305,7 @@ class Saver:
         overlaps = self.overlap and not blocking
         if not overlaps and not any(tensor.is_cuda for tensor in tensors.values()):
             return None
-        trained = {name for live in described.live.lives for name in live.names.values()}
+        trained = {name for live in described.live.optimizers for name in live.names.values()}
         try:
             return self._staging.stage(
                 tensors,

@@ -1,14 +1,12 @@
-"""Copies of tensors on the host, made while the training goes on: what a save in the background writes.
+"""Copies of tensors in host memory, made while the training continues: the input of a save in the background.
 
-The idea: copies are queued, and whoever must not run before they are made *holds*. On a GPU they are queued on a side
-stream, into pinned memory; the compute stream then waits for the side stream, and the host for neither. On the host a
-thread stands in for the stream, and the caller waits for it. With `overlap` the compute stream, or the caller, is held
-later: not before the next step of an optimizer, which a hook notices. That is right for what nobody else changes:
-parameters that an optimizer trains, and its state. Everything else, such as running means, which a forward pass moves,
-is held for at once.
+Copies are queued, and `hold` makes later work wait for them. On a GPU the copies are queued on a side stream, into
+pinned memory; `hold` makes the compute stream wait for the side stream, and the host does not wait. For tensors on the
+host a thread copies, and `hold` makes the caller wait for the thread. Tensors in `overlap` are held for later, just
+before the next optimizer step, by a hook. This is correct for tensors that only an optimizer changes: parameters and
+optimizer state. All other tensors, such as running means that a forward pass changes, are held for at once.
 
-What is different on a GPU is told in `_OnStream`, in the five calls that it makes. Nothing here knows what is saved,
-or when.
+Everything specific to GPUs is in `_OnStream`. This module does not know what is saved, or when.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ __all__ = ["Staged", "Staging"]
 
 
 class _Copying(Protocol):
-    """Copies under way on one device."""
+    """Copies in progress on one device."""
 
     def hold(self) -> None:
-        """Let what this thread does next with the device wait for the copies. Never raises."""
+        """Make later work of this thread on the device wait for the copies. Never raises."""
 
     def wait(self) -> None:
-        """Wait until the host has the copies; from any thread. Raises what went wrong."""
+        """Wait until the copies are complete; from any thread. Raises the error of a failed copy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,27 +42,28 @@ class Staged:
     """The copies of one save.
 
     Attributes:
-        tensors: by key, on the host; without their content until `ready`.
+        tensors: the copies by key, on the host. Their values are undefined until `ready` returns.
     """
 
     tensors: dict[str, torch.Tensor]
     _copying: tuple[_Copying, ...]
 
     def ready(self) -> None:
-        """Wait until the copies are made; from any thread, and more than once."""
+        """Wait until the copies are complete; from any thread, any number of times."""
         for one in self._copying:
             one.wait()
 
 
 class Staging:
-    """Makes copies, in memory that is kept from save to save.
+    """Makes copies, in memory that is reused from save to save.
 
-    It is as much as the state; on a GPU's behalf it is pinned, and torch rounds each piece up to a power of two.
+    The memory has the size of the state. For tensors on a GPU it is pinned, and torch rounds each allocation up to a
+    power of two.
 
     Example:
         >>> staging, live = Staging(), torch.zeros(3)
         >>> staged = staging.stage({"w": live}, overlap={"w"})
-        >>> staging.hold()  # as a hook does before the optimizer's step
+        >>> staging.hold()  # called by a hook before the optimizer step
         >>> live += 1
         >>> staged.ready()
         >>> staged.tensors["w"]
@@ -78,20 +77,21 @@ class Staging:
     def stage(
         self, tensors: Mapping[str, torch.Tensor], overlap: Collection[str] = (), *, reuse: bool = True
     ) -> Staged:
-        """Begin to copy tensors, which have the content of the copies until something changes them.
+        """Start to copy tensors.
 
         Args:
-            tensors: on any device, by key.
-            overlap: keys of those that do not change before `hold` is called; what changes the others may come at once.
-            reuse: whether nobody looks at the copies of the last time any more.
+            tensors: tensors on any device, by key.
+            overlap: keys of the tensors that do not change before `hold` is called. The others may change right after
+                this call.
+            reuse: whether the copies of the previous call may be overwritten.
 
         Raises:
-            RuntimeError, MemoryError: there is no memory.
+            RuntimeError, MemoryError: out of memory.
         """
-        self.hold()  # of the last time, if no optimizer has made a step since
+        self.hold()  # for the previous copies, if there was no optimizer step since
         kept = self._kept if reuse else {}
         self._kept, self._held_later = {}, []
-        # What is waited for at once is queued first.
+        # Copies that are held for at once are queued first.
         groups: dict[tuple[bool, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for key, tensor in sorted(tensors.items(), key=lambda item: item[0] in overlap):
             live = tensor.detach()
@@ -110,13 +110,13 @@ class Staging:
         return Staged(dict(self._kept), tuple(copying))
 
     def hold(self) -> None:
-        """Let what this thread does next with the tensors wait for the copies that overlap."""
+        """Make later work of this thread on the tensors wait for the copies of tensors in `overlap`."""
         for one in self._held_later:
             one.hold()
 
 
 class _InThread:
-    """Copies of tensors of the host, by a thread."""
+    """Copies of host tensors, by a thread."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._error: BaseException | None = None
@@ -126,9 +126,9 @@ class _InThread:
     def _run(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         try:
             for host, live in pairs:
-                # By numpy: torch would start threads of its own for it, beside those that compute.
+                # With numpy: torch would use its own threads, which the computation needs.
                 np.copyto(_array(host), _array(live))
-        except BaseException as error:  # noqa: BLE001  raised where somebody waits for it
+        except BaseException as error:  # noqa: BLE001  raised by `wait`
             self._error = error
 
     def hold(self) -> None:
@@ -141,24 +141,24 @@ class _InThread:
 
 
 class _OnStream:
-    """Copies by a side stream of a GPU."""
+    """Copies on a side stream of a GPU."""
 
     def __init__(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._device = device
         side = _side_stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))  # what computes the tensors comes first
+        side.wait_stream(torch.cuda.current_stream(device))  # for the queued work that computes the tensors
         with torch.cuda.stream(side):
             for host, live in pairs:
                 _integers(host).copy_(_integers(live), non_blocking=True)
-                live.record_stream(side)  # who frees the tensor meanwhile does not free its memory yet
-        self._made = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
-        self._made.record(side)
+                live.record_stream(side)  # keeps the memory allocated until the copy is complete
+        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting does not spin
+        self._copied.record(side)
 
     def hold(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._made)
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def wait(self) -> None:
-        self._made.synchronize()
+        self._copied.synchronize()
 
 
 @functools.cache
@@ -167,7 +167,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _host_memory(live: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """Contiguous memory for a copy: what was kept, if it fits."""
+    """Contiguous memory for a copy: the memory of the previous copy if shape and dtype are the same."""
     if kept is not None and (kept.shape, kept.dtype) == (live.shape, live.dtype):
         return kept
     return torch.empty(live.shape, dtype=live.dtype, device="cpu", pin_memory=live.device.type == "cuda")
@@ -179,6 +179,6 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor: not every dtype can be copied."""
+    """The tensor viewed as integers: torch cannot copy all dtypes."""
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.resolve_conj().resolve_neg().view(dtype)

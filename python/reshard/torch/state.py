@@ -1,11 +1,11 @@
-"""The state of a trainer as arrays and back: what `save` takes and `load` gives, for live models and optimizers.
+"""The state of a trainer (models, optimizers, objects) as arrays for `save` and `load`.
 
-`describe` looks and copies nothing: every array is over the memory of a live tensor, and where it lies in the whole is
-read off the placements. All ranks then agree on one layout. `restore.apply` puts loaded arrays into the live tensors;
-what the arrays were loaded into already (`Described.out`) is not copied again, and what does not exist yet (parameters
-on the device `meta`, the state of an optimizer that has made no step) becomes the array itself.
+`describe` copies nothing: each array shares the memory of a tensor of the trainer, and its region follows from the
+placements. All ranks then agree on one layout. `restore.apply` restores loaded arrays: arrays that were loaded into the
+memory of the trainer (`Described.out`) are not copied again, and tensors that do not exist yet (parameters on device
+`meta`, the state of an optimizer before its first step) use the memory of the loaded arrays.
 
-Nothing here reads or writes a file, or knows which checkpoint is taken and when one is saved.
+This module reads and writes no files, and does not choose checkpoints.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from reshard import dtypes
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import state as state_format
 from reshard.group import resolve
-from reshard.torch.common_layout import distinct, layout_of
+from reshard.torch.common_layout import gather_distinct, layout_of
 from reshard.torch.modules import Named, named
-from reshard.torch.optimizers import Live, Record, live_optimizers, merged, plain, record_of
+from reshard.torch.optimizers import (
+    NamedOptimizer,
+    OptimizerRecord,
+    merge_records,
+    named_optimizers,
+    plain,
+    record_state,
+)
 from reshard.torch.placements import Partition, Placed, Row, is_sharded, place, row_of
 from reshard.torch.tensors import from_tensor
 from reshard.words import ranks_named, show
@@ -37,35 +44,35 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from reshard.group import Group
-    from reshard.torch.common_layout import Known
+    from reshard.torch.common_layout import RankValues
 
 __all__ = ["Described", "LiveState", "describe"]
 
-_MAX_SENT_BYTES = 65536  # of arrays that are no tensors of the state, such as a learning rate that is a tensor
+_MAX_SENT_BYTES = 65536  # for tensors in the record of an optimizer, such as a learning rate that is a tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """What this rank holds of a trainer, and how it fits into the whole.
+    """The state of a trainer on this rank, and its position in the global tensors.
 
     Attributes:
-        model: this rank's part of each parameter and persistent buffer, by key; over the live memory.
-        optimizer: this rank's part of each tensor of the optimizers' state, named `<slot>.<key>`; likewise.
-        local: tensors of the optimizers' state that belong to this rank alone, named likewise: plain ones in the state
-            of a sharded parameter (DTensor) which are neither of its shape nor single numbers, such as quantized
-            moments and their scales. They are kept for each rank.
-        layout: how all ranks hold them, as the mapping of a layout file; None in a world of one, or for a reason.
-        shapes: the global shape of each of this rank's tensors, in elements.
-        offsets: the first element of each in the whole, one index a dim.
-        extra: what else is to be saved: options and counters of the optimizers, state of objects and modules, aliases.
+        model: this rank's shard of each parameter and persistent buffer, by key; shares the memory of the trainer.
+        optimizer: this rank's shard of each state tensor of the optimizers, with key `<slot>.<key>`; likewise.
+        local: rank-local state tensors, with keys likewise: plain tensors in the state of a sharded parameter (DTensor)
+            that have neither its shape nor a single element, such as quantized moments and their scales.
+        layout: the layout of all ranks, as the mapping of a layout file; None with one rank, or for `reason`.
+        shapes: global shape of each of this rank's tensors, in elements.
+        offsets: global offset of each of this rank's shards, in elements.
+        extra: state to save besides tensors: options and counters of optimizers, state of objects and modules, aliases.
         aliases: other names of tied tensors, and the key of each.
-        reason: why there is no layout although there are several ranks: tensors are then saved as boxes.
-        save_layout: `layout` for saving. Ranks agree on parameters and state, but not always on buffers, such as
-            running means: each buffer is taken from the first rank that holds it; where others differ, each rank's copy
-            is kept besides. Buffers that DDP broadcasts are those of the rank that sends them.
+        reason: why several ranks have no layout; tensors are then saved by region.
+        save_layout: the layout for saving. Parameters and optimizer state are equal on all ranks that hold them, but
+            buffers, such as running means, may differ. Each buffer is saved by the first rank that holds it; if the
+            copies of other ranks differ, they are saved as rank-local state. Of buffers that DDP broadcasts only the
+            copy of the sending rank is saved.
         rank: this rank.
-        world_size: how many there are.
-        live: what is described.
+        world_size: number of ranks.
+        live: the described objects.
     """
 
     model: dict[str, torch.Tensor]
@@ -81,10 +88,10 @@ class Described:
     rank: int
     world_size: int
     live: LiveState = field(repr=False)
-    _kept: _Kept = field(repr=False)
+    _kept: _RankLocalState = field(repr=False)
 
     def to_save(self) -> dict[str, torch.Tensor]:
-        """The live tensors that `saving` hands over, by key.
+        """The tensors that are saved, by key; not copies.
 
         Example:
             >>> from torch import nn
@@ -95,12 +102,10 @@ class Described:
         return model | self.optimizer | self.local
 
     def saving(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
-        """The arguments that `reshard.save` needs to save this.
-
-        They are `model`, `optimizer`, `layout`, `shapes` and `rank_local`.
+        """The arguments `model`, `optimizer`, `layout`, `shapes` and `rank_local` for `reshard.save`.
 
         Args:
-            tensors: copies of the live tensors of `to_save`; None: the tensors themselves.
+            tensors: copies of the tensors of `to_save`; None: the tensors themselves.
 
         Example:
             >>> from torch import nn
@@ -135,7 +140,7 @@ class Described:
         }
 
     def part_of(self, name: str) -> list[list[int]]:
-        """Offset and shape of what this rank holds of a parameter, in elements.
+        """Offset and shape of this rank's region of a parameter, in elements.
 
         Example:
             >>> from torch import nn
@@ -145,7 +150,7 @@ class Described:
         return [list(self.offsets[name]), list(self.model[name].shape)]
 
     def out(self) -> dict[str, np.ndarray]:
-        """The live memory as arrays that can be loaded into, by key: what is contiguous and on the host.
+        """Arrays over the memory of the trainer to load into, by key: of contiguous tensors on the host.
 
         Example:
             >>> from torch import nn
@@ -162,17 +167,18 @@ class Described:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
-    """What a rank keeps for itself, and what it leaves to others.
+class _RankLocalState:
+    """The rank-local state of a rank, and the buffers that other ranks save.
 
     Attributes:
-        left: buffers that another rank saves.
-        received: those that another rank will overwrite: this rank's copies do not count.
-        beside: single numbers in the state of sharded parameters, by key; equal on all ranks, or kept for each.
-        names: parameters of whose state ranks keep something for themselves.
-        parameters: state besides tensors that differs from other ranks', by name of the parameter.
-        modules: extra state of modules, likewise.
-        is_any: whether any rank keeps state for itself.
+        left: keys of buffers that another rank saves.
+        received: keys of buffers that another rank overwrites, so that this rank's copies are not saved.
+        beside: keys of single-element plain tensors in the state of sharded parameters: equal on all ranks, or saved
+            as rank-local state.
+        names: names of parameters with rank-local state.
+        parameters: state besides tensors that differs between ranks, by parameter name.
+        modules: extra state of modules that differs between ranks, by module name.
+        is_any: whether any rank has rank-local state.
     """
 
     left: frozenset[str] = frozenset()
@@ -186,17 +192,17 @@ class _Kept:
 
 @dataclass(frozen=True, eq=False)
 class LiveState:
-    """The objects that are described.
+    """The described objects.
 
     Attributes:
         named: the tensors of the model.
-        lives: the optimizers.
-        objects: anything else, by name.
-        states: the tensors of the optimizers' state, by key.
+        optimizers: the optimizers.
+        objects: other objects with state, by name.
+        states: state tensors of the optimizers, by key.
     """
 
     named: Named
-    lives: list[Live]
+    optimizers: list[NamedOptimizer]
     objects: Mapping[str, Any]
     states: dict[str, torch.Tensor]
 
@@ -212,30 +218,31 @@ def describe(
     compare: bool = True,
     object_name: Callable[[str], str] = "objects.{}".format,
 ) -> Described:
-    """Look at what this rank holds of a model and its optimizer, and agree with the other ranks how it fits together.
+    """Describe the state of a model and its optimizer on this rank, and agree with the other ranks on the layout.
 
-    All ranks of the group call this at the same place. Few bytes go over the wire: ranks compare digests, and one of
-    each kind tells names, shapes and cuts.
+    A collective call: all ranks of the group call it. Few bytes are sent: ranks compare digests, and of all ranks with
+    equal partitions one sends names, shapes and partitions.
 
     Args:
         model: a module, plain, in DDP, `torch.compile` or activation checkpointing, with FSDP2 or tensor parallelism;
-            or several modules, such as the chunks of a pipeline on this rank. Stages name their parameters as the
-            whole model does. Tensors without a mesh are the same on all ranks that hold them.
-        optimizer: one of torch's, or several.
-        objects: anything else with `state_dict` and `load_state_dict`, by name: schedulers, a GradScaler, a sampler.
-            Rank 0's state is kept, and all ranks' must be equal.
-        mesh: the mesh of all ranks, where tensors do not tell it; gives its axes their names.
+            or several modules, such as the pipeline chunks of this rank. Pipeline stages use the parameter names of
+            the whole model. Tensors that are not DTensors must be equal on all ranks that hold them.
+        optimizer: a torch optimizer, or several.
+        objects: other objects with `state_dict` and `load_state_dict`, by name: schedulers, a GradScaler, a sampler.
+            The state of rank 0 is saved, and the states of all ranks must be equal.
+        mesh: the device mesh of all ranks, for tensors without one; it also names the axes.
         group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
-            None: torch's default group if there is one, else this process alone.
+            None: the default group of torch if there is one, else this process alone.
         timeout: seconds that ranks wait for each other.
-        compare: refuse state that ranks share and that differs. False where it is about to be replaced.
-        object_name: what an object is called in errors.
+        compare: raise if state that ranks share differs. Pass False if the state is about to be replaced.
+        object_name: name of an object in errors.
 
     Raises:
-        ArgumentError: objects without state, an optimizer that is not of this model, a group that is not the mesh's.
-        MismatchError: ranks hold different tensors under one name, or different state that they share.
-        UnsupportedError: the first FSDP; a tensor that is a pending sum (`Partial`), or of a class that is made of
-            other tensors; an optimizer with a `state_dict` of its own. Raised on all ranks.
+        ArgumentError: an object has no state, an optimizer belongs to another model, or the group does not have the
+            ranks of the mesh.
+        MismatchError: ranks hold different tensors under one name, or state that they share differs.
+        UnsupportedError: FSDP1; a `Partial` placement; a tensor subclass made of other tensors; an optimizer that
+            overrides `state_dict`. Raised on all ranks.
         GroupError: a rank did not answer in time.
 
     Example:
@@ -247,17 +254,17 @@ def describe(
     """
     members = resolve(group)
     try:
-        own = _Own.of(model, optimizer, objects or {}, mesh, members)
+        own = _RankState.of(model, optimizer, objects or {}, mesh, members)
         parts: Any = own.parts(compare=compare) if members.world_size > 1 else []
     except ReshardError as error:
         if members.world_size > 1:
-            distinct(members, error, timeout)
+            gather_distinct(members, error, timeout)
         raise
     if members.world_size == 1:
         local = _local_keys([own.beside])
         record = _with_local(own.record, local)
         return own.described(_Agreed(record, own.own_state(), dict(own.live.named.aliases), local=local), members)
-    rows, models, optimizers, records, states, besides, digests = distinct(members, parts, timeout)
+    rows, models, optimizers, records, states, besides, digests = gather_distinct(members, parts, timeout)
     if compare:
         _check_objects(digests, object_name, members.world_size)
     aliases: dict[str, str] = {}
@@ -282,9 +289,13 @@ def describe(
     differing: dict[str, list[str]] = {}
     if len(states) > 1:
         sharded = {key for held, _ in of_model for key, one in held.items() if one.cuts or one.unsaid}
-        differing = _differing(distinct(members, [own.state_digests()], timeout)[0], sharded if compare else None)
+        differing = _differing(
+            gather_distinct(members, [own.state_digests()], timeout)[0], sharded if compare else None
+        )
     agreed = _Agreed(
-        record=_with_local(merged([Record.from_value(_unpacked(value["record"])) for value, _ in records]), local),
+        record=_with_local(
+            merge_records([OptimizerRecord.from_value(_unpacked(value["record"])) for value, _ in records]), local
+        ),
         state=_states(states, own, members.rank),
         aliases=aliases,
         layout=layout,
@@ -297,18 +308,18 @@ def describe(
     return own.described(agreed, members)
 
 
-# ------------------------------------------------------------------------------------------------- what one rank has
+# ------------------------------------------------------------------------------------------------ state of this rank
 
 
 @dataclass(frozen=True, eq=False)
-class _Own:
-    """What this rank knows by itself."""
+class _RankState:
+    """The state of the trainer that this rank knows without the others."""
 
     live: LiveState
     row: Row
     model: dict[str, Placed]
     optimizer: dict[str, Placed]
-    record: Record
+    record: OptimizerRecord
     shapes: dict[str, tuple[int, ...]]
     object_states: dict[str, Any]
     beside: dict[str, list[str]]
@@ -321,7 +332,7 @@ class _Own:
         objects: Mapping[str, Any],
         mesh: DeviceMesh | None,
         members: Group,
-    ) -> _Own:
+    ) -> _RankState:
         for name, one in objects.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
                 raise ArgumentError(
@@ -330,16 +341,16 @@ class _Own:
                     hint="plain values can be saved in `extra`",
                 )
         found = named(model)
-        lives = live_optimizers(optimizer, {id(tensor): key for key, tensor in found.tensors.items()})
-        states, record = record_of(lives)
+        optimizers = named_optimizers(optimizer, {id(tensor): key for key, tensor in found.tensors.items()})
+        states, record = record_state(optimizers)
         tensors = [*found.tensors.values(), *states.values()]
         n_ranks = members.world_size
         if any(hasattr(tensor, "device_mesh") for tensor in tensors) or mesh is not None:
-            # Meshes speak of ranks of the default group.
+            # The ranks of a mesh are ranks of the default group.
             n_all = torch.distributed.get_world_size()
             if n_all != n_ranks:
                 raise ArgumentError(
-                    f"the tensors lie on meshes of {n_all} ranks, and the group has {n_ranks}",
+                    f"the device meshes of the tensors have {n_all} ranks, and the group has {n_ranks}",
                     hint="leave `group` out: all ranks of the job save and load together",
                 )
         row = row_of(tensors, n_ranks, mesh)
@@ -349,7 +360,7 @@ class _Own:
         ]
         shapes = {key: _shape(lies, key) for part in placed for key, lies in part.items()}
         object_states = {name: _object_state(one) for name, one in objects.items()}
-        plain = _plain_beside_distributed(lives, states)
+        plain = _plain_beside_distributed(optimizers, states)
         for key in plain:
             slot, _, name = key.partition(".")
             if states[key].ndim:
@@ -358,11 +369,11 @@ class _Own:
         for key, parameter in plain.items():
             if is_sharded(parameter):
                 beside["local" if _is_of_part(states[key], parameter) else "other"].append(key)
-        live = LiveState(found, lives, objects, states)
+        live = LiveState(found, optimizers, objects, states)
         return cls(live, row, placed[0], placed[1], record, shapes, object_states, beside)
 
     def own_state(self) -> dict[str, dict[str, Any]]:
-        """What this rank would keep of parameters' and modules' state besides tensors."""
+        """State of parameters and modules besides tensors, on this rank."""
         modules = {name: plain(module.get_extra_state()) for name, module in self.live.named.extra_state.items()}
         return {"parameters": self.record.state, "modules": modules}
 
@@ -374,7 +385,7 @@ class _Own:
         }
 
     def parts(self, *, compare: bool) -> list[Any]:
-        """What the ranks compare and exchange."""
+        """The values that ranks compare and exchange."""
         distributed = {key for key, tensor in self.live.named.tensors.items() if hasattr(tensor, "device_mesh")}
         model = {
             "tensors": {key: _partition_value(lies.partition) for key, lies in self.model.items()},
@@ -382,7 +393,7 @@ class _Own:
             "received": sorted(self.live.named.received),
         }
         optimizer = {key: _partition_value(lies.partition) for key, lies in self.optimizer.items()}
-        record = Record(self.record.groups, self.record.slots, plain=self.record.plain).to_value()
+        record = OptimizerRecord(self.record.groups, self.record.slots, plain=self.record.plain).to_value()
         state = self.own_state()
         return [
             self.row.to_json(),
@@ -404,7 +415,7 @@ class _Own:
             kind: {name: one for name, one in of_kind.items() if name in agreed.differing.get(kind, ())}
             for kind, of_kind in (self.own_state() if agreed.differing else {}).items()
         }
-        kept = _Kept(
+        kept = _RankLocalState(
             left=agreed.left,
             received=frozenset(self.live.named.received),
             beside=frozenset(self.beside["other"]) - agreed.local,
@@ -418,7 +429,7 @@ class _Own:
             "modules": agreed.state["modules"],
             "objects": self.object_states,
         }
-        if agreed.record.groups:  # of any rank: a stage of a pipeline may train nothing
+        if agreed.record.groups:  # of any rank: a pipeline stage may have no trained parameters
             record = replace(agreed.record, state=agreed.state["parameters"])
             extra["optimizer"] = record.to_value()
         return Described(
@@ -441,19 +452,20 @@ class _Own:
 
 @dataclass(frozen=True, eq=False)
 class _Agreed:
-    """What is to be known of all ranks.
+    """The result of the exchange between all ranks.
 
     Attributes:
-        record: of the optimizers, without the state besides tensors.
+        record: the record of the optimizers, without state values.
         state: state besides tensors, of parameters and of modules, by name.
         aliases: other names of tensors, and their keys.
         layout, save_layout, reason: as in `Described`.
-        left: buffers that another rank saves.
-        local: tensors of the optimizers' state that every rank keeps for itself.
-        differing: names of the state of either kind that differs between ranks, and is kept for each.
+        left: keys of buffers that another rank saves.
+        local: keys of rank-local state tensors.
+        differing: names of parameters and modules whose state besides tensors differs between ranks; it is saved as
+            rank-local state.
     """
 
-    record: Record
+    record: OptimizerRecord
     state: dict[str, dict[str, Any]]
     aliases: dict[str, str]
     layout: dict[str, object] | None = None
@@ -465,7 +477,7 @@ class _Agreed:
 
 
 def _shape(lies: Placed, key: str) -> tuple[int, ...]:
-    """The global shape in elements of the format, of which packed dtypes have several in one of torch's."""
+    """The global shape in elements of the format. For packed dtypes an element of torch holds several of these."""
     try:
         return dtypes.tensor_shape(dtypes.parse_dtype(lies.local.dtype), lies.partition.shape)
     except UnsupportedError as error:
@@ -473,16 +485,18 @@ def _shape(lies: Placed, key: str) -> tuple[int, ...]:
 
 
 def _object_state(one: Any) -> Any:
-    # Schedulers keep functions, which torch itself leaves out of a state dict, or not.
+    # The state dict of a torch scheduler may contain functions.
     is_scheduler = isinstance(one, torch.optim.lr_scheduler.LRScheduler)
     return plain(one.state_dict(), drop_functions=is_scheduler)
 
 
-def _plain_beside_distributed(lives: Sequence[Live], states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The plain tensors in the state of parameters that are DTensors: by key, the parameter."""
+def _plain_beside_distributed(
+    optimizers: Sequence[NamedOptimizer], states: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Keys of plain tensors in the state of DTensor parameters, and the parameter of each."""
     return {
         key: parameter
-        for live in lives
+        for live in optimizers
         for name, (parameter, _) in live.owned().items()
         if hasattr(parameter, "device_mesh")
         for key in sorted(f"{slot}.{name}" for slot in live.local.state.get(parameter, {}))
@@ -491,25 +505,26 @@ def _plain_beside_distributed(lives: Sequence[Live], states: Mapping[str, torch.
 
 
 def _is_of_part(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether state is made for the part that this rank holds of a sharded parameter: nobody else can cut it.
+    """Whether a state tensor belongs to this rank's region of a sharded parameter, so that it cannot be resharded.
 
-    It is not if it is a single number, such as a counter, or of the shape of the whole parameter.
+    It does not if it has a single element, such as a counter, or the global shape of the parameter.
     """
     return tensor.numel() != 1 and tensor.shape != parameter.shape
 
 
 def _local_keys(beside: Sequence[Mapping[str, list[str]]]) -> frozenset[str]:
-    """The tensors that every rank keeps for itself, given what each has beside sharded parameters.
+    """Keys of the rank-local state tensors, from the plain state tensors of sharded parameters on all ranks.
 
-    A part may be so small that a tensor made for it is a single number: what its slot holds elsewhere decides.
+    In a very small region a rank-local tensor may have a single element. So a slot that is rank-local for one parameter
+    is rank-local for all.
     """
     local = {key for one in beside for key in one["local"]}
     slots = {key.partition(".")[0] for key in local}
     return frozenset(local | {key for one in beside for key in one["other"] if key.partition(".")[0] in slots})
 
 
-def _with_local(record: Record, local: frozenset[str]) -> Record:
-    """The record with the slots of these tensors as those that every rank keeps for itself."""
+def _with_local(record: OptimizerRecord, local: frozenset[str]) -> OptimizerRecord:
+    """The record with the slots of these tensors moved from `slots` to `local`."""
     slots_of: dict[str, list[str]] = {}
     for key in sorted(local):
         slot, _, name = key.partition(".")
@@ -524,37 +539,36 @@ def _with_local(record: Record, local: frozenset[str]) -> Record:
 # ----------------------------------------------------------------------------------------------------------- exchange
 
 
-def _check_objects(known: Known, object_name: Callable[[str], str], world_size: int) -> None:
-    """Refuse objects that not all ranks give, or whose state differs, given `{name: digest}` of the ranks."""
-    hint = "wrap it in `reshard.per_rank(...)` to keep each rank's"
+def _check_objects(known: RankValues, object_name: Callable[[str], str], world_size: int) -> None:
+    """Check that all ranks pass the same objects with the same state, given `{name: digest}` of the ranks."""
+    hint = "wrap it in `reshard.per_rank(...)` to save the state of each rank"
     for name in sorted({name for value, _ in known for name in value}):
         held = sorted(rank for value, ranks in known if name in value for rank in ranks)
         if len(held) < world_size:
-            message = (
-                f"{show(object_name(name))} is given on {ranks_named(held)} alone, and not on all {world_size} ranks"
-            )
+            message = f"{show(object_name(name))} is given only on {ranks_named(held)}, not on all {world_size} ranks"
             raise MismatchError(message, key=name, hint=hint)
     _check_shared(known, lambda name: f"the state of {show(object_name(name))}", hint)
 
 
-def _check_shared(known: Known, what: Callable[[str], str], hint: str) -> None:
-    """Refuse values that ranks share and that differ, given `{name: digest}` of the ranks."""
+def _check_shared(known: RankValues, what: Callable[[str], str], hint: str) -> None:
+    """Check that values that ranks share are equal, given `{name: digest}` of the ranks."""
     ranks_of: dict[str, dict[str, list[int]]] = {}
     for value, ranks in known:
         for name, digest in value.items():
             ranks_of.setdefault(name, {}).setdefault(digest, []).extend(ranks)
     for name, of_name in ranks_of.items():
         if len(of_name) > 1:
-            told = "; ".join(f"digest {one} on {ranks_named(ranks)}" for one, ranks in of_name.items())
-            raise MismatchError(f"{what(name)} differs between ranks: {told}", key=name, hint=hint)
+            digests = "; ".join(f"digest {one} on {ranks_named(ranks)}" for one, ranks in of_name.items())
+            raise MismatchError(f"{what(name)} differs between ranks: {digests}", key=name, hint=hint)
 
 
-def _differing(known: Known, sharded: set[str] | None) -> dict[str, list[str]]:
-    """The names of state besides tensors that differs between ranks, given its digests on each.
+def _differing(known: RankValues, sharded: set[str] | None) -> dict[str, list[str]]:
+    """Names of parameters and modules whose state besides tensors differs between ranks.
 
     Args:
-        known: as `_Own.state_digests` of the ranks.
-        sharded: parameters of which ranks hold different parts; that of others is refused. None: nothing is refused.
+        known: values of `_RankState.state_digests` of the ranks.
+        sharded: names of sharded parameters. A difference in the state of other parameters is an error. None: no
+            difference is an error.
     """
     if sharded is not None:
         whole = [
@@ -575,7 +589,7 @@ def _partition_value(partition: Partition) -> list[Any]:
 
 
 def _partitions(value: Mapping[str, list[Any]]) -> dict[str, Partition]:
-    # A handful of kinds for thousands of keys; JSON makes lists of tuples.
+    # JSON turns tuples into lists: convert them back.
     return {
         key: Partition(
             tuple(shape),
@@ -589,7 +603,7 @@ def _partitions(value: Mapping[str, list[Any]]) -> dict[str, Partition]:
 def _from_first(
     known: Sequence[tuple[dict[str, Partition], Sequence[int]]], first: Mapping[str, int]
 ) -> list[tuple[dict[str, Partition], Sequence[int]]]:
-    """The same where the tensors in `first` are held by that rank alone."""
+    """The same partitions as if each tensor in `first` were held only by the given rank."""
     split: list[tuple[dict[str, Partition], Sequence[int]]] = []
     for held, ranks in known:
         split.append(({key: partition for key, partition in held.items() if key not in first}, ranks))
@@ -600,7 +614,7 @@ def _from_first(
 
 
 def _packed(value: Any, what: str | None) -> dict[str, Any] | None:
-    """A value of `extra` as JSON with its arrays; where these are large an error, or None without a name for it."""
+    """A value of `extra` as JSON with its arrays. Large arrays are an error, or without a name `what`, None."""
     text, arrays = state_format.dump(value, what or "state")
     if sum(array.nbytes for array in arrays.values()) > _MAX_SENT_BYTES:
         if what is None:
@@ -621,10 +635,10 @@ def _unpacked(packed: Mapping[str, Any]) -> Any:
     return state_format.load(packed["text"], arrays)
 
 
-def _states(known: Known, own: _Own, rank: int) -> dict[str, dict[str, Any]]:
-    """State besides tensors of all ranks: of each name the first rank's, as everything in `extra` is.
+def _states(known: RankValues, own: _RankState, rank: int) -> dict[str, dict[str, Any]]:
+    """State besides tensors of all ranks: for each name the value of the first rank that has it.
 
-    Large values are not sent about, and need not be if rank 0 has them: it is rank 0 that saves them.
+    Large values are not sent. This is possible if rank 0 has them, because rank 0 saves them.
     """
     whole: dict[str, dict[str, Any]] = {"parameters": {}, "modules": {}}
     for value, ranks in known:
@@ -636,9 +650,10 @@ def _states(known: Known, own: _Own, rank: int) -> dict[str, dict[str, Any]]:
                 values = _unpacked(value["values"])[kind]
             elif ranks[0] != 0:
                 raise UnsupportedError(
-                    f"rank {ranks[0]} keeps large lists of tensors for {show(new[0])}, which rank 0 does not have",
+                    f"rank {ranks[0]} has large lists of tensors in the state of {show(new[0])}, which rank 0 does not "
+                    "have",
                     key=new[0],
-                    hint="such state (LBFGS has it) can be saved where every rank holds all parameters",
+                    hint="such state (of LBFGS) can be saved if every rank holds all parameters",
                 )
             elif rank in ranks:
                 values = own.own_state()[kind]

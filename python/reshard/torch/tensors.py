@@ -1,7 +1,7 @@
 """numpy arrays as torch tensors and back, over the same memory, for every dtype of the format.
 
-numpy's DLPack and `torch.from_numpy` refuse bfloat16 and the 8-bit floats. Both sides, however, can look at their
-memory as integers of the same width, so the way across is an integer view. Nothing here copies, moves or casts.
+numpy's DLPack and `torch.from_numpy` refuse bfloat16 and the 8-bit floats. So the memory is passed as an array of
+integers of the same width, and viewed with the right dtype on the other side. Nothing is copied, moved or cast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from reshard.write.arrays import as_array
 
 __all__ = ["as_tensor", "from_tensor", "torch_dtype"]
 
-# The names that this torch knows: older ones lack some of the narrow floats.
+# The dtypes of this torch version: older ones lack some of the narrow floats.
 _TORCH: dict[str, torch.dtype] = {
     name: getattr(torch, attribute)
     for name, attribute in {
@@ -43,7 +43,7 @@ _TORCH: dict[str, torch.dtype] = {
     if hasattr(torch, attribute)
 }
 
-# Signed, since every torch release that is supported knows these, and unsigned 16 to 64 bits only some.
+# Signed, because not all supported torch releases have unsigned integers of 16 to 64 bits.
 _INTEGERS = {
     1: np.dtype(np.uint8),
     2: np.dtype(np.int16),
@@ -53,17 +53,17 @@ _INTEGERS = {
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """The torch dtype of tensors of this dtype.
+    """The torch dtype for a dtype name.
 
     Raises:
-        UnsupportedError: this torch has none (the 6-bit floats; newer 8-bit floats in an old torch).
+        UnsupportedError: this torch version has none (the 6-bit floats; newer 8-bit floats in an old torch).
 
     Example:
         >>> torch_dtype("BF16"), torch_dtype("F8_E4M3")
         (torch.bfloat16, torch.float8_e4m3fn)
     """
     if dtype not in _TORCH:
-        dtypes.bits(dtype)  # an unknown name is not torch's lack
+        dtypes.bits(dtype)  # raises for an unknown name
         raise UnsupportedError(
             f"torch {torch.__version__} has no dtype for {dtype}", hint="read it as numpy: packed bytes, or `ml_dtypes`"
         )
@@ -71,19 +71,20 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
 
 def as_tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
-    """The array as a tensor over the same memory; strides are kept.
+    """The array as a tensor over the same memory, with the same strides.
 
     Args:
-        array: any dtype that `reshard` returns, `ml_dtypes` included. Writable, since a tensor cannot be read-only.
-        dtype: "F4" says that a `uint8` array holds packed 4-bit floats (the tensor has torch's packed dtype and the
-            array's shape, a byte an element); otherwise the array knows its dtype.
+        array: an array of any dtype that `reshard` returns, including those of `ml_dtypes`. It must be writable,
+            because tensors cannot be read-only.
+        dtype: "F4" for a `uint8` array of packed 4-bit floats: the tensor has the packed dtype of torch, with one byte
+            per element. Otherwise None: the dtype of the array.
 
     Returns:
-        A CPU tensor of the array's shape, which keeps the array's memory alive.
+        A CPU tensor with the shape of the array. It keeps the memory of the array alive.
 
     Raises:
-        ArgumentError: the array is read-only, or `dtype` is not what it holds.
-        UnsupportedError: torch has no such dtype, or cannot have the array's strides (negative ones).
+        ArgumentError: the array is read-only, or has another dtype than `dtype`.
+        UnsupportedError: torch has no such dtype, or does not support the strides of the array (negative ones).
 
     Example:
         >>> import ml_dtypes
@@ -96,29 +97,30 @@ def as_tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
     """
     name = dtypes.name_of(array.dtype) if dtype is None else dtype
     if array.dtype != dtypes.numpy_dtype(name):
-        raise ArgumentError(f"an array of dtype {array.dtype} holds no {name}, expected {dtypes.numpy_dtype(name)}")
+        raise ArgumentError(f"dtype {name} needs an array of dtype {dtypes.numpy_dtype(name)}, found {array.dtype}")
     if not array.flags.writeable:
-        raise ArgumentError("the array is read-only, and a tensor over it would be written", hint="pass `array.copy()`")
+        raise ArgumentError("the array is read-only, and tensors are always writable", hint="pass `array.copy()`")
     integers = _INTEGERS[array.itemsize]
     result_dtype = torch_dtype(name)
     try:
         tensor = torch.from_numpy(array.view(integers))
     except ValueError as error:
         raise UnsupportedError(
-            f"torch cannot take an array of strides {array.strides} bytes: {error}", hint="pass `array.copy()`"
+            f"torch does not support an array with strides {array.strides}, in bytes: {error}",
+            hint="pass `array.copy()`",
         ) from error
     return tensor.view(result_dtype)
 
 
 def from_tensor(tensor: torch.Tensor) -> tuple[np.ndarray, str]:
-    """The tensor as an array over the same memory, and its dtype; strides are kept, gradients are not.
+    """The tensor as an array over the same memory, with the same strides, and the name of its dtype.
 
     Args:
-        tensor: a dense CPU tensor. Lazily conjugated and negated ones are the exception that is copied.
+        tensor: a dense CPU tensor; its gradient is ignored. Lazily conjugated and negated tensors are copied.
 
     Returns:
-        The array and the name of the tensor's dtype, which a `uint8` array alone does not tell: a
-        `torch.float4_e2m1fn_x2` comes as its packed bytes and "F4".
+        The array, and the name of the tensor's dtype. For `torch.float4_e2m1fn_x2` these are a `uint8` array of the
+        packed bytes, and "F4".
 
     Raises:
         UnsupportedError: the tensor is on another device, sparse, quantized, distributed, or of a dtype that the
@@ -130,5 +132,5 @@ def from_tensor(tensor: torch.Tensor) -> tuple[np.ndarray, str]:
         ((3, 2), dtype(bfloat16), 'BF16')
     """
     if tensor.device.type != "cpu":
-        raise UnsupportedError(f"a tensor on device `{tensor.device}` has no array", hint="pass `tensor.cpu()`")
+        raise UnsupportedError(f"expected a CPU tensor, found device `{tensor.device}`", hint="pass `tensor.cpu()`")
     return as_array(tensor)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, Part
     from reshard.config import Config
     from reshard.formats.manifest import Manifest
-    from reshard.resume import Facts, ResumeDecision, RunFacts, Verdict
+    from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, Verdict
 
 __all__ = ["Answer", "Contents", "explain"]
 
@@ -44,7 +44,7 @@ class Answer:
         n_bytes: bytes of the files that were compared.
     """
 
-    facts: Facts
+    facts: ResumeFacts
     verdicts: tuple[Verdict, ...]
     decision: ResumeDecision | None
     error: ReshardError | None = None
@@ -103,7 +103,9 @@ def explain(
         faults[decision.path] = f"{name}{fault.message}"
 
 
-def _read(facts: Facts, decision: ResumeDecision, progress: _core.Progress | None) -> tuple[list[Fault], Contents, int]:
+def _read(
+    facts: ResumeFacts, decision: ResumeDecision, progress: _core.Progress | None
+) -> tuple[list[Fault], Contents, int]:
     """Compare what a run would read: what is wrong, whether there are sums, and the bytes of the files."""
     path = Path(str(decision.path))
     try:

@@ -44,7 +44,7 @@ from reshard.group import resolve, session
 from reshard.layout import ModelLayout
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
-from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, decide
+from reshard.resume import CandidateFacts, ResumeDecision, ResumeFacts, RunFacts, decide
 from reshard.small_files import show
 from reshard.storage import protocol
 from reshard.verbs.pending_load import PendingLoad
@@ -458,11 +458,11 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
     return checkpoint
 
 
-def _decide(terms: _Terms, facts: Facts) -> ResumeDecision:
+def _decide(terms: _Terms, facts: ResumeFacts) -> ResumeDecision:
     return decide(terms.config, facts, compatible=terms.compatible, allow_fresh=terms.allow_fresh)
 
 
-def _facts(value: dict[str, Any]) -> Facts:
+def _facts(value: dict[str, Any]) -> ResumeFacts:
     """Facts that came as JSON."""
     candidates = []
     for one in value["candidates"]:
@@ -471,7 +471,7 @@ def _facts(value: dict[str, Any]) -> Facts:
             common = CommonInfo(**{**common, "unknown": tuple(common["unknown"])})
         candidates.append(CandidateFacts(**{**one, "common": common, "rank_faults": ()}))
     run, warnings = RunFacts(**value["run"]), tuple(value["warnings"])
-    return Facts(**{**value, "candidates": tuple(candidates), "run": run, "warnings": warnings, "ranks": ()})
+    return ResumeFacts(**{**value, "candidates": tuple(candidates), "run": run, "warnings": warnings, "ranks": ()})
 
 
 def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: float) -> Checkpoint:
