@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def select(
         written = view.keys(part)
     if source.common is not None:
         # A counter that was left out does not come back in another file.
-        left_out = [name for name in scalars.NAMES if name.startswith(drop)]
+        left_out = [name for name in counter_tensors.NAMES if name.startswith(drop)]
         view.common = replace(source.common, **dict.fromkeys(left_out))  # type: ignore[arg-type]
     changes = dict(rename or {})
     longest_first = sorted(changes, key=len, reverse=True)
@@ -107,7 +107,7 @@ def _is_apart(source: Checkpoint, key: str, apart: Collection[str]) -> bool:
 
 def _counters(source: Checkpoint, apart: Collection[str]) -> dict[str, np.ndarray]:
     """The counters: as the source has them, or made of what it knows."""
-    known = {} if source.common is None else scalars.arrays_of(source.common)
+    known = {} if source.common is None else counter_tensors.arrays_of(source.common)
     known = {name: array for name, array in known.items() if name not in source}
     return known | {key: source.read(key) for key in source if _is_apart(source, key, apart)}
 
@@ -168,11 +168,11 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
 
 def _renamed(key: str, changes: Mapping[str, str], longest_first: Sequence[str], used: set[str]) -> str:
     old = next((text for text in longest_first if key.startswith(text)), None)
-    state = scalars.parameter_of(key)
+    state = counter_tensors.parameter_of(key)
     if state is not None and not (old and len(old) > len(state[0])):
         # Not asked for by its own name: it goes where its parameter goes.
         return f"{state[0]}.{_renamed(state[1], changes, longest_first, used)}"
-    if old is None or (scalars.is_counter(key) and old != key):
+    if old is None or (counter_tensors.is_counter(key) and old != key):
         return key
     used.add(old)
     return changes[old] + key[len(old) :]

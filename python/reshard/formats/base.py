@@ -13,7 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 
 if TYPE_CHECKING:
     import os
@@ -166,7 +166,7 @@ class CheckpointData:
 
     def part(self, key: str) -> PartName:
         """Whether a tensor belongs to the model or to the optimizer."""
-        return "optimizer" if self.traits.counters_as_tensors and scalars.is_state(key) else "model"
+        return "optimizer" if self.traits.counters_as_tensors and counter_tensors.is_state(key) else "model"
 
     def file_name(self, file: int) -> str:
         """The name of a file, relative to the folder of the checkpoint."""

@@ -17,7 +17,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.collective import ALONE, capture
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.formats import registry, scalars
+from reshard.formats import counter_tensors, registry
 from reshard.formats.checkpoint1 import health as checkpoint1_health
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.agreement import FileFacts, faults_of
@@ -315,16 +315,16 @@ def counters_of(checkpoint: Checkpoint) -> CommonInfo | None:
         DamagedFileError: one is no number.
         StorageError: the file cannot be read.
     """
-    names = [name for name in scalars.NAMES if name in checkpoint]
+    names = [name for name in counter_tensors.NAMES if name in checkpoint]
     path = str(checkpoint.path)
     for name in names:
-        scalars.check_shape(name, checkpoint.shape(name), path)  # before it is read: it can be of any size
-    return scalars.common_of(checkpoint.load(keys=names, threads=1), path) if names else None
+        counter_tensors.check_shape(name, checkpoint.shape(name), path)  # before it is read: it can be of any size
+    return counter_tensors.common_of(checkpoint.load(keys=names, threads=1), path) if names else None
 
 
 def holds_optimizer(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint whose names alone tell holds state of an optimizer; its counters are none."""
-    return any(scalars.is_state(key) and key not in scalars.NAMES for key in checkpoint)
+    return any(counter_tensors.is_state(key) and key not in counter_tensors.NAMES for key in checkpoint)
 
 
 def _health(root: str) -> tuple[dict[str, int], str | None]:

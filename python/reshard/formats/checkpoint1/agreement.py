@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class FileFacts:
     @classmethod
     def of(cls, common: CommonInfo | None, *, has_sum: bool | None) -> FileFacts:
         """Those of a file with these counters."""
-        values = {name: None if common is None else getattr(common, name) for name in scalars.NAMES}
+        values = {name: None if common is None else getattr(common, name) for name in counter_tensors.NAMES}
         return cls({name: value for name, value in values.items() if value is not None}, has_sum)
 
     def to_value(self) -> list[Any]:
@@ -62,7 +62,7 @@ def faults_of(files: Mapping[int, FileFacts]) -> dict[int, str]:
         {1: '`step_num` is not there, and in the file of rank 0 it is 4: cut short, or of another save'}
     """
     found: dict[int, str] = {}
-    for name in scalars.NAMES:
+    for name in counter_tensors.NAMES:
         holder = next((rank for rank, file in files.items() if name in file.counters), None)
         for rank, file in files.items():
             if holder is None or rank in found:

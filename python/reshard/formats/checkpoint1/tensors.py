@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
 from reshard.errors import CoverageError, DamagedFileError, MismatchError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1.agreement import SAME_ON_ALL, FileFacts, faults_of, lacking
 from reshard.formats.checkpoint1.replicas import AssumedReplicas
 from reshard.formats.rank_file import add_rank_file, placed
@@ -71,7 +71,7 @@ class RankTensors:
 
     def _followed(self, key: str) -> str | None:
         """The parameter as which state is cut that the strategy does not name: every part is of that one's shape."""
-        state = scalars.parameter_of(key)
+        state = counter_tensors.parameter_of(key)
         if self.strategy is None or state is None or not self.strategy.stages_of(state[1]):
             return None
         parts = self.held.get(state[1], {})
@@ -217,7 +217,7 @@ class RankTensors:
         found: dict[int, CommonInfo] = {}
         small = self._small()
         for rank, file in self.files.items():
-            counters = [name for name in scalars.NAMES if name in file.tensors]
+            counters = [name for name in counter_tensors.NAMES if name in file.tensors]
             names = [*counters, *(key for key in small if key in file.tensors and key not in counters)]
             if not names:
                 continue
@@ -227,14 +227,14 @@ class RankTensors:
             for name in names:
                 shape = again.tensors[name].shape
                 if name in counters:
-                    scalars.check_shape(name, shape, str(file.path))  # before it is read: it can be of any size
+                    counter_tensors.check_shape(name, shape, str(file.path))  # before it is read: it can be of any size
                 index.add_tiles(name, again.tensors[name].dtype, shape, placed(again, name, (0,) * len(shape)))
                 request.add_region(name, name, (0,) * len(shape), shape)
             # A sum of its own a file may have is not compared yet: that would read all of it.
             plan = index.plan(request, verify=False)
             arrays = load_all(plan)
             if counters:
-                found[rank] = scalars.common_of(arrays, str(file.path))
+                found[rank] = counter_tensors.common_of(arrays, str(file.path))
             for key in small & arrays.keys():
                 self.digests.setdefault(key, {})[rank] = blake2b(arrays[key].tobytes(), digest_size=16).digest()
             index.close()
@@ -254,4 +254,4 @@ def _n_bytes(tensor: LocalTensor) -> int:
 
 def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:
     """Whether every rank holds one and the same number under a key, however it is cut."""
-    return all(not one.shape or (key in scalars.OF_NO_PARAMETER and one.shape == (1,)) for one in held)
+    return all(not one.shape or (key in counter_tensors.OF_NO_PARAMETER and one.shape == (1,)) for one in held)

@@ -32,7 +32,7 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER, FileName, Meta
@@ -78,7 +78,7 @@ class Checkpoint1Writer(Writer):
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
         """All counters: they are in the file of every rank."""
-        return scalars.OF_NO_PARAMETER
+        return counter_tensors.OF_NO_PARAMETER
 
 
 def _write(

@@ -20,7 +20,7 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
-from reshard.formats import manifest, scalars
+from reshard.formats import counter_tensors, manifest
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.storage import filesystem, protocol
@@ -68,7 +68,9 @@ class Checkpoint2Writer(Writer):
 
     def apart(self, source: Checkpoint) -> Collection[str]:
         """Counters of other formats: they go into common.json. `global_step` is a tensor in MindSpore's trees, too."""
-        return () if source.data.traits.has_metadata else [name for name in scalars.NAMES if name != "global_step"]
+        return (
+            () if source.data.traits.has_metadata else [name for name in counter_tensors.NAMES if name != "global_step"]
+        )
 
 
 def _write(

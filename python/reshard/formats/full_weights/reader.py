@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import DamagedFileError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.full_weights import names as full_weights
 from reshard.outputs import load_all
@@ -77,10 +77,10 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
         return data
     request = _core.Request()
     for name in names:
-        if name in scalars.NAMES:
+        if name in counter_tensors.NAMES:
             shape = index.shape(name)
             request.add_region(name, name, (0,) * len(shape), shape)
-    common = scalars.common_of(load_all(index.plan(request)), str(path))
+    common = counter_tensors.common_of(load_all(index.plan(request)), str(path))
     return replace(data, common=common, iteration=common.step_num)
 
 

@@ -20,7 +20,7 @@ from reshard.conversion.destinations import (
     whole_request,
 )
 from reshard.conversion.writer import Settings, Writer
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.full_weights import names as full_weights
 from reshard.small_files import write_file_atomically
 from reshard.write.iteration import file_order
@@ -50,7 +50,7 @@ class FullWeightsWriter(Writer):
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
         """All counters: they have a file of their own."""
-        return scalars.OF_NO_PARAMETER
+        return counter_tensors.OF_NO_PARAMETER
 
 
 def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Written:
