@@ -21,7 +21,7 @@ from reshard.formats import counter_tensors, registry
 from reshard.formats.checkpoint1 import health as checkpoint1_health
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.agreement import FileFacts, faults_of
-from reshard.formats.checkpoint1.candidates import RankFolder, Save, SaveOrder, name_of_rank, order_saves
+from reshard.formats.checkpoint1.candidates import RankFolder, SaveCandidate, SaveOrder, name_of_rank, order_saves
 from reshard.formats.checkpoint1.reader import look_at, open_rank_files, rank_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
@@ -151,8 +151,8 @@ def gather_saves(
     own = (ranks.rank, ranks.world_size)
     told = ranks.combine(capture(lambda: _look(root, own)), combine)
     order = SaveOrder(
-        tuple(Save(**one) for one in told["candidates"]),
-        tuple(Save(**one) for one in told["refused"]),
+        tuple(SaveCandidate(**one) for one in told["candidates"]),
+        tuple(SaveCandidate(**one) for one in told["refused"]),
         told["n_ranks"],
         tuple(told["warnings"]),
     )
@@ -208,7 +208,7 @@ def _folder_from(value: dict[str, Any]) -> RankFolder:
     )
 
 
-def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> CandidateFacts:
+def _candidate(root: str, save: SaveCandidate, n_ranks: int, fault: str | None) -> CandidateFacts:
     """What is known of a save before its files are opened."""
     return CandidateFacts(
         str(path_of(root, save.name, 0)),
@@ -241,7 +241,7 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
                 told["common"] = None if checkpoint.common is None else asdict(checkpoint.common)
             told["has_optimizer"] |= holds_optimizer(checkpoint)
             (file,) = rank_files(checkpoint).values()
-            told["files"].append([rank, FileFacts.of(checkpoint.common, has_sum=file.has_sum).to_value()])
+            told["files"].append([rank, FileFacts.of(checkpoint.common, has_crc=file.has_crc).to_value()])
     return told
 
 

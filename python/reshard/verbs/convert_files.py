@@ -28,7 +28,7 @@ from reshard.errors import (
 )
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.ckpt import names as ckpt
-from reshard.formats.rank_file import RankFile, add_rank_file
+from reshard.formats.rank_file import OpenedRankFile, add_rank_file
 from reshard.small_files import parse_size, show
 from reshard.storage.publication import made_folder
 from reshard.strict_yaml import read_yaml
@@ -295,7 +295,7 @@ def _warnings(planned: Sequence[_Planned], renamed: Mapping[str, str]) -> list[s
 # -- bytes
 
 
-def _requested(index: _core.Index, opened: RankFile, names: Sequence[tuple[str, str]]) -> _core.Plan:
+def _requested(index: _core.Index, opened: OpenedRankFile, names: Sequence[tuple[str, str]]) -> _core.Plan:
     request = _core.Request()
     for old, new in names:
         index.add_whole(old, opened.file)
