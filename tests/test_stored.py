@@ -156,7 +156,7 @@ def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
         file = written_by(folder)[1][0]
         file.unlink()
         save_file({"other": np.zeros(3)}, file)
-        with pytest.raises(DamagedFileError, match="another file than the one that was opened"):
+        with pytest.raises(DamagedFileError, match="is not the file that was opened before"):
             opened.stored(1)
 
 
@@ -188,7 +188,7 @@ def test_a_file_of_two_ranks(tmp_path: Path) -> None:
         )
     for holder in ({"file_name": "f", "storage_rank": True}, {"file_name": 1, "storage_rank": 1}, {"file_name": "f"}):
         text = json.dumps({"storage_data": {"a": [holder]}})
-        with pytest.raises(DamagedFileError, match="`file_name` or `storage_rank` is none"):
+        with pytest.raises(DamagedFileError, match="`file_name` or `storage_rank` is invalid"):
             storage_ranks(text.encode(), "metadata.json")
     with pytest.raises(ArgumentError, match=r"nothing tells which rank wrote `x.safetensors`"):
         own_files(tmp_path, ["rank_0.safetensors", "x.safetensors"], None)

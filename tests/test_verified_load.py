@@ -594,7 +594,7 @@ def test_a_file_of_a_folder_with_a_manifest(root: Path, caplog: pytest.LogCaptur
     stranger = path.with_name("stranger.safetensors")
     save_file({"x": truth}, stranger)
     assert reshard.load_file(stranger)["x"].tobytes() == truth.tobytes()
-    assert any("not in the manifest" in message for message in caplog.messages)
+    assert any("is not listed in the manifest" in message for message in caplog.messages)
     (path.parent / "manifest.json").write_text("torn")
     with pytest.raises(DamagedFileError, match="valid manifest"):
         reshard.load_file(path)

@@ -492,7 +492,7 @@ class Checkpoint:
 
     @checked
     def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
-        """Compare all bytes of the shard files with their checksums: those of the manifest, or the CRC of `.ckpt` files.
+        """Compare all bytes of the shard files with the checksums of the manifest, or `.ckpt` files with their CRC.
 
         Files are read through the page cache, because they are loaded next. A scrub of all files is done only once.
 
@@ -612,7 +612,7 @@ class Checkpoint:
             raise MismatchError(
                 f"{show(made.key)} would consist of {show(first)}, {dtype}, and {show(other)}, {found[other]}",
                 key=other,
-                hint="convert to one dtype first, with `dtype=` of `convert`",
+                hint="convert to one dtype first; `dtype=` of `convert` does this",
             )
         if dtypes.is_packed(dtype) and any(source.placement is not None for source in made.sources):
             raise UnsupportedError(

@@ -65,7 +65,7 @@ class ModelFiles:
                     raise DestinationExistsError(
                         f"{target / name} differs from {path}, which would be copied with the weights",
                         path=str(target / name),
-                        hint=f"remove it, or pass {target} as `model_files=` to keep all such files of it",
+                        hint=f"remove it; to keep all such files of {target}, pass that folder as `model_files=`",
                     )
                 del self.files[name]
 

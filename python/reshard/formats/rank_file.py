@@ -91,7 +91,7 @@ def add_rank_file(
         StorageError: it cannot be read.
 
     Example:
-        StorageError: it cannot be read. as np, reshard
+        >>> import numpy as np, reshard
         >>> from reshard import _core
         >>> reshard.save_file({"w": np.zeros((2, 3), np.float32)}, "rank_0.safetensors")
         >>> add_rank_file(_core.Index(), "rank_0.safetensors").tensors["w"].shape

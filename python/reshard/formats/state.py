@@ -327,7 +327,7 @@ def _refuse(value: object, path: str) -> NoReturn:
         hint = "`per_rank` must enclose a whole value of `extra=`, not a part of it"
     elif any(isinstance(value, plain) for plain in (dict, list, tuple, set, frozenset, str, int, float, np.ndarray)):
         base = next(plain.__name__ for plain in kind.__mro__[1:] if plain.__module__ in ("builtins", "numpy"))
-        hint = f"the data that {kind.__name__} adds to a {base} would be lost: pass the {base}"
+        hint = f"the additional data of {kind.__name__} would be lost: pass the {base}"
     elif hasattr(value, "detach"):
         hint = "pass `value.detach()`, and `.to_local()` for a distributed tensor"
     name = f"{kind.__module__}.{kind.__qualname__}"

@@ -386,7 +386,7 @@ def choose_by_suffix(
         raise ArgumentError(
             f"{shown} holds both .safetensors and .ckpt files",
             path=os.fspath(root),
-            hint='pass `extension="safetensors"` or `extension="ckpt"`',
+            hint="move the files with one of the extensions to another folder",
         )
     numbers = [{_last_numbers(name) for name in found} for found in names.values()]
     if suffix is None and numbers != [{None}] * len(numbers):

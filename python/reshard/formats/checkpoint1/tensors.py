@@ -165,7 +165,7 @@ class RankTensors:
         if self.strategy is None:
             return f"without a strategy {show(key)} is read as one value, equal on all ranks"
         how = f"sharded like {show(self.followed[key])}" if key in self.followed else "whole on every rank"
-        return f"{show(self.strategy.source)} does not list {show(key)}; it is read as {how}"
+        return f"{show(self.strategy.source)} does not list {show(key)}; it is assumed to be {how}"
 
     def warn(self) -> None:
         """Log values that are left out, and assumptions about tensors that the strategy does not list."""

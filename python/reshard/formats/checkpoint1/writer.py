@@ -150,7 +150,7 @@ def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
             raise UnsupportedError(
                 f"{show(key)} would be stored {how}, which a strategy cannot express",
                 key=key,
-                hint="choose another layout for it, or leave it out with `drop=`",
+                hint="choose another layout for it; `drop=` leaves it out",
             )
     return None if len(bound.ranks) == 1 else strategy_of(replace(bound, specs=specs, joins=[]))
 
@@ -248,7 +248,7 @@ def _check_counters(job: Job) -> None:
                 f"the cast to {job.options.dtype} would change the counter `{name}` from {array.item()} to "
                 f"{cast.item()}",
                 key=name,
-                hint=f'choose another dtype, or leave it out with `drop=["{name}"]`',
+                hint=f'choose another dtype; `drop=["{name}"]` leaves it out',
             )
 
 

@@ -311,8 +311,8 @@ def unfinished(path: Path, name: str, locked: LockedManifest) -> DamagedFileErro
         locked: gives the fault of the manifest.
     """
     return DamagedFileError(
-        f"{show(str(path))} is not a complete checkpoint: {show(name)} was written by this package, which writes a "
-        f"manifest at the end of a save, but {locked.fault}",
+        f"{show(str(path))} is not a complete checkpoint: {show(name)} was written by this package, which ends a "
+        f"save with a valid manifest, but {locked.fault}",
         path=str(path),
         hint="the save is unfinished, or its manifest is damaged or lost: use another iteration",
     )
