@@ -220,8 +220,11 @@ class Checkpoint:
             ArgumentError: `part` has another value.
 
         Example:
-            >>> checkpoint.keys("model")  # doctest: +SKIP
-            ['embed.weight', 'layers.0.weight']
+            >>> import numpy as np, reshard
+            >>> _ = reshard.save("keys", 1, {"w": np.zeros(4)}, {"adam_m.w": np.zeros(4)})
+            >>> with reshard.open("keys") as checkpoint:
+            ...     checkpoint.keys(), checkpoint.keys("model")
+            (['w', 'adam_m.w'], ['w'])
         """
         if part == "all":
             return list(self._keys)
@@ -243,8 +246,10 @@ class Checkpoint:
         """The shard files of the tensors, with their sizes; in rank folders `rank_<number>/<name>`.
 
         Example:
-            >>> checkpoint.files()  # doctest: +SKIP
-            [FileInfo(name='model.safetensors', n_bytes=4920)]
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros(4)}, "files.safetensors")
+            >>> [file.name for file in reshard.open("files.safetensors").files()]
+            ['files.safetensors']
         """
         return [
             FileInfo(self.data.file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)
@@ -262,8 +267,12 @@ class Checkpoint:
             By key the dtype and the distinct shapes of the local arrays, in elements.
 
         Example:
-            >>> reshard.open("output/checkpoint").unplaced()["embed.weight"]  # doctest: +SKIP
-            ('F32', ((8, 4),))
+            >>> import os, numpy as np, reshard
+            >>> for rank in range(2):
+            ...     os.makedirs(f"ranks/rank_{rank}")
+            ...     reshard.save_file({"w": np.zeros((8, 4), np.float32)}, f"ranks/rank_{rank}/net.safetensors")
+            >>> reshard.open("ranks").unplaced()
+            {'w': ('F32', ((8, 4),))}
         """
         return dict(self._unplaced)
 
@@ -324,7 +333,10 @@ class Checkpoint:
             DamagedFileError, StorageError: while reading; the content of `out` is then undefined.
 
         Example:
-            >>> checkpoint.read("w", (slice(0, 1024),))  # doctest: +SKIP
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(12).reshape(3, 4)}, "read.safetensors")
+            >>> reshard.open("read.safetensors").read("w", (slice(1, 3), 0))
+            array([4, 8])
         """
         self._check_placed(key)
         dtype, shape = self._index.info(key)
@@ -396,7 +408,11 @@ class Checkpoint:
             DamagedFileError, StorageError: while reading; the content of `out` is then undefined.
 
         Example:
-            >>> own = checkpoint.load("layout.yaml", rank=3, part="model")  # doctest: +SKIP
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(8)}, "load.safetensors")
+            >>> layout = {"mesh": {"tp": 4}, "rules": [{"match": "w", "cut": ["tp"]}]}
+            >>> reshard.open("load.safetensors").load(layout, rank=3)
+            {'w': array([6, 7])}
         """
         request, names, wanted = self._request(layout, rank, part, keys)
         plan = self.plan(request, dtype, verify=verify, keys=wanted)
@@ -447,8 +463,10 @@ class Checkpoint:
         """Global shape of a tensor in elements; opens no file. KeyNotFoundError if there is no tensor of this name.
 
         Example:
-            >>> checkpoint.shape("w")  # doctest: +SKIP
-            (4096, 1024)
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros((4, 2))}, "shape.safetensors")
+            >>> reshard.open("shape.safetensors").shape("w")
+            (4, 2)
         """
         self._check_placed(key)
         return self._index.shape(key)
@@ -476,7 +494,12 @@ class Checkpoint:
             DamagedFileError, StorageError: `verify="full"` found damage.
 
         Example:
-            >>> checkpoint.plan(checkpoint.bind("layout.yaml").request(3)).n_bytes  # doctest: +SKIP
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros((4, 2), np.float32)}, "plan.safetensors")
+            >>> checkpoint = reshard.open("plan.safetensors")
+            >>> layout = {"mesh": {"tp": 2}, "rules": [{"match": "w", "cut": ["tp"]}]}
+            >>> checkpoint.plan(checkpoint.bind(layout).request(1)).n_bytes
+            16
         """
         check_given(verify=verify)
         if verify not in ("full", "touched", "structure"):
@@ -505,7 +528,10 @@ class Checkpoint:
             StorageError: a file cannot be read.
 
         Example:
-            >>> checkpoint.scrub()  # doctest: +SKIP
+            >>> import numpy as np, reshard
+            >>> _ = reshard.save("scrub", 1, {"w": np.zeros(4)})
+            >>> with reshard.open("scrub") as checkpoint:
+            ...     checkpoint.scrub()
         """
         if self._is_scrubbed:
             return
@@ -541,9 +567,13 @@ class Checkpoint:
             CoverageError, MismatchError: the stored arrays do not form such a tensor.
 
         Example:
-            >>> info = checkpoint["w"]  # doctest: +SKIP
-            >>> checkpoint.view({"v": (info.dtype, info.shape, checkpoint._index.stored("w"))}).keys()  # doctest: +SKIP
-            ['v']
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(3)}, "view.safetensors")
+            >>> checkpoint = reshard.open("view.safetensors")
+            >>> info = checkpoint["w"]
+            >>> view = checkpoint.view({"v": (info.dtype, info.shape, checkpoint.data.index.stored("w"))})
+            >>> view.read("v")
+            array([0, 1, 2])
         """
         data = self.data
         index = opened_again(
@@ -627,7 +657,11 @@ class Checkpoint:
         """The ranks that saved it, in ascending order, for `stored`. Empty if the files hold whole tensors.
 
         Example:
-            >>> checkpoint.ranks()  # doctest: +SKIP
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(8)}, "ranks.safetensors")
+            >>> layout = {"mesh": {"tp": 4}, "rules": [{"match": "w", "cut": ["tp"]}]}
+            >>> _ = reshard.convert("ranks.safetensors", "of_four_ranks", layout=layout)
+            >>> reshard.open("of_four_ranks").ranks()
             [0, 1, 2, 3]
         """
         return [] if self._own is None else list(self._own)
@@ -683,8 +717,12 @@ class Checkpoint:
         """Dtype and shape in elements of the arrays that `stored` loads; reads headers only. Raises as `stored`.
 
         Example:
-            >>> checkpoint.stored_info(3)["w"]  # doctest: +SKIP
-            ('BF16', (1024, 4096))
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros((8, 2), np.float32)}, "info.safetensors")
+            >>> layout = {"mesh": {"tp": 4}, "rules": [{"match": "w", "cut": ["tp"]}]}
+            >>> _ = reshard.convert("info.safetensors", "sharded", layout=layout)
+            >>> reshard.open("sharded").stored_info(3)
+            {'w': ('F32', (2, 2))}
         """
         index = self._own_index(rank)
         return {key: index.info(key) for key in index.keys()}  # noqa: SIM118  not a mapping
@@ -720,7 +758,10 @@ class Checkpoint:
             UnsupportedError: a later release wrote it.
 
         Example:
-            >>> checkpoint.extra(rank=3)["rng"]  # doctest: +SKIP
+            >>> import numpy as np, reshard
+            >>> _ = reshard.save("extra", 1, {"w": np.zeros(4)}, extra={"scheduler": {"last_epoch": 3}})
+            >>> reshard.open("extra").extra()
+            {'scheduler': {'last_epoch': 3}}
         """
         return self.data.extra_state(rank)
 
@@ -732,7 +773,11 @@ class Checkpoint:
             LayoutError: a key has no rule, a dim does not divide, or the layout does not match in another way.
 
         Example:
-            >>> checkpoint.bind("layout.yaml").layouts["w"].local_shape(3)  # doctest: +SKIP
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros((8, 2))}, "bind.safetensors")
+            >>> layout = {"mesh": {"tp": 4}, "rules": [{"match": "w", "cut": ["tp"]}]}
+            >>> reshard.open("bind.safetensors").bind(layout).layouts["w"].local_shape(3)
+            (2, 2)
         """
         return as_layout(layout).bind(self._shapes(), optimizer_keys=set(self.keys("optimizer")))
 

@@ -121,8 +121,10 @@ def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Lite
         StorageError: it cannot be read.
 
     Example:
-        >>> kind_of("rank_0/llama_rank_0-10_2.ckpt")  # doctest: +SKIP
-        'ckpt'
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.zeros(2)}, "safetensors.ckpt")
+        >>> kind_of("safetensors.ckpt")
+        'safetensors'
     """
     head = read_head(path, ckpt.HEAD_BYTES, follow_links=follow_links)
     if ckpt.is_head(head):
@@ -147,7 +149,11 @@ def placed(rank_file: OpenedRankFile, key: str, offset: Sequence[int]) -> Placed
         DamagedFileError: the array and the offset differ in the number of dims.
 
     Example:
-        >>> index.add_tiles("w", "F32", (4, 3), placed(a, "w", (0, 0)) + placed(b, "w", (2, 0)))  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> from reshard import _core
+        >>> reshard.save_file({"w": np.zeros((2, 3), np.float32)}, "rank_1.safetensors")
+        >>> placed(add_rank_file(_core.Index(), "rank_1.safetensors"), "w", (2, 0))
+        [(0, 'w', (2, 3), [((2, 0), (2, 3), 0, (3, 1))])]
     """
     tensor = rank_file.tensors.get(key)
     if tensor is None:

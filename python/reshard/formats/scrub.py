@@ -124,8 +124,11 @@ def scrub_file(
         StorageError: it cannot be read.
 
     Example:
-        >>> sums = manifests.read_sums(folder, manifest)  # doctest: +SKIP
-        >>> scrub_file(folder, manifest, "model-0000000-0000001.safetensors", sums[name])  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> folder = Path(reshard.save("run", 1, {"w": np.zeros(4)}).path)
+        >>> manifest = manifests.read(folder)
+        >>> [name] = manifest.shards
+        >>> scrub_file(folder, manifest, name, manifests.read_sums(folder, manifest)[name])
         []
     """
     path, entry = str(folder / name), manifest.shards[name]
@@ -178,7 +181,9 @@ def scrub_folder(
         The differences, and the files that cannot be read; empty if there are none.
 
     Example:
-        >>> scrub_folder(folder, manifests.read(folder))  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> folder = Path(reshard.save("a_run", 1, {"w": np.zeros(4)}).path)
+        >>> scrub_folder(folder, manifests.read(folder))
         []
     """
     faults = scrub_plain(folder, manifest) if names is None else []

@@ -144,7 +144,9 @@ def iterations(path: str | os.PathLike[str]) -> Order | None:
         StorageError: it cannot be listed.
 
     Example:
-    x/checkpoint").tracker  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("run", 10, {"w": np.zeros(4)})
+        >>> iterations("run").tracker
         10
     """
     target = Path(path)
@@ -163,8 +165,10 @@ def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
         StorageError: a folder cannot be listed.
 
     Example:
-        >>> [save.name for save in rank_saves("output/checkpoint")]  # doctest: +SKIP
-        ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("ranks", 10, {"w": np.zeros(4)}, format="checkpoint1")
+        >>> [save.name for save in rank_saves("ranks")]
+        ['CKP_rank_0-1_10.safetensors']
     """
     target = Path(path)
     is_root = target.is_dir() and registry.detect(target) is CHECKPOINT1 and CHECKPOINT1.is_root(target)

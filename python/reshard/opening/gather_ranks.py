@@ -295,7 +295,9 @@ def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
         CheckpointNotFoundError, DamagedFileError, UnsupportedError, StorageError: as `open_rank_files`.
 
     Example:
-        >>> open_own(Path("checkpoint/rank_1/llama_rank_1-20_2.safetensors")).common.step_num  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("run", 40, {"w": np.zeros(4)}, format="checkpoint1")
+        >>> open_own(Path("run/rank_0/CKP_rank_0-1_40.safetensors")).common.step_num
         40
     """
     return Checkpoint(open_rank_files(path.parent, {0: path}, None, method))

@@ -34,7 +34,9 @@ def near(path: str | os.PathLike[str]) -> list[str]:
         At most three paths; empty if the path is a checkpoint, or nothing is found.
 
     Example:
-        >>> near("output/chekpoint")  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("output/checkpoint", 1, {"w": np.zeros(4)})
+        >>> near("output/chekpoint")
         ['output/checkpoint']
     """
     target = Path(path)

@@ -137,7 +137,12 @@ def convert_files(
         StorageError: reading or writing failed. The files before it were written.
 
     Example:
-        >>> reshard.convert_files("output/checkpoint", "safetensors/", name_map={"w": "model.w"})  # doctest: +SKIP
+        >>> import reshard
+        >>> record = "0a 12 0a 01 77 12 0d 08 02 12 05 55 49 6e 74 38 1a 02 00 01"  # the tensor `w` of two UInt8
+        >>> _ = Path("w.ckpt").write_bytes(bytes.fromhex(record))
+        >>> _ = reshard.convert_files("w.ckpt", name_map={"w": "model.w"})
+        >>> reshard.load_file("w.safetensors")
+        {'model.w': array([0, 1], dtype=uint8)}
     """
     started = time.monotonic()
     renamed = _read_names(name_map)

@@ -178,7 +178,9 @@ def rank_folders(root: str | os.PathLike[str]) -> dict[int, Path]:
         StorageError: it cannot be listed.
 
     Example:
-        >>> rank_folders("output/checkpoint")[1].name  # doctest: +SKIP
+        >>> for rank in range(2):
+        ...     os.makedirs(f"checkpoint/rank_{rank}")
+        >>> rank_folders("checkpoint")[1].name
         'rank_1'
     """
     found = rank_entries(root)
@@ -221,8 +223,11 @@ def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -
         StorageError: it cannot be listed.
 
     Example:
-        >>> [file.suffix for file in list_files("output/checkpoint/rank_0")]  # doctest: +SKIP
-        ['10_2', '15_2', '20_2', '1-25_2']
+        >>> os.makedirs("run/rank_0")
+        >>> for suffix in ("-20_2", "-15_2", "_1-25_2"):
+        ...     Path(f"run/rank_0/llama_rank_0{suffix}.ckpt").touch()
+        >>> [file.suffix for file in list_files("run/rank_0")]
+        ['15_2', '20_2', '1-25_2']
     """
     found = [
         parsed
@@ -357,8 +362,11 @@ def choose_by_suffix(
         StorageError: a folder cannot be listed.
 
     Example:
-        >>> choose_by_suffix("output/checkpoint", "15_2")[1].name  # doctest: +SKIP
-        'llama_rank_1-15_2.safetensors'
+        >>> os.makedirs("ranks/rank_0")
+        >>> for suffix in ("-20_2", "-15_2"):
+        ...     Path(f"ranks/rank_0/llama_rank_0{suffix}.ckpt").touch()
+        >>> choose_by_suffix("ranks", "15_2")[0].name
+        'llama_rank_0-15_2.ckpt'
     """
     if suffix is not None and _SUFFIX.fullmatch(suffix) is None:
         raise ArgumentError(f"{show(suffix)} is not a suffix of checkpoint files", hint='write "20_2" or "1-20_2"')

@@ -200,7 +200,9 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
         UnsupportedError, LayoutError, MismatchError: the strategy is invalid, or does not match the files.
 
     Example:
-        >>> open_rank_folders(Path("output/checkpoint"), "output/strategy", "auto").common.step_num  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("run", 40, {"w": np.zeros(4)}, format="checkpoint1")
+        >>> open_rank_folders(Path("run"), None, "auto").common.step_num
         40
     """
     known = strategy_for(root, strategy)
@@ -309,8 +311,11 @@ def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
         StorageError: a folder cannot be listed.
 
     Example:
-        >>> [save.name for save in order_of_saves(rank_folders("output/checkpoint")).candidates]  # doctest: +SKIP
-        ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
+        >>> import numpy as np, reshard
+        >>> for iteration in (20, 40):
+        ...     _ = reshard.save("two_saves", iteration, {"w": np.zeros(4)}, format="checkpoint1")
+        >>> [save.name for save in order_of_saves({0: Path("two_saves/rank_0")}).candidates]
+        ['CKP_rank_0-1_40.safetensors', 'CKP_rank_0-1_20.safetensors']
     """
     return order_saves({rank: look_at(folder) for rank, folder in folders.items()})
 
@@ -371,9 +376,11 @@ def open_rank_files(
         CoverageError: no rank holds some part of a tensor.
 
     Example:
-        >>> files = choose_by_suffix("output/checkpoint", "15_2")  # doctest: +SKIP
-        >>> open_rank_files(Path("output/checkpoint"), files, "output/strategy").keys()  # doctest: +SKIP
-        ['embed.weight', 'layers.0.w', 'adam_m.layers.0.w', 'global_step']
+        >>> import os, numpy as np, reshard
+        >>> os.makedirs("ranks/rank_0")
+        >>> reshard.save_file({"w": np.zeros(4), "step_num": np.array(7)}, "ranks/rank_0/net.safetensors")
+        >>> open_rank_files(Path("ranks"), {0: Path("ranks/rank_0/net.safetensors")}, None).iteration
+        7
     """
     known = None if strategy is None else as_strategy(strategy)
     _check_ranks(root, files, known)

@@ -139,7 +139,12 @@ def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> Checkpo
         CheckpointNotFoundError: it is missing, or not visible yet.
 
     Example:
-        >>> open_chosen(chosen).load(layout, rank=3)  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("run", 5, {"w": np.zeros(4)})
+        >>> with reshard.open("run") as checkpoint:
+        ...     known = chosen(checkpoint)
+        >>> open_chosen(known).iteration
+        5
     """
     return open_folder(Path(chosen.folder), method, chosen.iteration, chosen)
 
@@ -167,7 +172,9 @@ def open_folder(
         CoverageError: the stored shards do not cover a tensor.
 
     Example:
-        >>> open_folder(Path("output/checkpoint/iteration_00000005"), "auto").iteration  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> report = reshard.save("a_run", 5, {"w": np.zeros(4)})
+        >>> open_folder(Path(report.path), "auto").iteration
         5
     """
     for n_left in reversed(range(_MAX_TRIES)):

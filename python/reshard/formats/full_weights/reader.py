@@ -57,8 +57,12 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
         DamagedFileError: a file violates its format, or does not match the map.
 
     Example:
-        >>> open_full_weights(Path("unified_safe"), "auto").common.global_step  # doctest: +SKIP
-        40
+        >>> from pathlib import Path
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.zeros(4)}, "w.safetensors")
+        >>> _ = reshard.convert("w.safetensors", "full", to="mindspore")
+        >>> open_full_weights(Path("full"), "auto").index.keys()
+        ['w']
     """
     index = _core.Index()
     weight_map = full_weights.read_weight_map(folder)
