@@ -72,6 +72,12 @@ class ModelFiles:
     def copy(self, folder: Path, *, file_mode: int, folder_mode: int, durable: bool) -> None:
         """Copy the files into a folder.
 
+        Args:
+            folder: the destination.
+            file_mode: permission bits of files, before the umask.
+            folder_mode: permission bits of folders, before the umask.
+            durable: sync each file.
+
         Raises:
             StorageError: the system failed.
         """

@@ -98,6 +98,11 @@ def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
 def path_of(root: str, save: str, rank: int) -> Path:
     """The path of a rank's file in a save.
 
+    Args:
+        root: the folder of the rank folders.
+        save: the name of any rank's file in the save.
+        rank: the rank.
+
     Example:
         >>> path_of("checkpoint", "x_rank_0-20_2.ckpt", 3).as_posix()
         'checkpoint/rank_3/x_rank_3-20_2.ckpt'

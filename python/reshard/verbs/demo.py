@@ -42,7 +42,7 @@ class DemoStep:
     """One step of the demo and the result of its verification.
 
     Attributes:
-        name: "make", "cut TP2 x PP2", "re-cut TP4" or "merge".
+        name: "make", "shard TP2 x PP2", "reshard TP4" or "merge".
         path: the folder that it wrote.
         n_files: number of shard files that it wrote.
         n_bytes: bytes of these files.
@@ -131,8 +131,8 @@ def demo(
         return _compare(report, model, 1 if mesh is None else mesh["tp"])
 
     step("make", lambda: _make(model, shapes))
-    step("cut TP2 x PP2", lambda: convert_and_compare(model, sharded, {"pp": 2, "tp": 2}))
-    step("re-cut TP4", lambda: convert_and_compare(sharded, resharded, {"tp": 4}))
+    step("shard TP2 x PP2", lambda: convert_and_compare(model, sharded, {"pp": 2, "tp": 2}))
+    step("reshard TP4", lambda: convert_and_compare(sharded, resharded, {"tp": 4}))
     step("merge", lambda: convert_and_compare(resharded, merged, None))
     total = sum(2 * math.prod(shape) for shape in shapes.values())
     return DemoReport(len(shapes), total, tuple(steps), equal=not any(step.different for step in steps))

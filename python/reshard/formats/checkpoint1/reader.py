@@ -194,6 +194,11 @@ def rank_files(checkpoint: Checkpoint) -> Mapping[int, OpenedRankFile]:
 def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
     """Open the best save in rank folders that is complete on every rank.
 
+    Args:
+        root: the folder of the rank folders.
+        strategy: the strategy of the run; None: the one in the folder `strategy` in or beside the root, if any.
+        method: how files are read.
+
     Raises:
         CheckpointNotFoundError: the folder of a rank is missing, or there are no weight files.
         DamagedFileError: no save is complete; the message lists each with its fault.
@@ -213,6 +218,11 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
 
 def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
     """Open the folder of one rank. The arrays in its best file are read as whole tensors.
+
+    Args:
+        folder: the folder of the rank.
+        strategy: a strategy of one rank, or None.
+        method: how files are read.
 
     Raises:
         CheckpointNotFoundError: there is no weight file, or the strategy has several ranks.
