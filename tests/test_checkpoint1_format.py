@@ -1,4 +1,4 @@
-"""Checkpoint 1.0 on disk: names, folders, and which file of each rank a suffix means."""
+"""Checkpoint 1.0 on disk: names, folders, and the file of each rank that a suffix selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`.ckpt` files: read as the original's own converter reads them, damage and strangers refused, memory bounded."""
+"""`.ckpt` files: the result equals that of MindSpore's converter, damaged files are refused, memory is limited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full weights in the MindSpore layout: opened, and written as the original's own tool writes them."""
+"""Full weights in the MindSpore layout: read, and written as MindSpore's own tool writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: the index, and which tensors share a file."""
+"""A Hugging Face folder: the index, and the division of tensors over files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is copied beside the weights of a Hugging Face folder, so that `from_pretrained` finds a model there."""
+"""Files that are copied beside the weights of a Hugging Face folder, so that `from_pretrained` can load the folder."""
 
 from __future__ import annotations
 

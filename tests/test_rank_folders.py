@@ -1,7 +1,7 @@
-"""Rank folders opened as one checkpoint: by a strategy whole tensors, without one each rank's own arrays.
+"""Rank folders opened as one checkpoint: whole tensors with a strategy, local arrays without one.
 
-The samples are real trees with their whole tensors beside them. Other trees are cut here, by the formula of the format
-written out plainly, and their strategies are written as the JSON that the original writes.
+The samples are real trees with their whole tensors. Other trees are sharded here by the formula of the format, and
+their strategies are written as the JSON that MindSpore writes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Checkpoint 1.0: which save a restart uses, beside what the original answers for the same trees.
+"""Checkpoint 1.0: the save that a restart uses, compared with the save that MindSpore Transformers uses.
 
-The trees are those that the original wrote; the damage that its answers are given for is done to copies of them.
+The trees were written by MindSpore Transformers. Its answers for damaged trees were recorded on copies with the same
+damage.
 """
 
 from __future__ import annotations

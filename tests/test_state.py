@@ -1,4 +1,4 @@
-"""State of a trainer comes back as it went in: every type and every bit, or an error that says where."""
+"""State of a trainer is restored exactly, every type and every bit, or an error gives the path of the value."""
 
 from __future__ import annotations
 

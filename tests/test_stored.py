@@ -1,6 +1,6 @@
-"""`Checkpoint.stored`: what lies in a rank's own files, for every format in which a rank has some.
+"""`Checkpoint.stored`: the local arrays in the files of a rank, for every format with files of single ranks.
 
-What a file holds is read here without `reshard`, and whose it is out of metadata.json.
+Files are read here without `reshard`, and the ranks of the files come from metadata.json.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
             with pytest.raises(ArgumentError, match="holds whole tensors"):
                 opened.stored(0)
     with reshard.open(FOLDERS[-1]) as opened:
-        with pytest.raises(ArgumentError, match=r"rank 4 did not save.*\nhint: these did: 0, 1, 2, 3$"):
+        with pytest.raises(ArgumentError, match=r"rank 4 did not save.*\nhint: it was saved by ranks 0, 1, 2, 3$"):
             opened.stored(4)
         with pytest.raises(KeyNotFoundError, match=r"rank 1 .* holds no `nothing`"):
             opened.stored(1, keys=["nothing"])
@@ -190,5 +190,5 @@ def test_a_file_of_two_ranks(tmp_path: Path) -> None:
         text = json.dumps({"storage_data": {"a": [holder]}})
         with pytest.raises(DamagedFileError, match="`file_name` or `storage_rank` is invalid"):
             storage_ranks(text.encode(), "metadata.json")
-    with pytest.raises(ArgumentError, match=r"nothing tells which rank wrote `x.safetensors`"):
+    with pytest.raises(ArgumentError, match=r"nothing records which rank wrote `x.safetensors`"):
         own_files(tmp_path, ["rank_0.safetensors", "x.safetensors"], None)

@@ -1,6 +1,7 @@
-"""Every damage to a checkpoint with a manifest is found, before or while it is read, and the older one is taken.
+"""Every damage to a checkpoint with a manifest is found, before or while it is read, and the older one is used.
 
-The trees are made by hand (`sealed`). What counts as found: an error, or the very same answer; a wrong array is a bug.
+The trees are written by `sealed`. Damage is found if there is an error or the result is unchanged; a wrong array is a
+bug.
 """
 
 from __future__ import annotations

@@ -737,7 +737,9 @@ class Checkpoint:
         if self._own is None:
             raise ArgumentError(f"{self.path} holds whole tensors, not files of single ranks", hint="use `load`")
         if rank not in self._own:
-            raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"it was saved by {listed(self._own)}")
+            raise ArgumentError(
+                f"rank {rank} did not save {self.path}", hint=f"it was saved by ranks {listed(self._own)}"
+            )
         return own_index(
             self._index, self._own[rank], self.manifest, ckpt=self.data.ckpt_files, method=self.data.method
         )
