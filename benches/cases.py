@@ -1,7 +1,7 @@
 """What is timed: loads, conversions, and their yardsticks. Each case checks its result and returns seconds.
 
-Every load is timed from the path to the last array, opening and closing included: that is what a restart pays. It
-first loads one small tensor, which starts the threads that it will use.
+Every load is timed from the path to the last array, including opening and closing, as in a restart. It first loads one
+small tensor, which starts its threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-RANK = 1  # neither the first nor the last: its slices begin and end inside the tensors
+RANK = 1  # not the first or the last: its slices begin and end inside the tensors
 Method = Literal["map", "read"]
 _WARM_UP = ["model.layers.0.self_attn.k_proj.weight"]
 
@@ -47,7 +47,7 @@ def load_rank(path: Path, method: Method) -> float:
 
 
 def load_rank_stock(path: Path) -> float:
-    """The same with safetensors. A slice of it is a view of the map; the clone makes it a tensor of its own."""
+    """The same with safetensors. A slice is a view of the map; the clone copies it."""
 
     def load(keys: Collection[str] | None) -> dict[str, torch.Tensor]:
         with safetensors.safe_open(path, "pt") as file:
@@ -88,7 +88,7 @@ def load_whole_stock(path: Path) -> float:
 
 
 def load_given(path: Path) -> float:
-    """Whole tensors into arrays that exist and are warm."""
+    """Whole tensors into existing arrays that were touched before."""
     with reshard.open(path) as checkpoint:
         given = checkpoint.load()
     for array in given.values():
@@ -103,7 +103,7 @@ def load_given(path: Path) -> float:
 
 
 def load_views(path: Path) -> float:
-    """Whole tensors as views of the file, of which no byte is read."""
+    """Whole tensors as views of the file; no byte is read."""
 
     def load(keys: Collection[str] | None) -> dict[str, np.ndarray]:
         with reshard.open(path) as checkpoint:
@@ -113,7 +113,7 @@ def load_views(path: Path) -> float:
 
 
 def copy_plain(path: Path, n_bytes: int, into: Literal["fresh", "warm"]) -> float:
-    """Bytes from the start of a new map of the file into memory, a band at a time, by as many threads as processors."""
+    """Copy bytes from the start of a new map of the file into memory, with as many threads as processors."""
     fresh.prepare([path], 0 if into == "warm" else 2 * n_bytes)
     memory = fresh.anonymous(n_bytes, touch=into == "warm")
     started = time.perf_counter()
@@ -128,7 +128,7 @@ def copy_plain(path: Path, n_bytes: int, into: Literal["fresh", "warm"]) -> floa
 
 
 def copy_memory(path: Path, n_bytes: int) -> float:
-    """Memory to memory, both touched before, by as many threads as processors: what the machine can do at all."""
+    """Copy memory to memory, both touched before, with as many threads as processors: an upper bound."""
     content = np.fromfile(path, np.uint8, n_bytes)
     source, memory = fresh.anonymous(n_bytes, touch=True), fresh.anonymous(n_bytes, touch=True)
     source[...] = content
@@ -140,13 +140,13 @@ def copy_memory(path: Path, n_bytes: int) -> float:
 
 
 def _copy_in_threads(memory: np.ndarray, source: np.ndarray) -> None:
-    memcpy = ctypes.CDLL(None).memcpy  # a plain foreign call: it lets go of the interpreter's lock
+    memcpy = ctypes.CDLL(None).memcpy  # a foreign call: it releases the GIL
     memcpy.argtypes, memcpy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p
     to, start = memory.ctypes.data, source.ctypes.data
     bands = itertools.count()
 
     def copy_bands() -> None:
-        # A band is one huge page: two threads that met in one would both make it.
+        # A band is one huge page: two threads in one page would both allocate it.
         while (at := next(bands) * fresh.HUGE_PAGE_BYTES) < len(memory):
             memcpy(to + at, start + at, min(fresh.HUGE_PAGE_BYTES, len(memory) - at))
 
@@ -158,7 +158,7 @@ def _copy_in_threads(memory: np.ndarray, source: np.ndarray) -> None:
 
 
 def merge(source: Path, target: Path, path: Path, *, durable: bool) -> float:
-    """A tree of one file a rank to Hugging Face."""
+    """Convert a folder of one file per rank to Hugging Face."""
     fresh.prepare(shard_files(source), 2 * path.stat().st_size)
     started = time.perf_counter()
     reshard.verbs.convert.convert(source, target, durable=durable)
@@ -168,7 +168,7 @@ def merge(source: Path, target: Path, path: Path, *, durable: bool) -> float:
 
 
 def split(source: Path, target: Path, path: Path, *, durable: bool) -> float:
-    """Hugging Face to a tree of one file a rank."""
+    """Convert Hugging Face to a folder of one file per rank."""
     fresh.prepare(shard_files(source), 2 * path.stat().st_size)
     started = time.perf_counter()
     reshard.verbs.convert.convert(source, target, layout=model.LAYOUT, durable=durable)
@@ -178,7 +178,7 @@ def split(source: Path, target: Path, path: Path, *, durable: bool) -> float:
 
 
 def cp(source: Path, target: Path, path: Path, *, durable: bool) -> float:
-    """The folder copied by cp, which moves every byte; durable: its file system synced."""
+    """Copy the folder with cp, without reflinks; durable: its file system is synced."""
     fresh.prepare(shard_files(source), 2 * path.stat().st_size)
     started = time.perf_counter()
     subprocess.run(["cp", "-r", "--reflink=never", source, target], check=True)
@@ -190,13 +190,13 @@ def cp(source: Path, target: Path, path: Path, *, durable: bool) -> float:
 
 
 def remove(target: Path) -> None:
-    """Take away what a case wrote, and wait until the disk has nothing left to do."""
+    """Delete what a case wrote, and sync the file system."""
     shutil.rmtree(target, ignore_errors=True)
     subprocess.run(["sync", "-f", target.parent], check=True)
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The shard files of a folder or a tree, in the order of their names."""
+    """The shard files below a folder, sorted by name."""
     return sorted(folder.rglob("*.safetensors"))
 
 

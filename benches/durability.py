@@ -1,9 +1,9 @@
-"""What it costs to save so that it lasts and to prove what is read, beside yardsticks in the same run; all is checked.
+"""Durable saves and verified loads, compared with yardsticks in the same run. Every result is checked.
 
     python benches/durability.py [--size-gb 3] [--dir DIR] [--rounds 5] [--wait SECONDS] [--json] [--quick]
 
-Durable saves beside raw writes of the same bytes, by one process and by two; how long a save in the background stops
-its caller, beside a copy of the state; loads with verification beside loads without. See README.md.
+Durable saves are compared with raw writes of the same bytes, by one process and by two; the time that a background save
+blocks its caller with a copy of the state; loads with verification with loads without. See README.md.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ TARGETS = [
     Target("1 process: save", ("1 process: raw, direct", "1 process: raw, buffered"), 0.8),
     Target("2 processes: save", ("2 processes: raw, direct", "2 processes: raw, buffered"), 0.8),
     Target("stall", ("memcpy, warm",), 1 / 1.3),
-    Target("fresh: whole", ("fresh: whole, unproven",), 0.8),
-    Target("fresh: rows", ("fresh: rows, unproven",), 0.8),
-    Target("fresh: columns", ("fresh: columns, unproven",), 0.45),
+    Target("fresh: whole", ("fresh: whole, unverified",), 0.8),
+    Target("fresh: rows", ("fresh: rows, unverified",), 0.8),
+    Target("fresh: columns", ("fresh: columns, unverified",), 0.45),
     Target("given: whole", ("given: plain map copy of the whole",), 1.0),
     Target("given: rows", ("given: plain map copy of the rows",), 1.0),
 ]
 
 
 def measure(folder: Path, size_gb: float, run_table: Run) -> list[Result]:
-    """All tables, on a model that is made in the folder."""
+    """Measure all tables, on a model that is written to the folder."""
     path, root, target = folder / "model.safetensors", folder / "root", folder / "out"
     say(f"writing a model of {size_gb:g} GB")
     fresh.run(model.write, path, size_gb)
@@ -56,7 +56,7 @@ def measure(folder: Path, size_gb: float, run_table: Run) -> list[Result]:
         return fresh.run(durable_cases.stall, path, target)
 
     def loading(into: str, cut: str, verify: str) -> Case:
-        name = f"{into}: {cut}" if verify == "touched" else f"{into}: {cut}, unproven"
+        name = f"{into}: {cut}" if verify == "touched" else f"{into}: {cut}, unverified"
         return Case(name, n_bytes[cut], lambda: fresh.run(durable_cases.load, path, root, cut, verify, into))
 
     def copying(name: str, cut: str) -> Case:
@@ -74,7 +74,7 @@ def measure(folder: Path, size_gb: float, run_table: Run) -> list[Result]:
             Case("stall", n_bytes["whole"], stalling),
             Case("memcpy, warm", n_bytes["whole"], lambda: fresh.run(cases.copy_memory, path, n_bytes["whole"])),
         ],
-        f"loads into fresh memory; cut: part {durable_cases.PART} of {durable_cases.N_PARTS}": [
+        f"loads into fresh memory; shard {durable_cases.PART} of {durable_cases.N_PARTS}": [
             loading("fresh", cut, verify) for cut in n_bytes for verify in ("touched", "structure")
         ],
         "loads into given memory": [

@@ -1,6 +1,6 @@
-"""What `durability.py` times: saves, the stall of a save in the background, loads that prove what they read.
+"""What `durability.py` times: saves, the stall of a background save, verified loads.
 
-Each case checks its result and returns seconds, or when it began and ended where several processes take part.
+Each case checks its result and returns seconds; a case with several processes returns its start and its end.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
     from fresh import Member
 
-N_PARTS, PART = 4, 1  # a cut load takes one part of four, neither the first nor the last
+N_PARTS, PART = 4, 1  # a sharded load takes one part of four, not the first or the last
 Cut = Literal["whole", "rows", "columns"]
 Verify = Literal["touched", "structure"]
 
-_PIECE_BYTES = 4 << 20
+_WRITE_BYTES = 4 << 20
 _BLOCK_BYTES = 4096
 _IN_FLIGHT = 8
 
 
 def layout(cut: Cut, n: int) -> dict[str, Any]:
-    """All matrices cut by one dim over n ranks; what has but one dim is whole."""
+    """All matrices are sharded in one dim over n ranks; tensors of one dim are whole."""
     dims: dict[Cut, list[str | None]] = {"whole": [], "rows": ["tp"], "columns": [None, "tp"]}
     return {"mesh": {"tp": n}, "rules": [{"match": "*norm*"}, {"match": "*", "cut": dims[cut]}]}
 
@@ -57,7 +57,7 @@ def own_bytes(path: Path, cut: Cut) -> int:
 
 
 def save(member: Member, path: Path, root: Path) -> tuple[float, float]:
-    """The model saved by some processes, each its rows: durable, with sums, published."""
+    """Save the model by some processes, each its rows: durable, with checksums, published."""
     with reshard.open(path) as checkpoint:
         own = checkpoint.load(layout("rows", member.n), member.rank)
     with _group(member, root.with_suffix(".store")):
@@ -73,7 +73,7 @@ def save(member: Member, path: Path, root: Path) -> tuple[float, float]:
 
 
 def write_raw(member: Member, path: Path, target: Path, how: Literal["direct", "buffered"]) -> tuple[float, float]:
-    """As many bytes as a process saves, from memory to a file, and the file and its folder synced: nothing else."""
+    """Write as many bytes as a process saves from memory to a file, and sync the file and its folder."""
     n_bytes = path.stat().st_size // member.n // _BLOCK_BYTES * _BLOCK_BYTES
     memory = fresh.anonymous(n_bytes, touch=True)
     memory[...] = np.fromfile(path, np.uint8, n_bytes, offset=member.rank * n_bytes)
@@ -86,11 +86,11 @@ def write_raw(member: Member, path: Path, target: Path, how: Literal["direct", "
     if how == "direct":
         os.posix_fallocate(descriptor, 0, n_bytes)
         with concurrent.futures.ThreadPoolExecutor(_IN_FLIGHT) as pool:
-            pieces = range(0, n_bytes, _PIECE_BYTES)
-            list(pool.map(lambda at: os.pwrite(descriptor, memory[at : at + _PIECE_BYTES], at), pieces))
+            pieces = range(0, n_bytes, _WRITE_BYTES)
+            list(pool.map(lambda at: os.pwrite(descriptor, memory[at : at + _WRITE_BYTES], at), pieces))
     else:
-        for at in range(0, n_bytes, _PIECE_BYTES):
-            os.write(descriptor, memory[at : at + _PIECE_BYTES])
+        for at in range(0, n_bytes, _WRITE_BYTES):
+            os.write(descriptor, memory[at : at + _WRITE_BYTES])
     os.fsync(descriptor)
     os.close(descriptor)
     folder = os.open(target, os.O_RDONLY)
@@ -102,7 +102,7 @@ def write_raw(member: Member, path: Path, target: Path, how: Literal["direct", "
 
 
 def stall(path: Path, root: Path) -> float:
-    """How long a save in the background keeps its caller, once an earlier one has left its memory behind."""
+    """How long a background save blocks its caller, if the memory for its copy exists from an earlier one."""
     with reshard.open(path) as checkpoint:
         state = checkpoint.load()
     reshard.save(root, 1, state, blocking=False).result()
@@ -110,14 +110,14 @@ def stall(path: Path, root: Path) -> float:
     pending = reshard.save(root, 2, state, blocking=False)
     seconds = time.perf_counter() - started
     for array in state.values():
-        array.view(np.uint16)[...] = 0  # what is changed now must not be what is saved
+        array.view(np.uint16)[...] = 0  # must not change what is saved
     pending.result()
     check_saved(path, root, 2)
     return seconds
 
 
 def check_saved(path: Path, root: Path, iteration: int) -> None:
-    """Compare what the shard files of an iteration hold with the model, byte for byte; rows in the files' order."""
+    """Compare the shard files of an iteration with the model, byte for byte; rows are in the order of the files."""
     parts = [model.read(file) for file in cases.shard_files(root / f"iteration_{iteration:08d}")]
     for key, expected in model.read(path).items():
         start = 0
@@ -150,14 +150,14 @@ def publish(path: Path, root: Path) -> None:
     for file in cases.shard_files(root):
         copy = file.with_suffix(".copy")
         with file.open("rb") as source, copy.open("wb") as target:
-            while piece := source.read(_PIECE_BYTES):
+            while piece := source.read(_WRITE_BYTES):
                 target.write(piece)
             os.fsync(target)
         copy.replace(file)
 
 
 def load(path: Path, root: Path, cut: Cut, verify: Verify, into: Literal["fresh", "given"]) -> float:
-    """A part of the model, from the root to the last array."""
+    """Load a part of the model, from the root to the last array."""
     files = cases.shard_files(root)
     given = None
     if into == "given":

@@ -1,9 +1,9 @@
-"""Loads and conversions of a model from end to end, beside their yardsticks in the same run; every result is checked.
+"""Loads and conversions of a model from end to end, compared with yardsticks in the same run. Every result is checked.
 
     python benches/end_to_end.py [--size-gb 3] [--dir DIR] [--rounds 5] [--wait SECONDS] [--json] [--quick]
 
-GB/s are 10^9 useful bytes a second: of what was asked for, not of what had to be read for it. Each is the median over
-rounds; a round runs every case once, in an order that is drawn anew. See README.md for what the yardsticks are.
+GB/s are 10^9 useful bytes per second: bytes that were requested, not bytes that were read for them. Each is the median
+over rounds; a round runs every case once, in random order. README.md describes the yardsticks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TARGETS = [
 
 
 def measure(folder: Path, size_gb: float, run_table: Run) -> list[Result]:
-    """All tables, on a model that is made in the folder."""
+    """Measure all tables, on a model that is written to the folder."""
     hf, tree, target = folder / "hf", folder / "tp4", folder / "out"
     hf.mkdir()
     path = hf / "model.safetensors"

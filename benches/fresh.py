@@ -1,7 +1,7 @@
-"""One measurement, one process: forked from a server that has imported everything and allocated nothing since.
+"""Runs each measurement in a new process, forked from a server that has imported all modules and allocated nothing.
 
-No run finds memory, maps or thread pools that an earlier one left warm, whichever library it measures. What the machine
-itself remembers is put into the same state before each run by `prepare`.
+No run reuses memory, maps or thread pools of an earlier one, whichever library it measures. `prepare` puts the page
+cache and the free memory of the machine into the same state before each run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 _MEET_SECONDS = 120.0
 _barrier: Barrier
 _CONTEXT = multiprocessing.get_context("forkserver")
-# What takes long to import; the modules beside this one are not on the server's path.
+# Modules that take long to import; those of this folder are not on the server's path.
 _CONTEXT.set_forkserver_preload(
     ["numpy", "torch", "safetensors", "reshard.opening", "reshard.verbs.convert", "reshard.torch"]
 )
@@ -34,14 +34,14 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
 
 def run(case: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
-    """What a case returns in a new process; what it raises there is raised here."""
+    """Run a case in a new process; return its result, or raise its exception."""
     with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:
         return pool.submit(case, *arguments, **keywords).result()
 
 
 @dataclass(frozen=True)
 class Member:
-    """One of several processes that measure something together."""
+    """One of several processes of one measurement."""
 
     rank: int
     n: int
@@ -52,9 +52,9 @@ class Member:
 
 
 def run_together(n: int, case: Callable[..., tuple[float, float]], *arguments: Any) -> float:
-    """Seconds from the first beginning to the last end: `case(member, ...)` in each of n new processes tells both.
+    """Run `case(member, ...)` in each of n new processes; returns the seconds from the first start to the last end.
 
-    Every case meets the others: only so does each process run one of them.
+    Each case returns its start and its end, and calls `member.meet`, so that each process runs exactly one.
     """
     with ProcessPoolExecutor(n, mp_context=_CONTEXT, initializer=_join, initargs=(_CONTEXT.Barrier(n),)) as pool:
         members = [pool.submit(case, Member(rank, n), *arguments) for rank in range(n)]
@@ -63,15 +63,15 @@ def run_together(n: int, case: Callable[..., tuple[float, float]], *arguments: A
 
 
 def _join(barrier: Barrier) -> None:
-    global _barrier  # noqa: PLW0603  it can be handed to a process only when that is made
+    global _barrier  # noqa: PLW0603  a barrier can be passed to a process only at its start
     _barrier = barrier
 
 
 def prepare(sources: list[Path], n_bytes: int) -> None:
-    """Bring the files into the page cache, and have this much free memory backed by the host.
+    """Read the files into the page cache, and make the host back this much free memory.
 
-    A virtual machine may hand free pages back to its host; the next touch then costs twenty times as much, for seconds
-    or not at all, as it happens. Memory that was touched a moment ago is free of that.
+    A virtual machine may return free pages to its host; the next access then takes twenty times as long. Memory that
+    was accessed a moment ago is not affected.
     """
     for path in sources:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -82,7 +82,7 @@ def prepare(sources: list[Path], n_bytes: int) -> None:
 
 
 def anonymous(n_bytes: int, *, touch: bool) -> np.ndarray:
-    """New private memory that begins on a huge page, resident if it is to be touched."""
+    """New private memory that begins on a huge page; resident if `touch`."""
     memory = mmap.mmap(-1, n_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     if touch:

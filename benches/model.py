@@ -1,7 +1,7 @@
-"""The model that is measured: bf16 tensors of a Llama's names and widths, random bytes, one file; and what is right.
+"""The model that is measured: bf16 tensors with the names and widths of a Llama and random bytes, in one file.
 
-What the file holds is read back here with numpy and json alone, so that a result is never checked by the code that
-made it. This module measures nothing.
+The file is read back here with numpy and json only, so that no result is checked by the code that produced it. This
+module measures nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 N_RANKS = 4
-# Llama 3.2 1B: its widths, its vocabulary, its tied embedding. Only the number of layers follows the wanted size.
+# Llama 3.2 1B: its widths, its vocabulary, its tied embedding. Only the number of layers depends on the size.
 _VOCABULARY, _HIDDEN, _INNER, _KEYS = 128_256, 2048, 8192, 512
 _CHUNK_BYTES = 64 << 20
 
-# Dim that tensor parallelism cuts; what is not named here is whole on every rank.
+# The dim that tensor parallelism shards; other tensors are whole on every rank.
 _CUT_DIM = {
     "embed_tokens": 0,
     "q_proj": 0,
@@ -68,10 +68,10 @@ def shapes(size_gb: float) -> dict[str, tuple[int, ...]]:
 
 
 def write(path: Path, size_gb: float) -> None:
-    """Write the model and compare what the file holds with what was meant.
+    """Write the model, read the file back and compare.
 
-    It goes through the page cache in calls of 4 MiB, so that it lies there in large folios: mapping a file that came
-    in small ones costs several times as much, and says nothing of who maps it.
+    It is written through the page cache in calls of 4 MiB, so that the page cache holds it in large folios: mapping a
+    file in small folios takes several times as long for every reader.
     """
     generator = np.random.Generator(np.random.SFC64(0))
     tensors: dict[str, np.ndarray] = {}
@@ -131,7 +131,7 @@ def check_rank(path: Path, found: dict[str, np.ndarray], rank: int) -> None:
 
 
 def check_split(path: Path, files: list[Path]) -> None:
-    """Compare the files of a split, one a rank, with the model; whole tensors are stored once."""
+    """Compare the files of a split, one per rank, with the model; whole tensors are stored once."""
     expected = read(path)
     found = [read(file) for file in files]
     assert len(files) == N_RANKS, files

@@ -1,4 +1,4 @@
-"""Measuring in rounds and telling the outcome: cases, tables of rates, targets. What is measured stands elsewhere."""
+"""Measures cases in rounds and prints tables of rates and targets. The cases are in other modules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """The seconds of a case, one a round; 0 bytes: nothing is moved, and only the time says something.
+    """The seconds of a case in each round. With 0 bytes, only the time has a meaning.
 
     A run is disturbed if other processes were running when it began or ended.
     """
@@ -64,7 +64,7 @@ class Result:
 
     @property
     def speed(self) -> float:
-        """What targets compare: the rate; where nothing is moved, runs a second."""
+        """The value that targets compare: the rate, or runs per second with 0 bytes."""
         return self.rate or 1 / self.median
 
 
@@ -91,9 +91,14 @@ def main(
     size_gb: float = 3,
     rounds: int = 5,
 ) -> None:
-    """Parse the arguments, of which two have these defaults, measure, print.
+    """Parse the arguments of the command line, measure and print.
 
-    `measure` is given a folder to work in, the size of the model in GB and what runs a table.
+    Args:
+        description: text of `--help`.
+        targets: what to compare.
+        measure: called with a folder to work in, the size of the model in GB, and the function that runs a table.
+        size_gb: default of `--size-gb`, in 10^9 bytes.
+        rounds: default of `--rounds`.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-gb", type=float, default=size_gb, help=f"size of the model (default: {size_gb})")
@@ -103,11 +108,11 @@ def main(
         "--wait",
         type=float,
         default=0,
-        help="seconds to wait before each run for other processes to rest; a run that they disturb nevertheless is "
+        help="seconds to wait before each run for other processes to become idle; a run that they disturb is "
         f"repeated, {_ATTEMPTS - 1} times at most (default: 0, no wait and no repetition)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--quick", action="store_true", help="0.3 GB and 1 round: shows that it runs, measures nothing")
+    parser.add_argument("--quick", action="store_true", help="0.3 GB and 1 round: only tests the script")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.size_gb, arguments.rounds = 0.3, 1
@@ -126,7 +131,14 @@ def main(
 
 
 def run_interleaved(table: str, all_cases: list[Case], n_rounds: int, wait_seconds: float) -> list[Result]:
-    """Every case once a round, so that what disturbs the machine for a while disturbs them all."""
+    """Run every case once per round, so that a disturbance of the machine affects all cases.
+
+    Args:
+        table: name of the table.
+        all_cases: the cases.
+        n_rounds: how often each runs.
+        wait_seconds: how long to wait for other processes before each run; 0: no wait, no repetition.
+    """
     seconds: dict[str, list[float]] = {case.name: [] for case in all_cases}
     n_disturbed = dict.fromkeys(seconds, 0)
     order = random.Random(0)
@@ -145,7 +157,7 @@ def run_interleaved(table: str, all_cases: list[Case], n_rounds: int, wait_secon
 
 
 def is_quiet(wait_seconds: float) -> bool:
-    """Whether the machine runs nothing but this for a tenth of a second, within the time to wait."""
+    """Whether no other process runs for a tenth of a second, within the time to wait."""
     deadline = time.monotonic() + wait_seconds
     while True:
         n_running = 0
@@ -159,7 +171,7 @@ def is_quiet(wait_seconds: float) -> bool:
 
 
 def judge(results: list[Result], targets: list[Target]) -> list[dict[str, Any]]:
-    """What became of the targets."""
+    """Compare the results with the targets."""
     speeds = {result.name: result.speed for result in results}
     judged = []
     for target in targets:
@@ -171,7 +183,7 @@ def judge(results: list[Result], targets: list[Target]) -> list[dict[str, Any]]:
 
 
 def print_tables(results: list[Result]) -> None:
-    """One table after the other, as Markdown."""
+    """Print the tables as Markdown."""
     for table in dict.fromkeys(result.table for result in results):
         print(f"\n| {table} | GB | GB/s | seconds: median (least to most) |\n|---|---:|---:|---:|")
         for result in (r for r in results if r.table == table):
@@ -181,7 +193,7 @@ def print_tables(results: list[Result]) -> None:
 
 
 def print_targets(judged: list[dict[str, Any]]) -> None:
-    """One line a target."""
+    """Print one line for each target."""
     print("\n| target | wanted | found | |\n|---|---:|---:|---|")
     for target in judged:
         verdict = "ok" if target["ok"] else "MISSED"
@@ -191,7 +203,7 @@ def print_targets(judged: list[dict[str, Any]]) -> None:
 
 
 def describe_machine(folder: Path) -> dict[str, str]:
-    """What the figures depend on."""
+    """What the figures depend on: machine, system and versions."""
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
     memory_kib = next(int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal"))
     file_system = subprocess.run(
@@ -220,6 +232,6 @@ def _lines(path: str) -> list[str]:
 
 
 def say(text: str) -> None:
-    """Tell a person at a terminal what is going on."""
+    """Show progress at a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

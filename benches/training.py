@@ -1,8 +1,8 @@
-"""What saves in the background cost a training loop: its steps, and how long `Checkpointer.step` keeps it.
+"""The cost of background saves in a training loop: the time of its steps, and how long `Checkpointer.step` blocks it.
 
     python benches/training.py [--size-gb 1] [--dir DIR] [--rounds 3] [--wait SECONDS] [--json] [--quick]
 
-The loop computes on one thread less than there are processors. See README.md.
+The loop computes with one thread less than there are processors. See README.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TARGETS = [
 
 
 def measure(folder: Path, size_gb: float, run_table: Run) -> list[Result]:
-    """All tables, each round in one process, so that steps are compared that were made one after the other."""
+    """Measure all tables, each round in one process, so that consecutive steps are compared."""
     n_layers, n_steps = max(1, round(size_gb * 1e9 / training_cases.LAYER_BYTES)), round(min(20, 20 * size_gb))
     n_bytes = n_layers * training_cases.LAYER_BYTES
     content = folder / "content"
@@ -50,12 +50,12 @@ def measure(folder: Path, size_gb: float, run_table: Run) -> list[Result]:
                 case("step, no save", 0),
                 case("step, one save in an interval", 0),
                 case("step, one save in an interval, overlap", 0),
-                case("step, while one is in flight", 0),
-                case("step, while one is in flight, overlap", 0),
+                case("step, save in flight", 0),
+                case("step, save in flight, overlap", 0),
             ],
         ),
         *run_table(
-            "what a save keeps the loop",
+            "how long a save blocks the loop",
             [
                 case("stall of `step`", n_bytes),
                 case("stall of `step`, overlap", 0),

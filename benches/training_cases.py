@@ -1,4 +1,4 @@
-"""What `training.py` times: a training loop with and without saves in the background. What is saved is checked."""
+"""What `training.py` times: a training loop with and without background saves. The saved state is checked."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _WIDTH, _BATCH = 2048, 64
 LAYER_BYTES = 3 * 4 * (_WIDTH * _WIDTH + _WIDTH)
-"""Of a layer in float32 and of what AdamW keeps for it, but for two counters."""
+"""Bytes of a layer in float32 and of its AdamW state, without the two counters."""
 
 
 class _Loop:
-    """A model as deep as its state is to be large."""
+    """A model, its optimizer and a batch; the number of layers sets the size of the state."""
 
     def __init__(self, n_layers: int) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
@@ -44,7 +44,7 @@ class _Loop:
         self.n += 1
 
     def state(self) -> dict[str, np.ndarray]:
-        """A copy of it."""
+        """A copy of the state."""
         found = dict(self.model.named_parameters())
         for name, parameter in self.model.named_parameters():
             found |= {f"{slot}.{name}": value for slot, value in self.optimizer.state[parameter].items()}
@@ -52,9 +52,17 @@ class _Loop:
 
 
 def train(root: Path, n_layers: int, n_steps: int) -> dict[str, float]:
-    """Seconds of a step and of a stall, by the name of the case; so many steps are an interval.
+    """Run the loop and measure steps and stalls.
 
-    Intervals of the three kinds take turns, each kind begins one of them: processors change their speed as they like.
+    Intervals of the three kinds are interleaved, and each kind comes first once: the speed of processors varies.
+
+    Args:
+        root: where the saves are written.
+        n_layers: layers of the model.
+        n_steps: steps of an interval.
+
+    Returns:
+        Seconds by the name of the case.
     """
     loop = _Loop(n_layers)
     for _ in range(3):
@@ -66,7 +74,7 @@ def train(root: Path, n_layers: int, n_steps: int) -> dict[str, float]:
         if not name:
             found["stall of `step`, the first time"].append(first)
         loop.step()
-        one.wait()  # the memory for copies is there from here on
+        one.wait()  # from here on the memory for copies exists
     kinds = [None, *made]
     for turn in range(len(kinds)):
         for kind in kinds[turn:] + kinds[:turn]:
@@ -76,7 +84,7 @@ def train(root: Path, n_layers: int, n_steps: int) -> dict[str, float]:
             seconds, stall, in_flight = _interval_with_save(loop, made[kind], n_steps)
             found[f"step, one save in an interval{kind}"].append(seconds)
             found[f"stall of `step`{kind}"].append(stall)
-            found[f"step, while one is in flight{kind}"].append(in_flight)
+            found[f"step, save in flight{kind}"].append(in_flight)
     for one in made.values():
         _check(loop, one)
         one.close()
@@ -90,7 +98,7 @@ def _checkpointer(root: Path, loop: _Loop, **options: Any) -> Checkpointer:
 
 
 def _save(loop: _Loop, made: Checkpointer) -> float:
-    """Save as when it is due; how long that takes."""
+    """Make a step with a save; returns its seconds."""
     started = time.perf_counter()
     made.step(loop.n)
     made.save()
@@ -106,13 +114,13 @@ def _interval(loop: _Loop, n_steps: int) -> float:
 
 
 def _interval_with_save(loop: _Loop, made: Checkpointer, n_steps: int) -> tuple[float, float, float]:
-    """Seconds of a step of an interval with a save, of the stall, and of a step that began while it was in flight."""
+    """Seconds of a step of an interval with a save, of the stall, and of a step that began before the save ended."""
     in_flight: list[float] = []
     started, before = time.perf_counter(), loop.n
     loop.step()
     stall = _save(loop, made)
     pending = made._saver.run.pending
-    while loop.n - before < n_steps or not pending.done():  # where an interval is too short for a save it is longer
+    while loop.n - before < n_steps or not pending.done():  # an interval lasts until its save ends
         is_in_flight, began = not in_flight or not pending.done(), time.perf_counter()
         loop.step()
         if is_in_flight:
@@ -123,7 +131,7 @@ def _interval_with_save(loop: _Loop, made: Checkpointer, n_steps: int) -> tuple[
 
 
 def _check(loop: _Loop, made: Checkpointer) -> None:
-    """What is saved is what there was, whatever the loop did meanwhile."""
+    """Compare a save with the state at its step; the loop goes on meanwhile."""
     expected = loop.state()
     _save(loop, made)
     for _ in range(2):

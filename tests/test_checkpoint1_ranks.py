@@ -1,4 +1,4 @@
-"""Checkpoint 1.0 by real ranks over torch's store: saved, killed, resumed, cut otherwise, and by a trainer."""
+"""Checkpoint 1.0 by real ranks over torch's store: saved, killed, resumed, resharded, and by a trainer."""
 
 from __future__ import annotations
 

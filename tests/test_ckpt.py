@@ -1,4 +1,4 @@
-"""`.ckpt` files: read as the original's own converter reads them, damage and strangers refused, memory bounded."""
+"""`.ckpt` files: the result equals that of MindSpore's converter, damaged files are refused, memory is limited."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ def test_files_of_a_tree_are_chosen(tmp_path: Path) -> None:
     ]
     assert len(report.files) == 7
     assert report.n_bytes == sum((tmp_path / "all" / name).stat().st_size for name in names_of(tmp_path / "all"))
-    assert report.warnings == ("the name map names tensors that no file holds: `absent`",)
+    assert report.warnings == ("the name map has names that are in no file: `absent`",)
     reshard.convert_files(source, tmp_path / "some", name_regex=r"_1\.ckpt$")
     assert names_of(tmp_path / "some") == [f"rank_{r}/m_rank_{r}-1_1.safetensors" for r in (0, 10, 2)]
     check_equal(load(tmp_path / "some" / names_of(tmp_path / "some")[1]), {"w": W + 10, "step": np.array(1)})
@@ -455,7 +455,7 @@ def test_rank_folders_of_ckpt_files_are_one_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name_map", "message"),
     [
-        ({"w": "step"}, "would both be `step`"),
+        ({"w": "step"}, "would both be named `step`"),
         ({"w": ""}, "is empty"),
         ({"w": 1}, "must be text"),
         ({1: "w"}, "must be text"),

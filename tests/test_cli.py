@@ -501,7 +501,7 @@ def test_progress_gives_way_to_lines() -> None:
     code, _, seen = on_terminal("demo", "--size", 100, both=True)
     assert code == 0
     assert "of 93." in seen
-    for step in ("cut TP2 x PP2", "re-cut TP4", "merge"):
+    for step in ("shard TP2 x PP2", "reshard TP4", "merge"):
         assert f"\x1b[2K{step} " in seen  # its line was erased before
 
 
@@ -533,7 +533,7 @@ def test_demo_from_start_to_end() -> None:
     code, out, err = outcome("demo", "--size", 2, env={**os.environ, "TMPDIR": "/tmp"})
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "all 39 tensors equal, byte for byte, after each step"
-    for step in ("make", "cut TP2 x PP2", "re-cut TP4", "merge"):
+    for step in ("make", "shard TP2 x PP2", "reshard TP4", "merge"):
         assert re.search(rf"^{re.escape(step)} .* [KM]iB .* s\b", out, re.MULTILINE)
     assert set(Path("/tmp").glob("reshard-demo-*")) <= before
 
@@ -571,7 +571,7 @@ def test_demo_fails_when_a_byte_differs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(demo_module, "convert", damaging)
     result = run("demo", "--size", 1)
     assert result.exit_code == 1
-    assert re.search(r"^re-cut TP4 .* 1 tensors DIFFER$", result.stdout, re.MULTILINE)
+    assert re.search(r"^reshard TP4 .* 1 tensors DIFFER$", result.stdout, re.MULTILINE)
     assert re.search(r"^1 of 39 tensors differ, such as \S+$", result.stdout, re.MULTILINE)
     assert json.loads(run("demo", "--size", 1, "--json").stdout)["equal"] is False
 

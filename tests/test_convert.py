@@ -1,6 +1,6 @@
-"""`reshard.convert`: every destination and option against numpy, the original's reader and stock safetensors.
+"""`reshard.convert`: every destination and option, compared with numpy, MindSpore's reader and stock safetensors.
 
-What a conversion does to the disk when it is refused, fails, is interrupted or killed is in `test_convert_failures`.
+`test_convert_failures` has the state of the disk after a refused, failed, interrupted or killed conversion.
 """
 
 from __future__ import annotations

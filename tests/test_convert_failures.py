@@ -1,6 +1,7 @@
-"""What a conversion leaves on the disk: when it is refused, fails, is interrupted or killed, and beside other files.
+"""The state of the disk after a conversion that was refused, failed, interrupted or killed.
 
-The rule: the destination appears whole or not at all, what was there stays as it was, and nothing else is left behind.
+The rule: the destination is published completely or not at all, existing files are unchanged, and no temporary files
+remain.
 """
 
 from __future__ import annotations

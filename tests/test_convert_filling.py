@@ -1,4 +1,4 @@
-"""A conversion into a folder that exists: the folder stays what it is, and at every instant it holds no mixture.
+"""A conversion into an existing folder: the folder keeps its mode and owner, and never holds a mixture of two models.
 
 The expected modes are those that `mkdir` and `open` of the operating system give in the same folder.
 """

@@ -1,4 +1,4 @@
-"""`reshard.diff`: what differs is found and measured, and nothing else; expected values are numpy's."""
+"""`reshard.diff`: finds and measures differences; expected values come from numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full weights in the MindSpore layout: opened, and written as the original's own tool writes them."""
+"""Full weights in the MindSpore layout: read, and written as MindSpore's own tool writes them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_single_part_needs_no_map_and_several_do(tmp_path: Path) -> None:
     with reshard.open(tmp_path) as checkpoint:
         assert sorted(checkpoint.keys("model")) == ["head.weight"]
     shutil.copy(FULL / "part1.safetensors", tmp_path)
-    with pytest.raises(CheckpointNotFoundError, match=r"holds 2 parts and no param_name_map\.json"):
+    with pytest.raises(CheckpointNotFoundError, match=r"holds 2 parts, but not param_name_map\.json"):
         reshard.open(tmp_path)
 
 
@@ -106,9 +106,9 @@ HOSTILE: dict[str, tuple[str | bytes, type[ReshardError], str]] = {
     "empty": ("", DamagedFileError, "not valid JSON"),
     "no object": ("[]", DamagedFileError, "no object"),
     "no map": ('{"weight_map": []}', DamagedFileError, "no object"),
-    "no tensor": ('{"weight_map": {}}', DamagedFileError, "names no tensor"),
-    "a name twice": (f"{{{GOOD}, {GOOD}}}", DamagedFileError, "is repeated"),
-    "no file": ('{"weight_map": {"head.weight": "part7.safetensors"}}', CheckpointNotFoundError, "not there"),
+    "no tensor": ('{"weight_map": {}}', DamagedFileError, "`weight_map` is empty"),
+    "a name twice": (f"{{{GOOD}, {GOOD}}}", DamagedFileError, "stands twice"),
+    "no file": ('{"weight_map": {"head.weight": "part7.safetensors"}}', CheckpointNotFoundError, "lists missing files"),
     "a number": ('{"weight_map": {"head.weight": 0}}', DamagedFileError, "not text"),
     "out of the folder": ('{"weight_map": {"head.weight": "../part0.safetensors"}}', DamagedFileError, "separator"),
     "absolute": ('{"weight_map": {"head.weight": "/etc/passwd"}}', DamagedFileError, "separator"),
@@ -116,7 +116,7 @@ HOSTILE: dict[str, tuple[str | bytes, type[ReshardError], str]] = {
     "itself": ('{"weight_map": {"head.weight": "param_name_map.json"}}', DamagedFileError, "param_name_map"),
     "no such tensor": ('{"weight_map": {"tail.weight": "part0.safetensors"}}', DamagedFileError, "tail"),
     "a long name": (json.dumps({"weight_map": {"w" * 1025: "part0.safetensors"}}), DamagedFileError, "1024"),
-    "an empty name": ('{"weight_map": {"": "part0.safetensors"}}', DamagedFileError, "from 1 to"),
+    "an empty name": ('{"weight_map": {"": "part0.safetensors"}}', DamagedFileError, "must have 1 to 1024 bytes"),
     "not UTF-8": (b'{"weight_map": {"\xff": "part0.safetensors"}}', DamagedFileError, "UTF-8"),
     "a mark": (b"\xef\xbb\xbf{}", DamagedFileError, "byte order mark"),
     "deep": ('{"metadata": ' + "[" * 100 + "]" * 100 + f", {GOOD}}}", DamagedFileError, "deep"),
@@ -157,7 +157,7 @@ def test_parts_of_one_rank_that_a_merge_left_behind_are_no_tensors(caplog: pytes
         assert not [key for key in checkpoint if key.startswith("adam_m.")]
         assert checkpoint.common is not None
         assert checkpoint.common.global_step == 40
-    assert "`adam_m.l0.proj.weight` and 1 more: a merge that left them out" in caplog.text
+    assert "`adam_m.l0.proj.weight` and 1 more: the first rank's shard of tensors that a merge left out" in caplog.text
 
 
 # -- dividing over parts
@@ -355,10 +355,10 @@ def test_new_names(drop: list[str], rename: dict[str, str], expected: dict[str, 
     ("options", "text"),
     [
         ({"rename": {"head.weight": "embed.weight"}}, "would both be named"),
-        ({"rename": {"head.weight": ""}}, "without a name"),
+        ({"rename": {"head.weight": ""}}, "an empty name"),
         ({"rename": {"head.weight": 3}}, "take names of tensors"),
         ({"drop": [3]}, "a name in `drop` must be text, found int"),
-        ({"drop": ""}, "with which every name begins"),
+        ({"drop": ""}, "which matches every name"),
         ({"drop": ["l", "h", "e", "adam_m.", "g", "s"]}, "nothing to write"),
         ({"suffix": "20_2"}, "no folders `rank_"),
     ],
@@ -381,5 +381,5 @@ def test_a_view_of_files_that_changed_meanwhile_is_refused(tmp_path: Path) -> No
     with reshard.open(folder) as checkpoint:
         info, stored = checkpoint["head.weight"], checkpoint._index.stored("head.weight")
         shutil.copy(FULL / "part1.safetensors", folder / "part0.safetensors")
-        with pytest.raises(DamagedFileError, match="another file than the one that was opened"):
+        with pytest.raises(DamagedFileError, match="is not the file that was opened before"):
             checkpoint.view({"w": (info.dtype, info.shape, stored)})

@@ -575,7 +575,7 @@ def test_a_tensor_in_metadata_json_and_in_tiles_json(tree: Path) -> None:
         ({"weight_map": {"w": ["x.safetensors"]}}, DamagedFileError, "not text"),
         ({"weight_map": {"": "x.safetensors"}}, DamagedFileError, "name"),
         ({"weight_map": {"k" * 2000: "x.safetensors"}}, DamagedFileError, "name"),
-        ({"weight_map": {}}, DamagedFileError, "no tensor"),
+        ({"weight_map": {}}, DamagedFileError, "`weight_map` is empty"),
         ({"weight_map": []}, DamagedFileError, "weight_map"),
         ([], DamagedFileError, "weight_map"),
         ({"weight_map": {"w": "index of a folder"}}, CheckpointNotFoundError, "index of a folder"),

@@ -1,7 +1,7 @@
-"""`reshard merge` and `split`: rank folders to whole weights and back, held to what the original's own tools made.
+"""`reshard merge` and `split`: rank folders to whole weights and back, compared with the results of MindSpore's tools.
 
-The samples' `unified*` and `split_*` are the original's; `expected_full` and `expected_dst_slices` come from an
-independent formula, and so does `oracle`, with which layouts of ours are compared.
+The samples `unified*` and `split_*` were written by MindSpore. `expected_full` and `expected_dst_slices` come from an
+independent formula, and so does `oracle`, with which other layouts are compared.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_one_save_of_several(tmp_path: Path) -> None:
         assert bits(whole(out)) == bits(expected)
     with pytest.raises(CheckpointNotFoundError, match="15_2"):
         reshard.convert(ranks, tmp_path / "full", to="mindspore", strategy=strategy, suffix="15_2")
-    with pytest.raises(ArgumentError, match="no suffix"):
+    with pytest.raises(ArgumentError, match="is not a suffix"):
         reshard.convert(ranks, tmp_path / "full", to="mindspore", strategy=strategy, suffix="../20_2")
 
 
@@ -348,7 +348,7 @@ def test_split_by_a_layout(tmp_path: Path, name: str) -> None:
         ({"match": "embed.weight", "flat": {"axes": ["tp"], "join": "both"}}, "in one array"),
         ({"match": "embed.weight", "cut": [None, "tp"], "sizes": {1: [1, 5]}}, "parts of different sizes"),
         ({"match": "embed.weight", "cut": ["tp"], "blocks": {0: [12, 4]}}, "blocks"),
-        ({"match": "embed.weight", "cut": ["tp"], "stored": [1, 0]}, "another order"),
+        ({"match": "embed.weight", "cut": ["tp"], "stored": [1, 0]}, "another dim order"),
     ],
     ids=["flat", "joined", "sizes", "blocks", "stored"],
 )
@@ -490,7 +490,7 @@ def test_permissions_of_the_original(tmp_path: Path) -> None:
 
 def test_a_cast_changes_no_counter(tmp_path: Path) -> None:
     options: dict[str, Any] = {"to": "checkpoint1", "durable": False}
-    with pytest.raises(ArgumentError, match=r"loss_scale.*from 65536\.0 into inf"):
+    with pytest.raises(ArgumentError, match=r"loss_scale.*from 65536\.0 to inf"):
         reshard.convert(STRATEGY / "unified", tmp_path / "out", dtype="float16", **options)
     reshard.convert(STRATEGY / "unified", tmp_path / "a", dtype="float16", drop="loss_scale", **options)
     reshard.convert(STRATEGY / "unified", tmp_path / "b", dtype="bfloat16", **options)

@@ -1,4 +1,4 @@
-"""What is copied beside the weights of a Hugging Face folder, so that `from_pretrained` finds a model there."""
+"""Files that are copied beside the weights of a Hugging Face folder, so that `from_pretrained` can load the folder."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_copy_has_all_that_is_no_weight(tmp_path: Path, sharded: bool) -> None
     assert {name: found[name] for name in COPIED} == {name: content(source)[name] for name in COPIED}
     assert sorted(load_file(tmp_path / "out" / "model.safetensors")) == ["a", "b"]
     assert report.n_files == 1
-    assert any("onnx holds weights of its own" in warning for warning in report.warnings)
+    assert any("onnx holds weights, such as" in warning for warning in report.warnings)
 
 
 def test_modes_of_copies_are_those_of_the_umask(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_over_an_earlier_copy(tmp_path: Path) -> None:
     (out / "notes.txt").write_text("mine")
     reshard.convert(first, out, overwrite=True)
     before = content(out)
-    with pytest.raises(DestinationExistsError, match=r"is not the file that belongs to the weights"):
+    with pytest.raises(DestinationExistsError, match=r"differs from .*, which would be copied with the weights"):
         reshard.convert(second, out, overwrite=True)
     assert content(out) == before
     # What stands there is meant:

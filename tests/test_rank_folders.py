@@ -1,7 +1,7 @@
-"""Rank folders opened as one checkpoint: by a strategy whole tensors, without one each rank's own arrays.
+"""Rank folders opened as one checkpoint: whole tensors with a strategy, local arrays without one.
 
-The samples are real trees with their whole tensors beside them. Other trees are cut here, by the formula of the format
-written out plainly, and their strategies are written as the JSON that the original writes.
+The samples are real trees with their whole tensors. Other trees are sharded here by the formula of the format, and
+their strategies are written as the JSON that MindSpore writes.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def test_weights_alone_have_no_counters() -> None:
 def test_cut_tensors_cannot_be_read_without_a_strategy(read: Callable[[reshard.Checkpoint], object]) -> None:
     with (
         reshard.open(CKPT1 / "output" / "checkpoint") as opened,
-        pytest.raises(LayoutError, match=r"nothing tells how they make up the tensor\nhint: put the strategy files"),
+        pytest.raises(LayoutError, match=r"their positions in the tensor are not known\nhint: copy the strategy files"),
     ):
         read(opened)
 
@@ -176,7 +176,9 @@ def test_the_folder_of_one_rank_is_whole_by_itself(caplog: pytest.LogCaptureFixt
         expected = original_reader.read_shard_file(folder / "llama2_7b_rank_2-20_2.safetensors")
         assert_same(opened.load(), expected)
         assert_same(opened.stored(2), expected)
-    assert any("arrays of rank 2 are taken for whole tensors, and 3 rank folders" in line for line in caplog.messages)
+    assert any(
+        "arrays of rank 2 are read as whole tensors; 3 more rank folders exist" in line for line in caplog.messages
+    )
 
 
 # -- trees that are cut here
@@ -314,7 +316,7 @@ def test_a_save_that_is_damaged_on_one_rank_is_passed_over(tree: Path, caplog: p
         assert_same(opened.load(keys=["w"]), {"w": W + 5})
         assert [name for name, _ in opened.skipped] == ["x_rank_0-15_1.safetensors", "x_rank_0-10_1.safetensors"]
     for reason in ("x_rank_2-15_1.safetensors", "rank 1 has no file of it"):
-        assert any(reason in line and "passed over" in line for line in caplog.messages)
+        assert any(reason in line and "skipped" in line for line in caplog.messages)
     report = reshard.verify(tree, strategy=tree.parent / "cut")
     assert [bool(one.faults) for one in report.checkpoints] == [True, True, False]
     assert report.checkpoints[0].faults[0].file == "rank_2/x_rank_2-15_1.safetensors"
@@ -412,14 +414,14 @@ REFUSED: dict[str, tuple[Change, type[ReshardError], str]] = {
     "the last rank is missing": (without(3), CheckpointNotFoundError, "no file of rank 3"),
     "a rank without a file": (without_files(1), DamagedFileError, "rank 1 has no file of it"),
     "no files at all": (without_files(0, 1, 2, 3), CheckpointNotFoundError, "hold no weight files"),
-    "ranks of another run": (holding(4, w=SLICES[0]), MismatchError, "files of rank 4, and .* is one of 4 ranks"),
+    "ranks of another run": (holding(4, w=SLICES[0]), MismatchError, "files of rank 4, but .* has 4 ranks"),
     "a stage without ranks": (cut_by(2, w=ITEM, v=V), CheckpointNotFoundError, r"rank 4, 5, 6, 7 \(stage 1\)"),
     "a stage without strategy": (without_the_first_stage, CheckpointNotFoundError, "no strategy of stage 0"),
     "a strategy of fewer ranks": (cut_by(w=Item((8, 3), (2,), (0, -1))), MismatchError, "files of rank 2, 3"),
     "a strategy of more ranks": (cut_by(w=Item((8, 3), (2, 4), (0, -1))), CheckpointNotFoundError, "rank 4, 5, 6, 7"),
     "a strategy of other dims": (cut_by(w=Item((8,), (2, 2), (0,))), MismatchError, "cuts 1 dims of `w`, which has 2"),
     "a strategy that is weights": (weights_as_strategy, ReshardError, "strategy"),
-    "parts of other shapes": (holding(2, w=SLICES[2][:2]), MismatchError, "`w` is a part of different tensors"),
+    "parts of other shapes": (holding(2, w=SLICES[2][:2]), MismatchError, "`w` has different shapes"),
     "another dtype": (holding(2, w=SLICES[2].astype(np.float16)), DamagedFileError, "`w` is F32 in .* and F16 in"),
     "a part that nobody holds": (holding(1, 3, w=NOTHING), DamagedFileError, "missing in the file of rank 1, 3"),
     "unlisted, and not alike": (unlisted, MismatchError, "`v` is not in the strategy"),
@@ -433,7 +435,7 @@ REFUSED: dict[str, tuple[Change, type[ReshardError], str]] = {
     "a link": (linked, DamagedFileError, "rank_2/net.safetensors` is a symbolic link"),
     "a link to nothing": (linked_to_nothing, DamagedFileError, "rank_2/net.safetensors` is a symbolic link"),
     "a pipe": (pipe, DamagedFileError, "rank_2/net.safetensors` is not a regular file"),
-    "counters that a rank lacks": (holding(3, step_num=NOTHING), DamagedFileError, "`step_num` is not there, .*rank 0"),
+    "counters that a rank lacks": (holding(3, step_num=NOTHING), DamagedFileError, "`step_num` is missing, .*rank 0"),
 }
 
 
@@ -449,18 +451,18 @@ def test_a_tensor_that_another_stage_holds(tmp_path: Path) -> None:
     stages = write_strategy(tmp_path / "cut", {"w": Item((4,), (2,), (0,)), "v": Item((4,), (2,), (0,), stage=1)}, 2)
     half = np.zeros(2, np.float32)
     root = write_ranks(tmp_path / "tree", [{"w": half}, {"w": half, "v": half}, {"v": half}, {"v": half}])
-    with pytest.raises(MismatchError, match=r"rank_1/net.safetensors` holds `v`, which .* places on stage 1"):
+    with pytest.raises(MismatchError, match=r"rank_1/net.safetensors` holds `v`, which is on stage 1 in .*"):
         reshard.open(root, strategy=stages)
 
 
 def test_one_rank_and_the_strategy_of_several(tree: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=r"rank 0, 2, 3 .*\nhint: .*open the folder above"):
+    with pytest.raises(CheckpointNotFoundError, match=r"rank 0, 2, 3 .*\nhint: .*the parent folder with it"):
         reshard.open(tree / "rank_1", strategy=tree.parent / "cut")
 
 
 def test_a_gap_is_refused_without_a_strategy_too(tree: Path) -> None:
     shutil.rmtree(tree / "rank_1")
-    with pytest.raises(CheckpointNotFoundError, match=r"no file of rank 1\nhint: .* one rank can be opened alone"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no file of rank 1\nhint: .* open the folder of one rank"):
         reshard.open(tree)
     (tree / "rank_999999999999999999").mkdir()
     with pytest.raises(CheckpointNotFoundError, match=r"no file of rank 1, 4, 5, 6, 7, 8, 9, 10 and 9{16}88 more"):
@@ -480,8 +482,8 @@ def test_what_the_strategy_does_not_list(tree: Path, caplog: pytest.LogCaptureFi
         assert opened.load(layout, rank=3)["adam_m.w"].tolist() == (SLICES[3] + 1).tolist()
     told = [line.partition(" does not list ")[2] for line in caplog.messages if " does not list " in line]
     assert sorted(told) == [
-        "`adam_m.w`: taken to be cut as its parameter",
-        "`adam_v.bias`, `bias`: taken for whole on every rank",
+        "`adam_m.w`: assumed to be sharded like its parameter",
+        "`adam_v.bias`, `bias`: assumed to be whole on every rank",
     ]
 
 
@@ -560,7 +562,7 @@ def test_the_state_of_a_listed_parameter_is_compared_among_ranks_of_one_part(tre
     with opened_cut(tree) as opened:
         assert_same(opened.load(keys=["adam_m.w"]), {"adam_m.w": W + 1})
         with pytest.raises(
-            MismatchError, match="partitioned as `w`, but the bytes on rank 2 differ from those on rank 0"
+            MismatchError, match="assumed to be sharded like `w`, but the bytes on rank 2 differ from those on rank 0"
         ):
             opened.read("accu_grads.w")
 
@@ -603,7 +605,7 @@ def test_a_strategy_that_is_not_needed(tmp_path: Path, caplog: pytest.LogCapture
     reshard.save_file({"w": W}, tmp_path / "w.safetensors")
     with caplog.at_level(logging.WARNING, "reshard"), reshard.open(tmp_path / "w.safetensors", strategy="x") as opened:
         assert_same(opened.load(), {"w": W})
-    assert any("strategy is not needed" in line for line in caplog.messages)
+    assert any("the strategy is ignored" in line for line in caplog.messages)
 
 
 def test_a_folder_that_is_called_like_a_rank_and_is_something_else(tmp_path: Path) -> None:
@@ -677,9 +679,9 @@ def test_ckpt_files_make_up_the_same(record_bytes: int | None, tree: Path, caplo
 @pytest.mark.parametrize(
     ("n_kept", "crc", "told"),
     [
-        (4, False, "`global_batch_size` is not there, and in the file of rank 0 it is 8"),
-        (2, False, "`epoch_num` is not there, and in the file of rank 0 it is "),
-        (5, True, "it does not end with a sum, as the file of rank 0 does"),
+        (4, False, "`global_batch_size` is missing, in the file of rank 0 it is 8"),
+        (2, False, "`epoch_num` is missing, in the file of rank 0 it is "),
+        (5, True, "it has no CRC, but the file of rank 0 has one"),
     ],
     ids=["the last record", "all counters", "the sum alone"],
 )
@@ -729,7 +731,7 @@ def test_a_ckpt_that_lacks_what_its_stage_holds(tmp_path: Path) -> None:
             (root / f"rank_{rank}" / "net.ckpt").write_bytes(ckpt_files.dump(arrays))
 
     write((2, "v"))
-    with pytest.raises(DamagedFileError, match=r"rank_2/net.ckpt`: `v`: not there, and other ranks of stage 0 hold it"):
+    with pytest.raises(DamagedFileError, match=r"rank_2/net.ckpt`: `v`: missing, but other ranks of stage 0 hold it"):
         reshard.open(root, strategy=cut)
     write((2, "v"), (0, "w"), (3, "v"), (1, "w"))
     with reshard.open(root, strategy=cut) as opened:
@@ -753,7 +755,7 @@ def test_ranks_gathered_by_links(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "host_3" / "net.safetensors").unlink()
     (tmp_path / "host_3").rmdir()
     for reader in (reshard.open, reshard.load, rank_saves):
-        with pytest.raises(DamagedFileError, match="rank_3` is a link that leads to no folder"):
+        with pytest.raises(DamagedFileError, match="rank_3` is a link that does not lead to a folder"):
             reader(tree)
 
 
@@ -894,7 +896,7 @@ def test_conversions_of_rank_folders(tmp_path: Path) -> None:
     with reshard.open(tmp_path / "root") as opened:
         assert opened.iteration == 40
         assert_same(opened.load(keys=truth), truth)
-    with pytest.raises(LayoutError, match="give `strategy=`"):
+    with pytest.raises(LayoutError, match="pass `strategy=`"):
         reshard.convert(source, tmp_path / "no")
     assert not (tmp_path / "no").exists()
 

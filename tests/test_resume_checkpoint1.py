@@ -1,6 +1,7 @@
-"""Checkpoint 1.0: which save a restart uses, beside what the original answers for the same trees.
+"""Checkpoint 1.0: the save that a restart uses, compared with the save that MindSpore Transformers uses.
 
-The trees are those that the original wrote; the damage that its answers are given for is done to copies of them.
+The trees were written by MindSpore Transformers. Its answers for damaged trees were recorded on copies with the same
+damage.
 """
 
 from __future__ import annotations
@@ -272,7 +273,7 @@ def test_order_of_another_prefix_is_none_of_those_named() -> None:
     zero = folder("m_rank_0-1_2.ckpt", "other_rank_0-1_1.ckpt", meta="m_rank_0-1_2.ckpt")
     (refused,) = order_saves({0: zero}).refused
     assert refused.name == "other_rank_0-1_1.ckpt"
-    assert "not of the saves `m`" in refused.reason
+    assert "not one of the saves `m`" in refused.reason
 
 
 @pytest.mark.parametrize(
@@ -283,7 +284,7 @@ def test_order_of_another_prefix_is_none_of_those_named() -> None:
             "in the folder of another rank are ignored: `rank_0/m_rank_1-1_2.ckpt`",
         ),
         ({0: folder("m_rank_0-1_2.ckpt", meta="m_rank_1-1_2.ckpt")}, "names a file of rank 1"),
-        ({0: folder(fault="it is not valid JSON")}, "meta.json of rank_0 is passed over: it is not valid JSON"),
+        ({0: folder(fault="it is not valid JSON")}, "meta.json of rank_0 is skipped: it is not valid JSON"),
         ({0: folder(), 3: folder()}, "there is no folder of ranks 1, 2"),
         ({10**17: folder()}, f"there is no folder of ranks 0, 1, 2, 3 and {10**17 - 4} more"),
         ({0: folder("m_rank_0-2_2.ckpt", "m_rank_0-1_2.ckpt")}, "the times of the files contradict their names"),
@@ -365,7 +366,7 @@ def test_a_ckpt_that_ends_between_two_records(tmp_path: Path) -> None:
     os.truncate(path, ends[4])
     decision = resume(root)
     assert str(decision.path).endswith("rank_0-15_2.ckpt")
-    assert "cut short" in decision.verdicts[0].reason
+    assert "truncated" in decision.verdicts[0].reason
 
 
 def test_none_is_whole(tmp_path: Path) -> None:
@@ -430,7 +431,7 @@ def test_a_link_is_no_meta(tmp_path: Path) -> None:
     (root / "rank_1" / "meta.json").rename(tmp_path / "elsewhere")
     (root / "rank_1" / "meta.json").symlink_to(tmp_path / "elsewhere")
     decision = resume(root)
-    assert any("meta.json of rank_1 is passed over: it is a symbolic link" in one for one in decision.warnings)
+    assert any("meta.json of rank_1 is skipped: it is a symbolic link" in one for one in decision.warnings)
 
 
 # -- the four cases, and the words around them
@@ -467,7 +468,7 @@ def test_a_folder_and_a_name(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama2_7b_rank_0-99_2", "../rank_1/llama2_7b_rank_1-15_2", "rank_0", "/etc/passwd"])
 def test_a_name_that_is_not_there_is_no_reason_to_take_another(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="was asked for"):
+    with pytest.raises(CheckpointNotFoundError, match="is requested"):
         resume(copy("ckpt1", tmp_path), resume_file=name)
 
 
@@ -525,7 +526,7 @@ def test_weights_alone(tmp_path: Path) -> None:
 def test_an_iteration_is_the_save_that_made_so_many_steps(tmp_path: Path) -> None:
     root = copy("ckpt1", tmp_path)
     assert str(reshard.load(root, rank=0, iteration=20).decision.path).endswith("-10_2.safetensors")
-    with pytest.raises(CheckpointNotFoundError, match="iteration 25 was asked for"):
+    with pytest.raises(CheckpointNotFoundError, match="iteration 25 is requested"):
         reshard.load(root, rank=0, iteration=25)
 
 

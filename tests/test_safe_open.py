@@ -1,4 +1,4 @@
-"""`safe_open` and `load_file` side by side with the `safetensors` package: same results, or both refuse."""
+"""`safe_open` and `load_file`, compared with the `safetensors` package: the same results, or both refuse."""
 
 from __future__ import annotations
 

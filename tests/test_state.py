@@ -1,4 +1,4 @@
-"""State of a trainer comes back as it went in: every type and every bit, or an error that says where."""
+"""State of a trainer is restored exactly, every type and every bit, or an error gives the path of the value."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     data = torch.arange(96, dtype=torch.uint8) % 2
     tensor = data.view(dtype) if dtype != torch.bool else data.bool()
     if "complex32" in str(dtype):
-        with pytest.raises(ArgumentError, match=r"extra is a tensor of dtype torch.b?complex32, which cannot be kept"):
+        with pytest.raises(ArgumentError, match=r"extra is a tensor of dtype torch.b?complex32, which cannot be saved"):
             dump(tensor)
         return
     check(tensor)
@@ -263,7 +263,7 @@ CYCLE.append({"again": (CYCLE,)})
 REFUSED: list[tuple[Any, str]] = [
     ({"scheduler": {"state": [0, 1, 2, Anything()]}}, r'extra["scheduler"]["state"][3] is a tests.test_state.Anything'),
     ({"a": (1, Colour.RED)}, 'extra["a"][1] is a tests.test_state.Colour'),
-    (Colour.RED, "what Colour adds to a plain int would be lost"),
+    (Colour.RED, "the additional data of Colour would be lost: pass the int"),
     ([Point(1)], "extra[0] is a tests.test_state.Point"),
     (OwnStr("x"), "pass the str"),
     ({1: collections.defaultdict(list)}, "extra[1] is a collections.defaultdict"),
@@ -273,12 +273,12 @@ REFUSED: list[tuple[Any, str]] = [
     ({"a" * 100: Anything}, 'extra["' + "a" * 39 + "...]"),
     ({"\x1b[2J": Anything}, 'extra["\\u001b[2J"]'),
     (bytearray(b"x"), "extra is a builtins.bytearray"),
-    ([per_rank(1)], "`per_rank` stands around a whole value"),
-    (np.ma.masked_array([1]), "what MaskedArray adds to a plain ndarray"),
-    (np.array([object()]), "extra is of numpy dtype object, which cannot be kept"),
-    (np.zeros(2, [("a", "f4")]), "which cannot be kept"),
-    (np.zeros(2, np.longdouble), "which cannot be kept"),
-    (np.longdouble(1), "which cannot be kept"),
+    ([per_rank(1)], "`per_rank` must enclose a whole value"),
+    (np.ma.masked_array([1]), "the additional data of MaskedArray would be lost: pass the ndarray"),
+    (np.array([object()]), "extra has numpy dtype object, which cannot be saved"),
+    (np.zeros(2, [("a", "f4")]), "which cannot be saved"),
+    (np.zeros(2, np.longdouble), "which cannot be saved"),
+    (np.longdouble(1), "which cannot be saved"),
     (torch.nn.Parameter(torch.ones(2)), "pass `value.detach()`"),
     (torch.ones(2).to_sparse(), "extra is not a dense tensor"),
     (torch.ones(2, device="meta"), "extra is a tensor on device meta"),
@@ -314,14 +314,14 @@ def test_how_deep_state_nests(kind: Any) -> None:
     deepest = nested(200, lambda items: kind(items or [math.nan]))
     text, arrays = dump(deepest)
     assert dump(load(text, arrays))[0] == text
-    with pytest.raises(ArgumentError, match="nests deeper than 200 levels"):
+    with pytest.raises(ArgumentError, match="more than 200 levels of nesting"):
         dump([deepest])
 
 
 def test_state_too_large_for_text() -> None:
     with pytest.raises(ArgumentError, match="more than 67108864 bytes"):
         dump(["x" * (1 << 20)] * 65)
-    with pytest.raises(DamagedFileError, match="is larger than 67108864 bytes"):
+    with pytest.raises(DamagedFileError, match="has more than 67108864 bytes"):
         load(b" " * (65 << 20), {})
 
 
@@ -354,7 +354,7 @@ def file(state: Any) -> bytes:
 @pytest.mark.parametrize("node", BAD, ids=ascii)
 def test_a_damaged_value(node: Any) -> None:
     for state in (node, {"a": [node]}):
-        with pytest.raises(DamagedFileError, match="`extra` is not state as it is saved: "):
+        with pytest.raises(DamagedFileError, match="`extra` is not valid saved state: "):
             load(file(state), {})
 
 
@@ -393,7 +393,7 @@ BAD_ARRAYS: list[tuple[Any, dict[str, np.ndarray]]] = [
 @pytest.mark.parametrize(("node", "arrays"), BAD_ARRAYS, ids=lambda value: ascii(value)[:50])
 def test_arrays_that_do_not_fit(node: Any, arrays: dict[str, np.ndarray]) -> None:
     for tag in ("!array", "!tensor"):
-        with pytest.raises(DamagedFileError, match="`extra` is not state as it is saved: "):
+        with pytest.raises(DamagedFileError, match="`extra` is not valid saved state: "):
             load(file({tag: node}), arrays)
 
 
@@ -414,8 +414,8 @@ FILES: list[tuple[bytes, str]] = [
     (b'{"version":1,"state":{"a":1,"a":2}}', "is repeated"),
     (b'{"version":1,"state":9223372036854775808}', "does not fit 64 bits"),
     (b'{"version":1,"state":"\\ud800"}', "not valid Unicode"),
-    (file(nested(201, list)), "nests deeper than 200 levels"),
-    (file({"!tuple": [nested(200, list)]}), "nests deeper than 200 levels"),
+    (file(nested(201, list)), "more than 200 levels of nesting"),
+    (file({"!tuple": [nested(200, list)]}), "more than 200 levels of nesting"),
     (b'{"version":1,"state":' + b"[" * 100_000, "nests deeper than"),
     (b'{"version":1,"state":' + b'{"!tuple":[' * 300 + b"]}" * 300 + b"}", "nests deeper than"),
 ]

@@ -1,6 +1,6 @@
-"""`Checkpoint.stored`: what lies in a rank's own files, for every format in which a rank has some.
+"""`Checkpoint.stored`: the local arrays in the files of a rank, for every format with files of single ranks.
 
-What a file holds is read here without `reshard`, and whose it is out of metadata.json.
+Files are read here without `reshard`, and the ranks of the files come from metadata.json.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
         file = written_by(folder)[1][0]
         file.unlink()
         save_file({"other": np.zeros(3)}, file)
-        with pytest.raises(DamagedFileError, match="another file than the one that was opened"):
+        with pytest.raises(DamagedFileError, match="is not the file that was opened before"):
             opened.stored(1)
 
 
@@ -168,7 +168,7 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
             with pytest.raises(ArgumentError, match="holds whole tensors"):
                 opened.stored(0)
     with reshard.open(FOLDERS[-1]) as opened:
-        with pytest.raises(ArgumentError, match=r"rank 4 did not save.*\nhint: these did: 0, 1, 2, 3$"):
+        with pytest.raises(ArgumentError, match=r"rank 4 did not save.*\nhint: it was saved by ranks 0, 1, 2, 3$"):
             opened.stored(4)
         with pytest.raises(KeyNotFoundError, match=r"rank 1 .* holds no `nothing`"):
             opened.stored(1, keys=["nothing"])
@@ -188,7 +188,7 @@ def test_a_file_of_two_ranks(tmp_path: Path) -> None:
         )
     for holder in ({"file_name": "f", "storage_rank": True}, {"file_name": 1, "storage_rank": 1}, {"file_name": "f"}):
         text = json.dumps({"storage_data": {"a": [holder]}})
-        with pytest.raises(DamagedFileError, match="`file_name` or `storage_rank` is none"):
+        with pytest.raises(DamagedFileError, match="`file_name` or `storage_rank` is invalid"):
             storage_ranks(text.encode(), "metadata.json")
-    with pytest.raises(ArgumentError, match=r"nothing tells which rank wrote `x.safetensors`"):
+    with pytest.raises(ArgumentError, match=r"nothing records which rank wrote `x.safetensors`"):
         own_files(tmp_path, ["rank_0.safetensors", "x.safetensors"], None)

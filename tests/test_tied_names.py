@@ -1,4 +1,4 @@
-"""Tied tensors, which `reshard.torch.save_file` stores once: each of their names is a key wherever the file is read."""
+"""Tied tensors, which `reshard.torch.save_file` stores once: each of their names is a key for every reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tiles.json: what is written is read again, and what a stranger may write is refused."""
+"""tiles.json: written files are read again, and invalid untrusted files are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Every damage to a checkpoint with a manifest is found, before or while it is read, and the older one is taken.
+"""Every damage to a checkpoint with a manifest is found, before or while it is read, and the older one is used.
 
-The trees are made by hand (`sealed`). What counts as found: an error, or the very same answer; a wrong array is a bug.
+The trees are written by `sealed`. Damage is found if there is an error or the result is unchanged; a wrong array is a
+bug.
 """
 
 from __future__ import annotations
@@ -594,7 +595,7 @@ def test_a_file_of_a_folder_with_a_manifest(root: Path, caplog: pytest.LogCaptur
     stranger = path.with_name("stranger.safetensors")
     save_file({"x": truth}, stranger)
     assert reshard.load_file(stranger)["x"].tobytes() == truth.tobytes()
-    assert any("not in the manifest" in message for message in caplog.messages)
+    assert any("is not listed in the manifest" in message for message in caplog.messages)
     (path.parent / "manifest.json").write_text("torn")
     with pytest.raises(DamagedFileError, match="valid manifest"):
         reshard.load_file(path)

@@ -1,4 +1,4 @@
-"""`reshard.verify`: all damage is named, with file, tensors and bytes; what is whole is called whole."""
+"""`reshard.verify`: reports all damage with file, tensors and bytes, and reports complete checkpoints as complete."""
 
 from __future__ import annotations
 

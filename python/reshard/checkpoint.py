@@ -1,10 +1,9 @@
-"""An opened checkpoint: look at its tensors, read any slice, load any rank's arrays under any layout, prove it.
+"""An opened checkpoint: list its tensors, read slices, load the arrays of a rank under a layout, verify it.
 
-A `Checkpoint` is an index of stored shards (`_core.Index`) with what its format says beside them; `opening` makes
-them. It knows formats only through their modules, moves no bytes itself, and writes nothing. What is read are the files
-as they were when they were opened; a file that is not as its folder's description has it is refused before any byte of
-it is handed out. Where a manifest tells the sums of the files, every 256 KiB that a read touches is compared with its
-sum while it is copied.
+A `Checkpoint` is an index of stored shards (`_core.Index`) with the records of its format. `opening.open` creates it.
+It contains no code for single formats, and writes nothing. Reads return the content of the files that were opened. A
+file that does not match the description of its folder is refused before any byte is returned. If a manifest has the
+checksums of the files, every chunk of 256 KiB that a read touches is compared with its checksum while it is copied.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Verify = Literal["full", "touched", "structure"]
 _Stored: TypeAlias = (
     tuple[str, tuple[int, ...], Placed] | tuple[str, tuple[int, ...], Placed, Mapping[int, Sequence[int]]]
 )
-"""dtype, global shape and stored arrays of a tensor, and factors of dims where tiles are given in such."""
+"""dtype, global shape and stored arrays of a tensor, and the factors of dims if its tiles use factors."""
 LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -61,12 +60,12 @@ LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 class StoredShard:
     """A stored region of a tensor.
 
-    Where a name map makes rows of several tensors take turns, it is the box around the rows of one, so boxes overlap.
+    If a name map interleaves rows of several tensors, it is the bounding box of the rows of one, so regions overlap.
 
     Attributes:
-        offset: its first element in the global tensor, one index a dim.
-        shape: its extent in elements, one a dim.
-        files: names of the files that hold it; more than one are replicas.
+        offset: its first element in the global tensor, one index per dim.
+        shape: its shape in elements.
+        files: names of the files that hold it. Several files are replicas.
     """
 
     offset: tuple[int, ...]
@@ -79,8 +78,8 @@ class FileInfo:
     """A shard file.
 
     Attributes:
-        name: its name in the folder.
-        n_bytes: its size.
+        name: its path relative to the folder.
+        n_bytes: its size in bytes.
     """
 
     name: str
@@ -89,12 +88,12 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a checkpoint says of a tensor.
+    """Properties of a tensor in a checkpoint.
 
     Attributes:
-        dtype: its safetensors name, such as "BF16".
+        dtype: safetensors name of the dtype, such as "BF16".
         shape: the global shape, in elements.
-        n_bytes: bytes of the whole tensor.
+        n_bytes: size of the whole tensor in bytes.
         shards: its stored regions.
         part: "model" or "optimizer".
     """
@@ -107,7 +106,7 @@ class TensorInfo:
 
 
 class _Keys(Sequence[str]):
-    """The keys of an index, made when they are asked for: a file can have a million, and most are never looked at."""
+    """The keys of an index. Each is created on access, since a file can have a million of them."""
 
     def __init__(self, index: _core.Index) -> None:
         self._index = index
@@ -130,18 +129,18 @@ class _Keys(Sequence[str]):
 
 
 class Checkpoint:
-    """An opened checkpoint: names, shapes, and the bytes on demand. Made by `open`; safe to read from several threads.
+    """An opened checkpoint, created by `open`. Several threads can read from it.
 
     Attributes:
         format: "safetensors", "huggingface", "checkpoint2", "checkpoint1" (rank folders), "mindspore" (full weights) or
             "ckpt" (one such file).
-        path: the file or folder that is read; of a Checkpoint 2.0 root: the iteration folder that was taken.
-        iteration: the iteration, or None where the format or the folder's name has none.
-        common: the counters of the run, of common.json or of tensors that keep them, or None.
-        manifest: what manifest.json says, or None: then nothing that is read can be compared with a sum.
-        skipped: `(folder, reason)` of iterations of the root that were tried first and passed over.
-        strings: names of values of a `.ckpt` that are text: they are no tensors and cannot be read.
-        aliases: of tied tensors, which are stored once: by each further name the one that is stored. Both are keys.
+        path: the file or folder that is read; for a Checkpoint 2.0 root the iteration folder that was selected.
+        iteration: the iteration, or None if the format or the folder's name has none.
+        common: the counters of the run, from common.json or from tensors, or None.
+        manifest: content of manifest.json, or None: then reads are not verified.
+        skipped: `(folder, reason)` of iterations of the root that were tried first and could not be opened.
+        strings: names of text values of a `.ckpt` file. They are not tensors and cannot be read.
+        aliases: for tied tensors, which are stored once: each further name and the stored name. Both are keys.
 
     Example:
         >>> import numpy as np, reshard
@@ -170,7 +169,7 @@ class Checkpoint:
         self._keys: Sequence[str] = _Keys(data.index) if own_keys is None else own_keys
         self._unplaced = data.unplaced()
         self._is_scrubbed = False
-        # The lock protects the files from retention while they are read. It ends with the object at the latest.
+        # The lock protects the files from retention. It is released with the object at the latest.
         self._unlock = None if data.lock is None else weakref.finalize(self, close_read, data.lock)
 
     def __enter__(self) -> Self:
@@ -195,19 +194,19 @@ class Checkpoint:
         return key in self._index or key in self._unplaced
 
     def close(self) -> None:
-        """Let go of the files. Arrays and views that were given out stay valid; reading more is an error."""
+        """Close the files. Arrays and views that were returned stay valid; further reads raise an error."""
         self._index.close()
         if self._unlock is not None:
             self._unlock()
 
     @property
     def verified(self) -> bool:
-        """Whether there is a manifest to compare with what is read; without one only the structure is checked."""
+        """Whether there is a manifest with which reads are compared. Without one, only the structure is checked."""
         return self.manifest is not None
 
     @property
     def strategy(self) -> Strategy | None:
-        """How the run cut its tensors, where rank folders were opened with their strategy."""
+        """The strategy with which rank folders were opened, or None."""
         return self.data.strategy()
 
     @checked
@@ -218,11 +217,14 @@ class Checkpoint:
             part: "model", "optimizer", or "all".
 
         Raises:
-            ArgumentError: `part` is something else.
+            ArgumentError: `part` has another value.
 
         Example:
-            >>> checkpoint.keys("model")
-            ['w']
+            >>> import numpy as np, reshard
+            >>> _ = reshard.save("keys", 1, {"w": np.zeros(4)}, {"adam_m.w": np.zeros(4)})
+            >>> with reshard.open("keys") as checkpoint:
+            ...     checkpoint.keys(), checkpoint.keys("model")
+            (['w', 'adam_m.w'], ['w'])
         """
         if part == "all":
             return list(self._keys)
@@ -231,7 +233,7 @@ class Checkpoint:
         return [key for key in self._keys if self.data.part(key) == part]
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is none of the name."""
+        """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is no tensor of this name."""
         self._check_placed(key)
         dtype, shape = self._index.info(key)
         shards = tuple(
@@ -241,46 +243,51 @@ class Checkpoint:
         return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self.data.part(key))
 
     def files(self) -> list[FileInfo]:
-        """The shard files that hold the tensors, with their sizes; in rank folders `rank_<number>/<name>`.
+        """The shard files of the tensors, with their sizes; in rank folders `rank_<number>/<name>`.
 
         Example:
-            >>> checkpoint.files()[0]
-            FileInfo(name='model-0000000-0000004.safetensors', n_bytes=160)
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros(4)}, "files.safetensors")
+            >>> [file.name for file in reshard.open("files.safetensors").files()]
+            ['files.safetensors']
         """
         return [
             FileInfo(self.data.file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)
         ]
 
     def tiled_keys(self) -> list[str]:
-        """The tensors that tiles.json describes: metadata.json cannot, so only this package reads them."""
+        """The tensors that tiles.json describes, since metadata.json cannot. Only this package can read them."""
         tiled = self.data.tiled_keys()
         return [key for key in self._keys if key in tiled]
 
     def unplaced(self) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
-        """The tensors that only `stored` reads: no strategy tells how the ranks' arrays make them up.
+        """The tensors that only `stored` can read, since no strategy gives the positions of their arrays.
 
         Returns:
-            By key the dtype, and the shapes of the local arrays, each once, in elements.
+            By key the dtype and the distinct shapes of the local arrays, in elements.
 
         Example:
-            >>> import reshard
-            >>> reshard.open("ranks").unplaced()["w"]
-            ('F32', ((2, 4),))
+            >>> import os, numpy as np, reshard
+            >>> for rank in range(2):
+            ...     os.makedirs(f"ranks/rank_{rank}")
+            ...     reshard.save_file({"w": np.zeros((8, 4), np.float32)}, f"ranks/rank_{rank}/net.safetensors")
+            >>> reshard.open("ranks").unplaced()
+            {'w': ('F32', ((8, 4),))}
         """
         return dict(self._unplaced)
 
     def _check_placed(self, *keys: str) -> None:
-        """Refuse tensors whose parts have no place, and what is no key of a tensor."""
+        """Refuse tensors whose arrays have no position, and keys that are not text."""
         for key in keys:
             check_text(key, "key of a tensor")
             if key in self._unplaced:
                 shapes = " or ".join(map(str, self._unplaced[key][1][:4]))
                 raise LayoutError(
-                    f"each rank of {self.path} holds an array of shape {shapes} of {show(key)}, and nothing tells how "
-                    "they make up the tensor",
+                    f"each rank of {self.path} holds an array of shape {shapes} of {show(key)}, but their positions in "
+                    "the tensor are not known",
                     path=str(self.path),
                     key=key,
-                    hint="put the strategy files of the run into a folder named strategy beside it, or give "
+                    hint="copy the strategy files of the run into a folder named strategy beside it, or pass "
                     "`strategy=`; if every rank holds the whole model, open the folder of one rank",
                 )
 
@@ -289,16 +296,16 @@ class Checkpoint:
         return {key: self._index.shape(key) for key in self._keys}
 
     def _device_layouts(self) -> Mapping[str, DeviceLayout]:
-        """For `ModelLayout.like`: what metadata.json, or the strategy of rank folders, records of each key's layout."""
+        """For `ModelLayout.like`: the layout of each key from metadata.json or the strategy of rank folders."""
         return self.data.device_layouts(self._shapes)
 
     def _layout_mapping(self) -> Mapping[str, Any] | None:
         """For `ModelLayout.like`: the recorded layout."""
         if self.data.is_renamed:
             raise LayoutError(
-                f"the tensors of {self.path} are seen under other names than those under which they were cut",
+                f"the tensors of {self.path} are renamed, so the recorded layout does not apply",
                 path=str(self.path),
-                hint="take the layout of the checkpoint as it is stored, without a name map",
+                hint="use the layout of the checkpoint without a name map",
             )
         self._check_placed(*self._unplaced)
         return self.data.layout_mapping(self._shapes)
@@ -308,27 +315,28 @@ class Checkpoint:
     def read(
         self, key: str, index: object = None, out: np.ndarray | None = None, *, verify: Verify = "touched"
     ) -> np.ndarray:
-        """Read a tensor or a slice of it; only the bytes of the slice's box are read.
+        """Read a tensor or a slice of it. Only the bytes of the slice's bounding box are read.
 
         Args:
             key: name of the tensor.
-            index: a basic numpy index: integers, slices, `...`, a tuple of them; None: everything.
-            out: a C-contiguous array of the right shape and dtype that is filled and returned.
+            index: a basic numpy index: integers, slices, `...`, or a tuple of them; None: the whole tensor.
+            out: a C-contiguous array of the same shape and dtype that is filled and returned.
             verify: as in `load`.
 
         Returns:
-            The array. Types narrower than a byte come packed as uint8 (see `reshard.dtypes`) and only whole.
+            The array. Dtypes of less than a byte are returned packed as uint8 (see `reshard.dtypes`), whole only.
 
         Raises:
             KeyNotFoundError: there is no such tensor.
-            ArgumentError: the index does not fit the shape.
+            ArgumentError: the index does not match the shape.
             MismatchError: `out` has another shape or dtype.
             DamagedFileError, StorageError: while reading; the content of `out` is then undefined.
 
         Example:
-            >>> checkpoint.read("w", (slice(0, 2),))
-            array([[0., 1., 2., 3.],
-                   [4., 5., 6., 7.]], dtype=float32)
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(12).reshape(3, 4)}, "read.safetensors")
+            >>> reshard.open("read.safetensors").read("w", (slice(1, 3), 0))
+            array([4, 8])
         """
         self._check_placed(key)
         dtype, shape = self._index.info(key)
@@ -339,7 +347,7 @@ class Checkpoint:
         request.add_region(key, key, box.offset, box.shape)
         plan = self.plan(request, verify=verify, keys=[key])
         if out is not None:
-            # The result's shape, of an array without memory: `out` is checked before the first byte is read.
+            # `out` is checked before the first byte is read, with an array without memory of the result's shape.
             check_out(key, out, dtype, np.broadcast_to(0, box.shape)[box.post].shape)
             if keeps_order(box):
                 fill(plan, [out])
@@ -371,37 +379,40 @@ class Checkpoint:
 
         Args:
             layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder; None: whole tensors.
-            rank: the rank whose arrays are wanted; may be left out where the layout has only one.
+            rank: the rank whose arrays are loaded; optional if the layout has one rank.
             part: "model", "optimizer" or "all".
             keys: only these tensors.
-            out: C-contiguous arrays by name that are filled instead of new ones: exactly those that are loaded.
-            dtype: cast the floating-point tensors to this dtype ("bfloat16", np.float32, ...); others stay.
-            copy: False gives private copy-on-write views of the files where the wanted bytes lie contiguous, and
-                copies elsewhere. Writing to a view changes neither the file nor another view's process. A view stays
-                valid after `close()`, but not if someone truncates the file.
-            verify: "touched": where there is a manifest, every 256 KiB that the load touches is compared with its sum
-                as it is copied, with `copy=False` before a view is handed out. "full": all shard files are, once, and
-                then what is touched. "structure": only sizes and headers. Without a manifest all three are the last,
-                but for `.ckpt` files: one with a CRC is compared with it whole, once, the first time it is touched.
-            threads: threads of the copy; default: the processors of this process.
+            out: C-contiguous arrays by name that are filled instead of new ones: exactly the names that are loaded.
+            dtype: cast floating-point tensors to this dtype ("bfloat16", np.float32, ...); other tensors are not cast.
+            copy: False returns private copy-on-write views of the files where the bytes are contiguous, and copies
+                elsewhere. Writing to a view changes neither the file nor views of other processes. A view stays valid
+                after `close()`, unless the file is truncated.
+            verify: "touched": with a manifest, every chunk of 256 KiB that the load touches is compared with its
+                checksum while it is copied, or with `copy=False` before the view is returned. "full": all shard files
+                are compared once before. "structure": only sizes and headers are checked. Without a manifest, all three
+                are "structure", except that a `.ckpt` file is compared with its CRC when it is first read.
+            threads: number of threads that copy; default: the number of processors of this process.
             progress: called as `progress(done_bytes, total_bytes)`.
 
         Returns:
-            The arrays by name, in the order of the checkpoint; keys that the layout joins come as one 1-D array under
-            the name of the join. A rank gets only what it holds; an empty part is an array of size 0.
+            The arrays by name, in the order of the checkpoint. Keys that the layout joins are one 1-D array under the
+            name of the join. A rank gets only the tensors that it holds; an empty shard is an array of size 0.
 
         Raises:
             ArgumentError: a layout of several ranks without a rank; `out` does not match.
-            KeyNotFoundError: `keys` names a tensor that is not there.
-            LayoutError: the layout does not fit the tensors.
+            KeyNotFoundError: `keys` has a name that is not in the checkpoint.
+            LayoutError: the layout does not match the tensors.
             MismatchError: an array of `out` has another shape or dtype; or ranks hold different bytes of a tensor that
                 the strategy of rank folders does not list.
-            CoverageError: the stored shards do not cover what is wanted.
+            CoverageError: the stored shards do not cover the requested regions.
             DamagedFileError, StorageError: while reading; the content of `out` is then undefined.
 
         Example:
-            >>> checkpoint.load("layout.yaml", rank=3, part="model")["w"].shape
-            (2, 4)
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(8)}, "load.safetensors")
+            >>> layout = {"mesh": {"tp": 4}, "rules": [{"match": "w", "cut": ["tp"]}]}
+            >>> reshard.open("load.safetensors").load(layout, rank=3)
+            {'w': array([6, 7])}
         """
         request, names, wanted = self._request(layout, rank, part, keys)
         plan = self.plan(request, dtype, verify=verify, keys=wanted)
@@ -409,7 +420,7 @@ class Checkpoint:
         if out is not None:
             check_outs(out, names, arrays)
             if not copy:
-                raise ArgumentError("`out` and `copy=False` exclude each other: a view cannot lie in a given array")
+                raise ArgumentError("`out` and `copy=False` exclude each other: a view has its own memory")
             fill(plan, [out[name] for name in names], threads, progress)
             return {name: out[name] for name in names}
         views: list[tuple[_core.Buffer, int] | None] = [None] * len(arrays) if copy else plan.views()
@@ -426,7 +437,7 @@ class Checkpoint:
     def _request(
         self, layout: LayoutLike | None, rank: int | None, part: Part, keys: Collection[str] | None
     ) -> tuple[_core.Request, list[str], list[str]]:
-        """What a load wants, the names of its arrays in order, and the keys of which they are made."""
+        """The request of a load, the names of its arrays in order, and the keys that they consist of."""
         wanted = self._wanted(part, keys)
         if layout is None:
             if rank is not None:
@@ -441,7 +452,7 @@ class Checkpoint:
         if rank is None:
             if len(bound.ranks) != 1:
                 raise ArgumentError(
-                    f"the layout has {len(bound.ranks)} ranks; say which one is wanted", hint="give `rank=`"
+                    f"the layout has {len(bound.ranks)} ranks, and `rank` is missing", hint="pass `rank=`"
                 )
             rank = bound.ranks[0]
         only = None if len(wanted) == len(self._keys) else wanted
@@ -449,11 +460,13 @@ class Checkpoint:
         return bound.request(rank, only), bound.local_names(rank, only), [key for key in wanted if key in held]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Global shape of a tensor; opens nothing. KeyNotFoundError if there is none of the name.
+        """Global shape of a tensor in elements; opens no file. KeyNotFoundError if there is no tensor of this name.
 
         Example:
-            >>> checkpoint.shape("w")
-            (8, 4)
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros((4, 2))}, "shape.safetensors")
+            >>> reshard.open("shape.safetensors").shape("w")
+            (4, 2)
         """
         self._check_placed(key)
         return self._index.shape(key)
@@ -466,23 +479,27 @@ class Checkpoint:
         verify: Verify = "touched",
         keys: Collection[str] | None = None,
     ) -> _core.Plan:
-        """The checked copies of a request: for code that writes or places the bytes itself.
+        """Plan the copies of a request, for code that writes or places the bytes itself.
 
         Args:
-            request: what is wanted.
+            request: the requested regions.
             dtype: as in `load`.
-            verify: as in `load`; what is touched is compared when the plan is carried out.
-            keys: the tensors that the request names; None: any. Of rank folders, what is read as a replica on several
-                ranks because the strategy does not list it is compared now, once.
+            verify: as in `load`; touched chunks are compared when the plan is executed.
+            keys: the tensors of the request; None: any. In rank folders, copies of a tensor that the strategy does not
+                list are compared now, once.
 
         Raises:
-            KeyNotFoundError, MismatchError, CoverageError, UnsupportedError: the request cannot be met.
+            KeyNotFoundError, MismatchError, CoverageError, UnsupportedError: the request cannot be satisfied.
             MismatchError: ranks hold different bytes of a tensor that the strategy does not list.
             DamagedFileError, StorageError: `verify="full"` found damage.
 
         Example:
-            >>> checkpoint.plan(checkpoint.bind("layout.yaml").request(3)).n_bytes
-            64
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros((4, 2), np.float32)}, "plan.safetensors")
+            >>> checkpoint = reshard.open("plan.safetensors")
+            >>> layout = {"mesh": {"tp": 2}, "rules": [{"match": "w", "cut": ["tp"]}]}
+            >>> checkpoint.plan(checkpoint.bind(layout).request(1)).n_bytes
+            16
         """
         check_given(verify=verify)
         if verify not in ("full", "touched", "structure"):
@@ -498,22 +515,23 @@ class Checkpoint:
 
     @checked
     def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
-        """Compare all bytes of the shard files with their sums, as the manifest tells them, or with their own.
+        """Compare all bytes of the shard files with the checksums of the manifest, or `.ckpt` files with their CRC.
 
-        Only a `.ckpt` file can have a sum of its own; other files without a manifest have nothing to compare.
-
-        Through the page cache: what is read here is going to be loaded. A scrub of everything is done only once.
+        Files are read through the page cache, because they are loaded next. A scrub of all files is done only once.
 
         Args:
             share: `(i, n)`: only the i-th of n equal shares of the files, i from 0.
-            threads: threads that read.
+            threads: number of threads that read.
 
         Raises:
             DamagedFileError: bytes differ; the message names file, tensors and range.
             StorageError: a file cannot be read.
 
         Example:
-            >>> checkpoint.scrub()
+            >>> import numpy as np, reshard
+            >>> _ = reshard.save("scrub", 1, {"w": np.zeros(4)})
+            >>> with reshard.open("scrub") as checkpoint:
+            ...     checkpoint.scrub()
         """
         if self._is_scrubbed:
             return
@@ -533,25 +551,29 @@ class Checkpoint:
     def view(
         self, tensors: Mapping[str, _Stored] | Iterable[tuple[str, _Stored]], *, is_renamed: bool = False
     ) -> Checkpoint:
-        """The same files with other tensors: made of what is stored in them, without reading it.
+        """The same files with other tensors, which consist of stored arrays. No tensor is read.
 
         Args:
-            tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
-                numbers of this checkpoint's files, as `_core.Index.stored` tells them; and `factors`, if tiles are in
-                those. As pairs they can come one by one.
+            tensors: dtype, global shape in elements and stored arrays of each tensor: `(file, stored name, stored
+                shape, tiles)` with file numbers of this checkpoint, as `_core.Index.stored` returns them; and
+                `factors`, if tiles use factors. A mapping, or an iterable of pairs.
             is_renamed: the tensors have other names than in the recorded layout.
 
         Returns:
-            A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
+            A checkpoint that must be closed separately. Reads are verified as in this checkpoint.
 
         Raises:
-            DamagedFileError: a file is not the one any more that was opened.
-            CoverageError, MismatchError: what is stored makes no such tensor.
+            DamagedFileError: a file is not the file that was opened.
+            CoverageError, MismatchError: the stored arrays do not form such a tensor.
 
         Example:
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(3)}, "view.safetensors")
+            >>> checkpoint = reshard.open("view.safetensors")
             >>> info = checkpoint["w"]
-            >>> list(checkpoint.view({"v": (info.dtype, info.shape, checkpoint._index.stored("w"))}).keys())
-            ['v']
+            >>> view = checkpoint.view({"v": (info.dtype, info.shape, checkpoint.data.index.stored("w"))})
+            >>> view.read("v")
+            array([0, 1, 2])
         """
         data = self.data
         index = opened_again(
@@ -563,9 +585,9 @@ class Checkpoint:
             method=data.method,
         )
         for key, (dtype, shape, stored, *factors) in tensors.items() if isinstance(tensors, Mapping) else tensors:
-            # That regions overlap was allowed, where it was, by what described them.
+            # The description of the stored arrays has been checked for overlaps already.
             index.add_tiles(key, dtype, shape, stored, overlapping=True, factors=factors[0] if factors else None)
-        # The files must not be removed while either of the two reads them.
+        # The files must stay while either checkpoint is open.
         is_locked = self._unlock is not None and self._unlock.alive
         lock = os.dup(data.lock) if is_locked and data.lock is not None else None
         return Checkpoint(replace(data.view(index, lock), common=self.common, is_renamed=is_renamed))
@@ -574,23 +596,23 @@ class Checkpoint:
     def renamed(
         self, names: NamesLike, *, reverse: bool = False, config: ConfigLike | None = None, part: Part = "all"
     ) -> Checkpoint:
-        """The same checkpoint under other names: tensors renamed, fused, split, stacked or transposed, and none read.
+        """The same checkpoint with tensors renamed, fused, split, stacked or transposed. No tensor is read.
 
-        State of the optimizer follows its tensor.
+        Optimizer state follows its parameter.
 
         Args:
-            names: a `NameMap`, the path of one, its mapping, or a preset such as "qwen3-mindspore".
-            reverse: go from the map's side `to` to its side `from`.
-            config: the model's `config.json`, for the sizes that the map takes from it; default: the one in the folder.
+            names: a `NameMap`, its file or mapping, or a preset such as "qwen3-mindspore".
+            reverse: apply the map from its side `to` to its side `from`.
+            config: the model's `config.json`, for sizes in the map; default: the one in the folder.
             part: only these tensors.
 
         Returns:
-            A checkpoint that stays open, and is closed, by itself.
+            A checkpoint that must be closed separately.
 
         Raises:
-            NamesError: the map does not fit the tensors: a part is missing, shapes do not divide, no rule matches.
+            NamesError: the map does not match the tensors: a part is missing, shapes do not divide, no rule matches.
             MismatchError: parts of one tensor have different dtypes.
-            UnsupportedError: a tensor is packed into less than bytes, and would be taken apart.
+            UnsupportedError: a tensor of a packed dtype would be split or transposed.
 
         Example:
             >>> import numpy as np, reshard
@@ -604,7 +626,7 @@ class Checkpoint:
         known = as_names(names, config_beside(self.path) if config is None else config)
         shapes = self._shapes() if part == "all" else {key: self._index.shape(key) for key in self.keys(part)}
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
-        # Of a tensor that becomes hundreds, what is stored is asked once: they follow one another.
+        # A tensor may be split into hundreds, one after the other: its stored arrays are looked up once.
         stored_of = functools.lru_cache(maxsize=1)(self._index.stored)
         return self.view(
             ((made.key, (self._dtype_of(made), made.shape, made.stored(stored_of), made.factors)) for made in tensors),
@@ -612,30 +634,34 @@ class Checkpoint:
         )
 
     def _dtype_of(self, made: ResolvedTensor) -> str:
-        """The one dtype of all that a renamed tensor is made of."""
+        """The common dtype of the sources of a renamed tensor."""
         found = {source.key: self._index.info(source.key)[0] for source in made.sources}
         first, dtype = next(iter(found.items()))
         other = next((key for key in found if found[key] != dtype), None)
         if other is not None:
             raise MismatchError(
-                f"{show(made.key)} would be made of {show(first)}, {dtype}, and of {show(other)}, {found[other]}",
+                f"{show(made.key)} would consist of {show(first)}, {dtype}, and {show(other)}, {found[other]}",
                 key=other,
-                hint="convert to one dtype first; `dtype=` of `convert` does so",
+                hint="convert to one dtype first; `dtype=` of `convert` does this",
             )
         if dtypes.is_packed(dtype) and any(source.placement is not None for source in made.sources):
             raise UnsupportedError(
-                f"{show(first)} is {dtype}, packed into bytes: it can get another name, and not be taken apart",
+                f"{show(first)} is {dtype}, packed into bytes: it can be renamed, but not split or transposed",
                 key=first,
             )
         return dtype
 
-    # -- what one rank stored
+    # -- arrays of one rank
 
     def ranks(self) -> list[int]:
-        """The ranks that saved it, ascending: those that `stored` takes. None where no file is a rank's own.
+        """The ranks that saved it, in ascending order, for `stored`. Empty if the files hold whole tensors.
 
         Example:
-            >>> checkpoint.ranks()
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.arange(8)}, "ranks.safetensors")
+            >>> layout = {"mesh": {"tp": 4}, "rules": [{"match": "w", "cut": ["tp"]}]}
+            >>> _ = reshard.convert("ranks.safetensors", "of_four_ranks", layout=layout)
+            >>> reshard.open("of_four_ranks").ranks()
             [0, 1, 2, 3]
         """
         return [] if self._own is None else list(self._own)
@@ -644,9 +670,9 @@ class Checkpoint:
     def stored(
         self, rank: int, *, keys: Collection[str] | None = None, verify: Verify = "touched"
     ) -> dict[str, np.ndarray]:
-        """Load what a rank's own files hold, as it lies in them: local arrays, no layout asked.
+        """Load the local arrays in a rank's files, without a layout.
 
-        Where each shard is written once, a rank's files lack what another one wrote for it.
+        If each shard was written once, the files of a rank lack shards that another rank wrote.
 
         Args:
             rank: the rank that wrote the files.
@@ -654,13 +680,13 @@ class Checkpoint:
             verify: "touched" or "structure", as in `load`.
 
         Returns:
-            The arrays by the names of the files, the model's first; arrays that a layout joined are under the name of
-            the join, flat ones have one dim, and counters that are kept as tensors are among them.
+            The arrays by their names in the files, those of the model first. Joined arrays have the name of the join,
+            flat arrays have one dim. Counters that are stored as tensors are included.
 
         Raises:
-            ArgumentError: the rank is none of `ranks()`, or no file is a rank's own: tensors are stored whole.
-            KeyNotFoundError: `keys` names what the rank does not hold.
-            DamagedFileError, StorageError: while reading, or the files are not those that were opened.
+            ArgumentError: the rank is not in `ranks()`, or the files hold whole tensors.
+            KeyNotFoundError: `keys` has a name that the rank does not hold.
+            DamagedFileError, StorageError: while reading, or a file is not the file that was opened.
 
         Example:
             >>> import numpy as np, reshard
@@ -688,11 +714,15 @@ class Checkpoint:
         return load_all(index.plan(request, verify=verify != "structure"))
 
     def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """What `stored` would load, as dtype and shape in elements; reads headers only. Raises as that does.
+        """Dtype and shape in elements of the arrays that `stored` loads; reads headers only. Raises as `stored`.
 
         Example:
-            >>> checkpoint.stored_info(3)["w"]
-            ('F32', (2, 4))
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros((8, 2), np.float32)}, "info.safetensors")
+            >>> layout = {"mesh": {"tp": 4}, "rules": [{"match": "w", "cut": ["tp"]}]}
+            >>> _ = reshard.convert("info.safetensors", "sharded", layout=layout)
+            >>> reshard.open("sharded").stored_info(3)
+            {'w': ('F32', (2, 2))}
         """
         index = self._own_index(rank)
         return {key: index.info(key) for key in index.keys()}  # noqa: SIM118  not a mapping
@@ -703,57 +733,60 @@ class Checkpoint:
         return self.data.rank_files()
 
     def _own_index(self, rank: int) -> _core.Index:
-        """An index of a rank's own arrays; every file is the one that was opened."""
+        """An index of a rank's local arrays. Every file is checked to be the file that was opened."""
         if self._own is None:
-            raise ArgumentError(
-                f"{self.path} holds whole tensors: no file of it is that of one rank", hint="`load` gives them"
-            )
+            raise ArgumentError(f"{self.path} holds whole tensors, not files of single ranks", hint="use `load`")
         if rank not in self._own:
-            raise ArgumentError(f"rank {rank} did not save {self.path}", hint=f"these did: {listed(self._own)}")
+            raise ArgumentError(
+                f"rank {rank} did not save {self.path}", hint=f"it was saved by ranks {listed(self._own)}"
+            )
         return own_index(
             self._index, self._own[rank], self.manifest, ckpt=self.data.ckpt_files, method=self.data.method
         )
 
-    # -- what lies beside the tensors
+    # -- state beside the tensors
 
     def extra(self, rank: int = 0) -> dict[str, Any]:
-        """The state that was saved beside the tensors, by name; decoded anew at each call.
+        """The state that was saved beside the tensors, by name; decoded again at each call.
 
         Args:
-            rank: of what every rank kept for itself, this rank's part is taken. A rank that saved none, since there
-                were fewer then, gets nothing under those names.
+            rank: the rank whose rank-local values are returned. If it saved none, those names are missing.
 
         Returns:
-            Rank 0's state, with this rank's own in place of rank 0's own; empty if there is none.
+            The shared state and the rank-local state of this rank; empty if there is none.
 
         Raises:
-            DamagedFileError: a file is not what the manifest says, or not of the form.
+            DamagedFileError: a file differs from the manifest, or is invalid.
             UnsupportedError: a later release wrote it.
 
         Example:
-            >>> import reshard
-            >>> reshard.open("full").extra()
-            {'epoch': 3}
+            >>> import numpy as np, reshard
+            >>> _ = reshard.save("extra", 1, {"w": np.zeros(4)}, extra={"scheduler": {"last_epoch": 3}})
+            >>> reshard.open("extra").extra()
+            {'scheduler': {'last_epoch': 3}}
         """
         return self.data.extra_state(rank)
 
     @checked
     def bind(self, layout: LayoutLike) -> BoundLayout:
-        """Lay a layout over the tensors of this checkpoint: every key's rule applied, everything checked.
+        """Apply a layout to the tensors of this checkpoint, and check it.
 
         Raises:
-            LayoutError: a key without a rule, an extent that does not divide, or whatever else does not fit.
+            LayoutError: a key has no rule, a dim does not divide, or the layout does not match in another way.
 
         Example:
-            >>> checkpoint.bind("layout.yaml").layouts["w"].local_shape(3)
-            (2, 4)
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros((8, 2))}, "bind.safetensors")
+            >>> layout = {"mesh": {"tp": 4}, "rules": [{"match": "w", "cut": ["tp"]}]}
+            >>> reshard.open("bind.safetensors").bind(layout).layouts["w"].local_shape(3)
+            (2, 2)
         """
         return as_layout(layout).bind(self._shapes(), optimizer_keys=set(self.keys("optimizer")))
 
     def _wanted(self, part: Part, keys: Collection[str] | None) -> list[str]:
         if keys is None:
             return self.keys(part)
-        wanted = self._keys if part == "all" else self.keys(part)  # of a million keys no list is made for a few
+        wanted = self._keys if part == "all" else self.keys(part)  # no list of a million keys for a few
         chosen = {keys} if isinstance(keys, str) else set(keys)
         for key in chosen:
             if key not in self:

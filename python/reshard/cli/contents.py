@@ -16,7 +16,7 @@ from reshard import dtypes
 from reshard.checkpoint import Checkpoint
 from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
 from reshard.errors import LayoutError, ReshardError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.scrub import is_damage
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _unplaced_row(key: str, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> 
     """The row of a tensor whose regions are not known, with the largest of the ranks' arrays."""
     shape = max(shapes, key=math.prod)
     n_bytes = math.prod(shape) * dtypes.bits(dtype) // 8
-    part = "optimizer" if scalars.is_state(key) else "model"
+    part = "optimizer" if counter_tensors.is_state(key) else "model"
     return TensorRow(key, part, dtype, shape, "unknown", 1, (1, 1), n_bytes, n_bytes, tiled=False, placed=False)
 
 

@@ -1,7 +1,7 @@
-"""The files of a Hugging Face model that are no weights: configuration, tokenizer, templates, code, the model card.
+"""The files of a Hugging Face model that are not weights: configuration, tokenizer, templates, code, the model card.
 
-They are found in one folder, and copied into another one beside the weights that are written there. Knows names of
-files, and of `config.json` the dtype; nothing else of what is in them.
+They are copied from one folder into the folder where weights are written. They are selected by name. Of their contents,
+only the dtype in `config.json` is read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from reshard.small_files import show
 from reshard.storage.publication import as_storage_error
 from reshard.strict_json import read_json
 
-__all__ = ["ModelFiles", "find_model_files", "told_dtype"]
+__all__ = ["ModelFiles", "dtype_warning", "find_model_files"]
 
 _MAX_FILES = 1000
 _MAX_FILE_BYTES = 512 << 20
 _MAX_ENTRIES = 10_000  # of one folder
 _MAX_DEPTH = 3
 _MAX_CONFIG_BYTES = 16 << 20
-# Weights of any framework, and state of trainers. `.model` is none of them: sentencepiece has its tokenizers so.
+# Weights of any framework, and state of trainers. Not `.model`, which is the suffix of sentencepiece tokenizers.
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|gguf|ggml|ot|pdparams|tflite|mlmodel|pb|distcp)"
     r"|.*\.(safetensors|bin|h5|msgpack)\.index(\..+)?\.json"
@@ -40,21 +40,21 @@ _OTHER = (tiles.TILES_FILE, full_weights.MAP_FILE)
 
 @dataclass
 class ModelFiles:
-    """What is copied, and what is not.
+    """The files to copy, and warnings about files that are not copied.
 
     Attributes:
-        files: where each file lies, by its path relative to the folder.
-        warnings: what is left behind though it may be wanted, and why.
+        files: the path of each file, by its path relative to the folder.
+        warnings: files that are not copied although they may be needed, and why.
     """
 
     files: dict[str, Path] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def check_free(self, target: Path) -> None:
-        """Leave out what `target` has already, and refuse what it has otherwise.
+        """Leave out files that `target` already has, and refuse files that it has with other content.
 
         Raises:
-            DestinationExistsError: a file, or a folder, of the same name has other content.
+            DestinationExistsError: a file or folder of the same name has other content.
         """
         for top in {name.partition("/")[0] for name in self.files}:
             of_top = {name: path for name, path in self.files.items() if name.partition("/")[0] == top}
@@ -63,15 +63,20 @@ class ModelFiles:
             for name, path in of_top.items():
                 if not _is_same(path, target / name):
                     raise DestinationExistsError(
-                        f"{target / name} is not the file that belongs to the weights that would be written beside it, "
-                        f"{path}",
+                        f"{target / name} differs from {path}, which would be copied with the weights",
                         path=str(target / name),
-                        hint=f"remove it; or keep all such files of {target}: give that folder as `model_files=`",
+                        hint=f"remove it; to keep all such files of {target}, pass that folder as `model_files=`",
                     )
                 del self.files[name]
 
     def copy(self, folder: Path, *, file_mode: int, folder_mode: int, durable: bool) -> None:
         """Copy the files into a folder.
+
+        Args:
+            folder: the destination.
+            file_mode: permission bits of files, before the umask.
+            folder_mode: permission bits of folders, before the umask.
+            durable: sync each file.
 
         Raises:
             StorageError: the system failed.
@@ -85,49 +90,49 @@ class ModelFiles:
 
 
 def find_model_files(folder: Path) -> ModelFiles:
-    """The files of a model folder that are no weights.
+    """Find the files of a model folder that are not weights.
 
-    Only regular files are taken, and links to such that lie in the folder itself or, of a download cache, in its store.
-    Hidden entries are not, nor folders that hold weights of their own.
+    Regular files are selected, and symbolic links to regular files in the folder itself or in the store of a download
+    cache. Hidden entries are left out, and so are subfolders that hold weights.
 
     Raises:
         ArgumentError: it is not a folder.
-        StorageError: it cannot be listed.
+        StorageError: the system failed to list it.
     """
     if not folder.is_dir():
         raise ArgumentError(f"{show(str(folder))} is not a folder with the files of a model", path=str(folder))
     found = ModelFiles()
-    _look(folder, "", found, _allowed(folder))
+    _collect(folder, "", found, _allowed(folder))
     return found
 
 
-def told_dtype(folder: Path, dtype: str) -> str | None:
-    """A warning if `config.json` names another dtype than that to which the weights are cast."""
+def dtype_warning(folder: Path, dtype: str) -> str | None:
+    """A warning if `config.json` has another dtype than the one to which the weights are cast."""
     try:
         config = read_json(folder / "config.json", _MAX_CONFIG_BYTES)
     except ReshardError:
         return None
     for name in ("dtype", "torch_dtype"):
-        told = config.get(name) if isinstance(config, dict) else None
-        if isinstance(told, str):
+        value = config.get(name) if isinstance(config, dict) else None
+        if isinstance(value, str):
             with contextlib.suppress(ReshardError):
-                if dtypes.parse_dtype(told) != dtype:
-                    return f"config.json has `{name}` {show(told)}, and the weights are {dtype}: edit it to match"
+                if dtypes.parse_dtype(value) != dtype:
+                    return f"config.json has `{name}` {show(value)}, and the weights are {dtype}: edit it to match"
     return None
 
 
 def _allowed(folder: Path) -> list[Path]:
-    """Where links may lead."""
+    """Folders to which links may lead."""
     real = Path(os.path.realpath(folder))
     is_in_cache = real.parent.name == "snapshots"
     return [real, *([real.parent.parent / "blobs"] if is_in_cache else [])]
 
 
-def _look(folder: Path, prefix: str, found: ModelFiles, allowed: list[Path]) -> None:
+def _collect(folder: Path, prefix: str, found: ModelFiles, allowed: list[Path]) -> None:
     entries = _entries(folder, found)
     names = [entry.name for entry in entries]
     if prefix and (weights := [name for name in names if _WEIGHTS.fullmatch(name)]):
-        found.warnings.append(f"{folder} holds weights of its own, such as {show(weights[0])}, and is not copied")
+        found.warnings.append(f"{folder} holds weights, such as {show(weights[0])}, and is not copied")
         return
     for entry in entries:
         name, path = prefix + entry.name, Path(entry.path)
@@ -135,7 +140,7 @@ def _look(folder: Path, prefix: str, found: ModelFiles, allowed: list[Path]) -> 
             continue
         if entry.is_dir(follow_symlinks=False):
             if prefix.count("/") + 1 < _MAX_DEPTH:
-                _look(path, f"{name}/", found, allowed)
+                _collect(path, f"{name}/", found, allowed)
             continue
         why = _refusal(path, allowed)
         if why is None and len(found.files) >= _MAX_FILES:
@@ -150,7 +155,7 @@ def _entries(folder: Path, found: ModelFiles) -> list[os.DirEntry[str]]:
     with as_storage_error("list", folder), os.scandir(folder) as listing:
         entries = [entry for entry, _ in zip(listing, range(_MAX_ENTRIES + 1), strict=False)]
     if len(entries) > _MAX_ENTRIES:
-        found.warnings.append(f"{folder} has more than {_MAX_ENTRIES} entries: none of them is copied")
+        found.warnings.append(f"{folder} has more than {_MAX_ENTRIES} entries, and is not copied")
         return []
     return sorted(entries, key=lambda entry: entry.name)
 
@@ -161,9 +166,9 @@ def _refusal(path: Path, allowed: list[Path]) -> str | None:
         real = path.resolve(strict=True)
         found = real.lstat()
     except (OSError, RuntimeError):  # RuntimeError: links in a circle
-        return "it is a link that leads nowhere"
+        return "it is a broken symbolic link"
     if path.is_symlink() and not any(real.is_relative_to(folder) for folder in allowed):
-        return "it is a link out of the folder"
+        return "it is a symbolic link to a file outside of the folder"
     if not stat.S_ISREG(found.st_mode):
         return "it is not a regular file"
     if found.st_size > _MAX_FILE_BYTES:
@@ -179,7 +184,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _copy(source: Path, target: Path, mode: int, *, durable: bool) -> None:
-    # The path was resolved when it was found: a link there now was put there since.
+    # The path was resolved when it was found: a link now was created afterwards.
     read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(read, "rb") as content:  # noqa: PTH123  of a handle
         if not stat.S_ISREG(os.fstat(read).st_mode):

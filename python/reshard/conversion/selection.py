@@ -1,7 +1,6 @@
-"""Which tensors of a source a conversion writes, and under which names.
+"""Selects the tensors of a source that a conversion writes, and their names.
 
-Tensors are left out and renamed by how their names begin. What is done with whole families of names, or fuses and
-splits tensors, is for name maps.
+Tensors are left out and renamed by prefixes of their names. Name maps do all other renaming, fusing and splitting.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -32,13 +31,13 @@ _log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class Selection:
-    """What is written of a source.
+    """The selected tensors of a source.
 
     Attributes:
-        source: a view of the source in which only that is, under its new names.
-        keys: the tensors that are written.
-        counters: tensors of one element that are set apart, and those that the source knows without having a tensor.
-        left_out: tensors that `drop` names, as `rename` would name them.
+        source: a view of the source with the selected tensors under their new names.
+        keys: names of the tensors that are written.
+        counters: counters that are not written as other tensors, including those of which the source has no tensor.
+        left_out: names of tensors that `drop` leaves out, after `rename`.
     """
 
     source: Checkpoint
@@ -56,49 +55,49 @@ def select(
     names: NameMap | None = None,
     apart: Collection[str] = (),
 ) -> Selection:
-    """Choose what is written of a source, and name it.
+    """Select and rename the tensors of a source.
 
     Args:
         source: the opened source, which stays open.
         part: "model", "optimizer" or "all".
-        drop: as in `new_names`; one beginning, or several.
-        rename: as there.
-        names: a name map that is applied after that.
-        apart: names of counters that are no tensors of the destination: they are set apart.
+        drop: as in `new_names`; one prefix or several.
+        rename: as in `new_names`.
+        names: a name map that is applied afterwards.
+        apart: names of counters that are not ordinary tensors in the destination.
 
     Returns:
-        The selection, whose source is closed by itself.
+        The selection. Its source must be closed separately.
 
     Raises:
-        ArgumentError: nothing is left, or as `new_names`.
+        ArgumentError: no tensor is selected, or as `new_names`.
         NamesError: the name map does not fit the tensors.
     """
     keys = [key for key in source.keys(part) if not _is_apart(source, key, apart)]
     counters = {} if part == "model" else _counters(source, apart)
     tensors = [key for key in source if not _is_apart(source, key, apart)]
-    beside = [name for name in counters if name not in source or name in apart]
+    separate = [name for name in counters if name not in source or name in apart]
     drop = (drop,) if isinstance(drop, str) else tuple(drop)
-    new = new_names([*tensors, *beside], drop, rename)
+    new = new_names([*tensors, *separate], drop, rename)
     written = [new[key] for key in keys if key in new]
     if not written:
         raise ArgumentError(
-            f"{source.path} holds no tensors of that part; there is nothing to write", path=str(source.path)
+            f"{source.path} has no tensors of this part: there is nothing to write", path=str(source.path)
         )
-    source._check_placed(*(key for key in tensors if key in new))  # noqa: SLF001  as reading one would
+    source._check_placed(*(key for key in tensors if key in new))  # noqa: SLF001  the check of a read
     view = _view(source, {key: new[key] for key in tensors if key in new})
     if names is not None:
-        # Tensors that nobody asked for need not fit the map.
+        # Tensors that are not written need not match the map.
         with contextlib.nullcontext() if view is source else view:
             view = view.renamed(names, part="model" if part == "model" else "all")
         written = view.keys(part)
     if source.common is not None:
-        # A counter that was left out does not come back in another file.
-        left_out = [name for name in scalars.NAMES if name.startswith(drop)]
+        # A counter that is left out must not be written to another file.
+        left_out = [name for name in counter_tensors.NAMES if name.startswith(drop)]
         view.common = replace(source.common, **dict.fromkeys(left_out))  # type: ignore[arg-type]
     changes = dict(rename or {})
     longest_first = sorted(changes, key=len, reverse=True)
     left_out = [_renamed(key, changes, longest_first, set()) for key in tensors if key not in new]
-    return Selection(view, written, {new[name]: counters[name] for name in beside if name in new}, left_out)
+    return Selection(view, written, {new[name]: counters[name] for name in separate if name in new}, left_out)
 
 
 def _is_apart(source: Checkpoint, key: str, apart: Collection[str]) -> bool:
@@ -106,14 +105,14 @@ def _is_apart(source: Checkpoint, key: str, apart: Collection[str]) -> bool:
 
 
 def _counters(source: Checkpoint, apart: Collection[str]) -> dict[str, np.ndarray]:
-    """The counters: as the source has them, or made of what it knows."""
-    known = {} if source.common is None else scalars.arrays_of(source.common)
+    """The counters, from tensors of the source or from its `common`."""
+    known = {} if source.common is None else counter_tensors.arrays_of(source.common)
     known = {name: array for name, array in known.items() if name not in source}
     return known | {key: source.read(key) for key in source if _is_apart(source, key, apart)}
 
 
 def _view(source: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-    """The tensors of a source that have a new name, under that name."""
+    """A view of a source with the tensors in `names`, under their new names."""
     if list(names) == list(source) and all(old == new for old, new in names.items()):
         return source
     tensors = {}
@@ -126,16 +125,16 @@ def _view(source: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
 def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str, str] | None = None) -> dict[str, str]:
     """The new name of each tensor that stays.
 
-    State of an optimizer, `<slot>.<parameter>`, is renamed as its parameter, where no longer beginning says otherwise;
-    counters keep their names unless they are given whole.
+    Optimizer state `<slot>.<parameter>` is renamed like its parameter, unless a longer prefix matches. Counters keep
+    their names unless `rename` has their full name.
 
     Args:
         keys: names of the tensors.
-        drop: how the names begin of those that are left out.
-        rename: by how names begin, how they begin instead; the longest that fits counts, "" begins every name.
+        drop: prefixes of the names of tensors that are left out.
+        rename: new prefixes by old ones. The longest that matches applies; "" matches every name.
 
     Raises:
-        ArgumentError: a beginning is no text, or two tensors would have one name.
+        ArgumentError: a prefix is not text, or two tensors would have the same name.
 
     Example:
         >>> new_names(["w", "adam_m.w", "step_num"], rename={"": "model."})
@@ -146,9 +145,9 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
     changes = dict(rename or {})
     for text in (*drop, *changes, *changes.values()):
         if not isinstance(text, str):
-            raise ArgumentError(f"`drop` and `rename` take names of tensors, or how they begin, not {text!r}")
+            raise ArgumentError(f"`drop` and `rename` take names of tensors or prefixes of names, not {text!r}")
     if "" in drop:
-        raise ArgumentError("`drop` names the beginning '', with which every name begins: nothing would be left")
+        raise ArgumentError("`drop` has the prefix '', which matches every name: no tensor would be left")
     kept = [key for key in keys if not key.startswith(tuple(drop))]
     unused = [text for text in drop if not any(key.startswith(text) for key in keys)]
     used: set[str] = set()
@@ -156,11 +155,11 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
     names = {key: _renamed(key, changes, longest_first, used) for key in kept}
     unused += [text for text in changes if text not in used]
     for text in unused:
-        _log.warning("no tensor's name begins with %s: nothing to leave out or rename there", show(text))
+        _log.warning("no tensor's name begins with %s: nothing is left out or renamed", show(text))
     seen: dict[str, str] = {}
     for old, new in names.items():
         if not new:
-            raise ArgumentError(f"{show(old)} would be left without a name", key=old)
+            raise ArgumentError(f"{show(old)} would have an empty name", key=old)
         if seen.setdefault(new, old) != old:
             raise ArgumentError(f"{show(seen[new])} and {show(old)} would both be named {show(new)}", key=old)
     return names
@@ -168,11 +167,11 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
 
 def _renamed(key: str, changes: Mapping[str, str], longest_first: Sequence[str], used: set[str]) -> str:
     old = next((text for text in longest_first if key.startswith(text)), None)
-    state = scalars.parameter_of(key)
+    state = counter_tensors.parameter_of(key)
     if state is not None and not (old and len(old) > len(state[0])):
-        # Not asked for by its own name: it goes where its parameter goes.
+        # No prefix matches more than the slot: state is renamed like its parameter.
         return f"{state[0]}.{_renamed(state[1], changes, longest_first, used)}"
-    if old is None or (scalars.is_counter(key) and old != key):
+    if old is None or (counter_tensors.is_counter(key) and old != key):
         return key
     used.add(old)
     return changes[old] + key[len(old) :]

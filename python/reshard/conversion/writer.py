@@ -18,17 +18,17 @@ __all__ = ["Settings", "Writer"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a conversion was asked for, beyond its job. Each writer uses what its format has; see `reshard.convert`.
+    """Options of a conversion that only some formats have. See `reshard.convert`.
 
     Attributes:
         layout: the layout of the destination; None: whole tensors.
-        iteration: number of the iteration, or None.
-        prefix: first part of the file names, or None.
+        iteration: the iteration, or None.
+        prefix: prefix of the file names, or None.
         max_bytes: largest size of a file in bytes, or None.
         dedup: whether each shard is written once; None: the default of the format.
         strict_format: refuse what metadata.json cannot express.
-        original_modes: give files the permissions that MindSpore Transformers gives.
-        model_files: a folder whose files that are no weights are copied, or None.
+        original_modes: create files with the permissions that MindSpore Transformers uses.
+        model_files: a folder whose files that are not weights are copied, or None.
         source: the path of the source.
     """
 
@@ -44,16 +44,16 @@ class Settings:
 
 
 class Writer(ABC):
-    """How a format is written.
+    """Writes a format.
 
     Attributes:
         name: the name of the format in the API and on the command line.
         metadata: entries of the `__metadata__` of its files.
-        default_part: what is written if `part` is not given.
+        default_part: the part that is written if `part` is not given.
         is_whole: it holds whole tensors, so a layout has no meaning.
-        options: names of the arguments of `convert` that only some formats have, among those that it has.
+        options: names of those arguments of `convert` that this format has, but not every format.
         counts_counters: counters are tensors of the destination and are counted as such.
-        in_root: an iteration is added to a checkpoint root, and others can be there.
+        in_root: an iteration is added to a checkpoint root, which can have other iterations.
     """
 
     name: ClassVar[str]
@@ -77,5 +77,5 @@ class Writer(ABC):
         return False
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
-        """Names of counters that are not written as tensors like others."""
+        """Names of counters that are not written as ordinary tensors."""
         return ()

@@ -1,7 +1,7 @@
-"""Tied names: a tensor that is stored once and has further names, which the header of its file tells.
+"""Tied names: a tensor that is stored once and has further names, recorded in the header of its file.
 
 `reshard.torch.save_file` writes them, as JSON in the metadata `reshard.aliases`. Each further name is a key of the
-checkpoint that reads the same bytes. Other readers find the stored name alone.
+checkpoint that reads the same bytes. Other readers find the stored name only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["ALIASES", "add_aliases", "aliases_text"]
 
 ALIASES = "reshard.aliases"
-"""Key in the header's metadata; its text is a JSON mapping of each further name to the name that is stored."""
+"""Key in the header's metadata. Its value is a JSON mapping of each further name to the stored name."""
 
 _MAX_BYTES = 4 << 20
 _MAX_ALIASES = 1 << 16
 
 
 def aliases_text(aliases: Mapping[str, str]) -> str | None:
-    """The text for a header; None if they are more than a reader takes: then each name is to be stored in full.
+    """The text for a header; None if they exceed the limits of the reader. Then each name must be stored in full.
 
     Example:
         >>> aliases_text({"lm_head.weight": "embed.weight"})
@@ -39,14 +39,14 @@ def aliases_text(aliases: Mapping[str, str]) -> str | None:
 
 
 def add_aliases(index: _core.Index) -> dict[str, str]:
-    """Add the further names that the headers tell to an index of whole tensors.
+    """Add the further names that the headers record to an index of whole tensors.
 
     Returns:
-        By each further name the one that is stored.
+        The stored name of each further name.
 
     Raises:
-        DamagedFileError: the text is too long or no such mapping; a further name is a stored one or told twice, or what
-            it stands for is not stored, but a further name itself for example.
+        DamagedFileError: the text is too long or is not such a mapping; a further name is also a stored name or occurs
+            twice; or its target is not a stored name.
     """
     aliases: dict[str, str] = {}
     for file in range(index.n_files):

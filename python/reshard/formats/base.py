@@ -13,7 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 
 if TYPE_CHECKING:
     import os
@@ -46,21 +46,21 @@ Unplaced = tuple[str, tuple[tuple[int, ...], ...]]
 
 
 class Match(IntEnum):
-    """How sure a format is that a path is in it."""
+    """How certain it is that a path is in a format."""
 
     NO = 0
     FALLBACK = 1
-    """It is opened in this format if no other format matches: the reader then says what is missing."""
+    """It is opened in this format if no other format matches. The reader then reports what is missing."""
     YES = 2
 
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """What a reader is asked for.
+    """Options of opening.
 
     Attributes:
         method: how files are read, as in `reshard.open`.
-        strategy: how rank folders make up whole tensors, as in `reshard.open`; None: not given.
+        strategy: the strategy that describes the shards in rank folders, as in `reshard.open`; None: not given.
     """
 
     method: _core.ReadMethod = "auto"
@@ -69,13 +69,13 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class Traits:
-    """What code outside a format may ask about it.
+    """Properties of a format for code outside of it.
 
     Attributes:
         name: its name in the API and on the command line, such as "checkpoint2".
         counters_as_tensors: the counters of a run are tensors beside the weights, not fields of a file.
         expects_manifest: this package writes a manifest in it; one without a manifest cannot be verified.
-        rank_folders: each rank has a folder of its own, and `strategy` is used.
+        rank_folders: each rank has its own folder, and `strategy` is used.
         has_metadata: `metadata.json` describes the tensors, so a tensor can be missing from it.
         is_pretrained: it holds weights to start from, with no state of a run.
     """
@@ -95,15 +95,15 @@ class Format(ABC):
 
     @abstractmethod
     def detect(self, path: Path) -> Match:
-        """Whether an existing path is in this format; reads names and the first bytes of a file at most.
+        """Whether an existing path is in this format. It reads names, and at most the first bytes of a file.
 
         Raises:
-            StorageError: it cannot be looked at.
+            StorageError: the system failed to list or read it.
         """
 
     @abstractmethod
     def open(self, path: Path, options: OpenOptions) -> CheckpointData:
-        """Open and check it; of a root the best checkpoint in it.
+        """Open and check a checkpoint; for a root, the best checkpoint in it.
 
         Raises:
             ReshardError: as `reshard.open`.
@@ -118,23 +118,23 @@ class Format(ABC):
 class CheckpointData:
     """An opened checkpoint as its reader returns it.
 
-    The methods have the answers of a format that stores whole tensors. Readers of other formats return a subclass.
+    The methods return the values of a format that stores whole tensors. Readers of other formats return a subclass.
 
     Attributes:
         traits: those of the format.
         path: the file or folder that is read.
         index: the stored arrays of every tensor.
         method: how the files are read.
-        iteration: number of the iteration, or None.
+        iteration: the iteration, or None.
         common: counters of the run, or None.
         manifest: the manifest, or None: then there are no checksums.
         lock: an open file descriptor that protects the folder from retention, or None. The owner closes it.
-        skipped: `(folder, reason)` of iterations that were tried first.
-        strings: names of values that are text and no tensors.
-        aliases: of tied tensors, which are stored once: by each further name the one that is stored.
+        skipped: `(folder, reason)` of iterations that were tried first and could not be opened.
+        strings: names of values that are text, not tensors.
+        aliases: for tied tensors, which are stored once: each further name and the stored name.
         follow_links: whether the last component of a file's path may be a symbolic link.
         ckpt_files: numbers of the files that are `.ckpt` files.
-        is_renamed: whether the tensors are seen through a name map.
+        is_renamed: whether the tensors are renamed by a name map.
     """
 
     traits: Traits
@@ -153,7 +153,7 @@ class CheckpointData:
     is_renamed: bool = False
 
     def keys(self) -> Sequence[str] | None:
-        """Names of all tensors in order, those without a position included. None: those of the index."""
+        """Names of all tensors in order, including those without a position. None: those of the index."""
         return None
 
     def unplaced(self) -> Mapping[str, Unplaced]:
@@ -166,10 +166,10 @@ class CheckpointData:
 
     def part(self, key: str) -> PartName:
         """Whether a tensor belongs to the model or to the optimizer."""
-        return "optimizer" if self.traits.counters_as_tensors and scalars.is_state(key) else "model"
+        return "optimizer" if self.traits.counters_as_tensors and counter_tensors.is_state(key) else "model"
 
     def file_name(self, file: int) -> str:
-        """The name of a file, relative to the folder of the checkpoint."""
+        """The path of a file, relative to the folder of the checkpoint."""
         return Path(self.index.file_path(file)).name
 
     def rank_files(self) -> Mapping[int, list[int]] | None:
@@ -181,7 +181,7 @@ class CheckpointData:
         return None
 
     def world_size(self) -> int | None:
-        """How many ranks saved it, if that is recorded."""
+        """Number of ranks that saved it, if that is recorded."""
         return None if self.manifest is None else self.manifest.world_size
 
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002
@@ -202,12 +202,12 @@ class CheckpointData:
         return None
 
     def check(self, keys: Collection[str] | None) -> None:
-        """Check what can only be found out by reading, before tensors are read. None: all tensors.
+        """Check before a read what needs the contents of tensors. None: all tensors.
 
         Raises:
             MismatchError: files that should hold the same bytes of a tensor do not.
         """
 
     def view(self, index: _core.Index, lock: int | None) -> Self:
-        """The same files with an index of other tensors: what is recorded of the stored tensors does not apply."""
+        """The same files with an index of other tensors. Records about the stored tensors are left out."""
         return replace(self, index=index, lock=lock, strings=(), aliases={})

@@ -1,4 +1,4 @@
-"""Metrics of a save: numbers by name. JSON has no nan and no infinity; these are written as "nan", "inf" and "-inf"."""
+"""Metrics of a save: numbers by name. In JSON, nan and infinities are written as "nan", "inf" and "-inf"."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def checked(metrics: Mapping[str, Any]) -> dict[str, int | float]:
-    """Metrics as Python numbers; scalars of numpy and torch are accepted.
+    """Convert metrics to Python numbers; numpy and torch scalars are accepted.
 
     Args:
-        metrics: numbers of 64 bits by name; nan and infinities are allowed.
+        metrics: 64-bit numbers by name; nan and infinities are allowed.
 
     Raises:
-        ArgumentError: a name is not printable text, a value is not a number of 64 bits, or they take more than 1 MiB.
+        ArgumentError: a name is not printable text, a value is not a 64-bit number, or they take more than 1 MiB.
 
     Example:
         >>> checked({"loss": 2.5})
@@ -38,13 +38,13 @@ def checked(metrics: Mapping[str, Any]) -> dict[str, int | float]:
             raise ArgumentError(f"the metric {show(name)} is not a number of 64 bits")
     if sum(len(name) + 32 for name in found) > _MAX_CHARACTERS:
         raise ArgumentError(
-            f"{len(found)} metrics are too many: their names and numbers have more than {_MAX_CHARACTERS} characters"
+            f"{len(found)} metrics are too many: their names and values have more than {_MAX_CHARACTERS} characters"
         )
     return found
 
 
 def to_json(metrics: Mapping[str, int | float]) -> dict[str, int | float | str]:
-    """Metrics as JSON has them.
+    """Metrics as they are written to JSON.
 
     Example:
         >>> to_json({"loss": math.nan, "steps": 7})
@@ -54,7 +54,7 @@ def to_json(metrics: Mapping[str, int | float]) -> dict[str, int | float | str]:
 
 
 def from_json(value: Mapping[str, object]) -> dict[str, Any]:
-    """The opposite of `to_json`; what is not a number stays as it is, for `checked` to refuse.
+    """The inverse of `to_json`. Values that are not numbers are returned unchanged; `checked` refuses them.
 
     Example:
         >>> from_json({"loss": "inf"})

@@ -1,9 +1,9 @@
-"""Which shard files are a rank's own: those that it wrote.
+"""The shard files that each rank wrote.
 
-Where every rank writes all that it holds, its number stands in the names of its files. Where each shard is written
-once it does not: a rank that had nothing to write has no file, and is left out of the numbers. Then the manifest
-knows, or the `storage_rank` of `metadata.json`. Files of an opened checkpoint are opened again as the very same files,
-for an index of other tensors in them; whole tensors and layouts are not known here.
+If every rank writes all shards that it holds, the names of its files contain its number. If each shard is written once,
+they do not: a rank with nothing to write has no file and no number. Then the manifest records the rank, or
+`storage_rank` in `metadata.json`. This module also opens the files of an opened checkpoint again, for an index of other
+tensors in them. It knows no whole tensors and no layouts.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _RANK_FILE = re.compile(r"rank_(0|[1-9][0-9]{0,17})\.safetensors")
 
 
 def own_files(folder: Path, names: Iterable[str], manifest: Manifest | None) -> dict[int, list[str]]:
-    """The shard files of each rank, by rank, ascending; of a rank those of the model first.
+    """The shard files of each rank, by rank in ascending order; for each rank, files of the model first.
 
     Args:
-        folder: where they lie: an iteration folder, or one with `tiles.json`.
-        names: the shard files of which the checkpoint consists.
-        manifest: that of the folder, or None.
+        folder: the folder of the files: an iteration folder, or one with `tiles.json`.
+        names: names of the shard files of the checkpoint.
+        manifest: the manifest of the folder, or None.
 
     Returns:
-        The ranks that are known; with a manifest also those that had nothing to write.
+        Names of files by rank. With a manifest, ranks that had nothing to write are included.
 
     Raises:
-        ArgumentError: nothing tells whose the files are.
-        DamagedFileError: `metadata.json` gives one file to two ranks, or is none.
-        StorageError: it cannot be read.
+        ArgumentError: nothing records which rank wrote a file.
+        DamagedFileError: `metadata.json` is invalid, or lists two ranks for one file.
+        StorageError: the system failed to read `metadata.json`.
 
     Example:
         >>> own_files(Path("tp2"), ["rank_1.safetensors", "rank_0.safetensors"], None)
@@ -62,16 +62,16 @@ def own_files(folder: Path, names: Iterable[str], manifest: Manifest | None) -> 
         rank = rank_of.get(name, _rank_in(name))
         if rank is None:
             raise ArgumentError(
-                f"nothing tells which rank wrote {show(name)} in {show(str(folder))}",
+                f"nothing records which rank wrote {show(name)} in {show(str(folder))}",
                 path=str(folder / name),
-                hint="without metadata.json or a manifest, only files named `rank_<number>.safetensors` tell",
+                hint="without metadata.json and manifest, the files must be named `rank_<number>.safetensors`",
             )
         found.setdefault(rank, []).append(name)
     return dict(sorted(found.items()))
 
 
 def _rank_in(name: str) -> int | None:
-    """The rank that a name tells where every rank has its file."""
+    """The rank in the name of a file, if every rank wrote all its shards."""
     if (match := _RANK_FILE.fullmatch(name)) is not None:
         return int(match[1])
     parsed = checkpoint2.parse_shard_file_name(name)
@@ -86,18 +86,18 @@ def own_index(
     ckpt: Collection[int] = (),
     method: _core.ReadMethod = "auto",
 ) -> _core.Index:
-    """An index of what some files hold, each array by itself.
+    """An index of the arrays in some files, each array as a tensor.
 
     Args:
-        opened: the index in which they are.
-        numbers: of the files.
-        manifest: that of their folder, or None: then there are no sums to compare.
+        opened: the index that contains the files.
+        numbers: numbers of the files in `opened`.
+        manifest: the manifest of their folder, or None: then no checksums are compared.
         ckpt: those of the numbers that are `.ckpt` files.
         method: how they are read.
 
     Raises:
-        DamagedFileError: a file is not the one that was opened, or two of them hold one name.
-        StorageError: one cannot be read.
+        DamagedFileError: a file is not the file that was opened, or two files hold the same name.
+        StorageError: the system failed to read a file.
     """
     index = opened_again(opened, numbers, manifest, ckpt=ckpt, method=method)
     for file in range(index.n_files):
@@ -115,7 +115,16 @@ def opened_again(
     follow_links: bool = False,
     method: _core.ReadMethod = "auto",
 ) -> _core.Index:
-    """An index of the same files, in the order of the numbers, and of no tensors yet. Arguments and errors as above."""
+    """An index of the same files without tensors. Arguments and errors as `own_index`.
+
+    Args:
+        opened: the index that contains the files.
+        numbers: numbers of the files in `opened`; they become 0, 1, ... in this order.
+        manifest: the manifest of their folder, or None.
+        ckpt: those of the numbers that are `.ckpt` files.
+        follow_links: whether the last component of a path may be a symbolic link.
+        method: how they are read.
+    """
     numbers = list(numbers)
     index = _core.Index()
     for number in numbers:
@@ -124,19 +133,19 @@ def opened_again(
     if manifest is not None:
         if numbers:
             manifests.set_checksums(index, Path(opened.file_path(numbers[0])).parent, manifest)
-        return index  # a file that is another one has another sum
+        return index  # a replaced file has another checksum
     for file, number in enumerate(numbers):
         if index.file_tensors(file) != opened.file_tensors(number):
             path = str(opened.file_path(number))
-            raise DamagedFileError(f"{show(path)} is another file than the one that was opened", path=path)
+            raise DamagedFileError(f"{show(path)} is not the file that was opened before", path=path)
     return index
 
 
 def storage_ranks(data: bytes, name: str) -> dict[str, int]:
-    """Which rank wrote each file, as a `metadata.json` says; `name` is what messages call it.
+    """The rank that wrote each file, from the content of a `metadata.json`; `name` is its name in messages.
 
     Raises:
-        DamagedFileError: it is no such file, or gives one file to two ranks.
+        DamagedFileError: the content is invalid, or lists two ranks for one file.
 
     Example:
         >>> storage_ranks(b'{"storage_data": {"k": [{"file_name": "f", "storage_rank": 3}]}}', "metadata.json")
@@ -145,7 +154,7 @@ def storage_ranks(data: bytes, name: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for file, rank in _holders(parse_json(data, name)):
         if not isinstance(file, str) or isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise DamagedFileError(f"{show(name)}: a `file_name` or `storage_rank` is none", path=name)
+            raise DamagedFileError(f"{show(name)}: a `file_name` or `storage_rank` is invalid", path=name)
         if found.setdefault(file, rank) != rank:
             raise DamagedFileError(
                 f"{show(name)}: {show(file)} was written by rank {found[file]} and by rank {rank}", path=name

@@ -1,8 +1,8 @@
-"""One rank's weight file, opened and checked: a `.safetensors` or a `.ckpt` file, told apart by what is in it.
+"""The weight file of one rank, opened and checked: a `.safetensors` or a `.ckpt` file, detected by its content.
 
-What it holds are *local arrays*: a rank's own part of each key. Where these lie in the whole tensors the file does not
-say; a strategy or a layout does, and `placed` shifts a local array to there. An array may be stored in several parts
-(records of a `.ckpt` that was too large for one), which only this module and `ckpt` know.
+It holds *local arrays*: the rank's shard of each key. The file does not record the position of a local array in the
+whole tensor; a strategy or a layout does, and `placed` shifts a local array to its position. An array may be stored in
+several parts (records of a `.ckpt` file that exceed the size of one). Only this module and `ckpt` know these parts.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
     from reshard import _core
 
-__all__ = ["LocalTensor", "Placed", "RankFile", "add_rank_file", "kind_of", "placed"]
+__all__ = ["LocalTensor", "OpenedRankFile", "Placed", "add_rank_file", "kind_of", "placed"]
 
 Tile: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 Placed: TypeAlias = list[tuple[int, str, tuple[int, ...], list[Tile]]]
-"""`(file, stored name, stored shape, tiles)` of each part: what `Index.add_tiles` takes."""
+"""`(file, stored name, stored shape, tiles)` of each part: the argument of `Index.add_tiles`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What a rank's own file holds of a key.
+    """The local array of a key in a rank's file.
 
     Attributes:
         dtype: its safetensors name, such as "BF16".
         shape: of the local array, in elements.
-        parts: `(stored name, stored shape, tiles)`, the tiles in coordinates of the local array; one
+        parts: `(stored name, stored shape, tiles)`, the tiles in coordinates of the local array; one part
             unless it was split.
     """
 
@@ -45,17 +45,17 @@ class LocalTensor:
 
 
 @dataclass(frozen=True)
-class RankFile:
+class OpenedRankFile:
     """A rank's weight file in an index.
 
     Attributes:
-        file: its number in the index.
-        path: where it lies.
-        kind: its format.
+        file: number of the file in the index.
+        path: the path of the file.
+        kind: the format of the file.
         tensors: the local arrays by key, in the order of the file.
-        metadata: `__metadata__` of a safetensors file; of a `.ckpt` nothing.
-        strings: keys whose value is text and no tensor: they are reported and cannot be read.
-        has_crc: whether a `.ckpt` ends with a CRC of its content; None: its format has none.
+        metadata: `__metadata__` of a safetensors file; empty for a `.ckpt` file.
+        strings: keys whose value is text, not a tensor. They are reported and cannot be read.
+        has_crc: whether a `.ckpt` file ends with its CRC; None: the format has none.
     """
 
     file: int
@@ -73,21 +73,21 @@ def add_rank_file(
     *,
     follow_links: bool = False,
     method: _core.ReadMethod = "auto",
-) -> RankFile:
-    """Add a rank's weight file to an index: it is opened, and everything but the tensors' bytes is checked.
+) -> OpenedRankFile:
+    """Add a rank's weight file to an index. The file is opened, and everything but the bytes of tensors is checked.
 
-    Keys are not added; the caller does that, who knows where in the whole tensors the arrays lie (see `placed`).
+    Keys are not added. The caller adds them at their positions in the whole tensors (see `placed`).
 
     Args:
-        index: what it is added to. After an error it keeps a file that nothing refers to.
-        path: the file. Its format is told by its content.
+        index: the index. After an error it keeps a file that nothing refers to.
+        path: the file. Its format is detected by its content.
         follow_links: whether the last component may be a symbolic link.
         method: how its bytes are read.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        DamagedFileError: it is empty, cut short, zeroed, or whatever else violates its format; or a link.
-        UnsupportedError: it holds a type that is not known here.
+        DamagedFileError: it is empty, truncated or zeroed, violates its format in another way, or is a link.
+        UnsupportedError: it holds an unknown type.
         StorageError: it cannot be read.
 
     Example:
@@ -109,20 +109,22 @@ def add_rank_file(
     if kind == "ckpt":
         has_crc = ckpt.has_crc(read_tail(path, ckpt.TAIL_BYTES, follow_links=follow_links))
     metadata, strings = index.file_metadata(file) or {}, tuple(index.file_strings(file))
-    return RankFile(file, path, kind, tensors, metadata, strings, has_crc)
+    return OpenedRankFile(file, path, kind, tensors, metadata, strings, has_crc)
 
 
 def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Literal["safetensors", "ckpt"]:
-    """What a weight file is, by its content; of a file that looks like neither its suffix decides whose errors it gets.
+    """The format of a weight file, by its content. If the content matches no format, the suffix decides.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        DamagedFileError: it is no regular file.
+        DamagedFileError: it is not a regular file.
         StorageError: it cannot be read.
 
     Example:
-        >>> kind_of("rank_0/llama_rank_0-10_2.ckpt")  # doctest: +SKIP
-        'ckpt'
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.zeros(2)}, "safetensors.ckpt")
+        >>> kind_of("safetensors.ckpt")
+        'safetensors'
     """
     head = read_head(path, ckpt.HEAD_BYTES, follow_links=follow_links)
     if ckpt.is_head(head):
@@ -131,23 +133,27 @@ def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Lite
     return "ckpt" if is_named_ckpt else "safetensors"
 
 
-def placed(rank_file: RankFile, key: str, offset: Sequence[int]) -> Placed:
-    """The parts of a local array, shifted to where it lies in the whole tensor.
+def placed(rank_file: OpenedRankFile, key: str, offset: Sequence[int]) -> Placed:
+    """The parts of a local array, shifted to its position in the whole tensor.
 
     Args:
-        rank_file: whose array it is.
-        key: which.
-        offset: the global element at which the local array begins, one a dim.
+        rank_file: the file that holds the array.
+        key: name of the array.
+        offset: first element of the local array in the global tensor, one index per dim.
 
     Returns:
-        What `Index.add_tiles` takes; the lists of several ranks are joined.
+        The argument of `Index.add_tiles`. Lists of several ranks are concatenated.
 
     Raises:
         KeyNotFoundError: the file does not hold the key.
-        DamagedFileError: the array has another number of dims than the offset.
+        DamagedFileError: the array and the offset differ in the number of dims.
 
     Example:
-        >>> index.add_tiles("w", "F32", (4, 3), placed(a, "w", (0, 0)) + placed(b, "w", (2, 0)))  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> from reshard import _core
+        >>> reshard.save_file({"w": np.zeros((2, 3), np.float32)}, "rank_1.safetensors")
+        >>> placed(add_rank_file(_core.Index(), "rank_1.safetensors"), "w", (2, 0))
+        [(0, 'w', (2, 3), [((2, 0), (2, 3), 0, (3, 1))])]
     """
     tensor = rank_file.tensors.get(key)
     if tensor is None:
@@ -156,7 +162,7 @@ def placed(rank_file: RankFile, key: str, offset: Sequence[int]) -> Placed:
         )
     if len(offset) != len(tensor.shape):
         raise DamagedFileError(
-            f"{show(key)} in {show(str(rank_file.path))} has shape {tensor.shape}, {len(offset)} dims were expected",
+            f"{show(key)} in {show(str(rank_file.path))} has shape {tensor.shape}, expected {len(offset)} dims",
             path=str(rank_file.path),
             key=key,
         )

@@ -38,10 +38,10 @@ FORMATS: tuple[Format, ...] = (
 
 
 def detect(path: Path) -> Format:
-    """The format of an existing path: the first that matches, else the first that opens what nothing matches.
+    """The format of an existing path: the first that matches, else the first that accepts it as a fallback.
 
     Raises:
-        StorageError: the path cannot be looked at.
+        StorageError: the system failed to list or read the path.
 
     Example:
         >>> import numpy as np, reshard
@@ -57,5 +57,5 @@ def detect(path: Path) -> Format:
             return one
         if match is Match.FALLBACK and fallback is None:
             fallback = one
-    assert fallback is not None  # every path is a folder or a file
+    assert fallback is not None  # each kind of path has a fallback
     return fallback

@@ -23,7 +23,7 @@ def save_traits(name: str) -> Traits:
         name: "checkpoint2" or "checkpoint1".
 
     Raises:
-        ArgumentError: nothing is saved in a format of this name.
+        ArgumentError: `save` has no format of this name.
 
     Example:
         >>> save_traits("checkpoint1").rank_folders

@@ -1,4 +1,4 @@
-"""Every byte of a folder against its manifest: what differs and which tensors lie there; which errors are damage."""
+"""Compares the bytes of a folder with its manifest, and reports the ranges that differ and the tensors in them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Damage", "Fault", "fault_of", "is_damage", "scrub_file", "scrub_folder", "scrub_plain", "scrub_share"]
 
-_MAX_NAMED = 3  # tensors that a message lists before it only counts
-# Not the checkpoint's fault: another one would fare no better, and what is newest must not be lost to them.
+_MAX_NAMED = 3  # tensors that a message lists before it only counts them
+# Errors of the process or the system. Another checkpoint would fail too, so the newest one must not be skipped.
 _NOT_DAMAGE = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EINTR, errno.ETIMEDOUT}
 )
 
 
 def is_damage(error: ReshardError) -> bool:
-    """Whether an error says that a checkpoint is no good, and not that this process could not look at it.
+    """Whether an error means that a checkpoint is damaged, not that this process failed to read it.
 
-    A valid manifest of a later version is good: a run must not fall back behind it because an older release reads it.
+    A valid manifest of a later version is not damage: an older release must not resume from an older iteration instead.
 
     Example:
         >>> is_damage(DamagedFileError("torn")), is_damage(StorageError("permission denied", errno=errno.EACCES))
@@ -44,15 +44,15 @@ def is_damage(error: ReshardError) -> bool:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is not as it should be.
+    """A fault of a file or a folder.
 
     Attributes:
-        file: name of the file, or None where it is about the folder.
+        file: name of the file, or None for a fault of the folder.
         message: what is wrong.
-        begin: of bytes that differ in a shard file, the first, counted from the start of the file; else None.
+        begin: first byte that differs in a shard file, from the start of the file; else None.
         end: the byte after the last.
-        tensors: names of the stored tensors that have bytes in there.
-        is_damage: False where the file could not be read, for want of permission for example: nothing is known of it.
+        tensors: names of the stored tensors with bytes in this range.
+        is_damage: False if the file could not be read, for example for lack of permission. Its state is unknown then.
     """
 
     file: str | None
@@ -64,7 +64,7 @@ class Fault:
 
 
 def fault_of(error: ReshardError, file: str | None) -> Fault:
-    """A fault that is known by an error.
+    """The fault that an error reports.
 
     Example:
         >>> fault_of(DamagedFileError("torn"), "common.json").is_damage
@@ -76,13 +76,13 @@ def fault_of(error: ReshardError, file: str | None) -> Fault:
 
 @dataclass(frozen=True)
 class Damage:
-    """A range of a shard file that is not what its manifest says: 256 KiB, or several that follow each other.
+    """A range of a shard file that differs from its checksums: one chunk of 256 KiB, or several consecutive chunks.
 
     Attributes:
-        file: its name.
-        begin: the first byte, counted from the start of the file.
+        file: name of the file.
+        begin: first byte, from the start of the file.
         end: the byte after the last.
-        tensors: names of the stored tensors that have bytes in there; none where the header itself is damaged.
+        tensors: names of the stored tensors with bytes in this range; empty if the header itself is damaged.
     """
 
     file: str
@@ -105,27 +105,30 @@ def scrub_file(
     threads: int | None = None,
     progress: _core.Progress | None = None,
 ) -> list[Damage]:
-    """Compare every byte of a shard file with its sums.
+    """Compare every byte of a shard file with its checksums.
 
     Args:
-        folder: where it lies.
-        manifest: of the folder.
-        name: the file.
+        folder: the folder of the file.
+        manifest: the manifest of the folder.
+        name: name of the file.
         checksums: its checksums, as `formats.manifest.read_checksums` returns them.
-        direct: read past the page cache, where the file system allows it: what the disk holds is proven.
+        direct: read past the page cache, if the file system allows it, so that the content of the disk is compared.
         threads: threads that read.
         progress: called as `progress(done_bytes, total_bytes)`.
 
     Returns:
-        What differs; nothing if the file is whole.
+        The ranges that differ; empty if there are none.
 
     Raises:
-        DamagedFileError: it is of another size, or no regular file.
+        DamagedFileError: it has another size, or is not a regular file.
         StorageError: it cannot be read.
 
     Example:
-        >>> checksums = manifests.read_checksums(folder, manifest)  # doctest: +SKIP
-        >>> scrub_file(folder, manifest, "model-0000000-0000001.safetensors", checksums[name])  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> folder = Path(reshard.save("run", 1, {"w": np.zeros(4)}).path)
+        >>> manifest = manifests.read(folder)
+        >>> [name] = manifest.shards
+        >>> scrub_file(folder, manifest, name, manifests.read_checksums(folder, manifest)[name])
         []
     """
     path, entry = str(folder / name), manifest.shards[name]
@@ -133,7 +136,7 @@ def scrub_file(
     if not ranges:
         return []
     try:
-        # With the header's sum told, a damaged header is not asked what lies where.
+        # With the checksum of the header set, a damaged header is not used to find the tensors.
         index = _core.Index()
         file = index.add_file(path, follow_links=False)
         index.set_checksums(file, entry.n_bytes, entry.header_bytes, entry.header_checksum, checksums)
@@ -167,46 +170,48 @@ def scrub_folder(
     """Compare files of a folder with its manifest.
 
     Args:
-        folder: where they lie.
-        manifest: of the folder.
-        names: shard files; None: all of them, and all other files that the manifest lists.
+        folder: the folder of the files.
+        manifest: the manifest of the folder.
+        names: names of shard files; None: all of them, and all other files that the manifest lists.
         direct: as in `scrub_file`.
         threads: threads that read.
         advance: called as `advance(n_bytes)` with the bytes of shard files that were read since the last call.
 
     Returns:
-        What differs and what cannot be read; nothing if all is whole.
+        The differences, and the files that cannot be read; empty if there are none.
 
     Example:
-        >>> scrub_folder(folder, manifests.read(folder))  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> folder = Path(reshard.save("a_run", 1, {"w": np.zeros(4)}).path)
+        >>> scrub_folder(folder, manifests.read(folder))
         []
     """
     faults = scrub_plain(folder, manifest) if names is None else []
     for name, entry in manifest.shards.items():
         if names is not None and name not in names:
             continue
-        told = 0
+        reported = 0
 
-        def tell(done_bytes: int, _: int) -> None:
-            nonlocal told
+        def report(done_bytes: int, _: int) -> None:
+            nonlocal reported
             if advance is not None:
-                advance(done_bytes - told)
-            told = done_bytes
+                advance(done_bytes - reported)
+            reported = done_bytes
 
         try:
             checksums = manifests.read_checksums(folder, manifest, [name])[name]
-            damaged = scrub_file(folder, manifest, name, checksums, direct=direct, threads=threads, progress=tell)
+            damaged = scrub_file(folder, manifest, name, checksums, direct=direct, threads=threads, progress=report)
             faults += [Fault(name, str(one), one.begin, one.end, one.tensors) for one in damaged]
         except ReshardError as error:
             about = manifests.CHECKSUMS_FILE if str(error.path).endswith(manifests.CHECKSUMS_FILE) else name
             if about == name or not any(fault.file == about for fault in faults):
                 faults.append(fault_of(error, about))
-        tell(entry.n_bytes, entry.n_bytes)
+        report(entry.n_bytes, entry.n_bytes)
     return faults
 
 
 def scrub_plain(folder: Path, manifest: Manifest) -> list[Fault]:
-    """Compare the files that are no shard files with the manifest; what differs, and what cannot be read."""
+    """Compare the files that are not shard files with the manifest; returns differences and unreadable files."""
     faults = []
     for name, entry in manifest.files.items():
         try:
@@ -224,13 +229,13 @@ def scrub_share(
     *,
     threads: int | None = None,
 ) -> None:
-    """Compare shard files with their sums, through the page cache: what is read is going to be loaded.
+    """Compare shard files with their checksums, through the page cache, because the bytes are loaded next.
 
     Args:
-        folder: where they lie.
-        manifest: of the folder.
+        folder: the folder of the files.
+        manifest: the manifest of the folder.
         share: `(i, n)`: the i-th of n equal shares of the files, i from 0.
-        only: this file alone; None: all.
+        only: compare this file only; None: all files.
         threads: threads that read.
 
     Raises:
@@ -238,7 +243,7 @@ def scrub_share(
         StorageError: a file cannot be read.
     """
     number, count = share
-    # The largest file first, to whoever has least: every rank comes to the same division.
+    # The largest file first, to the share with the fewest bytes: every rank computes the same division.
     loads = [(0, rank) for rank in range(count)]
     own = []
     entries = [one for one in manifest.shards.items() if only in (None, one[0])]

@@ -1,29 +1,30 @@
-"""Any state of a trainer as JSON: `extra-<rank>.json`, and the arrays in it beside that file, in `extra-<rank>.arrays`.
+"""State of a trainer as JSON: `extra-<rank>.json`, with its arrays in `extra-<rank>.arrays`.
 
     {"version": 1, "state": VALUE}
 
-What JSON can say is said plainly: None, bool, text, integers of 64 bits, finite floats, lists, and dicts with text as
-keys. Anything else is an object with one entry whose name begins with "!", so a dict with such a key is not plain:
+Values that JSON can represent are stored as such: None, bool, text, 64-bit integers, finite floats, lists, and dicts
+with text as keys. Every other value is an object with one entry whose name begins with "!"; a dict with such a key is
+encoded as "!dict":
 
     {"!int": "-1f..."}                hexadecimal, of more than 64 bits
     {"!float": "nan"}                 or "inf", "-inf", or the 16 hexadecimal digits of another nan
-    {"!complex": [VALUE, VALUE]}      {"!bytes": "<base64>"}      {"!text": "<hexadecimal UTF-8>"}: with half a pair
+    {"!complex": [VALUE, VALUE]}      {"!bytes": "<base64>"}      {"!text": "<hexadecimal UTF-8>"}: unpaired surrogates
     {"!tuple": [VALUE, ...]}          {"!set": [...]}             {"!frozenset": [...]}
     {"!dict": [KEY, VALUE, ...]}      {"!ordered": [...]}         {"!counter": [...]}
     {"!scalar": [DTYPE, "<hex>"]}     a numpy scalar; {"!numpy.str": "..."}, {"!numpy.bytes": "<base64>"}
-    {"!array": [NAME, DTYPE, SHAPE]}  a numpy array, which lies under this name in the other file
+    {"!array": [NAME, DTYPE, SHAPE]}  a numpy array, stored under this name in the other file
     {"!tensor": [NAME, DTYPE, SHAPE]} a torch tensor, likewise; {"!torch.Size": [...]}, {"!torch.dtype": "bfloat16"},
                                       {"!torch.device": "cuda:0"}
 
-A DTYPE is a name of the safetensors format, or numpy's own spelling (`<M8[ns]`, `int4`); arrays of the latter lie in
-the other file as their bytes, U8. Types are exact: what comes back is of the type that went in, and so a subclass (an
-enum, a named tuple, a defaultdict with its factory, a masked array) is refused, since what is special in it would be
-lost. Values that occur twice are stored twice. Whether a tensor requires a gradient is not kept.
+A DTYPE is a name of the safetensors format, or numpy's spelling (`<M8[ns]`, `int4`); arrays of the latter are stored in
+the other file as bytes, U8. Types are exact: a value is restored with its type. Therefore a subclass (an enum, a named
+tuple, a defaultdict with its factory, a masked array) is refused: its additional data would be lost. Values that occur
+twice are stored twice. Whether a tensor requires a gradient is not stored.
 
-Torch is used if it is there. Where it cannot be imported at loading, a tensor comes as a numpy array, a `torch.Size` as
-a tuple, a dtype and a device as text ("torch.bfloat16", "cuda:0").
+Torch is used if it is installed. Where it cannot be imported at loading, a tensor is restored as a numpy array, a
+`torch.Size` as a tuple, a dtype and a device as text ("torch.bfloat16", "cuda:0").
 
-What loads is as hostile as any file: no code is run, nothing is imported or called by a name that stands in it.
+Files are untrusted: no code is run, and nothing is imported or called by a name in the file.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ __all__ = [
 ]
 
 MAX_BYTES = 64 << 20
-"""What a text may have at most; arrays do not count."""
+"""Largest size of a text in bytes, without arrays."""
 
 RANK_LOCAL = "rank_local"
-"""The name of what a save keeps for each rank by itself: no value of `extra` has it."""
+"""The reserved name of state that a save stores for each rank: no value of `extra` has it."""
 
 _VERSION = 1
 _CONTAINERS: dict[type, str] = {
@@ -80,13 +81,13 @@ _MAX_SHOWN = 40  # characters of a key in a path
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value of `extra` that every rank keeps for itself."""
+    """A value of `extra` that every rank saves separately."""
 
     value: object
 
 
 def per_rank(value: object) -> PerRank:
-    """Mark a value of `extra` as one that every rank saves, and gets back at loading; without it rank 0's counts.
+    """Mark a value of `extra` as rank-local: every rank saves its value and loads it again.
 
     Example:
         >>> extra = {"scheduler": {"last_epoch": 3}, "rng": per_rank(b"state")}
@@ -107,23 +108,23 @@ def file_name(rank: int) -> str:
 
 
 def arrays_file_name(rank: int) -> str:
-    """Name of the file with the arrays of a rank's state, of safetensors content; there is none without arrays."""
+    """Name of the safetensors file with the arrays of a rank's state. Without arrays there is no such file."""
     return f"extra-{rank:07d}.arrays"
 
 
 def dump(value: object, name: str = "extra") -> tuple[str, dict[str, np.ndarray]]:
-    """The text and the arrays that a value becomes.
+    """Encode a value as a text and arrays.
 
     Args:
-        value: of the types that this module tells of, nested at most 200 deep.
-        name: what messages call it.
+        value: a value of the types above, with at most 200 levels of nesting.
+        name: its name in messages.
 
     Returns:
-        The text, and the arrays by the names in it, of dtypes that a safetensors file has. They may be over the memory
-        of the value: who changes that before they are written changes what is written.
+        The text, and the arrays by the names in it, in dtypes of the safetensors format. They may share the memory of
+        the value: changes to it before they are written change what is written.
 
     Raises:
-        ArgumentError: something in it is of another type, contains itself or nests too deep; the message says where.
+        ArgumentError: a part has another type, contains itself or is nested too deeply; the message gives its path.
 
     Example:
         >>> text, arrays = dump({"betas": (0.9, 0.95), "seen": {7}, "mean": np.zeros(2, np.float32)})
@@ -137,20 +138,20 @@ def dump(value: object, name: str = "extra") -> tuple[str, dict[str, np.ndarray]
         record = {"version": _VERSION, "state": dumper.encode(value, name, 0)}
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except RecursionError:
-        raise ArgumentError(f"`{name}` nests too deep to be saved from a call that is deep itself") from None
+        raise ArgumentError(f"`{name}` is nested too deeply for the recursion limit at this call") from None
     if len(text) > MAX_BYTES or len(text.encode()) > MAX_BYTES:
         raise ArgumentError(
-            f"`{name}` makes a text of more than {MAX_BYTES} bytes", hint="keep many numbers as a numpy array"
+            f"`{name}` makes a text of more than {MAX_BYTES} bytes", hint="pass many numbers as a numpy array"
         )
     return text, dumper.arrays
 
 
 def digest_of(value: object, name: str = "extra") -> str:
-    """A digest of what a value would be saved as; the order of a dict with text as keys does not count.
+    """A digest of the encoding of a value. It does not depend on the order of a dict with text as keys.
 
     Args:
-        value: as `dump` takes it.
-        name: what messages call it.
+        value: as in `dump`.
+        name: its name in messages.
 
     Raises:
         ArgumentError: as `dump`.
@@ -167,7 +168,7 @@ def digest_of(value: object, name: str = "extra") -> str:
 
 
 def _in_order(value: Any, depth: int = 0) -> Any:
-    """The value with the entries of its dicts in the order of their keys."""
+    """The value with the entries of its dicts sorted by key."""
     if type(value) is dict and depth < MAX_DEPTH and all(type(key) is str for key in value):
         return {key: _in_order(value[key], depth + 1) for key in sorted(value)}
     if type(value) in (list, tuple) and depth < MAX_DEPTH:
@@ -176,16 +177,16 @@ def _in_order(value: Any, depth: int = 0) -> Any:
 
 
 def load(text: str | bytes, arrays: Mapping[str, np.ndarray], name: str = "extra") -> Any:
-    """The value that was dumped.
+    """Decode a value that `dump` encoded.
 
     Args:
         text: the text.
-        arrays: the arrays by name. They become part of the value as they are, where that is possible.
-        name: what messages call the file.
+        arrays: the arrays by name. They become part of the value without a copy, where that is possible.
+        name: name of the file in messages.
 
     Raises:
-        DamagedFileError: the text is not of this form, or the arrays are not those that it names.
-        UnsupportedError: it is of a later version, or of a dtype that this numpy or torch does not have.
+        DamagedFileError: the text is invalid, or the arrays do not match it.
+        UnsupportedError: it has a later version, or a dtype that this numpy or torch does not have.
 
     Example:
         >>> load(*dump({3: Counter("aab"), "x": float("inf")}))
@@ -193,7 +194,7 @@ def load(text: str | bytes, arrays: Mapping[str, np.ndarray], name: str = "extra
     """
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if len(data) > MAX_BYTES:
-        raise DamagedFileError(f"`{name}` is larger than {MAX_BYTES} bytes, more than such a file can be", path=name)
+        raise DamagedFileError(f"`{name}` has more than {MAX_BYTES} bytes, the limit of such a file", path=name)
     record = parse_json(data, name, max_depth=2 * MAX_DEPTH + 4)
     if not isinstance(record, dict) or "version" not in record:
         damaged(name, "there is no version")
@@ -208,25 +209,25 @@ def load(text: str | bytes, arrays: Mapping[str, np.ndarray], name: str = "extra
     try:
         value = loader.decode(record["state"], 0)
     except RecursionError:
-        damaged(name, "it nests too deep")
+        damaged(name, "it is nested too deeply")
     if loader.arrays:
-        damaged(name, f"there are arrays that belong to nothing: {sorted(loader.arrays)[:3]!a}")
+        damaged(name, f"there are arrays that no value refers to: {sorted(loader.arrays)[:3]!a}")
     return value
 
 
 class _Dumper:
-    """Encodes one value; `arrays` fills meanwhile."""
+    """Encodes one value and collects its `arrays`."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
-        self._open: set[int] = set()  # what is being encoded: to meet it again is a cycle
+        self._open: set[int] = set()  # containers that are being encoded: one that occurs again is a cycle
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
         if value is None or kind is bool or (kind is int and value in INT64):
             return value
         if kind is str:
-            return value if _is_whole_text(value) else {"!text": value.encode(errors="surrogatepass").hex()}
+            return value if _is_valid_unicode(value) else {"!text": value.encode(errors="surrogatepass").hex()}
         if kind is float:
             return value if math.isfinite(value) else {"!float": float_name(value)}
         if kind is int:
@@ -251,11 +252,11 @@ class _Dumper:
         if id(value) in self._open:
             raise ArgumentError(f"{path} contains itself", key=path)
         if depth == MAX_DEPTH:
-            raise ArgumentError(f"{path[:200]}... nests deeper than {MAX_DEPTH} levels", key=path)
+            raise ArgumentError(f"{path[:200]}... has more than {MAX_DEPTH} levels of nesting", key=path)
         self._open.add(id(value))
-        is_plain = kind is dict and all(type(key) is str and key[:1] != "!" and _is_whole_text(key) for key in value)
+        is_plain = kind is dict and all(type(key) is str and key[:1] != "!" and _is_valid_unicode(key) for key in value)
         named: dict[str, Any] = {}
-        items: list[Any] = []  # filled by loops: until Python 3.12 a comprehension counts as a call, they nest to 1000
+        items: list[Any] = []  # filled by loops: until Python 3.12 a comprehension counts as a call
         if isinstance(value, dict):
             for key, item in value.items():
                 where = f"{path}[{_shown(key)}]"
@@ -270,7 +271,7 @@ class _Dumper:
                 items.append(self.encode(item, where, depth + 1))
         self._open.discard(id(value))
         if kind in (set, frozenset):
-            items.sort(key=json.dumps)  # equal states make equal files
+            items.sort(key=json.dumps)  # equal states give equal files
         return named if is_plain else items if kind is list else {tag: items}
 
     def _array(self, array: np.ndarray, path: str) -> list[Any]:
@@ -287,7 +288,7 @@ class _Dumper:
 
     @staticmethod
     def _scalar(value: np.generic, path: str) -> dict[str, Any]:
-        # Of these an array would drop what looks like padding: NULs at the end.
+        # As an array these would lose NULs at the end, which numpy treats as padding.
         if type(value) is np.str_:
             return {"!numpy.str": str.__str__(value).encode(errors="surrogatepass").hex()}
         if type(value) is np.bytes_:
@@ -311,7 +312,7 @@ class _Dumper:
         try:
             spelling = "<c16" if value.dtype == torch.complex128 else dtypes.parse_dtype(value.dtype)
         except UnsupportedError:
-            raise ArgumentError(f"{path} is a tensor of dtype {value.dtype}, which cannot be kept", key=path) from None
+            raise ArgumentError(f"{path} is a tensor of dtype {value.dtype}, which cannot be saved", key=path) from None
         plain = value.detach().resolve_conj().resolve_neg().contiguous()
         data: np.ndarray = plain.reshape(-1).view(torch.uint8).numpy()
         if spelling != "<c16":
@@ -321,26 +322,27 @@ class _Dumper:
 
 def _refuse(value: object, path: str) -> NoReturn:
     kind = type(value)
-    hint = "keep its `state_dict()`, or what it consists of: numbers, text, bytes, lists, tuples, sets, dicts, arrays"
+    hint = "pass its `state_dict()`, or plain values: numbers, text, bytes, lists, tuples, sets, dicts, arrays"
     if isinstance(value, PerRank):
-        hint = "`per_rank` stands around a whole value of `extra=`, not inside of one"
+        hint = "`per_rank` must enclose a whole value of `extra=`, not a part of it"
     elif any(isinstance(value, plain) for plain in (dict, list, tuple, set, frozenset, str, int, float, np.ndarray)):
         base = next(plain.__name__ for plain in kind.__mro__[1:] if plain.__module__ in ("builtins", "numpy"))
-        hint = f"what {kind.__name__} adds to a plain {base} would be lost: pass the {base}"
+        hint = f"the additional data of {kind.__name__} would be lost: pass the {base}"
     elif hasattr(value, "detach"):
-        hint = "pass `value.detach()`, and `.to_local()` of a distributed one"
-    raise ArgumentError(f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept", key=path, hint=hint)
+        hint = "pass `value.detach()`, and `.to_local()` for a distributed tensor"
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    raise ArgumentError(f"{path} is a {name}, which cannot be saved", key=path, hint=hint)
 
 
 def _spelling(dtype: np.dtype[Any], path: str) -> str:
     spelling = dtype_spelling(dtype)
     if spelling is None:
-        raise ArgumentError(f"{path} is of numpy dtype {dtype}, which cannot be kept", key=path)
+        raise ArgumentError(f"{path} has numpy dtype {dtype}, which cannot be saved", key=path)
     return spelling
 
 
-def _is_whole_text(text: str) -> bool:
-    """Whether it is Unicode, without half of a surrogate pair."""
+def _is_valid_unicode(text: str) -> bool:
+    """Whether it is valid Unicode, without unpaired surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -351,6 +353,6 @@ def _is_whole_text(text: str) -> bool:
 def _shown(key: object) -> str:
     try:
         text = json.dumps(key) if isinstance(key, str) else ascii(key)
-    except Exception:  # noqa: BLE001  of somebody's own type, or an integer with too many digits to print
+    except Exception:  # noqa: BLE001  a user-defined type, or an integer with too many digits to print
         text = type(key).__name__
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

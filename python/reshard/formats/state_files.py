@@ -1,7 +1,7 @@
-"""State as it lies in files: text, and a file of arrays beside it, which has sums where a manifest tells them.
+"""Reads state from files: a text and a file of arrays, verified if a manifest lists them.
 
-Of Checkpoint 2.0 every rank that has state of its own has `extra-<rank>.json` in the iteration folder; what all ranks
-share is in rank 0's. What a value may be, and how it is spelt, is for `state` to say.
+In Checkpoint 2.0, every rank with rank-local state has `extra-<rank>.json` in the iteration folder. Shared state is in
+the file of rank 0. The module `state` defines the encoding.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _FILE = re.compile(r"extra-([0-9]{7,18})\.json")
 
 
 def read(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """The state of an iteration folder as a rank sees it, by name.
+    """The state of an iteration folder for a rank, by name.
 
     Args:
         folder: the iteration folder.
-        manifest: of the folder.
-        rank: whose own values are taken; a rank that saved none gets nothing under those names.
+        manifest: the manifest of the folder.
+        rank: the rank whose rank-local values are returned. If it saved none, those names are missing.
 
     Raises:
-        DamagedFileError: a file is not what the manifest says, or not of the form.
+        DamagedFileError: a file differs from the manifest, or is invalid.
         UnsupportedError: a later release wrote it.
         StorageError: the system failed to read it.
     """
     shared, own = _of_rank(folder, manifest, 0), _of_rank(folder, manifest, rank) if rank else {}
     if rank and not own:
-        # What rank 0 kept for itself is told from the rest by what another rank kept.
+        # The names in the file of another rank show which values of rank 0 are rank-local.
         matches = map(_FILE.fullmatch, manifest.files)
         others = [number for match in matches if match is not None and (number := int(match[1]))]
         private = _of_rank(folder, manifest, min(others)) if others else {}
@@ -52,7 +52,7 @@ def read(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
 
 
 def _of_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """What one rank saved."""
+    """The content of the file of one rank."""
     name, arrays_name = state.file_name(rank), state.arrays_file_name(rank)
     if name not in manifest.files:
         return {}
@@ -62,16 +62,16 @@ def _of_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
 
 
 def load_by_name(path: Path, text: bytes, arrays_path: Path | None, manifest: Manifest | None = None) -> dict[str, Any]:
-    """Decode state that is kept by name.
+    """Decode state whose top level is a dict.
 
     Args:
-        path: where the text was read, for messages.
-        text: its content.
-        arrays_path: the arrays that belong to it; None: there are none.
-        manifest: tells the sums of the arrays; None: nobody does.
+        path: the file of the text, for messages.
+        text: content of the file.
+        arrays_path: the file of the arrays; None: there are none.
+        manifest: the manifest with the checksums of the arrays; None: they are not verified.
 
     Raises:
-        DamagedFileError: it is not of the form, or its arrays differ from their sums.
+        DamagedFileError: it is invalid, or its arrays differ from their checksums.
         UnsupportedError: a later release wrote it.
         StorageError: the system failed to read the arrays.
     """
@@ -87,5 +87,5 @@ def load_by_name(path: Path, text: bytes, arrays_path: Path | None, manifest: Ma
         arrays = load_all(index.plan(request))
     value = state.load(text, arrays, str(path))
     if not isinstance(value, dict):
-        raise DamagedFileError(f"{show(str(path))} holds no state by name", path=str(path))
+        raise DamagedFileError(f"{show(str(path))} does not hold a dict of state", path=str(path))
     return value

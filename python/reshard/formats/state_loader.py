@@ -1,7 +1,7 @@
-"""Reading state back, the other half of `state`: from checked JSON to values, piece by piece.
+"""Decodes state, the inverse of `state.dump`: from JSON to values.
 
-Every piece is checked before it is made, since the file may say anything; nothing is called or imported by a name that
-stands in it. The spelling of dtypes, which both halves must agree on, is here too.
+The file is untrusted. Every part is checked before a value is created, and nothing is called or imported by a name in
+the file. The spelling of dtypes, which encoding and decoding share, is here too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["INT64", "MAX_DEPTH", "Loader", "damaged", "dtype_spelling", "float_n
 MAX_DEPTH = 200
 INT64 = range(-(1 << 63), 1 << 63)
 
-_MAX_DIMS = 32  # numpy 1 has no more
+_MAX_DIMS = 32  # the limit of numpy 1
 _MAX_SHOWN = 40
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
@@ -45,7 +45,7 @@ class Loader:
     """Decodes one value.
 
     Attributes:
-        arrays: those that no value has named so far.
+        arrays: arrays that no value has referred to so far.
     """
 
     def __init__(self, name: str, arrays: dict[str, np.ndarray]) -> None:
@@ -76,19 +76,19 @@ class Loader:
         }
 
     def decode(self, node: Any, depth: int) -> Any:
-        """The value of a piece of JSON that lies in `depth` containers."""
+        """The value of a JSON node inside of `depth` containers."""
         if isinstance(node, list):
             return self._items(node, depth)
         if not isinstance(node, dict):
             return node
         tag = next((key for key in node if key[:1] == "!"), None)
         if tag is None:
-            self._check(depth < MAX_DEPTH, f"it nests deeper than {MAX_DEPTH} levels")
-            made = {}
+            self._check(depth < MAX_DEPTH, f"it has more than {MAX_DEPTH} levels of nesting")
+            decoded = {}
             for key, item in node.items():
-                made[key] = self.decode(item, depth + 1)
-            return made
-        self._check(len(node) == 1, f"there is more beside {tag[:_MAX_SHOWN]!a}")
+                decoded[key] = self.decode(item, depth + 1)
+            return decoded
+        self._check(len(node) == 1, f"there are more entries beside {tag[:_MAX_SHOWN]!a}")
         content = node[tag]
         if tag in self._containers:
             self._check(isinstance(content, list), "the content of a container is not a list")
@@ -97,16 +97,16 @@ class Loader:
         return self._leaves[tag](content)
 
     def _items(self, content: list[Any], depth: int) -> list[Any]:
-        self._check(depth < MAX_DEPTH, f"it nests deeper than {MAX_DEPTH} levels")
-        items = []  # no comprehension here and above: until Python 3.12 it counts as a call, and calls nest to 1000
+        self._check(depth < MAX_DEPTH, f"it has more than {MAX_DEPTH} levels of nesting")
+        items = []  # until Python 3.12 a comprehension counts as a call
         for item in content:
             items.append(self.decode(item, depth + 1))  # noqa: PERF401
         return items
 
     def _set(self, items: list[Any]) -> set[Any]:
-        made = set(self._hashable(items))
-        self._check(len(made) == len(items), "a set has a value twice")
-        return made
+        values = set(self._hashable(items))
+        self._check(len(values) == len(items), "a set has a value twice")
+        return values
 
     def _pairs(self, items: list[Any]) -> list[tuple[Any, Any]]:
         keys = self._hashable(items[::2])
@@ -118,7 +118,7 @@ class Loader:
             for item in items:
                 hash(item)
         except TypeError:
-            self._fail("a key, or a value in a set, is of a type that cannot be one")
+            self._fail("a key, or a value in a set, is not hashable")
         return items
 
     def _int(self, content: Any) -> int:
@@ -131,9 +131,9 @@ class Loader:
         self._check(isinstance(content, str), "a float is not text")
         if content in _FLOATS:
             return _FLOATS[content]
-        self._check(len(content) == 16 and _HEX.fullmatch(content), "a float is not of 16 hexadecimal digits")
+        self._check(len(content) == 16 and _HEX.fullmatch(content), "a float does not have 16 hexadecimal digits")
         value: float = struct.unpack(">d", bytes.fromhex(content))[0]
-        self._check(math.isnan(value), "a float of hexadecimal digits is no nan")
+        self._check(math.isnan(value), "a float of hexadecimal digits is not nan")
         return value
 
     def _complex(self, content: Any) -> complex:
@@ -170,7 +170,9 @@ class Loader:
     def _array(self, content: Any) -> np.ndarray:
         stored, dtype, shape = self._stored(content)
         if content[1] in dtypes.NAMES:
-            self._check(stored.dtype == dtype and stored.shape == shape, f"array {content[0]!a} is of another form")
+            self._check(
+                stored.dtype == dtype and stored.shape == shape, f"array {content[0]!a} has another dtype or shape"
+            )
             return stored
         n_bytes = math.prod(shape) * dtype.itemsize
         is_whole = stored.dtype == np.uint8 and stored.shape == (n_bytes,)
@@ -179,8 +181,8 @@ class Loader:
             return (
                 np.frombuffer(bytearray(stored.tobytes()), dtype).reshape(shape) if n_bytes else np.empty(shape, dtype)
             )
-        except (ValueError, MemoryError):  # of no elements, but in a dim too many even for the bookkeeping
-            self._fail(f"array {content[0]!a} has a shape that none can have")
+        except (ValueError, MemoryError):  # no elements, but a dim that exceeds numpy's limit
+            self._fail(f"array {content[0]!a} has an impossible shape")
 
     def _tensor(self, content: Any) -> Any:
         array = self._array(content)
@@ -190,8 +192,8 @@ class Loader:
         spelling = "complex128" if content[1] == "<c16" else _torch_spelling(content[1])
         dtype = vars(torch).get(spelling)
         if not isinstance(dtype, torch.dtype):
-            raise UnsupportedError(f"this torch has no dtype for {content[1]}, a tensor of which `{self._name}` holds")
-        # A tensor cannot be over memory that is read-only, and may not be over memory that is not aligned.
+            raise UnsupportedError(f"this torch has no dtype for {content[1]}, which `{self._name}` uses")
+        # The memory of a tensor must be writable and aligned.
         data = np.require(array.reshape(-1), requirements=["C", "A", "W"])
         return torch.from_numpy(data.view(np.uint8)).view(dtype).reshape(array.shape)
 
@@ -218,13 +220,15 @@ class Loader:
             dtype: np.dtype[Any] | None = np.dtype(spelling) if _NUMPY_DTYPE.fullmatch(spelling) else None
         except TypeError:
             dtype = None
-        # numpy has spellings beside the one that it prints, and a dtype of the safetensors format has its name there.
+        # numpy accepts several spellings; a dtype of the safetensors format must have its safetensors name.
         if dtype is None or dtype_spelling(dtype) != spelling:
             self._fail(f"unknown dtype {spelling[:_MAX_SHOWN]!a}")
         return dtype
 
     def _size(self, content: Any) -> Any:
-        self._check(isinstance(content, list) and all(type(n) is int for n in content), "a size is not of integers")
+        self._check(
+            isinstance(content, list) and all(type(n) is int for n in content), "a size is not a list of integers"
+        )
         torch = _torch()
         return tuple(content) if torch is None else torch.Size(content)
 
@@ -233,20 +237,20 @@ class Loader:
         torch = _torch()
         if torch is None:
             return f"torch.{content}"
-        # Looked up among what is there: an attribute of torch may be a module that is imported when it is asked for.
+        # Not getattr: access to an attribute of torch can import a module.
         dtype = vars(torch).get(content)
         if not isinstance(dtype, torch.dtype):
-            raise UnsupportedError(f"this torch has no dtype {content[:_MAX_SHOWN]!a}, which `{self._name}` holds")
+            raise UnsupportedError(f"this torch has no dtype {content[:_MAX_SHOWN]!a}, which `{self._name}` uses")
         return dtype
 
     def _torch_device(self, content: Any) -> Any:
         is_device = isinstance(content, str) and re.fullmatch("[a-z]{1,20}(:[0-9]{1,3})?", content)
-        self._check(is_device, "a device is not one")
+        self._check(is_device, "a device is invalid")
         torch = _torch()
         try:
             return content if torch is None else torch.device(content)
         except RuntimeError:
-            raise UnsupportedError(f"this torch has no device {content}, which `{self._name}` names") from None
+            raise UnsupportedError(f"this torch has no device {content}, which `{self._name}` uses") from None
 
     def _check(self, holds: object, message: str) -> None:
         if not holds:
@@ -257,21 +261,21 @@ class Loader:
 
 
 def damaged(name: str, message: str) -> NoReturn:
-    """Say what is wrong with a file."""
-    raise DamagedFileError(f"`{name}` is not state as it is saved: {message}", path=name)
+    """Raise the error for a damaged file."""
+    raise DamagedFileError(f"`{name}` is not valid saved state: {message}", path=name)
 
 
 def dtype_spelling(dtype: np.dtype[Any]) -> str | None:
-    """How a dtype is written; None if it cannot be kept."""
+    """The spelling of a dtype in files; None if it cannot be saved."""
     try:
         return dtypes.name_of(dtype)
     except UnsupportedError:
         pass
     if dtype.name in _ML_DTYPES and dtype == _ML_DTYPES[dtype.name]:
         return dtype.name
-    # Not long doubles: each machine has its own. Not objects and not records: they may hold anything.
-    is_kept = dtype.kind in "biufcmMSU" and dtype.char not in "gG" and dtype.itemsize > 0
-    return dtype.str if is_kept else None
+    # No long doubles: they depend on the machine. No objects and records: they can hold any type.
+    is_supported = dtype.kind in "biufcmMSU" and dtype.char not in "gG" and dtype.itemsize > 0
+    return dtype.str if is_supported else None
 
 
 def _torch_spelling(name: str) -> str:
@@ -279,7 +283,7 @@ def _torch_spelling(name: str) -> str:
 
 
 def _torch() -> Any:
-    """torch, if it is there."""
+    """torch, or None if it is not installed."""
     try:
         import torch  # noqa: PLC0415  only where a value needs it
     except ImportError:
@@ -288,7 +292,7 @@ def _torch() -> Any:
 
 
 def float_name(value: float) -> str:
-    """How a float is written that is not finite."""
+    """The spelling of a float that is not finite."""
     bits = struct.pack(">d", value)
     names = {struct.pack(">d", known): name for name, known in _FLOATS.items()}
     return names.get(bits, bits.hex())

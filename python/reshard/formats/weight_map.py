@@ -1,7 +1,7 @@
-"""A map from tensors to the files that hold them, as Hugging Face and MindSpore keep it beside whole weights.
+"""The map from tensors to files that Hugging Face and MindSpore store beside whole weights.
 
-Both are JSON `{"metadata": {...}, "weight_map": {name: file}}`. Knows how such a map is read from a stranger, and how a
-later run knows its own again.
+Both are JSON `{"metadata": {...}, "weight_map": {name: file}}`. This module reads an untrusted map, and detects whether
+this package wrote it.
 """
 
 from __future__ import annotations
@@ -20,37 +20,40 @@ if TYPE_CHECKING:
 __all__ = ["WRITER", "read", "writer"]
 
 WRITER = "reshard"
-"""In `metadata`, the version of this package that wrote the map stands under this name."""
+"""Name in `metadata` of the version of this package that wrote the map."""
 
 _MAX_BYTES = 128 << 20
 _MAX_TENSORS = 1_000_000
 _MAX_NAME_BYTES = 1024
-_MAX_NAMED = 3  # names that a message lists before it only counts
+_MAX_NAMED = 3  # names that a message lists before it only counts them
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The file of each tensor, every file being there.
+    """Read a map and check that its files exist.
 
-    Links are followed: the files of a download cache are links. A map that lies in the file without the wrapper
-    `weight_map` is accepted too.
+    Symbolic links are followed, since the files of a download cache are links. A map without the wrapper `weight_map`
+    is accepted too.
+
+    Returns:
+        The file name of each tensor.
 
     Raises:
-        CheckpointNotFoundError: there is no map, or a file that it names is missing.
-        DamagedFileError: the map is not such JSON, or a name in it is refused.
+        CheckpointNotFoundError: there is no map, or one of its files is missing.
+        DamagedFileError: the map is invalid, or a name in it is refused.
         StorageError: the system failed to read it.
     """
     path = Path(path)
     content = read_json(path, _MAX_BYTES, follow_links=True)
     weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
-        raise _damaged(path, "it holds no object `weight_map`")
+        raise _damaged(path, "it has no object `weight_map`")
     if not weight_map:
-        raise _damaged(path, "`weight_map` names no tensor")
+        raise _damaged(path, "`weight_map` is empty")
     if len(weight_map) > _MAX_TENSORS:
-        raise _damaged(path, f"`weight_map` names {len(weight_map)} tensors; at most {_MAX_TENSORS} are allowed")
+        raise _damaged(path, f"`weight_map` has {len(weight_map)} tensors; at most {_MAX_TENSORS} are allowed")
     for key, name in weight_map.items():
         if not 1 <= len(key.encode()) <= _MAX_NAME_BYTES:
-            raise _damaged(path, f"a tensor's name has from 1 to {_MAX_NAME_BYTES} bytes, not {len(key.encode())}")
+            raise _damaged(path, f"a tensor's name must have 1 to {_MAX_NAME_BYTES} bytes, not {len(key.encode())}")
         if not isinstance(name, str):
             raise _damaged(path, f"the file of {show(key)} is not text")
     files = list(dict.fromkeys(weight_map.values()))
@@ -61,7 +64,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
     missing = [name for name in files if not (path.parent / name).is_file()]
     if missing:
         raise CheckpointNotFoundError(
-            f"{show(str(path))} names files that are not there: {listed(map(show, missing), _MAX_NAMED)}",
+            f"{show(str(path))} lists missing files: {listed(map(show, missing), _MAX_NAMED)}",
             path=str(path),
             hint="the download or copy of the model is incomplete",
         )
@@ -69,7 +72,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def writer(path: str | os.PathLike[str]) -> str | None:
-    """The version of this package that wrote a map; None if another writer did, or it cannot be read."""
+    """The version of this package that wrote a map; None if another writer wrote it, or it cannot be read."""
     try:
         content = read_json(path, _MAX_BYTES)
     except ReshardError:

@@ -31,7 +31,12 @@ WRITERS: tuple[Writer, ...] = (
 
 
 def writer_for(to: str | None, target: Path, *, has_layout: bool) -> Writer:
-    """The writer of a format; without a name that of Checkpoint 2.0 for a layout, else by the suffix.
+    """The writer of a format. Default: Checkpoint 2.0 with a layout, else by the suffix of the destination.
+
+    Args:
+        to: name of the format, or None for the default.
+        target: the destination.
+        has_layout: whether a layout is given.
 
     Raises:
         ArgumentError: there is no such format.

@@ -1,8 +1,7 @@
-"""How a path becomes a `Checkpoint`: a file, a folder of whole weights, an iteration folder, or the best one of a root.
+"""Opens a path as a `Checkpoint`: a file, a folder of whole weights, an iteration folder, or the best one of a root.
 
-`folder` says when an iteration folder is a complete checkpoint, `root` which one of a root is taken, `rank_folders`
-both of trees in which every rank has a file of its own. Nothing here writes, and damage found later, while bytes are
-read, is not rolled back from: that is for `verbs.load`.
+The format packages decide whether a checkpoint is complete, and which one of a root is opened. Nothing here writes. If
+damage is found later, while bytes are read, `verbs.load` falls back to another checkpoint.
 """
 
 from __future__ import annotations
@@ -62,31 +61,31 @@ def open(  # noqa: A001
     """Open a checkpoint, whatever its format.
 
     Args:
-        path: a `.safetensors` or `.ckpt` file (told apart by content), a Hugging Face folder, full weights in the
+        path: a `.safetensors` or `.ckpt` file (detected by content), a Hugging Face folder, full weights in the
             MindSpore layout, the root of a Checkpoint 2.0 tree (the newest complete iteration is opened), or an
             iteration folder; the root of a Checkpoint 1.0 tree or any other folder of `rank_<number>` folders, or one
-            of these.
-        strategy: how rank folders make up whole tensors: the MindSpore strategy file of a stage, several merged, or the
-            folder that holds them. Default: the folder `strategy` beside `path` or in it; without one, tensors can only
-            be read rank by rank (`Checkpoint.stored`). What describes itself needs none. A tensor that the strategy
-            does not list is whole if all ranks that hold it have the same bytes; these are compared at its first read.
-        names: a name map under whose names the tensors are seen, see `Checkpoint.renamed`: a `NameMap`, its file or
-            mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" goes the other way.
-        method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
+            of these folders.
+        strategy: the strategy of rank folders: the MindSpore strategy file of a stage, a merged file, or the folder of
+            the files. Default: the folder `strategy` beside `path` or in it; without one, tensors can only be read rank
+            by rank (`Checkpoint.stored`). Other formats need none. A tensor that the strategy does not list is whole if
+            all ranks that hold it have the same bytes; these are compared when it is first read.
+        names: a name map that renames the tensors, see `Checkpoint.renamed`: a `NameMap`, its file or mapping, or a
+            preset such as "qwen3-mindspore". A text that ends in ":reverse" applies the map in reverse.
+        method: "map" maps the files, "read" reads them at positions, "auto" decides by the file system.
 
     Returns:
-        The opened checkpoint. Names that `reshard.torch.save_file` found tied are keys like others. Close it, or use it
-        as a context manager; arrays that it gave out stay valid.
+        The opened checkpoint. All names of tensors that `reshard.torch.save_file` stored as tied are keys. Close it, or
+        use it as a context manager; arrays that it returned stay valid.
 
     Raises:
         EmptyRootError: there is nothing at `path`, or an empty folder, and it could become a checkpoint root: a run
-            that starts there starts fresh.
-        CheckpointNotFoundError: there is nothing that is a checkpoint.
-        DamagedFileError: what is there violates its format, is not what its manifest says, or is a save that did not
-            end; of a root: every iteration is, each with its reason.
+            starts fresh there.
+        CheckpointNotFoundError: there is no checkpoint at `path`.
+        DamagedFileError: the checkpoint violates its format, differs from its manifest, or is an unfinished save; for a
+            root: no iteration is complete, each with its reason.
         CoverageError: the stored shards do not cover a tensor.
-        MismatchError: the strategy is one of other ranks or other tensors.
-        NamesError: the name map does not fit the tensors.
+        MismatchError: the strategy has other ranks or other tensors.
+        NamesError: the name map does not match the tensors.
 
     Example:
         >>> import numpy as np, reshard
@@ -101,11 +100,11 @@ def open(  # noqa: A001
     target = Path(path)
     try:
         return _open(target, strategy, method)
-    except OSError as error:  # a name that is too long, a folder that may not be searched
+    except OSError as error:  # a name that is too long, or a folder without permission
         if isinstance(error, ReshardError):
             raise
         raise StorageError(
-            f"looking at {show(str(error.filename or target))}: {error.strerror}", path=str(target), errno=error.errno
+            f"opening {show(str(error.filename or target))}: {error.strerror}", path=str(target), errno=error.errno
         ) from None
 
 
@@ -115,38 +114,40 @@ def _open(target: Path, strategy: StrategyLike | None, method: _core.ReadMethod)
         target.suffix not in (".safetensors", ".ckpt") and checkpoint2.parse_iteration_folder(target.name) is None
     )
     if not exists:
-        # A link that leads nowhere was meant to lead somewhere: a disk that is not mounted is no fresh start.
+        # A broken link can mean that a disk is not mounted, so it is not an empty root.
         kind = EmptyRootError if could_be_root and not target.is_symlink() else CheckpointNotFoundError
         raise kind(f"there is nothing at {show(str(target))}", path=str(target))
     if could_be_root and target.is_dir() and _is_empty(target):
         raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
     format_ = registry.detect(target)
     if strategy is not None and not format_.traits.rank_folders:
-        _log.warning("%s describes itself: the strategy is not needed, and is not looked at", target)
+        _log.warning("%s does not consist of rank folders: the strategy is ignored", target)
     return Checkpoint(format_.open(target, OpenOptions(method, strategy)))
 
 
 def _is_empty(folder: Path) -> bool:
-    """Whether there is nothing in a folder but what a first save that never ended leaves behind."""
+    """Whether a folder contains at most hidden entries, such as those of an unfinished first save."""
     with os.scandir(folder) as entries:
         return all(entry.name.startswith(".") for entry in entries)
 
 
 def iterations(path: str | os.PathLike[str]) -> Order | None:
-    """Which iterations a checkpoint root offers, in the order in which `open` tries them.
+    """The iterations of a checkpoint root, in the order in which `open` tries them.
 
     Args:
-        path: the root; anything else that can be opened is none.
+        path: the root.
 
     Returns:
-        As `order_of`; None if `path` is no root.
+        As `order_of`; None if `path` is not the root of a Checkpoint 2.0 tree.
 
     Raises:
         StorageError: it cannot be listed.
 
     Example:
-        >>> iterations("output/checkpoint").tracker
-        400
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("run", 10, {"w": np.zeros(4)})
+        >>> iterations("run").tracker
+        10
     """
     target = Path(path)
     if not target.is_dir() or registry.detect(target) is not CHECKPOINT2 or not CHECKPOINT2.is_root(target):
@@ -155,17 +156,19 @@ def iterations(path: str | os.PathLike[str]) -> Order | None:
 
 
 def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
-    """The saves of a folder of rank folders, in the order in which `open` tries them, then those that it never tries.
+    """The saves in rank folders, in the order in which `open` tries them, then those that it never tries.
 
     Returns:
-        The saves; None: `path` is no such folder.
+        The saves; None if `path` does not contain rank folders.
 
     Raises:
         StorageError: a folder cannot be listed.
 
     Example:
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("ranks", 10, {"w": np.zeros(4)}, format="checkpoint1")
         >>> [save.name for save in rank_saves("ranks")]
-        ['llama_rank_0-1_20.safetensors']
+        ['CKP_rank_0-1_10.safetensors']
     """
     target = Path(path)
     is_root = target.is_dir() and registry.detect(target) is CHECKPOINT1 and CHECKPOINT1.is_root(target)

@@ -1,6 +1,6 @@
-"""What is on disk, as the facts of a decision: the kind of a path, and what each candidate holds.
+"""Gathers the facts of a resume decision from disk: the kind of a path, and the content of each candidate.
 
-Candidates are opened as `open` does, best first, until one is taken; nothing is decided here, and no tensor is read.
+Candidates are opened as `open` does, best first, until one is accepted. No tensor is read. `resume` decides.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ def gather(
     opened: dict[str, Checkpoint] | None = None,
     keep_going: bool = False,
 ) -> ResumeFacts:
-    """Look at what a configuration wants to load.
+    """Gather the facts about the checkpoints that a configuration can load.
 
-    A path that ends in `iteration_<number>` and is not there itself is looked for by its number, whatever the digits
-    of the folder's name; in a Checkpoint 1.0 tree it is the save that made so many steps.
+    A path that ends in `iteration_<number>` and does not exist is looked up by the number, with any number of digits in
+    the folder's name. In a Checkpoint 1.0 tree it is the save with this number of steps.
 
     Args:
-        config: what is to be loaded, and what is asked of it.
+        config: the configuration.
         run: the run that is about to start.
         method: how files are read, as in `reshard.open`.
-        faults: what has proven damaged already, while it was loaded: why, by its path.
-        opened: filled with the checkpoint that would be taken, opened, by its path; None: it is closed again. The
-            saves of a Checkpoint 1.0 tree are not opened as one: `rank_facts` tells their files.
-        keep_going: a candidate that cannot be looked at becomes an unreadable one instead of an error, and the others
-            are looked at all the same: to be shown, not to be loaded.
+        faults: damage that was found while loading: the reason by path.
+        opened: filled with the accepted checkpoint by its path, left open; None: it is closed. The saves of a
+            Checkpoint 1.0 tree are not opened as one checkpoint: `gather_ranks` handles their files.
+        keep_going: a candidate that cannot be read becomes an unreadable candidate instead of an error, and the others
+            are still examined; for display only.
 
     Raises:
-        StorageError: something cannot be looked at; that is nobody's fault, and no reason to pass a checkpoint over.
-        UnsupportedError: a later release wrote the candidate whose turn it is.
+        StorageError: a file cannot be read. This is not damage, so the checkpoint is not skipped.
+        UnsupportedError: a later release wrote the next candidate.
 
     Example:
         >>> from reshard.config import Config
@@ -69,7 +69,7 @@ def gather(
     """
     path = Path(config.load_path)
     facts = ResumeFacts(config.load_path, "absent", run=run or RunFacts())
-    look = _Look(config, facts, method, faults or {}, opened, keep_going)
+    gatherer = _Gatherer(config, facts, method, faults or {}, opened, keep_going)
     if not config.load_path:
         return facts
     tree = saves_root(config, facts.run.world_size or 1)
@@ -77,28 +77,28 @@ def gather(
         return gather_saves(config, facts.run, tree, method=method, faults=faults, keep_going=keep_going)
     root, iteration = split_iteration(config.load_path)
     if not path.exists() and iteration is not None and Path(root).is_dir() and checkpoint2.is_root(root):
-        return look.at_root(Path(root), iteration)
+        return gatherer.at_root(Path(root), iteration)
     if not path.exists():
-        # A link that leads nowhere was meant to lead somewhere: a disk that is not mounted is no reason to start fresh.
+        # A broken link can mean that a disk is not mounted: the run must not start fresh.
         return replace(facts, kind="other") if path.is_symlink() else facts
     found = registry.detect(path)
     if found.traits.has_metadata and found.is_root(path):
-        return look.at_root(path)
+        return gatherer.at_root(path)
     kind: Kind = "pretrained" if found.traits.is_pretrained else "single"
     try:
-        return look.at_one(path, kind)
+        return gatherer.at_one(path, kind)
     except EmptyRootError:
         return replace(facts, kind="empty")
     except CheckpointNotFoundError as error:
-        if error.path not in (None, str(path)):  # a file that it should have
+        if error.path not in (None, str(path)):  # a file of the checkpoint is missing
             candidate = CandidateFacts(str(path), iteration, "given by itself", fault=reason_of(error))
             return replace(facts, kind=kind, candidates=(candidate,))
         return replace(facts, kind="other")
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What is looked for, and what is known already."""
+class _Gatherer:
+    """Gathers the facts of one path."""
 
     config: Config
     facts: ResumeFacts
@@ -108,12 +108,12 @@ class _Look:
     keep_going: bool
 
     def at_one(self, path: Path, kind: Kind) -> ResumeFacts:
-        """The facts of what is one checkpoint, if any."""
+        """The facts of a path that is not a root."""
         found = self._candidate(path, None, "given by itself", kind)
         return replace(self.facts, kind=kind, candidates=(found,))
 
     def at_root(self, root: Path, exact: int | None = None) -> ResumeFacts:
-        """The facts of a root, its candidates opened up to the one that is taken."""
+        """The facts of a root. Candidates are opened in order until one is accepted."""
         before: Order | None = None
         facts = replace(self.facts, path=str(root), kind="root")
         for _ in range(MAX_LOOKS):
@@ -130,11 +130,11 @@ class _Look:
                     older = tuple(_unopened(root, one) for one in order.candidates[n + 1 :])
                     return replace(facts, candidates=(*found, *older, *refused))
             facts = replace(facts, candidates=(*found, *refused), warnings=order.warnings)
-            # A save that ended, and what retention then removed, may have gone unseen: look again.
+            # A save may have finished, and retention deleted iterations meanwhile: list the root again.
         return facts
 
     def _candidate(self, path: Path, iteration: int | None, why: str, kind: Kind) -> CandidateFacts:
-        """What a candidate holds, or its fault."""
+        """The content of a candidate, or its fault."""
         if str(path) in self.faults:
             number = split_iteration(str(path))[1] if iteration is None else iteration
             return CandidateFacts(str(path), number, why, fault=self.faults[str(path)])
@@ -162,7 +162,7 @@ class _Look:
             is_legacy=checkpoint.data.traits.counters_as_tensors,
         )
         if kind == "single" and not path.is_dir() and checkpoint.common is None:
-            # A rank's own file of Checkpoint 1.0, given by itself.
+            # The file of one rank of Checkpoint 1.0.
             try:
                 checkpoint.common = counters_of(checkpoint)
             except ReshardError as error:
@@ -172,8 +172,8 @@ class _Look:
             is_legacy = checkpoint.common is not None
             has_optimizer = holds_optimizer(checkpoint) if is_legacy else facts.has_optimizer
             facts = replace(facts, common=checkpoint.common, is_legacy=is_legacy, has_optimizer=has_optimizer)
-        is_taken = evaluate(self.config, replace(self.facts, kind=kind, candidates=(facts,)))[0].taken
-        if self.opened is not None and is_taken:
+        is_accepted = evaluate(self.config, replace(self.facts, kind=kind, candidates=(facts,)))[0].taken
+        if self.opened is not None and is_accepted:
             self.opened[str(path)] = checkpoint
         else:
             checkpoint.close()
@@ -185,7 +185,7 @@ def _unopened(root: Path, one: Candidate) -> CandidateFacts:
 
 
 def _world_size(checkpoint: Checkpoint) -> int | None:
-    """How many ranks saved it: as the manifest says, else as many as the mesh of its layout has, if it is one."""
+    """The number of ranks that saved it, from the manifest, else from the mesh of its layout, or None."""
     if checkpoint.manifest is not None:
         return checkpoint.manifest.world_size
     try:

@@ -1,10 +1,9 @@
-"""A Checkpoint 1.0 tree as the facts of a decision: what each rank's folder holds, and which save all ranks have whole.
+"""Gathers the facts of a resume decision from a Checkpoint 1.0 tree: the content of each rank's folder.
 
-Every process looks at the rank folders that are its own: number r belongs to process r modulo the number of processes.
-So it is the same work whether the folder is shared, and each could look at all, or whether each host has its own
-ranks' folders and no other: what was seen is put together by process 0, and the candidates are then checked by whose
-they are, one after the other, until one is whole on all ranks. A file is checked by opening it; of its content only
-the counters are read.
+Rank folders are divided over the processes: folder r belongs to process r modulo the number of processes. This works
+for a shared folder, and if each host has the folders of its own ranks only. Process 0 combines the results. The
+processes then check the candidates in order, each its own files, until one is complete on all ranks. A file is checked
+by opening it. Of its content, only the counters are read.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from reshard.checkpoint import Checkpoint
 from reshard.collective import ALONE, capture
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.formats import registry, scalars
+from reshard.formats import counter_tensors, registry
 from reshard.formats.checkpoint1 import health as checkpoint1_health
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.agreement import FileFacts, faults_of
-from reshard.formats.checkpoint1.candidates import RankFolder, Save, SaveOrder, name_of_rank, order_saves
+from reshard.formats.checkpoint1.candidates import RankFolder, SaveCandidate, SaveOrder, name_of_rank, order_saves
 from reshard.formats.checkpoint1.reader import look_at, open_rank_files, rank_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
@@ -49,17 +48,17 @@ __all__ = [
 ]
 
 
-# -- what is asked for
+# -- the requested tree
 
 
 @dataclass(frozen=True)
 class SavesRoot:
-    """A Checkpoint 1.0 tree, and what of it is wanted.
+    """A Checkpoint 1.0 tree, and the requested save in it.
 
     Attributes:
         path: the folder of the rank folders.
-        named: the one save that is wanted, by the name of a file; None: any.
-        iteration: the one that is wanted, by the steps that it made; None: any.
+        named: the requested save, by the name of one of its files; None: any.
+        iteration: the requested save, by its number of steps; None: any.
     """
 
     path: str
@@ -68,15 +67,15 @@ class SavesRoot:
 
 
 def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
-    """The Checkpoint 1.0 tree that a configuration wants to load; None: what it wants is none.
+    """The Checkpoint 1.0 tree that a configuration loads; None: it loads another format.
 
     Args:
-        config: what is to be loaded. A file in a rank's folder means, where several ranks load, each rank's file of
-            the same save.
-        world_size: processes that load together.
+        config: the configuration. With several ranks, the path of a file in a rank's folder selects the file of each
+            rank in the same save.
+        world_size: number of processes that load.
 
     Raises:
-        StorageError: it cannot be listed.
+        StorageError: the system failed to list a folder.
     """
     path = Path(config.load_path)
     if not config.load_path:
@@ -84,9 +83,9 @@ def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
     if path.is_dir():
         found = registry.detect(path)
         is_tree = found.traits.rank_folders and found.is_root(path)
-        # A merge that was cut short can have written this file before the first part.
-        is_whole = (path / full_weights.HYPER_FILE).is_file()
-        return SavesRoot(str(path), config.resume_file) if is_tree and not is_whole else None
+        # An interrupted merge can have written this file before the first part.
+        is_merge = (path / full_weights.HYPER_FILE).is_file()
+        return SavesRoot(str(path), config.resume_file) if is_tree and not is_merge else None
     root, iteration = split_iteration(config.load_path)
     if iteration is not None and Path(root).is_dir() and not checkpoint2.is_root(root) and checkpoint1.is_root(root):
         return SavesRoot(root, config.resume_file, iteration)
@@ -97,7 +96,12 @@ def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
 
 
 def path_of(root: str, save: str, rank: int) -> Path:
-    """The file of a rank.
+    """The path of a rank's file in a save.
+
+    Args:
+        root: the folder of the rank folders.
+        save: the name of any rank's file in the save.
+        rank: the rank.
 
     Example:
         >>> path_of("checkpoint", "x_rank_0-20_2.ckpt", 3).as_posix()
@@ -119,22 +123,22 @@ def gather_saves(
     faults: Mapping[str, str] | None = None,
     keep_going: bool = False,
 ) -> ResumeFacts:
-    """Look at a Checkpoint 1.0 tree: its saves, checked from the best on until one is whole.
+    """Gather the facts of a Checkpoint 1.0 tree. Its saves are checked in order until one is complete.
 
     Args:
-        config: what is asked of it.
+        config: the configuration.
         run: the run that is about to start.
-        tree: where it is, and what of it is wanted.
-        ranks: the processes that look; all call this.
+        tree: the tree, and the requested save in it.
+        ranks: the processes; all call this function.
         method: how files are read, as in `reshard.open`.
-        faults: what has proven damaged already, while it was loaded: why, by the path of rank 0's file.
-        keep_going: as in `opening.facts.gather`; only where one process looks.
+        faults: damage that was found while loading: the reason by the path of rank 0's file.
+        keep_going: as in `opening.gather.gather`; for one process only.
 
     Returns:
-        The facts, the same on all processes but for `ranks`, which only process 0 knows.
+        The facts, equal on all processes, except for `ranks`, which only process 0 has.
 
     Raises:
-        StorageError: something cannot be looked at; that is nobody's fault, and no reason to pass a save over.
+        StorageError: a file cannot be read. This is not damage, so the save is not skipped.
     """
     views: list[RankFolderFacts] = []
     root, exact = tree.path, tree.iteration
@@ -145,16 +149,16 @@ def gather_saves(
         order = order_saves(found, by_time=config.by_timestamp, extension=config.load_format, named=tree.named)
         statuses, warning = _health(root) if config.healthy_only else ({}, None)
         views.extend(_view(rank, folder) for rank, folder in found.items())
-        told = {**asdict(order), "statuses": {one.name: statuses.get(one.name) for one in order.candidates}}
-        return {**told, "warnings": [*order.warnings, *([warning] if warning else [])]}
+        message = {**asdict(order), "statuses": {one.name: statuses.get(one.name) for one in order.candidates}}
+        return {**message, "warnings": [*order.warnings, *([warning] if warning else [])]}
 
     own = (ranks.rank, ranks.world_size)
-    told = ranks.combine(capture(lambda: _look(root, own)), combine)
+    message = ranks.combine(capture(lambda: _list_own(root, own)), combine)
     order = SaveOrder(
-        tuple(Save(**one) for one in told["candidates"]),
-        tuple(Save(**one) for one in told["refused"]),
-        told["n_ranks"],
-        tuple(told["warnings"]),
+        tuple(SaveCandidate(**one) for one in message["candidates"]),
+        tuple(SaveCandidate(**one) for one in message["refused"]),
+        message["n_ranks"],
+        tuple(message["warnings"]),
     )
     facts = ResumeFacts(root, "rank_folders", run=run, warnings=order.warnings)
     refused = tuple(
@@ -166,14 +170,14 @@ def gather_saves(
         one = _candidate(root, save, order.n_ranks, known)
         if one.fault is None:
             try:
-                reports = ranks.each(lambda: _check(root, save.name, own, method))  # noqa: B023  done at once
-                one = _checked(one, reports, told["statuses"].get(save.name))
+                reports = ranks.each(lambda: _check(root, save.name, own, method))  # noqa: B023  called at once
+                one = _checked(one, reports, message["statuses"].get(save.name))
             except ReshardError as error:
                 if not keep_going or is_damage(error):
                     raise
                 one = replace(one, unreadable=reason_of(error))
             if exact is not None and one.fault is None and one.unreadable is None and one.iteration != exact:
-                one = replace(one, refusal=f"iteration {exact} was asked for")
+                one = replace(one, refusal=f"iteration {exact} is requested")
         found.append(one)
         facts = replace(facts, candidates=tuple(found))
         if is_settled(evaluate(config, facts)):
@@ -182,13 +186,13 @@ def gather_saves(
     return replace(facts, candidates=(*found, *refused), ranks=_with_faults(views, found))
 
 
-def _look(root: str, own: tuple[int, int]) -> dict[str, Any]:
-    """What this process sees of the rank folders that are its own, as JSON."""
+def _list_own(root: str, own: tuple[int, int]) -> dict[str, Any]:
+    """List this process's rank folders, as a JSON value."""
     number, count = own
     try:
         folders = checkpoint1.rank_folders(root)
     except CheckpointNotFoundError:
-        return {}  # another host's ranks; whoever finds that theirs are missing tells it
+        return {}  # this host has no rank folders; missing ranks are reported later
     seen: dict[str, Any] = {}
     for rank, folder in folders.items():
         if rank % count != number:
@@ -208,8 +212,8 @@ def _folder_from(value: dict[str, Any]) -> RankFolder:
     )
 
 
-def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> CandidateFacts:
-    """What is known of a save before its files are opened."""
+def _candidate(root: str, save: SaveCandidate, n_ranks: int, fault: str | None) -> CandidateFacts:
+    """The facts of a save before its files are opened."""
     return CandidateFacts(
         str(path_of(root, save.name, 0)),
         why=save.reason,
@@ -220,13 +224,13 @@ def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> Candid
 
 
 def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> dict[str, Any]:
-    """Open this process's own files of a save: what is wrong with them, and what they say of the run."""
+    """Open this process's files of a save; returns their faults and the counters, as a JSON value."""
     number, count = own
-    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "files": []}
+    report: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "files": []}
     try:
         ranks = [rank for rank in checkpoint1.rank_folders(root) if rank % count == number]
     except CheckpointNotFoundError:
-        return told
+        return report
     for rank in ranks:
         path = path_of(root, save, rank)
         try:
@@ -234,19 +238,19 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
         except ReshardError as error:
             if not is_damage(error):
                 raise
-            told["faults"].append([rank, reason_of(error)])
+            report["faults"].append([rank, reason_of(error)])
             continue
         with checkpoint:
-            if not told["files"]:
-                told["common"] = None if checkpoint.common is None else asdict(checkpoint.common)
-            told["has_optimizer"] |= holds_optimizer(checkpoint)
+            if not report["files"]:
+                report["common"] = None if checkpoint.common is None else asdict(checkpoint.common)
+            report["has_optimizer"] |= holds_optimizer(checkpoint)
             (file,) = rank_files(checkpoint).values()
-            told["files"].append([rank, FileFacts.of(checkpoint.common, has_crc=file.has_crc).to_value()])
-    return told
+            report["files"].append([rank, FileFacts.of(checkpoint.common, has_crc=file.has_crc).to_value()])
+    return report
 
 
 def _checked(candidate: CandidateFacts, reports: Sequence[dict[str, Any]], status: int | None) -> CandidateFacts:
-    """A candidate with what all processes found of it."""
+    """A candidate with the reports of all processes."""
     faults = sorted((int(rank), fault) for report in reports for rank, fault in report["faults"])
     common: dict[str, Any] | None = next((report["common"] for report in reports if report["files"]), None)
     if not faults:
@@ -277,7 +281,7 @@ def _view(rank: int, folder: RankFolder) -> RankFolderFacts:
 
 
 def _with_faults(views: list[RankFolderFacts], found: list[CandidateFacts]) -> tuple[RankFolderFacts, ...]:
-    """What was seen of each rank's folder, with what is wrong with its files."""
+    """The content of each rank's folder, with the faults of its files."""
     faults: dict[int, list[tuple[str, str]]] = {}
     for candidate in found:
         for rank, fault in candidate.rank_faults:
@@ -286,49 +290,51 @@ def _with_faults(views: list[RankFolderFacts], found: list[CandidateFacts]) -> t
     return tuple(replace(view, faults=tuple(faults.get(view.rank, ()))) for view in views)
 
 
-# -- one rank's own file
+# -- the file of one rank
 
 
 def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
-    """Open a rank's own file by itself: its local arrays are the tensors, and the counters in it `common`.
+    """Open the file of one rank: its local arrays are the tensors, and its counters are `common`.
 
     Raises:
         CheckpointNotFoundError, DamagedFileError, UnsupportedError, StorageError: as `open_rank_files`.
 
     Example:
-        >>> open_own(Path("checkpoint/rank_1/llama_rank_1-20_2.safetensors")).common.step_num  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("run", 40, {"w": np.zeros(4)}, format="checkpoint1")
+        >>> open_own(Path("run/rank_0/CKP_rank_0-1_40.safetensors")).common.step_num
         40
     """
     return Checkpoint(open_rank_files(path.parent, {0: path}, None, method))
 
 
 def is_deduplicated(checkpoint: Checkpoint, *, default: bool) -> bool:
-    """Whether a rank's own file lacks what another rank wrote for it: as the file says, else as the caller does."""
+    """Whether a rank's file lacks shards that another rank wrote, from its metadata, else `default`."""
     flags = [file.metadata.get("remove_redundancy") for file in rank_files(checkpoint).values()]
     return default if None in flags else "True" in flags
 
 
 def counters_of(checkpoint: Checkpoint) -> CommonInfo | None:
-    """The counters that a file of Checkpoint 1.0 keeps as tensors; None if it has none.
+    """The counters that a file of Checkpoint 1.0 stores as tensors; None if it has none.
 
     Raises:
-        DamagedFileError: one is no number.
+        DamagedFileError: a counter has an invalid value.
         StorageError: the file cannot be read.
     """
-    names = [name for name in scalars.NAMES if name in checkpoint]
+    names = [name for name in counter_tensors.NAMES if name in checkpoint]
     path = str(checkpoint.path)
     for name in names:
-        scalars.check_shape(name, checkpoint.shape(name), path)  # before it is read: it can be of any size
-    return scalars.common_of(checkpoint.load(keys=names, threads=1), path) if names else None
+        counter_tensors.check_shape(name, checkpoint.shape(name), path)  # before it is read: it can be of any size
+    return counter_tensors.common_of(checkpoint.load(keys=names, threads=1), path) if names else None
 
 
 def holds_optimizer(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint whose names alone tell holds state of an optimizer; its counters are none."""
-    return any(scalars.is_state(key) and key not in scalars.NAMES for key in checkpoint)
+    """Whether a checkpoint holds optimizer state other than counters, by the names of its tensors."""
+    return any(counter_tensors.is_state(key) and key not in counter_tensors.NAMES for key in checkpoint)
 
 
 def _health(root: str) -> tuple[dict[str, int], str | None]:
-    """What the health monitor found of each save, by rank 0's file (0: healthy), and why that is not known."""
+    """The recorded status of each save, by rank 0's file (0: healthy), or why it is not known."""
     try:
         found = checkpoint1_health.read(root)
     except CheckpointNotFoundError as error:

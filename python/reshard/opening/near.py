@@ -1,7 +1,7 @@
-"""Checkpoints that somebody may have meant who gave a path at which there is none: for hints of the command line.
+"""Finds checkpoints near a path at which there is none, for hints of the command line.
 
-A folder that holds no checkpoint is searched below; a path that does not exist is compared with the names that do.
-Bounded: few levels, few entries, and no file is opened that detection does not open.
+A folder without a checkpoint is searched below. A path that does not exist is compared with existing names. The search
+is limited in levels and entries, and opens only the files that detection opens.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ _MAX_FOUND = 3
 
 
 def near(path: str | os.PathLike[str]) -> list[str]:
-    """Paths of checkpoints near a path that is none: below it, or spelt like it.
+    """Paths of checkpoints below a path, or with a similar name.
 
     Args:
-        path: what was given.
+        path: the path without a checkpoint.
 
     Returns:
-        At most three paths; none if the path is a checkpoint, or nothing is near it.
+        At most three paths; empty if the path is a checkpoint, or nothing is found.
 
     Example:
-        >>> near("output/chekpoint")  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("output/checkpoint", 1, {"w": np.zeros(4)})
+        >>> near("output/chekpoint")
         ['output/checkpoint']
     """
     target = Path(path)
@@ -43,7 +45,7 @@ def near(path: str | os.PathLike[str]) -> list[str]:
             return [] if _is_checkpoint(target) else [str(found) for found in _below(target)]
         if os.path.lexists(target):
             return []
-        return [str(found) for found in _spelt_like(target)]
+        return [str(found) for found in _similar_paths(target)]
     except OSError:
         return []
 
@@ -58,7 +60,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Folders below one that are checkpoints, the nearest first."""
+    """Checkpoints below a folder, the nearest first."""
     found: list[Path] = []
     queue = deque([(folder, 0)])
     n_entries = 0
@@ -76,7 +78,7 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _folders(parent: Path) -> list[str]:
-    """Folders in a folder that are not hidden, by name."""
+    """Subfolders that are not hidden, sorted by name."""
     names: list[str] = []
     try:
         with os.scandir(parent) as entries:
@@ -90,8 +92,8 @@ def _folders(parent: Path) -> list[str]:
     return sorted(names)
 
 
-def _spelt_like(target: Path) -> list[Path]:
-    """Existing paths that differ from one that does not exist in the spelling of some of its components."""
+def _similar_paths(target: Path) -> list[Path]:
+    """Existing paths whose components are equal or similar to those of a path that does not exist."""
     missing: list[str] = []
     base = target
     while base != base.parent and not base.is_dir():
@@ -102,12 +104,12 @@ def _spelt_like(target: Path) -> list[Path]:
         found = [
             folder / other
             for folder in found
-            for other in ([name] if (folder / name).exists() else _like(folder, name))
+            for other in ([name] if (folder / name).exists() else _similar_names(folder, name))
         ][:_MAX_FOUND]
     return found
 
 
-def _like(folder: Path, name: str) -> list[str]:
+def _similar_names(folder: Path, name: str) -> list[str]:
     names: list[str] = []
     try:
         with os.scandir(folder) as entries:

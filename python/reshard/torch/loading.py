@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard import dtypes
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.layout import as_layout
 from reshard.layout.patterns import glob_of
 from reshard.outputs import as_array, fill
@@ -77,7 +77,9 @@ def read_for(
         5.0
     """
     # Formats without a file of counters keep them as tensors; they come as `checkpoint.common`.
-    counters = set(scalars.NAMES) - described.model.keys() if checkpoint.data.traits.counters_as_tensors else set()
+    counters = (
+        set(counter_tensors.NAMES) - described.model.keys() if checkpoint.data.traits.counters_as_tensors else set()
+    )
     keys = [key for key in checkpoint.keys(part) if key not in counters]
     mapping = described.layout
     if described.reason is not None:

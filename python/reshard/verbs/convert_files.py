@@ -1,9 +1,9 @@
-"""Each `.ckpt` file as a safetensors file of its own, singly or a whole tree of rank folders, mirrored.
+"""Converts `.ckpt` files to safetensors files one by one: a single file, or a tree of rank folders.
 
-What a rank held, the same rank holds afterwards: nothing is merged or cut, so no strategy is needed. The bytes are
-streamed by the core; every file appears whole or not at all. All sources are opened and all names checked before the
-first file is written. Once all are there, a rank folder gets a `meta.json` that names the new file where the old one
-named the source: from a Checkpoint 1.0 tree one that a run can resume from.
+Each rank keeps its tensors: nothing is merged or resharded, so no strategy is needed. The core streams the bytes, and
+each file is published atomically. All sources are opened and all names are checked before the first file is written. At
+the end, each rank folder gets a `meta.json` that names the new file if the old one named the source. So a run can
+resume from a converted Checkpoint 1.0 tree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reshard.errors import (
 )
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.ckpt import names as ckpt
-from reshard.formats.rank_file import RankFile, add_rank_file
+from reshard.formats.rank_file import OpenedRankFile, add_rank_file
 from reshard.small_files import parse_size, show
 from reshard.storage.publication import made_folder
 from reshard.strict_yaml import read_yaml
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ConvertFilesReport", "ConvertedFile", "convert_files"]
 
-NameMap = Mapping[str, str] | str | os.PathLike[str]
+FlatNameMap = Mapping[str, str] | str | os.PathLike[str]
 
 _SUFFIX = ".safetensors"
-_RANK_FOLDER = "rank"  # names of sub-folders that are entered begin so
-_MAX_NAMED = 3  # names that a message lists before it only counts
+_RANK_FOLDER = "rank"  # prefix of the names of subfolders that are searched
+_MAX_NAMED = 3  # names that a message lists before it only counts them
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class ConvertedFile:
     Attributes:
         source: the `.ckpt` file.
         path: the safetensors file.
-        n_tensors: tensors in it.
-        n_bytes: its size.
-        strings: values of the source that are text: they are in no safetensors file.
+        n_tensors: number of tensors in it.
+        n_bytes: size of the safetensors file.
+        strings: names of text values of the source, which are left out.
     """
 
     source: str
@@ -68,12 +68,12 @@ class ConvertedFile:
 
 @dataclass(frozen=True)
 class ConvertFilesReport:
-    """What was written.
+    """The result of `convert_files`.
 
     Attributes:
-        files: the files, in the order of their names.
-        seconds: how long it took.
-        warnings: what deserves a look.
+        files: the files, sorted by name.
+        seconds: duration.
+        warnings: problems that are not errors.
     """
 
     files: tuple[ConvertedFile, ...]
@@ -101,7 +101,7 @@ def convert_files(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str] | None = None,
     *,
-    name_map: NameMap | None = None,
+    name_map: FlatNameMap | None = None,
     name_regex: str | None = None,
     memory: str | int = "256MiB",
     threads: int | None = None,
@@ -109,33 +109,40 @@ def convert_files(
     overwrite: bool = False,
     progress: _core.Progress | None = None,
 ) -> ConvertFilesReport:
-    """Write each `.ckpt` file again as a safetensors file.
+    """Convert each `.ckpt` file to a safetensors file.
 
     Args:
-        src: a `.ckpt` file; or a folder: its `.ckpt` files and those in its sub-folders whose names begin with `rank`.
-        dst: the folder that gets the files, sub-folders and their `meta.json` as in `src`; of a single file also a name
-            that ends in `.safetensors`. None: each file beside its source, and `meta.json` as it was.
-        name_map: new names of tensors by their old ones, a mapping or a YAML or JSON file of one; others keep theirs.
-        name_regex: of a folder only files in whose names this regular expression is found.
-        memory: budget of the copy; what is used beyond it does not grow with the files.
-        threads: threads of the copy.
-        durable: sync each file before it takes its name.
-        overwrite: replace files that are there.
+        src: a `.ckpt` file, or a folder: its `.ckpt` files and those in its subfolders whose names begin with `rank`.
+        dst: the folder for the files, with the subfolders and `meta.json` files of `src`; for a single file also a path
+            that ends in `.safetensors`. None: each file is written beside its source, and `meta.json` is not changed.
+        name_map: new names of tensors by old names: a mapping, or a YAML or JSON file with one. Other tensors keep
+            their names.
+        name_regex: convert only those files of a folder whose names contain a match of this regular expression.
+        memory: size of the buffers, such as "256MiB" or a number of bytes. Other memory use does not grow with the
+            files.
+        threads: number of threads that copy.
+        durable: sync each file before it is published.
+        overwrite: replace existing files.
         progress: called as `progress(done_bytes, total_bytes)`.
 
     Returns:
-        What was written. Text values cannot be kept; each is named in a warning.
+        The written files. A warning lists text values, which safetensors cannot store.
 
     Raises:
         CheckpointNotFoundError: there is no such file, or no `.ckpt` file in the folder.
-        DestinationExistsError: a file is there, and `overwrite` was not given. Nothing was written.
-        ArgumentError: the name map gives two tensors of a file one name, or is none; the expression is none.
-        DamagedFileError, UnsupportedError: a source cannot be read. Unless it is its CRC that is wrong, nothing was
-            written; else the files before it in order were.
-        StorageError: reading or writing failed; the files before it in order were written.
+        DestinationExistsError: a file exists, and `overwrite` is False. Nothing was written.
+        ArgumentError: the name map or the expression is invalid, or two tensors of a file would have the same name.
+        DamagedFileError, UnsupportedError: a source cannot be read. Nothing was written, except for a wrong CRC: then
+            the files before it were written.
+        StorageError: reading or writing failed. The files before it were written.
 
     Example:
-        >>> reshard.convert_files("output/checkpoint", "safetensors/", name_map={"w": "model.w"})  # doctest: +SKIP
+        >>> import reshard
+        >>> record = "0a 12 0a 01 77 12 0d 08 02 12 05 55 49 6e 74 38 1a 02 00 01"  # the tensor `w` of two UInt8
+        >>> _ = Path("w.ckpt").write_bytes(bytes.fromhex(record))
+        >>> _ = reshard.convert_files("w.ckpt", name_map={"w": "model.w"})
+        >>> reshard.load_file("w.safetensors")
+        {'model.w': array([0, 1], dtype=uint8)}
     """
     started = time.monotonic()
     renamed = _read_names(name_map)
@@ -146,11 +153,11 @@ def convert_files(
         _check_free(planned)
     for path in {file.target.parent for file in planned}:
         if path.exists() and not path.is_dir():
-            raise DestinationExistsError(f"{show(str(path))} is no folder", path=str(path))
+            raise DestinationExistsError(f"{show(str(path))} is not a folder", path=str(path))
     buffers = _core.Buffers(parse_size(memory))
     joint = JointProgress(progress, sum(file.n_bytes for file in planned))
     written = [
-        _write(file, buffers, threads, joint.of_file(file.n_bytes), durable=durable)  # in the order of their names
+        _write(file, buffers, threads, joint.of_file(file.n_bytes), durable=durable)  # sorted by name
         for file in planned
     ]
     if source.is_dir() and dst is not None:
@@ -158,18 +165,18 @@ def convert_files(
     return ConvertFilesReport(tuple(written), time.monotonic() - started, tuple(_warnings(planned, renamed)))
 
 
-# -- what goes where
+# -- sources and destinations
 
 
 def _pairs(source: Path, target: Path | None, name_regex: str | None) -> list[tuple[Path, Path]]:
-    """Each file and what it becomes."""
+    """Each source file and its destination."""
     try:
         is_folder = source.is_dir()
     except OSError as error:
         raise StorageError(f"looking for {show(str(source))}: {error.strerror}", path=str(source)) from None
     if not is_folder:
         if name_regex is not None:
-            raise ArgumentError(f"`name_regex` chooses files of a folder; {show(str(source))} is none")
+            raise ArgumentError(f"`name_regex` selects files of a folder, but {show(str(source))} is not a folder")
         name = source.stem + _SUFFIX
         if target is None:
             return [(source, source.with_name(name))]
@@ -202,7 +209,7 @@ def _compiled(name_regex: str | None) -> _core.Expression | None:
 
 
 def _ckpt_files(folder: Path) -> list[Path]:
-    """The `.ckpt` files of a folder and of its rank folders, by name; links are not followed."""
+    """The `.ckpt` files of a folder and of its rank folders, sorted by name. Links are not followed."""
     found = []
     try:
         with os.scandir(folder) as entries:
@@ -218,7 +225,7 @@ def _ckpt_files(folder: Path) -> list[Path]:
 
 
 def _order(parts: tuple[str, ...]) -> tuple[object, ...]:
-    """Files of the folder itself first; rank_10 after rank_2."""
+    """Sort key: files of the folder itself first; rank_10 after rank_2."""
     return len(parts), [(len(part), part) for part in parts]
 
 
@@ -227,26 +234,26 @@ def _is_rank_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _check_free(planned: Sequence[_Planned]) -> None:
-    there = [file.target for file in planned if os.path.lexists(file.target)]
-    if there:
+    existing = [file.target for file in planned if os.path.lexists(file.target)]
+    if existing:
         raise DestinationExistsError(
-            f"{listed((show(str(path)) for path in there), 1)} exists",
-            path=str(there[0]),
-            hint="choose another destination, or give `overwrite=True` to replace what is there",
+            f"{listed((show(str(path)) for path in existing), 1)} exists",
+            path=str(existing[0]),
+            hint="choose another destination, or pass `overwrite=True` to replace existing files",
         )
 
 
 # -- names
 
 
-def _read_names(name_map: NameMap | None) -> dict[str, str]:
+def _read_names(name_map: FlatNameMap | None) -> dict[str, str]:
     if name_map is None:
         return {}
     names: object = name_map
     if isinstance(name_map, str | os.PathLike):
         names, _ = read_yaml(name_map, what="name map", error_class=ArgumentError)
     if not isinstance(names, Mapping):
-        raise ArgumentError(f"a name map holds new names by old ones, not {type(names).__name__}")
+        raise ArgumentError(f"a name map is a mapping of old names to new names, not {type(names).__name__}")
     for old, new in names.items():
         check_text(old, "name in a name map")
         check_text(new, f"new name of {show(old)}")
@@ -272,10 +279,10 @@ def _check_unique(source: Path, names: Sequence[tuple[str, str]]) -> None:
         other = old_of.setdefault(new, old)
         if other != old:
             raise ArgumentError(
-                f"{show(other)} and {show(old)} of {show(str(source))} would both be {show(new)}",
+                f"{show(other)} and {show(old)} of {show(str(source))} would both be named {show(new)}",
                 path=str(source),
                 key=old,
-                hint="give one of them another name in `name_map=`",
+                hint="choose another name for one of them in `name_map=`",
             )
 
 
@@ -288,14 +295,14 @@ def _warnings(planned: Sequence[_Planned], renamed: Mapping[str, str]) -> list[s
     unused = renamed.keys() - {old for file in planned for old, _ in file.names}
     if unused:
         names = listed(map(show, sorted(unused)), _MAX_NAMED)
-        warnings.append(f"the name map names tensors that no file holds: {names}")
+        warnings.append(f"the name map has names that are in no file: {names}")
     return warnings
 
 
 # -- bytes
 
 
-def _requested(index: _core.Index, opened: RankFile, names: Sequence[tuple[str, str]]) -> _core.Plan:
+def _requested(index: _core.Index, opened: OpenedRankFile, names: Sequence[tuple[str, str]]) -> _core.Plan:
     request = _core.Request()
     for old, new in names:
         index.add_whole(old, opened.file)
@@ -305,9 +312,9 @@ def _requested(index: _core.Index, opened: RankFile, names: Sequence[tuple[str, 
 
 
 def _write_metas(planned: Sequence[_Planned], *, durable: bool) -> None:
-    """Each `meta.json` that names a file that was converted, naming what that became."""
+    """Write each `meta.json` that names a converted file, with the name of the new file."""
     for folder in {file.source.parent for file in planned}:
-        # One that is missing or damaged is no more than that afterwards: a resume knows what to do then.
+        # A missing or damaged meta.json is not written: a resume can work without it.
         with contextlib.suppress(CheckpointNotFoundError, DamagedFileError):
             meta = checkpoint1.read_meta(folder)
             for file in planned:

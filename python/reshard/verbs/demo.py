@@ -1,7 +1,7 @@
-"""The main job on a small model, start to end: make it, cut it, re-cut it, merge it, and prove each step.
+"""A demonstration on a small model: write it, shard it, reshard it, merge it, and verify each step.
 
-The proof shares nothing with the geometry that it proves: shard files are opened one by one, and each array in them is
-compared, byte for byte, with the slice that numpy takes of the tensor that was made.
+The verification does not use reshard's geometry: shard files are opened one by one, and each array in them is compared,
+byte for byte, with the slice that numpy takes of the original tensor.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _ROW = ("o_proj", "down_proj")
 
 @dataclass(frozen=True)
 class DemoStep:
-    """One step of the demo, done and proven.
+    """One step of the demo and the result of its verification.
 
     Attributes:
-        name: "make", "cut TP2 x PP2", "re-cut TP4" or "merge".
-        path: what it wrote.
-        n_files: shard files that it wrote.
-        n_bytes: their bytes.
-        seconds: how long the writing took; the proof is not counted.
-        n_compared: arrays that were then compared with the model; 0 for the model itself.
-        different: keys that were not equal.
+        name: "make", "shard TP2 x PP2", "reshard TP4" or "merge".
+        path: the folder that it wrote.
+        n_files: number of shard files that it wrote.
+        n_bytes: bytes of these files.
+        seconds: duration of writing, without the verification.
+        n_compared: number of arrays that were compared with the model; 0 for the model itself.
+        different: keys of tensors that differ.
     """
 
     name: str
@@ -62,12 +62,12 @@ class DemoStep:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demo did.
+    """The result of the demo.
 
     Attributes:
-        n_tensors: tensors of the model.
-        n_bytes: their bytes.
-        steps: in the order in which they were done.
+        n_tensors: number of tensors of the model.
+        n_bytes: bytes of the tensors.
+        steps: the steps in order.
         equal: whether every tensor was equal after every step.
     """
 
@@ -84,12 +84,12 @@ def demo(
     on_step: Callable[[DemoStep], object] | None = None,
     progress: _core.Progress | None = None,
 ) -> DemoReport:
-    """Make a llama-like bf16 model, cut it TP2 x PP2, re-cut it to TP4, merge it, and compare all of it each time.
+    """Write a llama-like bf16 model, shard it TP2 x PP2, reshard it to TP4, merge it, and compare it each time.
 
     Args:
-        folder: where: an empty folder, or one to be made. Everything stays there, the layout files included.
-        n_bytes: about the size of the model, at least 1 MB; four times that is written.
-        on_step: called with each step when it is proven.
+        folder: an empty folder, or one that does not exist. All files stay there, including the layout files.
+        n_bytes: approximate size of the model in bytes, at least 1,000,000; four times as much is written.
+        on_step: called with each step after its verification.
         progress: called as `progress(done_bytes, total_bytes)` while a conversion writes.
 
     Raises:
@@ -106,10 +106,10 @@ def demo(
         (True, 39)
     """
     if n_bytes < 1_000_000:
-        raise ArgumentError(f"a model of {n_bytes} bytes cannot be cut into 4 parts; 1000000 are the least")
+        raise ArgumentError(f"a model of {n_bytes} bytes is too small for 4 parts; the minimum is 1000000")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DestinationExistsError(
-            f"{folder} is not an empty folder", path=str(folder), hint="give one that is empty or does not exist"
+            f"{folder} is not an empty folder", path=str(folder), hint="pass a folder that is empty or does not exist"
         )
     folder.mkdir(parents=True, exist_ok=True)
     shapes = _shapes(n_bytes)
@@ -120,26 +120,26 @@ def demo(
         if on_step is not None:
             on_step(steps[-1])
 
-    model, cut, recut, merged = (folder / name for name in ("hf", "tp2_pp2", "tp4", "merged"))
+    model, sharded, resharded, merged = (folder / name for name in ("hf", "tp2_pp2", "tp4", "merged"))
 
-    def convert_and_prove(source: Path, target: Path, mesh: dict[str, int] | None) -> DemoStep:
+    def convert_and_compare(source: Path, target: Path, mesh: dict[str, int] | None) -> DemoStep:
         layout = None if mesh is None else layout_of(mesh)
         if layout is not None:
             target.with_name(f"{target.name}.yaml").write_text(str(layout), encoding="utf-8")
-        # Not durable: nobody needs these files after a power cut, and a sync measures the disk.
+        # Not durable: the files are not needed after a crash, and a sync would dominate the time.
         report = convert(source, target, layout=layout, durable=False, progress=progress)
-        return _prove(report, model, 1 if mesh is None else mesh["tp"])
+        return _compare(report, model, 1 if mesh is None else mesh["tp"])
 
     step("make", lambda: _make(model, shapes))
-    step("cut TP2 x PP2", lambda: convert_and_prove(model, cut, {"pp": 2, "tp": 2}))
-    step("re-cut TP4", lambda: convert_and_prove(cut, recut, {"tp": 4}))
-    step("merge", lambda: convert_and_prove(recut, merged, None))
+    step("shard TP2 x PP2", lambda: convert_and_compare(model, sharded, {"pp": 2, "tp": 2}))
+    step("reshard TP4", lambda: convert_and_compare(sharded, resharded, {"tp": 4}))
+    step("merge", lambda: convert_and_compare(resharded, merged, None))
     total = sum(2 * math.prod(shape) for shape in shapes.values())
     return DemoReport(len(shapes), total, tuple(steps), equal=not any(step.different for step in steps))
 
 
 def layout_of(mesh: dict[str, int]) -> ModelLayout:
-    """The layout of the demo's model over a mesh with an axis `tp` and perhaps one `pp`.
+    """The layout of the demo's model over a mesh with an axis `tp` and optionally `pp`.
 
     Example:
         >>> print(layout_of({"tp": 4}))
@@ -174,7 +174,7 @@ def layout_of(mesh: dict[str, int]) -> ModelLayout:
 
 def _shapes(n_bytes: int) -> dict[str, Shape]:
     """The tensors of a llama-like model of about this size, under their Hugging Face names, in bf16."""
-    # About 54 hidden**2 parameters of 2 bytes. Every cut dim is a multiple of 16: 4 parts of it still differ.
+    # About 54 hidden**2 parameters of 2 bytes. Every sharded dim is a multiple of 16, so it divides by 4.
     hidden = max(64, math.isqrt(n_bytes // 108) // 32 * 32)
     kv, ffn, vocabulary = hidden // 2, hidden * 11 // 4, 4 * hidden
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, hidden)}
@@ -206,7 +206,7 @@ def _make(folder: Path, shapes: dict[str, Shape]) -> DemoStep:
     n_bytes = 0
     for number, keys in enumerate(groups.values(), 1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        # Any bits will do, and all kinds of NaN among them must come through.
+        # Random bits include all kinds of NaN, which must be preserved.
         bits = {key: np.frombuffer(generator.bytes(2 * math.prod(shapes[key])), np.uint16) for key in keys}
         arrays = [(key, "BF16", shapes[key], bits[key].reshape(shapes[key])) for key in keys]
         path = str(folder / name)
@@ -218,11 +218,11 @@ def _make(folder: Path, shapes: dict[str, Shape]) -> DemoStep:
     return DemoStep("", str(folder), len(groups), n_bytes, time.monotonic() - started)
 
 
-# -- the proof
+# -- the verification
 
 
-def _prove(report: ConvertReport, model: Path, tp: int) -> DemoStep:
-    """Compare every array in the files that were written with the model."""
+def _compare(report: ConvertReport, model: Path, tp: int) -> DemoStep:
+    """Compare every array in the written files with the model."""
     different: list[str] = []
     n_compared = 0
     with opening.open(model) as made, opening.open(report.path) as written:
@@ -249,7 +249,7 @@ def _prove(report: ConvertReport, model: Path, tp: int) -> DemoStep:
 
 
 def _expected(key: str, shape: Shape, tp: int) -> Iterator[Region]:
-    """The regions into which a tensor is to be cut, told once more by itself."""
+    """The expected regions of a tensor, computed without reshard's geometry."""
     name = key.split(".")[-2]
     dim = 0 if name in _COLUMN else 1 if name in _ROW else None
     if dim is None:
@@ -264,6 +264,6 @@ def _expected(key: str, shape: Shape, tp: int) -> Iterator[Region]:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """bf16 as the integers that hold its bits: NaNs are never equal as numbers."""
+    """bf16 as integers with the same bits, since NaNs are not equal as numbers."""
     assert array.dtype == ml_dtypes.bfloat16
     return array.view(np.uint16)

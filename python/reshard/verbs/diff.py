@@ -1,8 +1,8 @@
-"""Two checkpoints, tensor by tensor, whatever the format and the layout of each.
+"""Compares two checkpoints of any formats and layouts, tensor by tensor.
 
-Equal means that key, dtype, shape and every bit agree: NaN equals itself, and -0.0 is not 0.0. Bytes are compared
-first, and values are looked at only where bytes differ. Both sides are read box by box into the same two buffers, so
-that memory is a budget and not the size of a tensor. Counters and other files beside the tensors are not compared.
+Tensors are equal if key, dtype, shape and every bit are equal: a NaN equals a NaN with the same bits, and -0.0 differs
+from 0.0. Bytes are compared first, values only where bytes differ. Both sides are read region by region into two
+buffers, so memory use does not depend on the size of a tensor. Counters and files beside the tensors are not compared.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 __all__ = ["DiffReport", "TensorDifference", "diff"]
 
 _ALIGN_BYTES = 64
-# Compared at a time, so that what a comparison makes stays in the cache. A multiple of 8: a block is whole bytes.
+# Elements compared at a time, so that temporary arrays stay in the cache. A multiple of 8: a block is whole bytes.
 _BLOCK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not the same in both.
+    """A tensor that differs between the two checkpoints.
 
     Attributes:
         key: its name.
-        kind: "only in a", "only in b", "shape", "dtype" or "values": the first of these that applies.
-        dtype_a: its dtype in the first checkpoint, or None if it is not there.
-        dtype_b: its dtype in the second.
-        shape_a: its global shape in the first, in elements.
-        shape_b: its global shape in the second.
-        n_elements: elements of the tensor.
-        n_different: elements that differ; None where they cannot be compared: a side or the shape is missing. With two
-            dtypes values are compared, in double precision; with one, bits.
-        n_nan: of those, elements that are NaN on one side only.
-        max_abs: the largest absolute difference of two elements, those of `n_nan` left out; None where elements are
-            not compared, and for packed dtypes, whose values are not decoded.
+        kind: "only in a", "only in b", "shape", "dtype" or "values": the first that applies.
+        dtype_a: its dtype in the first checkpoint, or None if it is missing there.
+        dtype_b: its dtype in the second checkpoint, or None.
+        shape_a: its global shape in the first checkpoint in elements, or None.
+        shape_b: its global shape in the second checkpoint, or None.
+        n_elements: number of elements.
+        n_different: number of elements that differ; None if the tensor is missing on one side or the shapes differ.
+            Bits are compared if the dtypes are equal, else values in double precision.
+        n_nan: number of those elements that are NaN on one side only.
+        max_abs: the largest absolute difference of two elements, without those of `n_nan`. None if elements are not
+            compared, and for packed dtypes, which are not decoded.
     """
 
     key: str
@@ -64,14 +64,14 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
-        a: the folder or file that was read as the first checkpoint.
-        b: the second.
-        n_equal: tensors that are the same in both.
-        n_bytes: bytes of tensors that were read of both together.
-        differences: the tensors that are not, in the order of the first checkpoint, then those of the second alone.
+        a: the folder or file of the first checkpoint.
+        b: the folder or file of the second checkpoint.
+        n_equal: number of equal tensors.
+        n_bytes: bytes of tensors that were read from both.
+        differences: the tensors that differ, in the order of the first checkpoint, then those only in the second.
     """
 
     a: str
@@ -82,7 +82,7 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same tensors."""
+        """Whether all tensors are equal."""
         return not self.differences
 
 
@@ -101,21 +101,22 @@ def diff(
     """Compare the tensors of two checkpoints.
 
     Args:
-        a: anything that `reshard.open` opens.
-        b: another one; its format and layout may differ.
+        a: path of the first checkpoint: anything that `reshard.open` opens.
+        b: path of the second checkpoint; its format and layout may differ.
         part: "model", "optimizer" or "all". Hugging Face folders and plain files hold only model tensors.
-        strategy_a: of rank folders, how they make up whole tensors: as `strategy` of `reshard.open`.
-        strategy_b: the same of the second.
-        memory: budget of the buffers, such as "256MiB"; what is used beyond it does not grow with the model.
-        threads: threads of the copies.
+        strategy_a: the strategy of the first checkpoint, if it consists of rank folders; as `strategy` of
+            `reshard.open`.
+        strategy_b: the strategy of the second checkpoint.
+        memory: size of the buffers, such as "256MiB", or bytes. Other memory use does not depend on the model.
+        threads: number of threads that copy.
         progress: called as `progress(done_bytes, total_bytes)`.
 
     Returns:
-        What differs.
+        The differences.
 
     Raises:
-        CheckpointNotFoundError, DamagedFileError, CoverageError, StorageError: one of them cannot be opened or read.
-        ArgumentError: `part` or `memory` is none.
+        CheckpointNotFoundError, DamagedFileError, CoverageError, StorageError: a checkpoint cannot be opened or read.
+        ArgumentError: `part` or `memory` is invalid.
         LayoutError: rank folders without a strategy.
 
     Example:
@@ -139,15 +140,15 @@ def diff(
             if progress is not None:
                 progress(done, n_bytes)
         found = {pair.key: difference for pair in pairs if (difference := pair.difference()) is not None}
-        alone = set(keys) - other
-        found |= {key: _alone(left, key, is_a=True) for key in keys if key in alone}
+        unmatched = set(keys) - other
+        found |= {key: _unmatched(left, key, is_a=True) for key in keys if key in unmatched}
         differences = [found[key] for key in keys if key in found]
-        here = set(keys)
-        differences += [_alone(right, key, is_a=False) for key in right.keys(part) if key not in here]
+        known = set(keys)
+        differences += [_unmatched(right, key, is_a=False) for key in right.keys(part) if key not in known]
         return DiffReport(str(left.path), str(right.path), len(keys) - len(found), n_bytes, tuple(differences))
 
 
-def _alone(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:
+def _unmatched(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:
     info = opened[key]
     n = math.prod(info.shape)
     if is_a:
@@ -156,7 +157,7 @@ def _alone(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:
 
 
 class _Pair:
-    """A tensor that both have, and what was found out about it so far."""
+    """A tensor in both checkpoints, and the result of its comparison so far."""
 
     def __init__(self, key: str, left: Checkpoint, right: Checkpoint) -> None:
         a, b = left[key], right[key]
@@ -166,9 +167,9 @@ class _Pair:
         self.n_bytes = (a.n_bytes, b.n_bytes)
         packed = [dtypes.is_packed(dtype) for dtype in self.dtypes]
         self.is_packed = any(packed)
-        # The bits of a packed dtype mean nothing beside those of another dtype.
+        # Packed elements are not decoded, so they cannot be compared with another dtype.
         self.is_comparable = a.shape == b.shape and (a.dtype == b.dtype or not self.is_packed)
-        self.found = _Found()
+        self.found = _Counts()
 
     def difference(self) -> TensorDifference | None:
         kind: Literal["shape", "dtype", "values"]
@@ -191,18 +192,18 @@ class _Pair:
 
 
 @dataclass
-class _Found:
+class _Counts:
     n_different: int = 0
     n_nan: int = 0
     max_abs: float = 0.0
 
 
-# -- what is read at a time
+# -- regions that are read at a time
 
 
 @dataclass(frozen=True)
 class _Box:
-    """A region of a pair's tensor, and its bytes on both sides."""
+    """A region of a pair's tensor."""
 
     pair: _Pair
     offset: tuple[int, ...]
@@ -216,25 +217,25 @@ class _Box:
 
 
 def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_Box]]:
-    """Boxes that are read together: small tensors many at a time, large ones in parts."""
+    """Regions that are read at a time: several small tensors, or a part of a large one."""
     batch: list[_Box] = []
-    taken = 0
+    n_bytes = 0
     for pair in pairs:
         width = max(dtypes.bits(dtype) for dtype in pair.dtypes)
         for offset, shape in _boxes(pair.shapes[0], max(max_bytes * 8 // width, 1), width):
             box = _Box(pair, offset, shape)
             needed = _aligned(max(box.n_bytes))
-            if batch and taken + needed > max_bytes:
+            if batch and n_bytes + needed > max_bytes:
                 yield batch
-                batch, taken = [], 0
+                batch, n_bytes = [], 0
             batch.append(box)
-            taken += needed
+            n_bytes += needed
     if batch:
         yield batch
 
 
 def _boxes(shape: tuple[int, ...], max_elements: int, bits: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Regions that make up a tensor, each as large as may be. A region of packed elements is whole bytes."""
+    """Regions that cover a tensor, each as large as allowed. A region of packed elements has whole bytes."""
     n_elements = math.prod(shape)
     if n_elements <= max_elements:
         if n_elements:
@@ -260,7 +261,7 @@ def _aligned(n_bytes: int) -> int:
 
 
 class _Comparison:
-    """Two buffers, filled from both sides and compared, batch after batch."""
+    """Two buffers that are filled from both sides and compared, batch by batch."""
 
     def __init__(self, left: Checkpoint, right: Checkpoint, half_bytes: int, threads: int | None) -> None:
         self.sides = (left, right)
@@ -294,7 +295,7 @@ class _Comparison:
 
 
 def _compare(pair: _Pair, a: np.ndarray, b: np.ndarray) -> None:
-    """Compare the bytes of one box, block by block."""
+    """Compare the bytes of one region, block by block."""
     if pair.is_packed:
         bits = dtypes.bits(pair.dtypes[0])
         n_bytes = _BLOCK_ELEMENTS * bits // 8
@@ -310,7 +311,7 @@ def _compare(pair: _Pair, a: np.ndarray, b: np.ndarray) -> None:
         _compare_block(pair.found, values_a[block], values_b[block])
 
 
-def _compare_block(found: _Found, a: np.ndarray, b: np.ndarray) -> None:
+def _compare_block(found: _Counts, a: np.ndarray, b: np.ndarray) -> None:
     if a.dtype == b.dtype:
         bits = np.dtype(f"u{a.itemsize}")
         differs = a.view(bits) != b.view(bits)
@@ -318,10 +319,10 @@ def _compare_block(found: _Found, a: np.ndarray, b: np.ndarray) -> None:
             return
         a, b = a[differs], b[differs]
         found.n_different += a.size
-        if a.dtype.kind == "b":  # a byte may hold more than 0 and 1
+        if a.dtype.kind == "b":  # a byte may have other values than 0 and 1
             a, b = a.view(np.uint8), b.view(np.uint8)
         if a.dtype.kind in "iu":
-            # Unsigned subtraction is exact modulo 2**64, which the difference of two integers always fits.
+            # Unsigned subtraction is exact modulo 2**64, and the difference of two integers is below 2**64.
             wide = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
             found.max_abs = max(found.max_abs, float(wide.max()))
             return
@@ -333,5 +334,5 @@ def _compare_block(found: _Found, a: np.ndarray, b: np.ndarray) -> None:
     found.n_nan += int(np.count_nonzero(is_nan[0] ^ is_nan[1]))
     with np.errstate(invalid="ignore", over="ignore"):
         distance = np.where((x == y) | is_nan[0] | is_nan[1], 0.0, np.abs(x - y))
-    # Of complex infinities the difference can be NaN without an operand being it.
+    # The difference of complex infinities can be NaN although neither operand is NaN.
     found.max_abs = max(found.max_abs, float(np.nan_to_num(distance, nan=np.inf, posinf=np.inf).max(initial=0.0)))

@@ -1,9 +1,9 @@
-"""After a save, the same once more as whole tensors: what the original calls `integrated_save`.
+"""Writes a save again as whole tensors, for the configuration key `integrated_save` of MindSpore Transformers.
 
     <root>_integrated/iteration_<8 digits>/model.safetensors      a Hugging Face folder for each save
 
-All ranks write it together, each its share of the files, from the files of the save. That has succeeded whatever
-happens here, so what fails is a warning. Retention follows that of the saves by number.
+All ranks write it collectively from the files of the save, each a share of the files. The save itself has already
+succeeded, so errors are reported as warnings. The number of folders follows the retention of the saves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("reshard")
 
 
 def integrated_root(root: str | os.PathLike[str]) -> Path:
-    """Where the whole tensors of a root's saves lie.
+    """The folder with the whole tensors of a root's saves.
 
     Example:
         >>> str(integrated_root("output/checkpoint"))
@@ -52,20 +52,20 @@ def integrate(
     threads: int | None = None,
     timeout: float = 3600.0,
 ) -> list[str]:
-    """Write the tensors of a save whole, all ranks together. What `after` of `reshard.save` can call.
+    """Write the tensors of a save as whole tensors, on all ranks collectively. For `after` of `reshard.save`.
 
     Args:
         root: the checkpoint root.
-        report: of the save.
+        report: the report of the save.
         group: as in `reshard.save`.
-        keep: keep the newest so many folders of whole tensors; None: all.
-        durable: sync what is written.
+        keep: number of folders to keep, the newest ones; None: all.
+        durable: sync the files.
         private: as in `reshard.save`.
-        threads: threads of the copy.
+        threads: number of threads that copy.
         timeout: seconds that ranks wait for each other.
 
     Returns:
-        Warnings. Nothing is raised: the save itself is done.
+        Warnings. Errors are not raised, since the save itself has succeeded.
 
     Example:
         >>> import functools, numpy as np, reshard
@@ -90,13 +90,13 @@ def integrate(
             timeout=timeout,
         )
     except ReshardError as error:
-        _log.warning("iteration %d is saved, and not written whole: %s", report.iteration, error)
-        return [f"it is not written whole: {error.message}"]
+        _log.warning("iteration %d is saved, but not written as whole tensors: %s", report.iteration, error)
+        return [f"it is not written as whole tensors: {error.message}"]
     return _remove_outdated(target, keep)
 
 
 def _remove_outdated(target: Path, keep: int | None) -> list[str]:
-    """Remove the older folders, whichever rank comes first; what another has removed is gone, and that is fine."""
+    """Remove older folders. Several ranks may do so at once: folders that another rank has removed are ignored."""
     if keep is None:
         return []
     matches = [match for one in target.parent.iterdir() if (match := _FOLDER.fullmatch(one.name)) is not None]

@@ -1,9 +1,8 @@
-"""Proof of everything: every byte of every file of a checkpoint against its manifest, past the page cache.
+"""Compares every byte of every file of a checkpoint with its manifest, past the page cache.
 
-Unlike opening, which stops at the first fault, this goes on and names them all. Where there is no manifest, the
-structure is all that can be checked, and the report says so. Nothing is repaired or removed. The result for an
-iteration folder is recorded beside it (`formats.proofs`): retention keeps an iteration that was found whole, and does
-not count a damaged one.
+Opening stops at the first fault; this reports all faults. Without a manifest, only the structure is checked, and the
+report says so. Nothing is repaired or removed. The result for an iteration folder is recorded beside it
+(`formats.proofs`): retention keeps a verified iteration, and does not count a damaged one.
 """
 
 from __future__ import annotations
@@ -38,19 +37,20 @@ State: TypeAlias = Literal["whole", "damaged", "unreadable", "structure"]
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """What was found out about one checkpoint.
+    """The result for one checkpoint.
 
     Attributes:
-        path: its folder or file; in rank folders the first rank's file.
-        iteration: its number, or None.
-        verified: whether every byte was compared and found right; the same as `state == "whole"`.
-        n_files: files that were compared.
-        n_bytes: their bytes.
-        faults: what is wrong, and what could not be read.
-        state: "whole"; "damaged"; "unreadable": something could not be read, and what could be read is right; or
-            "structure": there is neither a manifest nor a CRC in each file, and the structure is right.
-        not_recorded: why the result is not recorded for retention; None: it is, or this is no iteration folder with a
-            manifest.
+        path: its folder or file; for rank folders the file of the first rank.
+        iteration: the iteration, or None.
+        verified: whether every byte was compared and is correct; the same as `state == "whole"`.
+        n_files: number of files that were compared.
+        n_bytes: bytes of these files.
+        faults: damage, and files that could not be read.
+        state: "whole": complete and correct; "damaged"; "unreadable": some files could not be read, and the others are
+            correct; "structure": the structure is correct, but without a manifest or a CRC in each file, bytes were not
+            compared.
+        not_recorded: why the result is not recorded for retention; None: it is recorded, or this is not an iteration
+            folder with a manifest.
     """
 
     path: str
@@ -65,13 +65,13 @@ class VerifiedCheckpoint:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was found out.
+    """The result of `verify`.
 
     Attributes:
-        path: what was verified.
-        checkpoints: of a root every iteration, newest first; of rank folders every save, in the order in which they
-            are tried; else the one.
-        seconds: how long it took.
+        path: the path that was verified.
+        checkpoints: for a root every iteration, newest first; for rank folders every save, in the order in which they
+            are tried; else one checkpoint.
+        seconds: duration.
     """
 
     path: str
@@ -80,7 +80,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong and everything could be read. Without a manifest a right structure is enough."""
+        """Whether there are no faults. Without a manifest, only the structure was checked."""
         return not any(one.faults for one in self.checkpoints)
 
     @property
@@ -102,18 +102,19 @@ def verify(
 
     Args:
         path: anything that `reshard.open` opens.
-        strategy: of rank folders, how they make up whole tensors: as in `reshard.open`.
-        direct: read shard files past the page cache, where the file system allows it: what the disk holds is proven.
-        threads: threads that read.
+        strategy: the strategy of rank folders, as in `reshard.open`.
+        direct: read shard files past the page cache, if the file system allows it, so that the content of the disk is
+            compared.
+        threads: number of threads that read.
         progress: called as `progress(done_bytes, total_bytes)`.
 
     Returns:
-        All faults, and the files that could not be read, for want of permission for example. What has no manifest is
-        checked in its structure and marked as not verified; but `.ckpt` files with a CRC are compared with that.
+        All faults, and the files that could not be read, for example for lack of permission. Without a manifest only
+        the structure is checked, and the result is not verified; but `.ckpt` files are compared with their CRC.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
-        StorageError: the root cannot be listed.
+        StorageError: the system failed to list the root.
 
     Example:
         >>> import numpy as np, reshard
@@ -125,15 +126,15 @@ def verify(
     started = time.monotonic()
     target = Path(path)
     order, saves = opening.iterations(target), opening.rank_saves(target)
-    jobs: Sequence[_Job | _SaveJob]
+    jobs: Sequence[_CheckpointJob | _SaveJob]
     if saves:
         known = opening.strategy_for(target, strategy)
         jobs = [_SaveJob(target, save, known) for save in saves]
     elif order is not None:
         found = sorted((*order.candidates, *order.refused), key=lambda one: -one.iteration)
-        jobs = [_Job(target / one.name, None, is_given=False) for one in found]
+        jobs = [_CheckpointJob(target / one.name, None, is_given=False) for one in found]
     else:
-        jobs = [_Job(target, strategy, is_given=True)]
+        jobs = [_CheckpointJob(target, strategy, is_given=True)]
     total, done = sum(job.n_bytes for job in jobs), 0
 
     def advance(n_bytes: int) -> None:
@@ -148,13 +149,13 @@ def verify(
     return VerifyReport(str(target), checkpoints, time.monotonic() - started)
 
 
-class _Job:
-    """One checkpoint: its manifest is read at once, so that the bytes of all are known before the first is read."""
+class _CheckpointJob:
+    """One checkpoint. Its manifest is read by the constructor, so that the total number of bytes is known."""
 
     def __init__(self, path: Path, strategy: StrategyLike | None, *, is_given: bool) -> None:
         self.path = path
         self.strategy = strategy
-        self.is_given = is_given  # and not found in a root
+        self.is_given = is_given  # False: found in a root
         self.faults: list[Fault] = []
         self.manifest: Manifest | None = None
         self.names: list[str] = []
@@ -162,7 +163,7 @@ class _Job:
         try:
             manifest = manifests.read(folder)
         except ReshardError:
-            return  # opening says what that means
+            return  # opening it reports the error
         if path.is_dir():
             self.manifest, self.names = manifest, list(manifest.shards)
         elif path.name in manifest.shards:
@@ -195,13 +196,13 @@ class _Job:
         iteration = None if self.manifest is None else self.manifest.iteration
         is_compared = self.manifest is not None
         if not self.faults:
-            # The files are what they were; whether together they are a checkpoint is told by opening them.
+            # The bytes are correct. Opening checks that the files form a checkpoint.
             try:
                 with opening.open(self.path, strategy=self.strategy) as opened:
                     iteration = opened.iteration
                     if self.manifest is None:
-                        proven = self._own_sums(opened._index)  # noqa: SLF001  what `scrub` does, told file by file
-                        n_files, n_bytes = len(proven), sum(proven)
+                        compared = self._compare_crcs(opened._index)  # noqa: SLF001  as `scrub`, file by file
+                        n_files, n_bytes = len(compared), sum(compared)
                         is_compared = n_files == len(opened.files())
             except ReshardError as error:
                 if isinstance(error, CheckpointNotFoundError) and self.is_given:
@@ -223,7 +224,7 @@ class _Job:
         )
 
     def _record(self, manifest: Manifest, before: str) -> str | None:
-        """Record the result; why it is not recorded, or None."""
+        """Record the result; returns why it cannot be recorded, or None."""
         first = next((fault for fault in self.faults if fault.is_damage), None)
         name = "" if first is None or first.file is None or first.file in first.message else f"{first.file}: "
         try:
@@ -232,20 +233,20 @@ class _Job:
             return error.message
         return None
 
-    def _own_sums(self, index: _core.Index) -> list[int]:
-        """Compare files that have a sum of their own, `.ckpt` with a CRC; the sizes of those."""
-        proven = []
+    def _compare_crcs(self, index: _core.Index) -> list[int]:
+        """Compare the `.ckpt` files that have a CRC with it; returns their sizes in bytes."""
+        compared = []
         for file in range(index.n_files):
             try:
                 if index.verify_crc(file):
-                    proven.append(index.file_bytes(file))
+                    compared.append(index.file_bytes(file))
             except ReshardError as error:
                 self.faults.append(fault_of(error, Path(index.file_path(file)).name))
-        return proven
+        return compared
 
 
 class _SaveJob:
-    """One save in rank folders: every file is opened and compared with its CRC, if it has one, then all together."""
+    """One save in rank folders: each file is opened and compared with its CRC, if it has one; then all are opened."""
 
     n_bytes = 0
 
@@ -253,15 +254,15 @@ class _SaveJob:
         self.root, self.save, self.strategy = root, save, strategy
 
     def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint:
-        del advance, direct, threads  # no sums are kept beside the files
+        del advance, direct, threads  # there are no checksums beside the files
         faults: list[Fault] = []
-        proven: list[int] = []
+        compared: list[int] = []
         for path in self.save.files.values():
             index = _core.Index()
             try:
                 file = add_rank_file(index, path).file
                 if index.verify_crc(file):
-                    proven.append(index.file_bytes(file))
+                    compared.append(index.file_bytes(file))
             except ReshardError as error:
                 faults.append(fault_of(error, str(path.relative_to(self.root))))
             index.close()
@@ -273,9 +274,9 @@ class _SaveJob:
             except ReshardError as error:
                 faults.append(fault_of(error, None))
         files = list(self.save.files.values())
-        state = _state(faults, is_compared=len(proven) == len(files))
+        state = _state(faults, is_compared=len(compared) == len(files))
         return VerifiedCheckpoint(
-            str(files[0]), iteration, state == "whole", len(proven), sum(proven), tuple(faults), state
+            str(files[0]), iteration, state == "whole", len(compared), sum(compared), tuple(faults), state
         )
 
 

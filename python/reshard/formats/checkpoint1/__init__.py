@@ -1,1 +1,1 @@
-"""Checkpoint 1.0: one folder for each rank, put together by the strategy files of the run."""
+"""Checkpoint 1.0: one folder for each rank. The strategy files of the run describe the shards."""

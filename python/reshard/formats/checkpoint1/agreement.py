@@ -1,8 +1,8 @@
-"""What the files of all ranks in one save have in common, and which rank's file is damaged where they do not.
+"""Checks that the files of all ranks belong to one save, and finds damaged files by comparing them.
 
-A `.ckpt` that was cut off between two records is well-formed: only the files of the other ranks tell what it lacks. So
-whoever takes a save, as one checkpoint or each rank its own file, compares the same facts of them here. What one file
-lacks and another has is damage of the first.
+A `.ckpt` file that is truncated between two records is well-formed. Only a comparison with the files of other ranks
+shows what is missing. If a file lacks something that another file has, the first is damaged. The same facts are
+compared whether a save is opened as one checkpoint or each rank opens its own file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ SAME_ON_ALL = ("epoch_num", "step_num", "global_step")
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What is compared of one rank's file.
+    """The facts of one rank's file that are compared.
 
     Attributes:
-        counters: those that it holds, by name.
-        has_crc: whether it ends with a CRC of its content; None: its format has none.
+        counters: the counters in it, by name.
+        has_crc: whether it ends with its CRC; None: the format has none.
     """
 
     counters: Mapping[str, int | float]
@@ -40,54 +40,54 @@ class FileFacts:
 
     @classmethod
     def of(cls, common: CommonInfo | None, *, has_crc: bool | None) -> FileFacts:
-        """Those of a file with these counters."""
-        values = {name: None if common is None else getattr(common, name) for name in scalars.NAMES}
+        """The facts of a file with these counters."""
+        values = {name: None if common is None else getattr(common, name) for name in counter_tensors.NAMES}
         return cls({name: value for name, value in values.items() if value is not None}, has_crc)
 
     def to_value(self) -> list[Any]:
-        """As JSON has it, for a message between ranks."""
+        """As a JSON value, for messages between ranks."""
         return [dict(self.counters), self.has_crc]
 
     @classmethod
     def from_value(cls, value: list[Any]) -> FileFacts:
-        """What `to_value` gave."""
+        """The inverse of `to_value`."""
         return cls(value[0], value[1])
 
 
 def faults_of(files: Mapping[int, FileFacts]) -> dict[int, str]:
-    """Why the files of some ranks cannot be whole and of one save with those of the others, by rank.
+    """Why the files of some ranks are truncated, or belong to another save than those of the others, by rank.
 
     Example:
         >>> faults_of({0: FileFacts({"step_num": 4}), 1: FileFacts({})})
-        {1: '`step_num` is not there, and in the file of rank 0 it is 4: cut short, or of another save'}
+        {1: '`step_num` is missing, in the file of rank 0 it is 4: truncated, or of another save'}
     """
     found: dict[int, str] = {}
-    for name in scalars.NAMES:
+    for name in counter_tensors.NAMES:
         holder = next((rank for rank, file in files.items() if name in file.counters), None)
         for rank, file in files.items():
             if holder is None or rank in found:
                 continue
             value, expected = file.counters.get(name), files[holder].counters[name]
             if value is None or (name in SAME_ON_ALL and value != expected):
-                told = "is not there" if value is None else f"is {value}"
+                state = "is missing" if value is None else f"is {value}"
                 found[rank] = (
-                    f"`{name}` {told}, and in the file of rank {holder} it is {expected}: cut short, or of another save"
+                    f"`{name}` {state}, in the file of rank {holder} it is {expected}: truncated, or of another save"
                 )
     holder = next((rank for rank, file in files.items() if file.has_crc), None)
     if holder is not None:
-        cut = (rank for rank, file in files.items() if file.has_crc is False)
-        found = dict.fromkeys(cut, f"it does not end with a sum, as the file of rank {holder} does: cut short") | found
+        truncated = (rank for rank, file in files.items() if file.has_crc is False)
+        found = dict.fromkeys(truncated, f"it has no CRC, but the file of rank {holder} has one: truncated") | found
     return dict(sorted(found.items()))
 
 
 def lacking(strategy: Strategy, files: Mapping[int, Collection[str]]) -> dict[int, str]:
-    """Which files lack tensors that others of their stage hold, by rank.
+    """The files that lack tensors that other files of the same stage hold, by rank.
 
-    Where each part is kept by one rank alone, nothing is missing: so does a run that writes no replicas.
+    If each shard is stored by one rank only, as without redundant copies, nothing is missing.
 
     Args:
-        strategy: how the run cut its tensors.
-        files: the keys that each rank's file holds; of every rank of the strategy.
+        strategy: the strategy of the run.
+        files: the keys in each rank's file, for every rank of the strategy.
     """
     n_devices = strategy.devices_per_stage
     held = Counter((rank // n_devices, key) for rank, keys in files.items() for key in keys)
@@ -99,7 +99,7 @@ def lacking(strategy: Strategy, files: Mapping[int, Collection[str]]) -> dict[in
         by_stage[stage].add(key)
     missing = {rank: sorted(by_stage[rank // n_devices].difference(keys)) for rank, keys in files.items()}
     return {
-        rank: f"{listed(map(show, keys))}: not there, and other ranks of stage {rank // n_devices} hold it: cut short"
+        rank: f"{listed(map(show, keys))}: missing, but other ranks of stage {rank // n_devices} hold it: truncated"
         for rank, keys in sorted(missing.items())
         if keys
     }

@@ -1,12 +1,12 @@
-"""Which save of a Checkpoint 1.0 tree is tried first, which next, and which never: the order of candidates.
+"""The order in which the saves of a Checkpoint 1.0 tree are tried, and the saves that are never tried.
 
-A save is one file of every rank. The idea of the format: each rank's `meta.json` names what it saved last, so the
-oldest that any of them names is the last save that every rank had ended. It comes first, then those before it, then
-those of earlier runs in the same folder. What is newer was not ended everywhere. Without any `meta.json` that is of
-use, or if the configuration says so, the times of the files decide.
+A save consists of one file per rank. Each rank's `meta.json` names its last save, so the oldest save that any of them
+names is the newest save that every rank has completed. It is tried first, then the saves before it, then those of
+earlier runs in the same folder. Newer saves are incomplete on some rank. Without a valid `meta.json`, or if the
+configuration requests it, the modification times of the files decide.
 
-A save that not every rank has is no candidate for any, however good the files of the others: it keeps its place in
-the order with the fault that says so. Whether files are whole is found out by opening them. No disk, no clock.
+A save that some rank does not have keeps its position in the order, with a fault. Damage inside of files is found when
+they are opened. This module does not access the disk or the clock.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint1.names import Extension
 
-__all__ = ["RankFolder", "Save", "SaveOrder", "name_of_rank", "order_saves"]
+__all__ = ["RankFolder", "SaveCandidate", "SaveOrder", "name_of_rank", "order_saves"]
 
-_MAX_NAMED = 4  # ranks that a message lists before it only counts
+_MAX_NAMED = 4  # ranks that a message lists before it only counts them
 
 
 @dataclass(frozen=True)
 class RankFolder:
-    """What is known of one rank's folder before a file in it is opened.
+    """The content of one rank's folder, without opening weight files.
 
     Attributes:
-        files: `(name, time)` of the weight files: nanoseconds at which each was last written.
-        meta: what its meta.json says; None: there is none, or it is of no use.
-        meta_fault: why a meta.json that is there is of no use.
+        files: `(name, time)` of the weight files; modification times in nanoseconds.
+        meta: content of meta.json; None: it is missing or invalid.
+        meta_fault: why an existing meta.json is invalid.
     """
 
     files: tuple[tuple[str, int], ...]
@@ -43,13 +43,13 @@ class RankFolder:
 
 
 @dataclass(frozen=True)
-class Save:
-    """One save, and why it stands where it does, or why it is no candidate.
+class SaveCandidate:
+    """A save, and the reason for its position in the order, or for its exclusion.
 
     Attributes:
-        name: what tells it from others: the name of rank 0's file.
-        reason: half a sentence: "named by every meta.json".
-        fault: why it is not whole, as far as names tell: ranks that lack it.
+        name: the name of rank 0's file, which identifies the save.
+        reason: a phrase such as "named by every meta.json".
+        fault: why it is incomplete, as far as names show: the ranks without a file.
     """
 
     name: str
@@ -59,23 +59,23 @@ class Save:
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """In which order the saves of a tree are tried.
+    """The order in which the saves of a tree are tried.
 
     Attributes:
-        candidates: best first; those with a fault are passed over.
-        refused: those that are never tried, newest first.
-        n_ranks: ranks that a save is made of.
-        warnings: what is wrong with the tree itself, in sentences.
+        candidates: best first; those with a fault are skipped.
+        refused: saves that are never tried, newest first.
+        n_ranks: number of ranks of a save.
+        warnings: problems of the tree itself.
     """
 
-    candidates: tuple[Save, ...]
-    refused: tuple[Save, ...]
+    candidates: tuple[SaveCandidate, ...]
+    refused: tuple[SaveCandidate, ...]
     n_ranks: int
     warnings: tuple[str, ...] = ()
 
 
 def name_of_rank(save: str, rank: int) -> str:
-    """The name of a rank's file of a save.
+    """The name of a rank's file in a save.
 
     Example:
         >>> name_of_rank("llama_rank_0_1-20_2.ckpt", 3), name_of_rank("net.safetensors", 3)
@@ -95,13 +95,13 @@ def order_saves(
     """Put the saves of a tree in the order in which they are tried.
 
     Args:
-        ranks: every rank folder, by rank.
-        by_time: whatever meta.json says, the newest file comes first.
-        extension: only files of this one.
-        named: only the save of this name: any rank's, with or without its extension.
+        ranks: the content of every rank folder, by rank.
+        by_time: sort by modification time, and ignore meta.json.
+        extension: only files with this extension.
+        named: only this save, by the name of any rank's file, with or without extension.
 
     Returns:
-        The order. It may hold no candidate at all: then the reasons are in `refused` and `warnings`.
+        The order. If it has no candidate, `refused` and `warnings` give the reasons.
 
     Example:
         >>> meta = Meta(20, 2, "x_rank_0-20_2.ckpt")
@@ -118,26 +118,26 @@ def order_saves(
     if len(ranks) < n_ranks:
         warnings.append(f"there is no folder of {_ranks(ranks, n_ranks)}")
     metas = _metas(ranks, warnings)
-    refused: list[Save] = []
-    left: list[_Save] = []
+    refused: list[SaveCandidate] = []
+    left: list[_SaveFiles] = []
     for save in saves:
         if extension is not None and not save.name.endswith(f".{extension}"):
-            refused.append(Save(save.name, f"no `.{extension}` file, and load_ckpt_format asks for these"))
+            refused.append(SaveCandidate(save.name, f"not a `.{extension}` file, which load_ckpt_format requires"))
         else:
             left.append(save)
     if named is not None:
-        wanted = _names_meant(named, extension)
+        wanted = _matching_names(named, extension)
         reason = "named by resume_training"
         chosen = [save for save in left if save.name in wanted]
-        refused += [Save(save.name, f"{show(named)} was asked for") for save in left if save not in chosen]
+        refused += [SaveCandidate(save.name, f"{show(named)} is requested") for save in left if save not in chosen]
         if not chosen:
-            warnings.append(f"no rank has a file of the save {show(named)}, which was asked for")
-        told = [(save, reason) for save in sorted(chosen, key=_by_name, reverse=True)]
+            warnings.append(f"no rank has a file of the requested save {show(named)}")
+        ordered = [(save, reason) for save in sorted(chosen, key=_by_name, reverse=True)]
     elif by_time or not metas:
-        told = _in_time(left, by_time=by_time, warnings=warnings)
+        ordered = _by_time(left, is_requested=by_time, warnings=warnings)
     else:
-        told = _by_meta(left, metas, n_ranks, refused)
-    candidates = tuple(Save(save.name, reason, _fault(save, n_ranks)) for save, reason in told)
+        ordered = _by_meta(left, metas, n_ranks, refused)
+    candidates = tuple(SaveCandidate(save.name, reason, _fault(save, n_ranks)) for save, reason in ordered)
     return SaveOrder(candidates, tuple(refused), n_ranks, tuple(warnings))
 
 
@@ -145,14 +145,14 @@ def order_saves(
 
 
 @dataclass(frozen=True)
-class _Save:
-    """A save as its files tell.
+class _SaveFiles:
+    """The files of a save.
 
     Attributes:
-        name: as in `Save`.
-        file: what the name says; None: it is named otherwise.
-        ranks: those that have a file of it.
-        time: at which the last of them was written, in nanoseconds.
+        name: as in `SaveCandidate`.
+        file: the parsed name; None: it has another form.
+        ranks: the ranks that have a file of it.
+        time: latest modification time of its files, in nanoseconds.
     """
 
     name: str
@@ -161,25 +161,27 @@ class _Save:
     time: int
 
 
-def _saves(ranks: Mapping[int, RankFolder], warnings: list[str]) -> list[_Save]:
-    """The saves, newest by name first; a file that lies in another rank's folder belongs to none."""
+def _saves(ranks: Mapping[int, RankFolder], warnings: list[str]) -> list[_SaveFiles]:
+    """The saves, newest by name first. Files in the folder of another rank are ignored."""
     found: dict[str, dict[int, int]] = {}
-    strange: list[str] = []
+    misplaced: list[str] = []
     for rank, folder in sorted(ranks.items()):
         for name, time in folder.files:
             parsed = parse_file_name(name)
             if parsed is not None and parsed.rank != rank:
-                strange.append(f"rank_{rank}/{name}")
+                misplaced.append(f"rank_{rank}/{name}")
                 continue
             found.setdefault(name if parsed is None else parsed.of_rank(0).name, {})[rank] = time
-    if strange:
-        warnings.append(f"files in the folder of another rank are ignored: {listed(map(show, strange), 1)}")
-    saves = [_Save(name, parse_file_name(name), frozenset(times), max(times.values())) for name, times in found.items()]
+    if misplaced:
+        warnings.append(f"files in the folder of another rank are ignored: {listed(map(show, misplaced), 1)}")
+    saves = [
+        _SaveFiles(name, parse_file_name(name), frozenset(times), max(times.values())) for name, times in found.items()
+    ]
     return sorted(saves, key=_by_name, reverse=True)
 
 
-def _by_name(save: _Save) -> tuple[bool, bool, int, int, int, bool, str]:
-    """From older to newer as names tell: runs, epochs and steps only grow. Weights alone are the last resort."""
+def _by_name(save: _SaveFiles) -> tuple[bool, bool, int, int, int, bool, str]:
+    """Sort key by name, oldest first: runs, epochs and steps only increase. Files with weights only come first."""
     file = save.file
     if file is None:
         return (False, False, 0, 0, 0, False, save.name)
@@ -187,21 +189,21 @@ def _by_name(save: _Save) -> tuple[bool, bool, int, int, int, bool, str]:
     return (True, file.kind == "full", number, file.epoch, file.step, file.extension == "safetensors", save.name)
 
 
-def _fault(save: _Save, n_ranks: int) -> str | None:
+def _fault(save: _SaveFiles, n_ranks: int) -> str | None:
     n_missing = n_ranks - len(save.ranks)
     return f"{_ranks(save.ranks, n_ranks)} {'have' if n_missing > 1 else 'has'} no file of it" if n_missing else None
 
 
 def _ranks(there: Collection[int], n_ranks: int) -> str:
-    """The ranks that are missing, in words."""
+    """The ranks that are missing, for messages."""
     n_missing = n_ranks - len(there)
-    # The largest rank comes out of a folder's name: only as many are looked at as are named.
+    # The largest rank comes from the name of a folder and can be huge: only the listed ranks are enumerated.
     absent = (rank for rank in range(n_ranks) if rank not in there)
     return f"rank{'s' if n_missing > 1 else ''} {listed(absent, _MAX_NAMED, n_items=n_missing)}"
 
 
-def _names_meant(named: str, extension: Extension | None) -> set[str]:
-    """The saves that a name can mean: of any rank, with or without an extension."""
+def _matching_names(named: str, extension: Extension | None) -> set[str]:
+    """The saves that a name can refer to: the file of any rank, with or without an extension."""
     names = [named, f"{named}.{extension}"] if extension else [named, f"{named}.safetensors", f"{named}.ckpt"]
     return {name_of_rank(name, 0) for name in names}
 
@@ -210,7 +212,7 @@ def _names_meant(named: str, extension: Extension | None) -> set[str]:
 
 
 def _metas(ranks: Mapping[int, RankFolder], warnings: list[str]) -> dict[int, FileName]:
-    """What the meta.json of each rank names, of those that are of use."""
+    """The file that each valid meta.json names, by rank."""
     metas: dict[int, FileName] = {}
     faults: dict[int, str] = {}
     for rank, folder in sorted(ranks.items()):
@@ -222,52 +224,56 @@ def _metas(ranks: Mapping[int, RankFolder], warnings: list[str]) -> dict[int, Fi
         else:
             faults[rank] = folder.meta_fault or "is missing"
     if all(folder.meta is None and folder.meta_fault is None for folder in ranks.values()):
-        return metas  # weights alone, and trees of another origin, never have one: there is none to miss
+        return metas  # files with weights only, and trees of other origin, never have a meta.json
     by_fault: dict[str, list[int]] = {}
     for rank, fault in faults.items():
         by_fault.setdefault(fault, []).append(rank)
     for fault, of in by_fault.items():
         named = listed((f"rank_{rank}" for rank in of), _MAX_NAMED)
-        warnings.append(f"meta.json of {named} is passed over: {fault}")
+        warnings.append(f"meta.json of {named} is skipped: {fault}")
     return metas
 
 
 def _by_meta(
-    saves: list[_Save], metas: Mapping[int, FileName], n_ranks: int, refused: list[Save]
-) -> list[tuple[_Save, str]]:
-    """The oldest save that a meta.json names, those before it, those of earlier runs."""
+    saves: list[_SaveFiles], metas: Mapping[int, FileName], n_ranks: int, refused: list[SaveCandidate]
+) -> list[tuple[_SaveFiles, str]]:
+    """The oldest save that a meta.json names, the saves before it, and those of earlier runs."""
     base_rank = min(metas, key=lambda rank: (metas[rank].epoch, metas[rank].step, metas[rank].run or 0, rank))
     base = metas[base_rank]
     is_of_all = len(metas) == n_ranks and len({meta.of_rank(0) for meta in metas.values()}) == 1
     who = "every meta.json" if is_of_all else f"rank_{base_rank}/meta.json"
-    told: list[tuple[_Save, str]] = []
+    ordered: list[tuple[_SaveFiles, str]] = []
     for save in saves:
         file = save.file
         if file is None or file.prefix != base.prefix or file.kind != base.kind:
-            refused.append(Save(save.name, f"not of the saves `{base.prefix}` that {who} names"))
+            refused.append(SaveCandidate(save.name, f"not one of the saves `{base.prefix}` that {who} names"))
             continue
         is_newer = (file.epoch, file.step) > (base.epoch, base.step)
         run, base_run = file.run or 0, base.run or 0
         if run > base_run:
-            refused.append(Save(save.name, f"of a later run than {base.suffix}, which {who} names: it was not ended"))
+            refused.append(
+                SaveCandidate(save.name, f"of a later run than {base.suffix}, which {who} names: incomplete")
+            )
         elif is_newer and run < base_run:
-            refused.append(Save(save.name, f"left behind by a later run, of which {who} names {base.suffix}"))
+            refused.append(SaveCandidate(save.name, f"abandoned by a later run, of which {who} names {base.suffix}"))
         elif is_newer:
-            refused.append(Save(save.name, f"newer than {base.suffix}, which {who} names: not every rank had ended it"))
+            refused.append(
+                SaveCandidate(save.name, f"newer than {base.suffix}, which {who} names: incomplete on some rank")
+            )
         elif run < base_run:
-            told.append((save, f"of an earlier run, not beyond {base.suffix}, which {who} names"))
+            ordered.append((save, f"of an earlier run, up to {base.suffix}, which {who} names"))
         elif (file.epoch, file.step) == (base.epoch, base.step):
-            told.append((save, f"named by {who}" if is_of_all else f"named by {who}, the oldest of those named"))
+            ordered.append((save, f"named by {who}" if is_of_all else f"named by {who}, the oldest save that is named"))
         else:
-            told.append((save, f"before {base.suffix}, which {who} names"))
-    return told
+            ordered.append((save, f"before {base.suffix}, which {who} names"))
+    return ordered
 
 
 # -- by time
 
 
-def _in_time(saves: list[_Save], *, by_time: bool, warnings: list[str]) -> list[tuple[_Save, str]]:
-    """From the newest file to the oldest; of equal times the names tell. Weights alone are the last resort here too."""
+def _by_time(saves: list[_SaveFiles], *, is_requested: bool, warnings: list[str]) -> list[tuple[_SaveFiles, str]]:
+    """Newest file first; at equal times sorted by name. Files with weights only come last."""
     full = [save for save in saves if save.file is None or save.file.kind == "full"]
     rest = [save for save in saves if save not in full]
     newest_first = [
@@ -278,8 +284,8 @@ def _in_time(saves: list[_Save], *, by_time: bool, warnings: list[str]) -> list[
     for prefix in dict.fromkeys(save.file.prefix for save in full if save.file is not None):
         names = [_by_name(save) for save in newest_first if save.file is not None and save.file.prefix == prefix]
         if names != sorted(names, reverse=True):
-            warnings.append("the times of the files contradict their names: were they copied? The times count")
+            warnings.append("the times of the files contradict their names, as after a copy; the times are used")
             break
-    why = "as resume_by_last_timestamp_ckpt asks" if by_time else "since no meta.json is of use"
+    why = "as resume_by_last_timestamp_ckpt requests" if is_requested else "since there is no valid meta.json"
     reasons = [f"the newest by time, {why}", *("next by time" for _ in newest_first)]
     return list(zip(newest_first, reasons, strict=False))

@@ -1,9 +1,9 @@
-"""`<root>/../health_ckpts.json`: what a health monitor found at each save of a Checkpoint 1.0 root.
+"""`<root>/../health_ckpts.json`: the status that a health monitor recorded for each save of a Checkpoint 1.0 root.
 
     [{"is_health": 0, "ckpt_name": "llama_rank_0-20_2.safetensors"}, ...]
 
-The word says the opposite of what is meant: 0 is healthy, 1 is not. Rank 0's file stands for those of all ranks. Which
-saves are loaded for it is for `resume` to say.
+In spite of the key's name, 0 means healthy and 1 means not healthy. Rank 0's file name stands for the files of all
+ranks. `resume` decides which saves are loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_BYTES = 64 << 20
 
 
 def health_path(root: str | os.PathLike[str]) -> Path:
-    """Where the file of a root lies.
+    """The path of the health file of a root.
 
     Example:
         >>> str(health_path("output/checkpoint"))
@@ -37,11 +37,11 @@ def health_path(root: str | os.PathLike[str]) -> Path:
 
 
 def read(root: str | os.PathLike[str]) -> dict[str, int]:
-    """What was found of each save, by the name of the file: 0 is healthy, 1 is not. Entries of another form are none.
+    """The status of each save by the name of rank 0's file: 0 is healthy, 1 is not. Invalid entries are ignored.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        DamagedFileError: it is no JSON, or holds no list.
+        DamagedFileError: it is not JSON, or not a list.
         StorageError: the system failed to read it.
 
     Example:
@@ -62,20 +62,20 @@ def read(root: str | os.PathLike[str]) -> dict[str, int]:
 def note(
     root: str | os.PathLike[str], name: str, status: int, mode: int = 0o666, *, durable: bool = True
 ) -> str | None:
-    """Add what was found at a save.
+    """Add the status of a save.
 
     Args:
         root: the checkpoint root.
-        name: rank 0's file.
-        status: 0: healthy, 1: not.
-        mode: permission bits of the file, less the umask.
+        name: name of rank 0's file.
+        status: 0: healthy, 1: not healthy.
+        mode: permission bits of the file, before the umask.
         durable: sync it before this returns.
 
     Returns:
-        A warning, if what was there was no such file and is replaced; else None.
+        A warning if an invalid file was replaced; else None.
 
     Raises:
-        StorageError: the system failed; the file is as it was.
+        StorageError: the system failed; the file is unchanged.
 
     Example:
         >>> import tempfile
@@ -91,7 +91,7 @@ def note(
     except CheckpointNotFoundError:
         records = []
     except DamagedFileError as error:
-        records, warning = [], f"what was known of the health of earlier saves is lost: {error.message}"
+        records, warning = [], f"the recorded health of earlier saves is lost: {error.message}"
     text = json.dumps([*records, {"is_health": status, "ckpt_name": name}])
     write_file_atomically(path, text, mode, durable=durable)
     return warning
@@ -100,5 +100,5 @@ def note(
 def _records(path: Path) -> list[Any]:
     records = read_json(path, _MAX_BYTES)
     if not isinstance(records, list):
-        raise DamagedFileError(f"{show(str(path))} holds no list of saves", path=str(path))
+        raise DamagedFileError(f"{show(str(path))} does not hold a list of saves", path=str(path))
     return records

@@ -1,12 +1,12 @@
-"""A Checkpoint 1.0 tree of MindSpore Transformers: names of folders and files, and `meta.json`.
+"""Names of folders and files in a Checkpoint 1.0 tree of MindSpore Transformers, and `meta.json`.
 
     <root>/rank_<r>/<prefix>_rank_<r>[_<k>]-<epoch>_<step>.{safetensors|ckpt}    k: the run, absent for the first
-    <root>/rank_<r>/meta.json                                                    what this rank saved last
-    <root>_network/rank_<r>/...-network-<epoch>_<step>.*                         the weights alone
-    <root>_trainable/rank_<r>/...-trainable_params-<epoch>_<step>.*              the weights that are trained
+    <root>/rank_<r>/meta.json                                                    the last save of this rank
+    <root>_network/rank_<r>/...-network-<epoch>_<step>.*                         the weights only
+    <root>_trainable/rank_<r>/...-trainable_params-<epoch>_<step>.*              the trained weights only
 
-All ranks' files of one save differ in the rank alone. Trees of other origin, whose rank folders hold a file of any
-name, are known by their folders. This module opens no weight file; which save a restart uses is for `resume` to say.
+The files of one save differ only in the rank. Trees of other origin, whose rank folders hold a file of any name, are
+recognised by their folders. This module opens no weight file. `resume` decides which save a restart uses.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 META_FILE = "meta.json"
 STRATEGY_FOLDER = "strategy"
-"""Where the strategy files of a run lie: beside its root, as the original has it, or in it."""
+"""Name of the folder of a run's strategy files: beside its root, as in MindSpore Transformers, or in it."""
 
 Extension = Literal["safetensors", "ckpt"]
 FileKind = Literal["full", "network", "trainable"]
@@ -58,7 +58,7 @@ EXTENSIONS: tuple[Extension, ...] = ("safetensors", "ckpt")
 
 _TAGS: dict[FileKind, str] = {"full": "", "network": "-network", "trainable": "-trainable_params"}
 _KINDS: dict[str, FileKind] = {tag: kind for kind, tag in _TAGS.items()}
-# No leading zeros, so that a name that was parsed and printed is the same file; 18 digits fit 64 bits.
+# No leading zeros, so that parsing and formatting a name gives the same name; 18 digits fit into 64 bits.
 _INT = "(0|[1-9][0-9]{0,17})"
 _RANK_FOLDER = re.compile("rank_" + _INT)
 _FILE = re.compile(
@@ -67,7 +67,7 @@ _FILE = re.compile(
 _SUFFIX = re.compile(r"[-_]?(?:[0-9]{1,18}-)?(?:[0-9]{1,18}_)?[0-9]{1,18}")
 _LAST_NUMBERS = re.compile(r"([0-9]{1,18})_([0-9]{1,18})$")
 _MAX_META_BYTES = 1 << 16
-_MAX_NAMED = 3  # names that a message lists before it only counts
+_MAX_NAMED = 3  # names that a message lists before it only counts them
 
 
 # -- names
@@ -75,14 +75,14 @@ _MAX_NAMED = 3  # names that a message lists before it only counts
 
 @dataclass(frozen=True)
 class FileName:
-    """What the name of a rank's file says.
+    """The parsed name of a rank's file.
 
     Attributes:
-        prefix: what stands before `_rank_`.
-        rank: whose file it is.
-        run: number of the run in this root; None: the first, which writes none.
-        kind: "full": weights and optimizer; "network": weights; "trainable": the weights that are trained.
-        epoch: the loop's epoch, of sinks in sink mode.
+        prefix: the text before `_rank_`.
+        rank: the rank that wrote the file.
+        run: number of the run in this root; None: the first run, which writes no number.
+        kind: "full": weights and optimizer; "network": weights; "trainable": the trained weights.
+        epoch: epoch of the training loop; in sink mode an epoch is one sink.
         step: the step in it.
         extension: "safetensors" or "ckpt".
 
@@ -108,16 +108,16 @@ class FileName:
 
     @property
     def suffix(self) -> str:
-        """What tells a save from others of the same prefix: "20_2", of a later run "1-20_2"."""
+        """The part that identifies a save among those with the same prefix: "20_2", or "1-20_2" for a later run."""
         return f"{'' if self.run is None else f'{self.run}-'}{self.epoch}_{self.step}"
 
     def of_rank(self, rank: int) -> FileName:
-        """The file that another rank wrote in the same save."""
+        """The name of another rank's file in the same save."""
         return replace(self, rank=rank)
 
 
 def parse_file_name(name: str) -> FileName | None:
-    """What the name of a rank's file says, parsed from the right: a prefix may hold dashes. None if it is no such name.
+    """Parse the name of a rank's file, from the right, since a prefix may contain dashes. None if it does not match.
 
     Example:
         >>> parse_file_name("my-run_rank_1-network-20_2.ckpt")
@@ -138,7 +138,7 @@ def parse_file_name(name: str) -> FileName | None:
 
 
 def rank_folder_name(rank: int) -> str:
-    """The folder of a rank.
+    """The name of a rank's folder.
 
     Raises:
         ArgumentError: it is not an integer from 0 to 10**18 - 1.
@@ -153,7 +153,7 @@ def rank_folder_name(rank: int) -> str:
 
 
 def parse_rank_folder(name: str) -> int | None:
-    """The rank in the name of a folder; None if it is no such name.
+    """The rank in the name of a folder; None if it does not match.
 
     Example:
         >>> parse_rank_folder("rank_3"), parse_rank_folder("rank_03")
@@ -163,38 +163,40 @@ def parse_rank_folder(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-# -- what is in a tree
+# -- listing a tree
 
 
 def rank_folders(root: str | os.PathLike[str]) -> dict[int, Path]:
-    """The folders `rank_<r>` of a root, by rank, ascending; there may be gaps.
+    """The folders `rank_<r>` of a root, by rank in ascending order; there may be gaps.
 
-    A link to a folder is that folder: ranks may have been gathered from several hosts. What else bears such a name is
-    an error: passed over, it would make a smaller world, of which a part can look like the whole.
+    Symbolic links to folders are accepted, since ranks may have been collected from several hosts. Any other entry with
+    such a name is an error: if it were skipped, an incomplete tensor could look complete.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
-        DamagedFileError: what is called `rank_<r>` is no folder.
+        DamagedFileError: an entry `rank_<r>` is not a folder.
         StorageError: it cannot be listed.
 
     Example:
-        >>> rank_folders("output/checkpoint")[1].name  # doctest: +SKIP
+        >>> for rank in range(2):
+        ...     os.makedirs(f"checkpoint/rank_{rank}")
+        >>> rank_folders("checkpoint")[1].name
         'rank_1'
     """
     found = rank_entries(root)
     for rank, path in found.items():
         if not os.path.isdir(path):  # noqa: PTH112  it never raises
-            what = "a link that leads to no folder" if path.is_symlink() else "no folder"
+            what = "a link that does not lead to a folder" if path.is_symlink() else "not a folder"
             raise DamagedFileError(
-                f"{show(str(path))} is {what}, and bears the name of rank {rank}'s",
+                f"{show(str(path))} is {what}, but has the name of the folder of rank {rank}",
                 path=str(path),
-                hint="bring the rank's folder here, or rename what is none",
+                hint="copy the rank's folder here, or rename the entry",
             )
     return found
 
 
 def is_root(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is the root of such a tree: it holds a `rank_<r>` folder.
+    """Whether a folder is the root of such a tree: it contains a folder `rank_<r>`.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
@@ -204,25 +206,28 @@ def is_root(path: str | os.PathLike[str]) -> bool:
 
 
 def rank_entries(root: str | os.PathLike[str]) -> dict[int, Path]:
-    """Whatever is called `rank_<r>`, a folder or not, by rank, ascending. Raises as `is_root`."""
+    """The entries named `rank_<r>`, folders or not, by rank in ascending order. Raises as `is_root`."""
     found = {rank: Path(root) / name for name in _names(root) if (rank := parse_rank_folder(name)) is not None}
     return dict(sorted(found.items()))
 
 
 def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -> list[FileName]:
-    """The files of one rank's folder that are named as above, by run, epoch and step.
+    """The weight files of one rank's folder with a name as above, sorted by run, epoch and step.
 
     Args:
-        folder: `rank_<r>`.
-        kind: only these; None: all.
+        folder: the folder `rank_<r>`.
+        kind: only files of this kind; None: all.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
 
     Example:
-        >>> [file.suffix for file in list_files("output/checkpoint/rank_0")]  # doctest: +SKIP
-        ['10_2', '15_2', '20_2', '1-25_2']
+        >>> os.makedirs("run/rank_0")
+        >>> for suffix in ("-20_2", "-15_2", "_1-25_2"):
+        ...     Path(f"run/rank_0/llama_rank_0{suffix}.ckpt").touch()
+        >>> [file.suffix for file in list_files("run/rank_0")]
+        ['15_2', '20_2', '1-25_2']
     """
     found = [
         parsed
@@ -233,9 +238,9 @@ def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -
 
 
 def list_weight_files(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of the weight files of one rank's folder, whatever they are called, sorted.
+    """Names of all weight files of one rank's folder, sorted.
 
-    What is no regular file, a link for example, is named too: it is refused when it is opened, and told to be that.
+    Entries that are not regular files, such as links, are included. They are refused when they are opened.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
@@ -245,7 +250,7 @@ def list_weight_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _names(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of what is in a folder."""
+    """Names of the entries of a folder."""
     path = os.fspath(folder)
     try:
         with os.scandir(folder) as entries:
@@ -261,11 +266,11 @@ def _names(folder: str | os.PathLike[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Meta:
-    """What a rank saved last, under the names of the file.
+    """The last save of a rank, with the field names of the file.
 
     Attributes:
         last_epoch: the epoch in the file's name.
-        last_step: the step in it.
+        last_step: the step in the file's name.
         last_ckpt_file: the file's name.
     """
 
@@ -278,8 +283,8 @@ def read_meta(folder: str | os.PathLike[str]) -> Meta:
     """Read the `meta.json` of a rank's folder.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        DamagedFileError: it is no such JSON, or names no file of a save with this epoch and step.
+        CheckpointNotFoundError: there is no such file.
+        DamagedFileError: it is invalid, or epoch, step and the file's name contradict each other.
         StorageError: the system failed to read it.
 
     Example:
@@ -308,15 +313,21 @@ def read_meta(folder: str | os.PathLike[str]) -> Meta:
     if parsed is None:
         raise damaged("`last_ckpt_file` is not the name of a rank's file")
     if [parsed.epoch, parsed.step] != numbers:
-        raise damaged(f"`last_ckpt_file` is {show(parsed.name)}, and epoch and step are {numbers[0]} and {numbers[1]}")
+        raise damaged(f"`last_ckpt_file` is {show(parsed.name)}, but epoch and step are {numbers[0]} and {numbers[1]}")
     return Meta(numbers[0], numbers[1], parsed.name)
 
 
 def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o666, *, durable: bool = True) -> None:
-    """Write the `meta.json` of a rank's folder, atomically; the file that it names must be durable already.
+    """Write the `meta.json` of a rank's folder atomically. The file that it names must be durable already.
+
+    Args:
+        folder: the folder of the rank.
+        meta: the content.
+        mode: permission bits of the file, before the umask.
+        durable: sync it before this returns.
 
     Raises:
-        StorageError: the system failed; the old one is as it was.
+        StorageError: the system failed; the old file is unchanged.
     """
     content = {
         "last_epoch": meta.last_epoch,
@@ -326,37 +337,39 @@ def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o666, *,
     write_file_atomically(Path(folder) / META_FILE, json.dumps(content), mode, durable=durable)
 
 
-# -- one file of every rank, whatever the names
+# -- one file of every rank
 
 
 def choose_by_suffix(
     root: str | os.PathLike[str], suffix: str | None = None, *, extension: Extension | None = None
 ) -> dict[int, Path]:
-    """One file of each rank folder, told by how its name ends; no file is opened, and `meta.json` is not asked.
+    """Choose one file of each rank folder by the end of its name. No file is opened, and `meta.json` is not read.
 
     Args:
         root: the folder of the `rank_<r>` folders.
-        suffix: "20_2" (epoch and step), "1-20_2" (of a later run) or "2", also with a dash or an underscore before it:
-            the file whose name without extension ends so, after a dash or an underscore; of several runs the first.
-            None: the only file, or of several the highest epoch and step that every rank has.
-        extension: "safetensors" or "ckpt"; None: whichever there is.
+        suffix: "20_2" (epoch and step), "1-20_2" (of a later run) or "2", optionally with a leading dash or underscore.
+            It selects the file whose name without extension ends with it, after a dash or an underscore; of several
+            runs the first. None: the only file, or the highest epoch and step that every rank has.
+        extension: "safetensors" or "ckpt"; None: either.
 
     Returns:
-        The files, by rank. Whether these are all ranks that there should be is not known here.
+        The files by rank. Missing ranks are not detected here.
 
     Raises:
-        ArgumentError: the suffix is no such text; it fits several files of a rank; or there are files of both
-            extensions.
-        CheckpointNotFoundError: there is no rank folder; a rank has no such file, or none that all others have too.
-        DamagedFileError: what is called `rank_<r>` is no folder.
+        ArgumentError: the suffix is invalid; it matches several files of a rank; or there are files of both extensions.
+        CheckpointNotFoundError: there is no rank folder; or a rank has no such file, or none that all ranks have.
+        DamagedFileError: an entry `rank_<r>` is not a folder.
         StorageError: a folder cannot be listed.
 
     Example:
-        >>> choose_by_suffix("output/checkpoint", "15_2")[1].name  # doctest: +SKIP
-        'llama_rank_1-15_2.safetensors'
+        >>> os.makedirs("ranks/rank_0")
+        >>> for suffix in ("-20_2", "-15_2"):
+        ...     Path(f"ranks/rank_0/llama_rank_0{suffix}.ckpt").touch()
+        >>> choose_by_suffix("ranks", "15_2")[0].name
+        'llama_rank_0-15_2.ckpt'
     """
     if suffix is not None and _SUFFIX.fullmatch(suffix) is None:
-        raise ArgumentError(f"{show(suffix)} is no suffix of a checkpoint file", hint='write it as "20_2" or "1-20_2"')
+        raise ArgumentError(f"{show(suffix)} is not a suffix of checkpoint files", hint='write "20_2" or "1-20_2"')
     shown = show(os.fspath(root))
     folders = rank_folders(root)
     if not folders:
@@ -368,23 +381,27 @@ def choose_by_suffix(
         ]
         for rank, folder in folders.items()
     }
-    asked = "no weight file" if suffix is None else f"no weight file that ends in {show(suffix)}"
+    wanted = "no weight file" if suffix is None else f"no weight file that ends in {show(suffix)}"
     missing = [folders[rank].name for rank, found in names.items() if not found]
     if missing:
         there = list_weight_files(Path(root) / missing[0]) if suffix is not None else []
         raise CheckpointNotFoundError(
-            f"{shown} holds {asked} in {_some(missing)}",
+            f"{shown} holds {wanted} in {_some(missing)}",
             path=os.fspath(root),
             hint=f"{missing[0]} holds {_some(there)}" if there else None,
         )
     if len({name.rpartition(".")[2] for found in names.values() for name in found}) > 1:
-        raise ArgumentError(f"{shown} holds both .safetensors and .ckpt files: which are meant?", path=os.fspath(root))
+        raise ArgumentError(
+            f"{shown} holds both .safetensors and .ckpt files",
+            path=os.fspath(root),
+            hint="move the files with one of the extensions to another folder",
+        )
     numbers = [{_last_numbers(name) for name in found} for found in names.values()]
     if suffix is None and numbers != [{None}] * len(numbers):
         common = set.intersection(*numbers) - {None}
         if not common:
             raise CheckpointNotFoundError(
-                f"there is no epoch and step of which every rank folder of {shown} holds a file", path=os.fspath(root)
+                f"there is no epoch and step for which every rank folder of {shown} has a file", path=os.fspath(root)
             )
         best = max(one for one in common if one is not None)
         names = {rank: [name for name in found if _last_numbers(name) == best] for rank, found in names.items()}
@@ -392,7 +409,7 @@ def choose_by_suffix(
     parsed = {None if one is None else one.of_rank(0) for one in map(parse_file_name, chosen.values())}
     if len(parsed) > 1 and None not in parsed:
         raise CheckpointNotFoundError(
-            f"the rank folders of {shown} hold files of several saves, and not all of one: {_some(chosen.values())}",
+            f"the rank folders of {shown} hold files of different saves: {_some(chosen.values())}",
             path=os.fspath(root),
         )
     return {rank: folders[rank] / name for rank, name in chosen.items()}
@@ -411,15 +428,15 @@ def _last_numbers(name: str) -> tuple[int, int] | None:
 
 
 def _shortest(folder: Path, names: list[str], suffix: str | None) -> str:
-    # The shorter name is that of the earlier run; of different epochs it is a matter of their digits.
+    # The shorter name belongs to the earlier run. For different epochs, the length depends on their digits.
     is_one_save = len(set(map(_last_numbers, names))) == 1
     shortest = [name for name in names if len(name) == min(map(len, names))] if is_one_save else names
     if len(shortest) > 1:
-        asked = "the suffix" if suffix is None else show(suffix)
+        wanted = "the suffix" if suffix is None else show(suffix)
         raise ArgumentError(
-            f"{show(str(folder))} holds several files that {asked} fits: {_some(shortest)}",
+            f"{show(str(folder))} holds several files that match {wanted}: {_some(shortest)}",
             path=str(folder),
-            hint='say epoch and step, such as "20_2", of a later run "1-20_2"',
+            hint='pass epoch and step, such as "20_2", or "1-20_2" for a later run',
         )
     return shortest[0]
 

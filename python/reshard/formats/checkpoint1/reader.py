@@ -1,9 +1,9 @@
-"""Rank folders, opened as one checkpoint: each rank's own file holds its part of every tensor, a strategy tells where.
+"""Reads rank folders as one checkpoint: each rank's file holds its shard of every tensor.
 
-A Checkpoint 1.0 root is such a tree, and so is any folder of `rank_<number>` folders. Nothing in the files says how
-their arrays make up the whole tensors. With the strategy of the run that is known, and proven to leave no hole; copies
-that several ranks hold are replicas, so it does not matter whether each of them wrote its own. Without one, only what
-is no array at all (counters) can be told to be whole; everything else can be read rank by rank, and not as a tensor.
+A Checkpoint 1.0 root is such a tree, and so is any folder of `rank_<number>` folders. The files do not record the
+positions of their arrays in the whole tensors. With the strategy of the run, the positions are known, and the coverage
+of every tensor is checked. Copies of a shard on several ranks are replicas; any of them is sufficient. Without a
+strategy, only counters are known to be whole; all other tensors can be read rank by rank only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions, StrategyLike, Unplaced
     from reshard.formats.checkpoint1.candidates import SaveOrder
     from reshard.formats.checkpoint1.replicas import AssumedReplicas
-    from reshard.formats.rank_file import RankFile
+    from reshard.formats.rank_file import OpenedRankFile
     from reshard.layout.like import DeviceLayout
 
 __all__ = [
@@ -76,18 +76,18 @@ class Checkpoint1(Format):
     traits = TRAITS
 
     def detect(self, path: Path) -> Match:
-        """By the names of the folders; a folder named like a rank's can hold something else, which describes itself."""
+        """By the names of the folders, except a folder `rank_<r>` that holds another format."""
         if not path.is_dir():
             return Match.NO
         is_one_rank = rank_of_folder(path) is not None and not _is_described(path)
         return Match.YES if is_one_rank or checkpoint1.is_root(path) else Match.NO
 
     def is_root(self, path: Path) -> bool:
-        """Whether it holds folders of ranks."""
+        """Whether it contains rank folders."""
         return checkpoint1.is_root(path)
 
     def open(self, path: Path, options: OpenOptions) -> CheckpointData:
-        """The best save that every rank has, or the best file of one rank."""
+        """Open the best save that every rank has, or the best file of one rank."""
         open_it = open_rank_folders if self.is_root(path) else open_rank_folder
         return open_it(path, options.strategy, options.method)
 
@@ -96,26 +96,26 @@ CHECKPOINT1 = Checkpoint1()
 
 
 def _is_described(folder: Path) -> bool:
-    """Whether a folder that has the name of a rank holds something else, such as an iteration or a conversion."""
+    """Whether a folder named like a rank folder holds another format, such as an iteration or a conversion."""
     names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
     return any(os.path.lexists(folder / name) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFoldersData(CheckpointData):
-    """Files of ranks, one each, as one checkpoint.
+    """The files of all ranks, one per rank, as one checkpoint.
 
     Attributes:
         files: the file of each rank.
         all_keys: names of all tensors in order; None: those of the index.
-        without_place: tensors whose parts have no known position.
-        known_strategy: the strategy, if there is one.
-        followed: tensors that the strategy does not list, and the parameters whose layout they have.
-        replicas: stored keys of which several ranks hold arrays that are read as replicas.
-        replicas_of: of each tensor, the stored keys among these of which it is made.
+        without_place: tensors whose shards have no known position.
+        known_strategy: the strategy, or None.
+        followed: tensors that the strategy does not list, with the parameters whose layout they have.
+        replicas: stored keys whose arrays on several ranks are assumed to be replicas.
+        replicas_of: for each tensor, those of these stored keys that it consists of.
     """
 
-    files: Mapping[int, RankFile]
+    files: Mapping[int, OpenedRankFile]
     all_keys: tuple[str, ...] | None = None
     without_place: Mapping[str, Unplaced] = field(default_factory=dict)
     known_strategy: Strategy | None = None
@@ -124,19 +124,19 @@ class RankFoldersData(CheckpointData):
     replicas_of: Mapping[str, frozenset[str]]
 
     def keys(self) -> Sequence[str] | None:
-        """All tensors in the order of the files."""
+        """All tensors, in the order of the files."""
         return self.all_keys
 
     def unplaced(self) -> Mapping[str, Unplaced]:
-        """Tensors that no strategy describes."""
+        """Tensors without a position."""
         return self.without_place
 
     def strategy(self) -> Strategy | None:
-        """The strategy, if there is one."""
+        """The strategy, or None."""
         return self.known_strategy
 
     def file_name(self, file: int) -> str:
-        """With the folder of the rank: the files of all ranks can have the same name."""
+        """Including the folder of the rank, since the files of all ranks can have the same name."""
         return str(Path(self.index.file_path(file)).relative_to(self.path))
 
     def rank_files(self) -> Mapping[int, list[int]]:
@@ -144,28 +144,28 @@ class RankFoldersData(CheckpointData):
         return {rank: [file.file] for rank, file in self.files.items()}
 
     def world_size(self) -> int:
-        """As many ranks as there are files."""
+        """The number of files."""
         return len(self.files)
 
     def extra_state(self, rank: int) -> dict[str, Any]:
-        """From the files beside the weights of a rank."""
+        """Read from the files beside the weights of a rank."""
         paths = {number: file.path for number, file in self.files.items()}
-        alone = next(iter(paths.values())) if len(paths) == 1 else None  # the folder of one rank, opened by itself
-        return checkpoint1_state.read(paths.get(rank, alone), paths.get(0))
+        only = next(iter(paths.values())) if len(paths) == 1 else None  # the folder of one rank was opened
+        return checkpoint1_state.read(paths.get(rank, only), paths.get(0))
 
     def device_layouts(self, shapes: Callable[[], Shapes]) -> Mapping[str, DeviceLayout]:
-        """As the strategy records them."""
+        """From the strategy."""
         if self.known_strategy is None:
             return super().device_layouts(shapes)
         known = device_layouts(self.known_strategy, shapes(), self.followed)
         return {key: layout for key, layout in known.items() if layout is not None}
 
     def layout_mapping(self, shapes: Callable[[], Shapes]) -> Mapping[str, Any] | None:
-        """As the strategy records it."""
+        """From the strategy."""
         return None if self.known_strategy is None else named_mapping(self.known_strategy, shapes(), self.followed)
 
     def view(self, index: _core.Index, lock: int | None) -> Self:
-        """Without the strategy, which is about the stored tensors."""
+        """Without the strategy, which describes the stored tensors."""
         view = super().view(index, lock)
         known, made = self.replicas.key_of, {}
         for key in index.keys() if known else ():
@@ -175,7 +175,7 @@ class RankFoldersData(CheckpointData):
         return replace(view, all_keys=None, without_place={}, known_strategy=None, followed={}, replicas_of=made)
 
     def check(self, keys: Collection[str] | None) -> None:
-        """Compare what ranks hold of tensors that are read as replicas because the strategy does not list them."""
+        """Compare the copies of tensors that are assumed to be replicas, since the strategy does not list them."""
         found = self.replicas_of if keys is None else {key for key in keys if key in self.replicas_of}
         stored = {source for key in found for source in self.replicas_of[key]}
 
@@ -186,21 +186,28 @@ class RankFoldersData(CheckpointData):
         self.replicas.check(stored, opened)
 
 
-def rank_files(checkpoint: Checkpoint) -> Mapping[int, RankFile]:
-    """The file of each rank of a checkpoint of rank folders; of any other none."""
+def rank_files(checkpoint: Checkpoint) -> Mapping[int, OpenedRankFile]:
+    """The file of each rank in a checkpoint of rank folders; empty for other formats."""
     return checkpoint.data.files if isinstance(checkpoint.data, RankFoldersData) else {}
 
 
 def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
-    """Open the best save of a folder of rank folders that every rank has whole.
+    """Open the best save in rank folders that is complete on every rank.
+
+    Args:
+        root: the folder of the rank folders.
+        strategy: the strategy of the run; None: the one in the folder `strategy` in or beside the root, if any.
+        method: how files are read.
 
     Raises:
         CheckpointNotFoundError: the folder of a rank is missing, or there are no weight files.
-        DamagedFileError: no save is whole; the message names each and its fault.
-        UnsupportedError, LayoutError, MismatchError: the strategy is none, or is not that of these files.
+        DamagedFileError: no save is complete; the message lists each with its fault.
+        UnsupportedError, LayoutError, MismatchError: the strategy is invalid, or does not match the files.
 
     Example:
-        >>> open_rank_folders(Path("output/checkpoint"), "output/strategy", "auto").common.step_num  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("run", 40, {"w": np.zeros(4)}, format="checkpoint1")
+        >>> open_rank_folders(Path("run"), None, "auto").common.step_num
         40
     """
     known = strategy_for(root, strategy)
@@ -210,11 +217,16 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
 
 
 def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
-    """Open the folder of one rank: what its best file holds is taken for whole tensors.
+    """Open the folder of one rank. The arrays in its best file are read as whole tensors.
+
+    Args:
+        folder: the folder of the rank.
+        strategy: a strategy of one rank, or None.
+        method: how files are read.
 
     Raises:
-        CheckpointNotFoundError: there is no weight file, or the strategy is one of several ranks.
-        DamagedFileError: no file is whole.
+        CheckpointNotFoundError: there is no weight file, or the strategy has several ranks.
+        DamagedFileError: no file is complete.
     """
     rank = rank_of_folder(folder) or 0
     known = None if strategy is None else as_strategy(strategy)
@@ -222,13 +234,13 @@ def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.
     n_others = len(checkpoint1.rank_entries(_named(folder).parent)) - 1
     if known is None and n_others > 0:
         _log.warning(
-            "%s is opened alone: the arrays of rank %d are taken for whole tensors, and %d rank folders lie beside it",
+            "%s is opened without other ranks: arrays of rank %d are read as whole tensors; %d more rank folders exist",
             folder,
             rank,
             n_others,
         )
     order = order_of_saves({rank: folder})
-    # That the other ranks have no files here is no fault.
+    # Missing files of other ranks are not a fault here.
     candidates = tuple(replace(save, fault=None) for save in order.candidates)
     return _open_best(folder, {rank: folder}, replace(order, candidates=candidates), known, method)
 
@@ -236,7 +248,7 @@ def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.
 def _open_best(
     root: Path, folders: Mapping[int, Path], order: SaveOrder, strategy: Strategy | None, method: _core.ReadMethod
 ) -> CheckpointData:
-    """Open the first save that every rank has whole. A strategy that does not fit is no reason to try another one."""
+    """Open the first save that is complete on every rank. An error of the strategy is raised at once."""
     faults: dict[str, str] = {}
     for save in order.candidates:
         if save.fault is not None:
@@ -252,18 +264,18 @@ def _open_best(
         for warning in order.warnings:
             _log.warning("%s: %s", root, warning)
         for name, reason in faults.items():
-            _log.warning("%s: %s passed over: %s", root, name, reason)
+            _log.warning("%s: %s skipped: %s", root, name, reason)
         return replace(data, skipped=tuple(faults.items()))
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
     if not lines:
         raise CheckpointNotFoundError(f"the rank folders of {show(str(root))} hold no weight files", path=str(root))
-    told = "".join(f"\n  {line}" for line in lines)
-    raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{told}", path=str(root))
+    listing = "".join(f"\n  {line}" for line in lines)
+    raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{listing}", path=str(root))
 
 
 def files_of(save: str, folders: Mapping[int, Path]) -> dict[int, Path]:
-    """The file of each rank of a save; it is told by the name of any of them.
+    """The file of each rank in a save, from the name of any of them.
 
     Example:
         >>> files_of("llama_rank_0-20_2.ckpt", {1: Path("rank_1")})[1].as_posix()
@@ -277,11 +289,11 @@ class RankSave:
     """A save in rank folders.
 
     Attributes:
-        name: what tells it from others: the name of rank 0's file.
-        files: the file of each rank, there or not.
-        why: half a sentence on why it stands where it does, or is never opened.
-        fault: ranks that have no file of it; None: all have one.
-        is_candidate: whether `open` would try it.
+        name: the name of rank 0's file, which identifies the save.
+        files: the path of each rank's file, whether it exists or not.
+        why: the reason for its position in the order, or for its exclusion.
+        fault: the ranks without a file of it; None: all have one.
+        is_candidate: whether `open` tries it.
     """
 
     name: str
@@ -295,28 +307,31 @@ def rank_saves(root: Path) -> tuple[RankSave, ...]:
     """The saves of a folder of rank folders, as `opening.rank_saves` returns them. Raises StorageError."""
     folders = checkpoint1.rank_folders(root)
     order = order_of_saves(folders)
-    told = [(save, True) for save in order.candidates] + [(save, False) for save in order.refused]
+    saves = [(save, True) for save in order.candidates] + [(save, False) for save in order.refused]
     return tuple(
         RankSave(save.name, files_of(save.name, folders), save.reason, save.fault, is_candidate)
-        for save, is_candidate in told
+        for save, is_candidate in saves
     )
 
 
 def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
-    """In which order the saves of rank folders are tried; no weight file is opened.
+    """The order in which the saves of rank folders are tried. No weight file is opened.
 
     Raises:
         StorageError: a folder cannot be listed.
 
     Example:
-        >>> [save.name for save in order_of_saves(rank_folders("output/checkpoint")).candidates]  # doctest: +SKIP
-        ['llama_rank_0-20_2.safetensors', 'llama_rank_0-15_2.safetensors']
+        >>> import numpy as np, reshard
+        >>> for iteration in (20, 40):
+        ...     _ = reshard.save("two_saves", iteration, {"w": np.zeros(4)}, format="checkpoint1")
+        >>> [save.name for save in order_of_saves({0: Path("two_saves/rank_0")}).candidates]
+        ['CKP_rank_0-1_40.safetensors', 'CKP_rank_0-1_20.safetensors']
     """
     return order_saves({rank: look_at(folder) for rank, folder in folders.items()})
 
 
 def look_at(folder: Path) -> RankFolder:
-    """What one rank's folder offers; no weight file is opened.
+    """List one rank's folder. No weight file is opened.
 
     Raises:
         StorageError: the folder cannot be listed.
@@ -327,15 +342,15 @@ def look_at(folder: Path) -> RankFolder:
     except CheckpointNotFoundError:
         pass
     except DamagedFileError as error:
-        # It is told with the folder's name.
+        # Messages add the name of the folder.
         fault = error.message.replace(show(str(folder / checkpoint1.META_FILE)), "it", 1).removeprefix("it: ")
     return RankFolder(tuple(_weight_files(folder)), meta, fault)
 
 
 def _weight_files(folder: Path) -> Iterator[tuple[str, int]]:
-    """Names and times of the weight files of a rank."""
+    """Names and modification times of the weight files of a rank."""
     for name in checkpoint1.list_weight_files(folder):
-        with contextlib.suppress(FileNotFoundError):  # retention may remove one meanwhile
+        with contextlib.suppress(FileNotFoundError):  # retention may delete a file meanwhile
             yield name, (folder / name).lstat().st_mtime_ns
 
 
@@ -345,7 +360,7 @@ def rank_of_folder(folder: Path) -> int | None:
 
 
 def _named(folder: Path) -> Path:
-    """A folder under the name that tells its rank: the one that was given, or the one to which that is a link."""
+    """The folder under the name with its rank: the given path, or the target if that is a link."""
     given = Path(os.path.abspath(folder))  # noqa: PTH100  not resolved: a rank's folder may be a link
     return folder.resolve() if checkpoint1.parse_rank_folder(given.name) is None else given
 
@@ -356,24 +371,26 @@ def open_rank_files(
     """Open one file of each rank as one checkpoint.
 
     Args:
-        root: the folder under which they lie.
+        root: the folder that contains the rank folders.
         files: the file of each rank.
-        strategy: how the run cut its tensors: a file, a folder of them, or what was read of them; None: not known.
+        strategy: the strategy of the run: a file, a folder of files, or a `Strategy`; None: not known.
         method: how files are read.
 
     Returns:
-        The checkpoint. Without a strategy, tensors of several ranks have no place in it (`Checkpoint.unplaced`).
+        The checkpoint. Without a strategy, tensors of several ranks have no position (`Checkpoint.unplaced`).
 
     Raises:
-        CheckpointNotFoundError: a rank of the strategy has no file, or a file is not there.
-        DamagedFileError: a file violates its format, lacks what those of other ranks have, or is of another save.
-        MismatchError: the strategy is one of other ranks, or an array cannot be the part that it makes of it.
-        CoverageError: no rank holds a part of a tensor.
+        CheckpointNotFoundError: a rank of the strategy has no file, or a file is missing.
+        DamagedFileError: a file violates its format, lacks data that other ranks have, or belongs to another save.
+        MismatchError: the strategy has other ranks, or the shape of an array contradicts it.
+        CoverageError: no rank holds some part of a tensor.
 
     Example:
-        >>> files = choose_by_suffix("output/checkpoint", "15_2")  # doctest: +SKIP
-        >>> open_rank_files(Path("output/checkpoint"), files, "output/strategy").keys()  # doctest: +SKIP
-        ['embed.weight', 'layers.0.w', 'adam_m.layers.0.w', 'global_step']
+        >>> import os, numpy as np, reshard
+        >>> os.makedirs("ranks/rank_0")
+        >>> reshard.save_file({"w": np.zeros(4), "step_num": np.array(7)}, "ranks/rank_0/net.safetensors")
+        >>> open_rank_files(Path("ranks"), {0: Path("ranks/rank_0/net.safetensors")}, None).iteration
+        7
     """
     known = None if strategy is None else as_strategy(strategy)
     _check_ranks(root, files, known)
@@ -383,7 +400,7 @@ def open_rank_files(
     common = tensors.check(method)
     for key in tensors.keys:
         if key not in tensors.unplaced:
-            # Ranks that hold the same part may have it in other records: these overlap, and are no replicas.
+            # Ranks with the same shard may have split it into different records. These overlap without being replicas.
             is_split = any(len(one.parts) > 1 for one in tensors.held[key].values())
             index.add_tiles(key, *tensors.placed(key), overlapping=is_split)
     tensors.check_coverage(index)
@@ -411,15 +428,15 @@ def open_rank_files(
 
 
 def as_strategy(strategy: StrategyLike) -> Strategy:
-    """What was given as such. Raises as `read_strategy` does."""
+    """Read the strategy, if it is given as a path. Raises as `read_strategy`."""
     return strategy if isinstance(strategy, Strategy) else read_strategy(strategy)
 
 
 def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
-    """The strategy that was given, or that lies in the folder, or where the original writes it: beside it."""
+    """The given strategy, or the one in the folder, or the one beside it, where MindSpore Transformers writes it."""
     if given is not None:
         return as_strategy(given)
-    # Beside a root there may be another one, and its strategy: what lies in this one is its own.
+    # A folder beside the root may belong to another root, so the folder in this root comes first.
     for folder in (root / checkpoint1.STRATEGY_FOLDER, root.resolve().parent / checkpoint1.STRATEGY_FOLDER):
         if folder.is_dir() and any(is_strategy(path) for path in sorted(folder.iterdir())[:_MAX_NAMED]):
             _log.info("%s is opened with the strategy in %s", root, folder)
@@ -428,9 +445,9 @@ def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
 
 
 def _check_ranks(root: Path, ranks: Collection[int], strategy: Strategy | None) -> None:
-    """Refuse a tree in which ranks are missing, as far as they are known."""
-    hint = "bring the folders of all ranks together; the folder of one rank can be opened alone"
-    # The largest rank comes out of a folder's name: no more are looked at than are named.
+    """Refuse a tree with missing ranks, as far as the number of ranks is known."""
+    hint = "copy the folders of all ranks into one folder, or open the folder of one rank"
+    # The largest rank comes from the name of a folder and can be huge: only the listed ranks are enumerated.
     n = strategy.world_size if strategy is not None else max(ranks) + 1 if len(ranks) > 1 else 0
     missing = list(itertools.islice((rank for rank in range(n) if rank not in ranks), 8))
     n_missing = n - sum(0 <= rank < n for rank in ranks)
@@ -444,15 +461,15 @@ def _check_ranks(root: Path, ranks: Collection[int], strategy: Strategy | None) 
         stages = dict.fromkeys(rank // strategy.devices_per_stage for rank in missing)
         raise CheckpointNotFoundError(
             f"{show(str(root))} has no file of rank {listed(missing, n_items=n_missing)} (stage {listed(stages)}); "
-            f"{show(strategy.source)} is one of {strategy.n_stages} stages of {strategy.devices_per_stage} ranks",
+            f"{show(strategy.source)} has {strategy.n_stages} stages of {strategy.devices_per_stage} ranks",
             path=str(root),
-            hint="one rank is opened without a strategy; with it, open the folder above" if len(ranks) == 1 else hint,
+            hint="open one rank without a strategy, or the parent folder with it" if len(ranks) == 1 else hint,
         )
     more = sorted(rank for rank in ranks if rank >= strategy.world_size)
     if more:
         raise MismatchError(
-            f"{show(str(root))} has files of rank {listed(more)}, and {show(strategy.source)} is one of "
+            f"{show(str(root))} has files of rank {listed(more)}, but {show(strategy.source)} has "
             f"{strategy.world_size} ranks",
             path=str(root),
-            hint="give the strategies of all pipeline stages: the folder that holds them, or the merged file",
+            hint="pass the strategies of all pipeline stages: their folder, or the merged file",
         )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reshard.formats.rank_file import RankFile
+    from reshard.formats.rank_file import OpenedRankFile
 
 __all__ = ["AssumedReplicas", "Groups"]
 
@@ -43,7 +43,7 @@ class AssumedReplicas:
 
     def __init__(
         self,
-        files: Mapping[int, RankFile],
+        files: Mapping[int, OpenedRankFile],
         groups: Groups,
         reasons: Mapping[str, str],
         digests: Mapping[str, Mapping[int, bytes]],

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reshard.collective import Collective, capture
 from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, ReshardError, UnsupportedError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1 import health as checkpoint1_health
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
@@ -510,7 +510,7 @@ def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:
                     hint='save with `format="checkpoint2"`, or without `join` in the layout',
                 )
             shapes[key] = tensor.shape, parts[key] == "optimizer"
-    return {key: one for key, one in shapes.items() if key not in scalars.NAMES}
+    return {key: one for key, one in shapes.items() if key not in counter_tensors.NAMES}
 
 
 def _check_whole(plan: IterationPlan, how: How, *, has_layout: bool) -> None:

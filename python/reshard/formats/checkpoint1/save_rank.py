@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
 from reshard.errors import CheckpointNotFoundError, ReshardError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import state as checkpoint1_state
@@ -106,7 +106,7 @@ def arrays_by_kind(
         trainable: names of those that are trained, if these are; None: they are not.
     """
     common = own.common if own.common.epoch_num is not None else replace(own.common, epoch_num=naming.epoch)
-    counters = {name: array for name, array in scalars.arrays_of(common).items() if name not in own.arrays}
+    counters = {name: array for name, array in counter_tensors.arrays_of(common).items() if name not in own.arrays}
     arrays = [array for name, array in own.arrays.items() if name not in left_out]
     weights = [array for array in arrays if array.part == "model"]
     found: dict[FileKind, list[LocalArray]] = {"full": [*arrays, *local_arrays(None, counters).values()]}

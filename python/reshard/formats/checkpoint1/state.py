@@ -1,11 +1,11 @@
-"""What a rank of Checkpoint 1.0 keeps besides weights and counters, in files of our own that the original passes over.
+"""State of a rank in Checkpoint 1.0 besides weights and counters, in extra files that MindSpore Transformers ignores.
 
-    <root>/rank_<r>/<name>.extra.json      as `extra-<rank>.json` of 2.0, see `state`
+    <root>/rank_<r>/<name>.extra.json      as `extra-<rank>.json` of Checkpoint 2.0, see `formats.state`
     <root>/rank_<r>/<name>.extra.arrays    the arrays in it; only if there are any
 
-where <name> is that of the weight file, less its extension. Neither ends as a weight file does. Both are written before
-`meta.json` and go with their weight file. The state is `{"all": {...}, "own": {...}}`, what all ranks share and what
-this one keeps for itself; since a rank may see no folder but its own, each has what all share.
+<name> is the name of the weight file without its extension. Neither name ends like that of a weight file. Both files
+are written before `meta.json` and are deleted with their weight file. The state is `{"all": {...}, "own": {...}}`:
+shared state and rank-local state. Every rank stores the shared state, since it may not see the folders of other ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OWN = "own"
 
 
 def file_name(file: FileName | str) -> str:
-    """Name of the file with the state that belongs to a weight file.
+    """Name of the state file of a weight file.
 
     Example:
         >>> file_name("llama_rank_1-20_2.safetensors"), arrays_file_name("llama_rank_1-20_2.safetensors")
@@ -43,12 +43,12 @@ def file_name(file: FileName | str) -> str:
 
 
 def arrays_file_name(file: FileName | str) -> str:
-    """Name of the file with the arrays of that state."""
+    """Name of the file with the arrays of the state."""
     return f"{_stem(file)}.extra.arrays"
 
 
 def dump(shared: Mapping[str, object], own: Mapping[str, object]) -> tuple[str, dict[str, np.ndarray]]:
-    """Text and arrays of a rank's state, as `state.dump` gives them. Raises ArgumentError as that does."""
+    """Encode a rank's state as a text and arrays. Raises ArgumentError as `formats.state.dump`."""
     return state.dump({_SHARED: dict(shared), _OWN: dict(own)})
 
 
@@ -57,10 +57,10 @@ def read(own: str | os.PathLike[str] | None, first: str | os.PathLike[str] | Non
 
     Args:
         own: the rank's weight file; None: it has none.
-        first: that of rank 0, whose word counts for what all share; None: it is not seen from here.
+        first: the weight file of rank 0, from which shared state is read; None: it is not visible to this rank.
 
     Raises:
-        DamagedFileError: what is there is not of the form.
+        DamagedFileError: a state file is invalid.
         UnsupportedError: a later release wrote it.
         StorageError: the system failed to read it.
     """
@@ -79,7 +79,7 @@ def _read(weights: Path) -> dict[str, dict[str, Any]]:
     of_arrays = weights.with_name(arrays_file_name(weights.name))
     value = load_by_name(path, text, of_arrays if of_arrays.exists() else None)
     if set(value) != {_SHARED, _OWN} or not all(type(one) is dict for one in value.values()):
-        raise DamagedFileError(f"{show(str(path))} holds no state by name", path=str(path))
+        raise DamagedFileError(f"{show(str(path))} does not hold a dict of state", path=str(path))
     return value
 
 

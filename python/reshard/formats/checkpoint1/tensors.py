@@ -1,8 +1,7 @@
-"""Whole tensors out of the local arrays of all ranks: which array is which part, by the strategy, key by key.
+"""Composes whole tensors of the local arrays of all ranks: the strategy gives the position of each array.
 
-Copies that several ranks hold are replicas, whether each of them wrote its own or not. Keys that the strategy does not
-list are state that is cut as its parameter is, or whole on every rank. Knows nothing of which files are opened, nor how
-a strategy is read.
+Copies of a shard on several ranks are replicas. A key that the strategy does not list is either optimizer state that is
+sharded like its parameter, or whole on every rank. This module does not choose files and does not read strategies.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
 from reshard.errors import CoverageError, DamagedFileError, MismatchError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1.agreement import SAME_ON_ALL, FileFacts, faults_of, lacking
 from reshard.formats.checkpoint1.replicas import AssumedReplicas
 from reshard.formats.rank_file import add_rank_file, placed
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.formats.checkpoint2.names import CommonInfo
-    from reshard.formats.rank_file import LocalTensor, Placed, RankFile
+    from reshard.formats.rank_file import LocalTensor, OpenedRankFile, Placed
 
 __all__ = ["RankTensors"]
 
@@ -40,9 +39,9 @@ _SMALL_BYTES_OF_FILE = 1 << 20
 
 
 class RankTensors:
-    """What the files of all ranks hold, key by key."""
+    """The tensors in the files of all ranks."""
 
-    def __init__(self, root: Path, files: Mapping[int, RankFile], strategy: Strategy | None) -> None:
+    def __init__(self, root: Path, files: Mapping[int, OpenedRankFile], strategy: Strategy | None) -> None:
         self.root = root
         self.files = files
         self.strategy = strategy
@@ -61,29 +60,29 @@ class RankTensors:
         self.unlisted = [] if strategy is None else [key for key in self.keys if not strategy.stages_of(key)]
         self.followed = {key: parameter for key in self.unlisted if (parameter := self._followed(key)) is not None}
         without_place = [key for key in self.keys if key not in self.unplaced] if strategy is None else self.unlisted
-        # A loss scale may differ, and the counters that may not are compared with each other by `faults_of`.
+        # A loss scale may differ. The counters that may not differ are compared by `faults_of`.
         self.assumed = [key for key in without_place if key not in ("loss_scale", *SAME_ON_ALL) and len(files) > 1]
         self.digests: dict[str, dict[int, bytes]] = {}
 
     def name(self, rank: int) -> str:
-        """What messages call a rank's file."""
+        """The name of a rank's file in messages."""
         return show(os.path.relpath(self.files[rank].path, self.root))
 
     def _followed(self, key: str) -> str | None:
-        """The parameter as which state is cut that the strategy does not name: every part is of that one's shape."""
-        state = scalars.parameter_of(key)
+        """The parameter whose layout unlisted state has, if their local arrays have the same shapes."""
+        state = counter_tensors.parameter_of(key)
         if self.strategy is None or state is None or not self.strategy.stages_of(state[1]):
             return None
         parts = self.held.get(state[1], {})
-        is_alike = all(rank in parts and parts[rank].shape == one.shape for rank, one in self.held[key].items())
-        return state[1] if is_alike else None
+        has_same_shapes = all(rank in parts and parts[rank].shape == one.shape for rank, one in self.held[key].items())
+        return state[1] if has_same_shapes else None
 
     def placed(self, key: str) -> tuple[str, tuple[int, ...], Placed]:
-        """A whole tensor as dtype and shape, and where its parts lie: what `Index.add_tiles` takes.
+        """Dtype and shape of a whole tensor, and its stored arrays, as `Index.add_tiles` takes them.
 
         Raises:
-            DamagedFileError: the ranks differ in its dtype.
-            MismatchError: their arrays are not parts of one tensor.
+            DamagedFileError: the dtype differs between ranks.
+            MismatchError: the local arrays give different shapes of the tensor.
         """
         dtype = self._dtype(key)
         found: dict[tuple[int, ...], int] = {}
@@ -94,13 +93,13 @@ class RankTensors:
             stored += placed(self.files[rank], key, offset)
         if len(found) > 1:
             (a, first), (b, second), *_ = found.items()
-            why = "is not in the strategy, so that every rank would hold the same" if key in self.unlisted else ""
-            why = why or "is a part of different tensors"
+            why = "is not in the strategy and differs between ranks" if key in self.unlisted else ""
+            why = why or "has different shapes"
             raise MismatchError(
-                f"{show(key)} {why}: by {self.name(first)} it has shape {a}, by {self.name(second)} {b}",
+                f"{show(key)} {why}: shape {a} from {self.name(first)}, {b} from {self.name(second)}",
                 path=str(self.files[second].path),
                 key=key,
-                hint="is this the strategy with which the checkpoint was written?",
+                hint="pass the strategy with which the checkpoint was written",
             )
         return dtype, next(iter(found)), stored
 
@@ -115,10 +114,10 @@ class RankTensors:
         if box is None:
             stages = listed(self.strategy.stages_of(key))
             raise MismatchError(
-                f"{self.name(rank)} holds {show(key)}, which {show(self.strategy.source)} places on stage {stages}",
+                f"{self.name(rank)} holds {show(key)}, which is on stage {stages} in {show(self.strategy.source)}",
                 path=str(self.files[rank].path),
                 key=key,
-                hint="is this the strategy with which the checkpoint was written?",
+                hint="pass the strategy with which the checkpoint was written",
             )
         return box
 
@@ -136,10 +135,10 @@ class RankTensors:
         return next(iter(found))
 
     def check_coverage(self, index: _core.Index) -> None:
-        """Prove that no tensor has a hole; the error says which ranks do not hold it.
+        """Check that the stored arrays cover every tensor.
 
         Raises:
-            CoverageError: one has.
+            CoverageError: a region is missing; the message lists the ranks whose files lack the tensor.
         """
         try:
             index.check_coverage()
@@ -153,7 +152,7 @@ class RankTensors:
             raise
 
     def replicas(self) -> AssumedReplicas:
-        """What ranks are assumed to hold alike, since no strategy describes its partition."""
+        """The tensors that are assumed to be equal on all ranks, since no strategy describes them."""
         groups: dict[str, list[tuple[int, ...]]] = {}
         for key in self.assumed:
             at: dict[tuple[int, ...], list[int]] = {}
@@ -164,48 +163,48 @@ class RankTensors:
 
     def _assumption(self, key: str) -> str:
         if self.strategy is None:
-            return f"without a strategy {show(key)} is read as one value that all ranks hold"
-        if key in self.followed:
-            how = f"partitioned as {show(self.followed[key])}"
-        else:
-            how = "one that every rank holds whole"
-        return f"{show(self.strategy.source)} does not list {show(key)}; it is read as {how}"
+            return f"without a strategy {show(key)} is read as one value, equal on all ranks"
+        how = f"sharded like {show(self.followed[key])}" if key in self.followed else "whole on every rank"
+        return f"{show(self.strategy.source)} does not list {show(key)}; it is assumed to be {how}"
 
     def warn(self) -> None:
-        """Tell what is read otherwise than the files say."""
+        """Log values that are left out, and assumptions about tensors that the strategy does not list."""
         for rank, file in self.files.items():
             if file.strings:
                 _log.warning(
-                    "%s holds text, which is passed over: %s", self.name(rank), listed(map(show, file.strings))
+                    "%s holds text values, which are left out: %s", self.name(rank), listed(map(show, file.strings))
                 )
         if self.strategy is None:
             return
         if self.followed:
-            told = listed(map(show, self.followed))
-            _log.warning("%s does not list %s: taken to be cut as its parameter", self.strategy.source, told)
+            names = listed(map(show, self.followed))
+            _log.warning("%s does not list %s: assumed to be sharded like its parameter", self.strategy.source, names)
         whole = [
             key for key in self.unlisted if key not in self.followed and not _is_counter(key, self.held[key].values())
         ]
         if whole:
-            told = listed(map(show, whole))
-            _log.warning("%s does not list %s: taken for whole on every rank", self.strategy.source, told)
+            names = listed(map(show, whole))
+            _log.warning("%s does not list %s: assumed to be whole on every rank", self.strategy.source, names)
 
     def check(self, method: _core.ReadMethod) -> CommonInfo | None:
-        """Compare the files with each other and with the strategy; the counters, or None if there are none.
+        """Compare the files with each other and with the strategy.
+
+        Returns:
+            The counters, or None if there are none.
 
         Raises:
-            DamagedFileError: a rank's file is cut short, or of another save than those of the others.
-            MismatchError: the strategy names keys otherwise than they do.
+            DamagedFileError: a rank's file is truncated, or belongs to another save than those of the others.
+            MismatchError: the strategy has other names than the files.
         """
         found = self._counters(method)
         facts = {rank: FileFacts.of(found.get(rank), has_crc=file.has_crc) for rank, file in self.files.items()}
         faults = faults_of(facts)
         if self.strategy is not None and not faults:
-            # Only a `.ckpt` can be cut between two tensors, and be well-formed.
+            # Only a `.ckpt` file can be truncated between two tensors and still be well-formed.
             held = lacking(self.strategy, {rank: file.tensors.keys() for rank, file in self.files.items()})
             faults = {rank: fault for rank, fault in held.items() if self.files[rank].kind == "ckpt"}
         for rank, fault in faults.items():
-            more = f"; and so of {len(faults) - 1} more ranks" if len(faults) > 1 else ""
+            more = f"; also faults of {len(faults) - 1} more ranks" if len(faults) > 1 else ""
             raise DamagedFileError(f"{self.name(rank)}: {fault}{more}", path=str(self.files[rank].path))
         if self.strategy is not None:
             whole = [key for key in self.unlisted if key not in self.followed]
@@ -213,11 +212,11 @@ class RankTensors:
         return next(iter(found.values()), None)
 
     def _counters(self, method: _core.ReadMethod) -> dict[int, CommonInfo]:
-        """The counters of each rank's file that has any. Digests of small tensors are taken on the way."""
+        """The counters of each rank's file that has any. Also computes digests of small tensors."""
         found: dict[int, CommonInfo] = {}
         small = self._small()
         for rank, file in self.files.items():
-            counters = [name for name in scalars.NAMES if name in file.tensors]
+            counters = [name for name in counter_tensors.NAMES if name in file.tensors]
             names = [*counters, *(key for key in small if key in file.tensors and key not in counters)]
             if not names:
                 continue
@@ -227,21 +226,21 @@ class RankTensors:
             for name in names:
                 shape = again.tensors[name].shape
                 if name in counters:
-                    scalars.check_shape(name, shape, str(file.path))  # before it is read: it can be of any size
+                    counter_tensors.check_shape(name, shape, str(file.path))  # before it is read: it can be of any size
                 index.add_tiles(name, again.tensors[name].dtype, shape, placed(again, name, (0,) * len(shape)))
                 request.add_region(name, name, (0,) * len(shape), shape)
-            # A sum of its own a file may have is not compared yet: that would read all of it.
+            # The CRC of a file is not compared yet, since that reads the whole file.
             plan = index.plan(request, verify=False)
             arrays = load_all(plan)
             if counters:
-                found[rank] = scalars.common_of(arrays, str(file.path))
+                found[rank] = counter_tensors.common_of(arrays, str(file.path))
             for key in small & arrays.keys():
                 self.digests.setdefault(key, {})[rank] = blake2b(arrays[key].tobytes(), digest_size=16).digest()
             index.close()
         return found
 
     def _small(self) -> set[str]:
-        """The assumed replicas that are compared at once: small ones, and of many only some."""
+        """The assumed replicas that are compared at opening: small ones, up to a limit for each file."""
         n_bytes = {key: max(map(_n_bytes, self.held[key].values())) for key in self.assumed}
         sized = sorted((size, key) for key, size in n_bytes.items() if size <= _SMALL_BYTES)
         ends = itertools.accumulate(size for size, _ in sized)
@@ -253,5 +252,5 @@ def _n_bytes(tensor: LocalTensor) -> int:
 
 
 def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:
-    """Whether every rank holds one and the same number under a key, however it is cut."""
-    return all(not one.shape or (key in scalars.OF_NO_PARAMETER and one.shape == (1,)) for one in held)
+    """Whether a key is a scalar or counter on every rank, independent of the sharding."""
+    return all(not one.shape or (key in counter_tensors.OF_NO_PARAMETER and one.shape == (1,)) for one in held)

@@ -1,8 +1,7 @@
-"""Writing rank folders: each rank's own part of every tensor, the counters in each, and the strategy that tells how.
+"""Writes rank folders: each rank's shard of every tensor, the counters in each file, and the strategy of the layout.
 
-The files are `rank_<r>/net.safetensors`, as the original's tool that splits names them, or with a prefix those of a
-save of a training run, with `meta.json`. What a strategy has no words for is refused: nobody could put the parts
-together again.
+The files are `rank_<r>/net.safetensors`, as MindSpore's split tool names them. With a prefix they are named like those
+of a save, with `meta.json`. A layout that a strategy cannot express is refused, since the result could not be opened.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER, FileName, Meta
@@ -66,7 +65,7 @@ class Checkpoint1Writer(Writer):
     counts_counters = True
 
     def write(self, job: Job, settings: Settings) -> Written:
-        """Write the folders; by default each rank has a copy of its own."""
+        """Write the folders. By default, replicas are written on each rank."""
         return _write(
             job,
             settings.layout,
@@ -78,7 +77,7 @@ class Checkpoint1Writer(Writer):
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
         """All counters: they are in the file of every rank."""
-        return scalars.OF_NO_PARAMETER
+        return counter_tensors.OF_NO_PARAMETER
 
 
 def _write(
@@ -90,26 +89,26 @@ def _write(
     dedup: bool,
     original_modes: bool,
 ) -> Written:
-    """Write a folder of rank folders; with `dedup` each shard once in a stage, which the files say of themselves.
+    """Write rank folders. With `dedup` each shard is written once per stage, which the files record.
 
     Raises:
-        ArgumentError: an iteration without a prefix; a layout whose ranks are not numbered from 0; a counter that the
-            cast would change.
-        UnsupportedError: a strategy cannot tell how a tensor is cut.
-        DestinationExistsError, LayoutError, StorageError: as told at `convert`.
+        ArgumentError: an iteration without a prefix; a layout whose ranks are not 0, 1, 2, ...; a counter that the cast
+            would change.
+        UnsupportedError: a strategy cannot express the layout of a tensor.
+        DestinationExistsError, LayoutError, StorageError: as `convert`.
     """
     names = _file_name(job, prefix, iteration)
     check_folder_free(job, functools.partial(_is_foreign, names=names))
     bound = bind(job, layout)
     ranks = sorted(bound.ranks)
     if ranks != list(range(len(ranks))):
-        raise ArgumentError(f"rank folders are numbered from 0, and the layout has rank {ranks[-1]} of {len(ranks)}")
+        raise ArgumentError(f"rank folders are numbered from 0, but the layout has rank {ranks[-1]} of {len(ranks)}")
     strategy = _strategy(job, bound)
     _check_counters(job)
     tensors = whole_tensors(job)
     if dedup:
         job = replace(job, options=replace(job.options, metadata=job.options.metadata | {"remove_redundancy": "True"}))
-    assignment = _dealt(tensors, bound, strategy) if dedup else ShardAssignment()
+    assignment = _assignment(tensors, bound, strategy) if dedup else ShardAssignment()
     subfolders = [checkpoint1.rank_folder_name(rank) for rank in ranks]
     with _with_counters(job):
         files = [
@@ -137,19 +136,19 @@ def _write(
 
 
 def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
-    """What tells how the written tensors are cut; one rank holds all of them whole.
+    """The strategy that describes the written tensors; None for one rank, which holds whole tensors.
 
     Raises:
-        UnsupportedError: it has no words for one.
+        UnsupportedError: it cannot express the layout of a tensor.
     """
     joined = {key for join in bound.joins for key in join.keys}
     specs = {key: bound.specs[key] for key in job.keys}
     for key, spec in specs.items():
-        # Even over one rank these are other arrays than the tensor.
+        # Even on one rank the stored array differs from the tensor.
         if key in joined or spec.flat or spec.stored not in ((), tuple(range(len(spec.shape)))):
-            how = "in one array with others" if key in joined else "flattened" if spec.flat else "in another order"
+            how = "in one array with others" if key in joined else "flattened" if spec.flat else "in another dim order"
             raise UnsupportedError(
-                f"{show(key)} would be stored {how}, and a strategy has no words for that",
+                f"{show(key)} would be stored {how}, which a strategy cannot express",
                 key=key,
                 hint="choose another layout for it; `drop=` leaves it out",
             )
@@ -160,12 +159,12 @@ def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
 
 
 def _file_name(job: Job, prefix: str | None, iteration: int | None) -> FileName | None:
-    """The name of rank 0's file; None: every rank's is the same."""
+    """The name of rank 0's file; None: the same name on every rank."""
     if prefix is None:
         if iteration is not None:
             raise ArgumentError(
-                "`iteration` stands in the names of rank files only together with `prefix`",
-                hint=f"give `prefix=` too; without both the files are `rank_<r>/{_FILE}`",
+                "`iteration` is part of the names of rank files only together with `prefix`",
+                hint=f"pass `prefix=` too; without both the files are `rank_<r>/{_FILE}`",
             )
         return None
     epoch, step = rank_plan.position(iteration) if iteration is not None else _position(job)
@@ -173,7 +172,7 @@ def _file_name(job: Job, prefix: str | None, iteration: int | None) -> FileName 
 
 
 def _position(job: Job) -> tuple[int, int]:
-    """Epoch and step of the destination: those in the source's names, or such as a save of its iteration gets."""
+    """Epoch and step of the destination: those in the names of the source, or those of its iteration."""
     if job.source.data.traits.rank_folders:
         for file in job.source.files():
             name = checkpoint1.parse_file_name(Path(file.name).name)
@@ -186,13 +185,13 @@ def _name(names: FileName | None, rank: int) -> str:
     return _FILE if names is None else names.of_rank(rank).name
 
 
-# -- what a file holds
+# -- content of a file
 
 
 def _request(
     job: Job, bound: BoundLayout, tensors: Mapping[str, WholeTensor], assignment: ShardAssignment, rank: int
 ) -> _core.Request:
-    """A rank's own arrays and the counters, wide elements first."""
+    """A rank's arrays and the counters, wide elements first."""
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
     dtype_of |= {name: dtypes.name_of(array.dtype) for name, array in job.counters.items()}
     left_out = assignment.left_out(rank)
@@ -207,8 +206,8 @@ def _request(
     return request
 
 
-def _dealt(tensors: Mapping[str, WholeTensor], bound: BoundLayout, strategy: Strategy | None) -> ShardAssignment:
-    """Who keeps what, where each shard is kept once. What the strategy does not list, every rank keeps."""
+def _assignment(tensors: Mapping[str, WholeTensor], bound: BoundLayout, strategy: Strategy | None) -> ShardAssignment:
+    """Assign each shard to one rank. Tensors that the strategy does not list are written by every rank."""
     if strategy is None:
         return ShardAssignment()
     holders = {key: held for key, held in plan_layout(tensors, bound).holders.items() if strategy.stages_of(key)}
@@ -217,7 +216,7 @@ def _dealt(tensors: Mapping[str, WholeTensor], bound: BoundLayout, strategy: Str
 
 @contextlib.contextmanager
 def _with_counters(job: Job) -> Iterator[None]:
-    """The counters as tensors of the source: a file streams what its source holds."""
+    """Add the counters to the source as tensors, since files are streamed from their source."""
     if not job.counters:
         yield
         return
@@ -237,7 +236,7 @@ def _with_counters(job: Job) -> Iterator[None]:
 
 
 def _check_counters(job: Job) -> None:
-    """Refuse a cast that would change a counter, since all of a file is cast."""
+    """Refuse a cast that would change a counter: all tensors of a file are cast."""
     if job.options.dtype is None:
         return
     to = dtypes.numpy_dtype(job.options.dtype)
@@ -246,7 +245,7 @@ def _check_counters(job: Job) -> None:
             cast = array.astype(to)
         if np.issubdtype(array.dtype, np.floating) and cast.astype(array.dtype) != array:
             raise ArgumentError(
-                f"the cast to {job.options.dtype} would turn the counter `{name}` from {array.item()} into "
+                f"the cast to {job.options.dtype} would change the counter `{name}` from {array.item()} to "
                 f"{cast.item()}",
                 key=name,
                 hint=f'choose another dtype; `drop=["{name}"]` leaves it out',
@@ -257,13 +256,13 @@ def _check_counters(job: Job) -> None:
 
 
 def _is_foreign(entry: Path, names: FileName | None) -> bool:
-    """Whether a folder stands where one is written, and holds what no earlier conversion to the same names wrote."""
+    """Whether a folder at the destination was not written by an earlier conversion to the same names."""
     has_name = checkpoint1.parse_rank_folder(entry.name) is not None or entry.name == STRATEGY_FOLDER
     return has_name and not _is_ours(entry, names)
 
 
 def _is_ours(entry: Path, names: FileName | None) -> bool:
-    """Whether a folder holds what an earlier conversion to the same names wrote there, and nothing else."""
+    """Whether a folder holds only what an earlier conversion to the same names wrote."""
     if entry.is_symlink() or not entry.is_dir():
         return False
     files = {one.name for one in entry.iterdir()} - {checkpoint1.META_FILE}
@@ -274,7 +273,7 @@ def _is_ours(entry: Path, names: FileName | None) -> bool:
 
 
 def _is_our_strategy(path: Path) -> bool:
-    """Whether a strategy was written here: it names no operators but those that stand for parameters."""
+    """Whether this package wrote a strategy: its only operators are those of parameters."""
     try:
         content = read_strategy_file(path, follow_links=False)
     except ReshardError:

@@ -1,7 +1,7 @@
 """`common.json` of a Checkpoint 2.0 iteration: the counters of the training run.
 
-Reads what any release wrote; writes what release 1.9.0 of the original reads. What the counters mean for a restart is
-decided elsewhere.
+Files of all releases of MindSpore Transformers are read. Release 1.9.0 can read the files that are written. `resume`
+interprets the counters.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _LEFT_OUT_WHILE_NONE = ("consumed_samples", "ckpt_status")
 
 @dataclass(frozen=True)
 class CommonInfo:
-    """The counters, under the names of the file. None: null, or not in the file.
+    """The counters, with the field names of the file. None: null, or not in the file.
 
     Attributes:
-        epoch_num: the epoch.
-        step_num: the iteration; the eager mode writes the number of steps of the whole run here.
-        global_step: steps that the optimizer has made.
-        loss_scale: factor of the gradients.
-        global_batch_size: samples a step over all devices.
-        consumed_samples: samples that training has seen.
-        ckpt_status: 0: the health monitor found nothing, 1: it did.
-        unknown: names in the file that are none of these, to be reported; never written.
+        epoch_num: the epoch of the training loop.
+        step_num: the iteration; in eager mode the number of steps of the whole run.
+        global_step: number of optimizer steps.
+        loss_scale: scaling factor of the loss.
+        global_batch_size: samples per step, over all devices.
+        consumed_samples: number of samples that were trained on.
+        ckpt_status: 0: the health monitor found no problem, 1: it found one.
+        unknown: other names in the file, for a report. They are never written.
 
     Raises:
         ArgumentError: a value is not an integer from 0 to 2**63 - 1, or `loss_scale` not a finite number.
@@ -68,21 +68,21 @@ class CommonInfo:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CommonInfo:
-        """Read the file; names that are not known end in `unknown`.
+        """Read the file. Other names than these are stored in `unknown`.
 
         Raises:
             CheckpointNotFoundError: there is no such file.
-            DamagedFileError: it is no object of JSON, larger than 1 MiB, or a value is of another type.
+            DamagedFileError: it is not a JSON object, is larger than 1 MiB, or a value has another type.
             StorageError: the system failed to read it.
         """
         return cls.parse(read_small_file(path, MAX_COMMON_BYTES), os.fspath(path))
 
     @classmethod
     def parse(cls, data: bytes, name: str) -> CommonInfo:
-        """The content of a file that was read already; `name` is what messages call it.
+        """Parse the content of the file; `name` is its name in messages.
 
         Raises:
-            DamagedFileError: it is no object of JSON, or a value is of another type.
+            DamagedFileError: it is not a JSON object, or a value has another type.
         """
         content = parse_json(data, name)
         if not isinstance(content, dict):
@@ -95,9 +95,9 @@ class CommonInfo:
             raise DamagedFileError(f"{show(name)}: {error.message}", path=name) from None
 
     def to_json(self) -> str:
-        """The file's text, laid out as the original does.
+        """The text of the file, formatted as MindSpore Transformers does.
 
-        The original hands every name to a constructor, so one that its release does not know is fatal there:
+        MindSpore Transformers passes every name to a constructor, which fails for unknown names. Therefore
         `consumed_samples`, which release 1.9.0 does not know, and `ckpt_status` are left out while they are None.
         """
         values = {key: getattr(self, key) for key in _KEYS}
@@ -109,8 +109,13 @@ class CommonInfo:
     def write(self, path: str | os.PathLike[str], mode: int = 0o666, *, durable: bool = True) -> None:
         """Write the file atomically.
 
+        Args:
+            path: path of the file.
+            mode: permission bits of the file, before the umask.
+            durable: sync it before this returns.
+
         Raises:
-            StorageError: the system failed; what was under the name is as it was.
+            StorageError: the system failed; an existing file is unchanged.
         """
         write_file_atomically(path, self.to_json(), mode, durable=durable)
 
@@ -131,7 +136,7 @@ def _finite(key: str, value: object) -> float:
 
 
 def _kind(value: object) -> str:
-    """What a value is, without showing what a stranger put into it."""
+    """A description of a value that does not include untrusted text."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}

@@ -1,9 +1,9 @@
-"""An iteration folder, opened: what its manifest lists, or, without one, what its description says.
+"""Reads an iteration folder: the files of its manifest, or without a manifest the files that describe it.
 
-With a manifest, sizes and headers are proven when the folder is opened, the small files are read once, and what was
-proven is what is parsed; whatever else lies in the folder is ignored. Without one, a folder in which a shard file says
-that this package wrote it is a save that did not end; any other is the work of the original, and its structure is all
-that can be checked. One rank checks that; the others open the very same folder, and of it only what they use.
+With a manifest, sizes and headers are verified when the folder is opened. Each small file is read once, verified and
+parsed. Other files in the folder are ignored. A folder without a manifest is an unfinished save if one of its shard
+files was written by this package. Otherwise MindSpore Transformers wrote it, and only its structure can be checked. One
+rank does this check. The other ranks open the same folder, and only the files that they use.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ __all__ = [
     "CHECKPOINT2",
     "Chosen",
     "FolderData",
-    "Proof",
+    "LockedManifest",
     "chosen",
+    "locked_manifest",
     "marks",
     "open_chosen",
     "open_folder",
-    "opened_proof",
     "unfinished",
 ]
 
 _log = logging.getLogger("reshard")
 
-_MAX_TRIES = 3  # to open what is saved again meanwhile
+_MAX_TRIES = 3  # to open an iteration that is saved again meanwhile
 
 Unlisted: TypeAlias = tuple[tuple[str, str, tuple[int, ...], tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """An iteration folder that one rank has opened, so that the others open the very same, and only what they use.
+    """Identifies an iteration folder that one rank has opened and checked, so that the other ranks open the same.
 
     Attributes:
         folder: the folder.
-        iteration: the number in its name.
-        digest: that of its manifest, or without one of the files that describe it.
-        unlisted: tensors that lie in shard files but in no description: `(name, dtype, shape, file names)`.
+        iteration: the iteration in its name.
+        digest: digest of its manifest, or without a manifest of the files that describe it.
+        unlisted: tensors in shard files that no file describes: `(name, dtype, shape, file names)`.
     """
 
     folder: str
@@ -69,12 +69,12 @@ class Chosen:
     unlisted: Unlisted = ()
 
     def to_value(self) -> list[Any]:
-        """As JSON has it, for a message between ranks."""
+        """As a JSON value, for messages between ranks."""
         return [self.folder, self.iteration, self.digest, [list(one) for one in self.unlisted]]
 
     @classmethod
     def from_value(cls, value: list[Any]) -> Chosen:
-        """What `to_value` gave."""
+        """The inverse of `to_value`."""
         folder, iteration, digest, unlisted = value
         return cls(
             folder,
@@ -90,11 +90,11 @@ TILED = Traits("safetensors")
 
 @dataclass(frozen=True, kw_only=True)
 class FolderData(CheckpointData):
-    """An iteration folder, or a folder of rank files that tiles.json describes.
+    """An iteration folder, or a folder of rank files with a tiles.json.
 
     Attributes:
-        tiles: the content of tiles.json; None: there is none, or the tensors are not those that it describes.
-        chosen: what other ranks need to open the same.
+        tiles: content of tiles.json; None: there is none, or it does not describe these tensors.
+        chosen: what other ranks need to open the same folder.
     """
 
     tiles: tiles.TilesFile | None = None
@@ -108,44 +108,49 @@ class FolderData(CheckpointData):
         return "optimizer" if is_optimizer else "model"
 
     def rank_files(self) -> Mapping[int, list[int]] | None:
-        """By the names of the files, the manifest or metadata.json."""
+        """From the manifest, metadata.json, or the names of the files."""
         numbers = {Path(self.index.file_path(file)).name: file for file in range(self.index.n_files)}
         found = own_files(self.path, numbers, self.manifest)
         return {rank: [numbers[name] for name in names] for rank, names in found.items()}
 
     def extra_state(self, rank: int) -> dict[str, Any]:
-        """From the state files beside the shard files."""
+        """Read from the state files beside the shard files."""
         return {} if self.manifest is None else state_files.read(self.path, self.manifest, rank)
 
     def tiled_keys(self) -> Collection[str]:
-        """Those of tiles.json."""
+        """The tensors of tiles.json."""
         return () if self.tiles is None else self.tiles.tensors
 
     def layout_mapping(self, shapes: Callable[[], Shapes]) -> Mapping[str, Any] | None:  # noqa: ARG002
-        """As tiles.json records it."""
+        """From tiles.json."""
         return None if self.tiles is None else self.tiles.layout
 
     def view(self, index: _core.Index, lock: int | None) -> Self:
-        """Without what tiles.json records, which is about the stored tensors."""
+        """Without the content of tiles.json, which describes the stored tensors."""
         return replace(super().view(index, lock), tiles=None, chosen=None)
 
 
 def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> CheckpointData:
-    """Open what another rank has opened and checked: shard files are opened when they are used, and not before.
+    """Open a folder that another rank has opened and checked. Shard files are opened when they are first used.
 
     Raises:
-        MismatchError: the folder is another one now, or looks like another one from here.
-        DamagedFileError: a file is not what the manifest or the description says.
-        CheckpointNotFoundError: it is not there, or cannot be seen yet.
+        MismatchError: the folder has another digest here.
+        DamagedFileError: a file does not match the manifest or the description.
+        CheckpointNotFoundError: it is missing, or not visible yet.
 
     Example:
-        >>> open_chosen(chosen).load(layout, rank=3)  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("run", 5, {"w": np.zeros(4)})
+        >>> with reshard.open("run") as checkpoint:
+        ...     known = chosen(checkpoint)
+        >>> open_chosen(known).iteration
+        5
     """
     return open_folder(Path(chosen.folder), method, chosen.iteration, chosen)
 
 
 def chosen(checkpoint: Checkpoint) -> Chosen | None:
-    """What tells other ranks to open this very checkpoint; None if it is no iteration folder."""
+    """What other ranks need to open the same checkpoint; None if it is not an iteration folder."""
     return checkpoint.data.chosen if isinstance(checkpoint.data, FolderData) else None
 
 
@@ -157,44 +162,46 @@ def open_folder(
     Args:
         folder: the folder.
         method: how files are read.
-        iteration: its number; None: as its name says.
-        known: what the rank that checked it has found: then it must be that very checkpoint, and no shard file is
-            opened before it is used.
+        iteration: the iteration; None: from the name of the folder.
+        known: the result of the rank that checked it. The folder must have this digest, and shard files are opened when
+            they are first used.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or no file that it should have.
-        DamagedFileError: a file is not what the manifest or the description says, or the save did not end.
+        CheckpointNotFoundError: there is no checkpoint, or one of its files is missing.
+        DamagedFileError: a file does not match the manifest or the description, or the save is unfinished.
         CoverageError: the stored shards do not cover a tensor.
 
     Example:
-        >>> open_folder(Path("output/checkpoint/iteration_00000005"), "auto").iteration  # doctest: +SKIP
+        >>> import numpy as np, reshard
+        >>> report = reshard.save("a_run", 5, {"w": np.zeros(4)})
+        >>> open_folder(Path(report.path), "auto").iteration
         5
     """
     for n_left in reversed(range(_MAX_TRIES)):
-        with opened_proof(folder) as proof:
+        with locked_manifest(folder) as locked:
             try:
-                return _open_proven(folder, proof, method, iteration, known)
+                return _open_locked(folder, locked, method, iteration, known)
             except ReshardError:
-                # If it was saved again meanwhile, parts of two saves were looked at as if they were one.
-                if n_left == 0 or proof.is_still_that_of(folder):
+                # If the folder was replaced meanwhile, files of two saves were mixed: try again.
+                if n_left == 0 or locked.is_unchanged(folder):
                     raise
     raise AssertionError  # not reached
 
 
-def _open_proven(
-    folder: Path, proof: Proof, method: _core.ReadMethod, iteration: int | None, known: Chosen | None
+def _open_locked(
+    folder: Path, locked: LockedManifest, method: _core.ReadMethod, iteration: int | None, known: Chosen | None
 ) -> CheckpointData:
     if iteration is None:
         iteration = checkpoint2.parse_iteration_folder(folder.resolve().name)
-    manifest = proof.manifest
+    manifest = locked.manifest
     if manifest is not None and known is None:
         manifests.check_sizes(folder, manifest)
-        _warn_of_strangers(folder, manifest)
+        _warn_of_unlisted_files(folder, manifest)
     described = _read_description(folder, manifest)
     digest = described.digest if manifest is None else manifest.digest
     if known is not None and known.digest != digest:
         raise MismatchError(
-            f"{show(str(folder))} has the digest {digest} here, and {known.digest} on the rank that chose it",
+            f"{show(str(folder))} has digest {digest} on this rank, but {known.digest} on the rank that selected it",
             path=str(folder),
         )
     index, rest = _index(folder, described, manifest, method)
@@ -207,7 +214,7 @@ def _open_proven(
         unlisted = known.unlisted
     else:
         if manifest is None and (is_checkpoint2 or iteration is not None):
-            _refuse_unfinished(index, folder, proof)
+            _refuse_unfinished(index, folder, locked)
         unlisted = _unlisted(index, folder, rest)
     _add_unlisted(index, unlisted)
     data = FolderData(
@@ -218,7 +225,7 @@ def _open_proven(
         iteration=iteration,
         common=described.common,
         manifest=manifest,
-        lock=proof.keep_lock(),
+        lock=locked.keep_lock(),
         tiles=described.tiles,
         chosen=Chosen(str(folder), iteration, digest, unlisted),
     )
@@ -228,13 +235,13 @@ def _open_proven(
 
 
 def _check_parts(data: FolderData) -> None:
-    """Refuse a name that lies in model and in optimizer files: which of the two is meant is not known."""
+    """Refuse a name that is both in model and in optimizer files, since it is ambiguous."""
     index = data.index
     parts = [_part_of_file(index.file_path(file)) for file in range(index.n_files)]
     for key in index.keys():  # noqa: SIM118  not a mapping
         if len({parts[file] for file in index.holders(key)}) > 1:
             raise DamagedFileError(
-                f"`{key}` lies both in model and in optimizer files of {data.path}", path=str(data.path), key=key
+                f"`{key}` is both in model and in optimizer files of {data.path}", path=str(data.path), key=key
             )
 
 
@@ -244,7 +251,7 @@ def _part_of_file(path: str) -> str | None:
 
 
 def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:
-    """Whether an iteration folder was named by the tracker once, and whether it is pinned."""
+    """Whether the tracker has ever named an iteration folder, and whether the folder is pinned."""
     tracked, pinned = (os.path.lexists(Path(folder) / name) for name in (manifests.TRACKED_FILE, manifests.PINNED_FILE))
     return tracked, pinned
 
@@ -252,8 +259,8 @@ def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:
 # -- the manifest
 
 
-class Proof:
-    """The manifest of a folder, locked against its removal, or why there is none."""
+class LockedManifest:
+    """The manifest of a folder that is locked against removal, or why there is none."""
 
     def __init__(self, folder: Path) -> None:
         self.manifest: Manifest | None = None
@@ -261,7 +268,7 @@ class Proof:
         self.is_damaged = False
         self._lock: int | None = None
         try:
-            # Locked first: what is read then stays until the lock ends.
+            # The lock comes first: files that are read afterwards stay until it is released.
             self._lock = manifests.read_lock(folder)
             self.manifest = manifests.read(folder)
         except CheckpointNotFoundError:
@@ -273,12 +280,12 @@ class Proof:
             raise
 
     def keep_lock(self) -> int | None:
-        """The lock, for whoever closes it from now on."""
+        """The lock. The caller closes it from now on."""
         lock, self._lock = self._lock, None
         return lock
 
-    def is_still_that_of(self, folder: Path) -> bool:
-        """Whether the folder has the manifest that was read, or still has none."""
+    def is_unchanged(self, folder: Path) -> bool:
+        """Whether the folder still has the manifest that was read, or still has none."""
         try:
             now = manifests.read(folder).digest
         except ReshardError:
@@ -286,38 +293,44 @@ class Proof:
         return now == (None if self.manifest is None else self.manifest.digest)
 
     def release(self) -> None:
-        """End the lock, if nobody keeps it."""
+        """Release the lock, unless `keep_lock` returned it."""
         if self._lock is not None:
             close_read(self._lock)
             self._lock = None
 
 
 @contextlib.contextmanager
-def opened_proof(folder: Path) -> Iterator[Proof]:
-    """The proof of a folder, its lock released at the end unless somebody keeps it."""
-    proof = Proof(folder)
+def locked_manifest(folder: Path) -> Iterator[LockedManifest]:
+    """Lock a folder and read its manifest. The lock is released at the end, unless `keep_lock` returned it."""
+    locked = LockedManifest(folder)
     try:
-        yield proof
+        yield locked
     finally:
-        proof.release()
+        locked.release()
 
 
-def unfinished(path: Path, name: str, proof: Proof) -> DamagedFileError:
-    """The error for a file or folder of ours without a valid manifest; `name` is the file that tells."""
+def unfinished(path: Path, name: str, locked: LockedManifest) -> DamagedFileError:
+    """The error for a file or folder of this package without a valid manifest.
+
+    Args:
+        path: the file or folder.
+        name: name of the file that this package wrote.
+        locked: gives the fault of the manifest.
+    """
     return DamagedFileError(
-        f"{show(str(path))} is no complete checkpoint: {show(name)} was written by this package, which ends a "
-        f"save with a valid manifest, and {proof.fault}",
+        f"{show(str(path))} is not a complete checkpoint: {show(name)} was written by this package, which ends a "
+        f"save with a valid manifest, but {locked.fault}",
         path=str(path),
-        hint="the save did not end, or its manifest was damaged or lost: take another iteration",
+        hint="the save is unfinished, or its manifest is damaged or lost: use another iteration",
     )
 
 
-# -- what describes the tensors
+# -- description of the tensors
 
 
 @dataclass(frozen=True)
 class _Description:
-    """The small files of an iteration folder, each read once; with a manifest they are proven."""
+    """The small files of an iteration folder, each read once, and verified if there is a manifest."""
 
     metadata: bytes | None
     tiles: tiles.TilesFile | None
@@ -335,7 +348,7 @@ def _read_description(folder: Path, manifest: Manifest | None) -> _Description:
         if manifest is not None:
             if name in manifest.files:
                 read[name] = manifests.read_plain(folder, manifest, name, max_bytes)
-        # A link that leads nowhere counts as there: a description must not be passed over for being damaged.
+        # A broken link is read too, and raises an error: a damaged description must not be ignored.
         elif os.path.lexists(folder / name):
             read[name] = read_small_file(folder / name, max_bytes)
     tiled, common = read.get(tiles.TILES_FILE), read.get(checkpoint2.COMMON_FILE)
@@ -350,7 +363,7 @@ def _read_description(folder: Path, manifest: Manifest | None) -> _Description:
 def _index(
     folder: Path, described: _Description, manifest: Manifest | None, method: _core.ReadMethod
 ) -> tuple[_core.Index, list[int]]:
-    """An index of the shard files and of what metadata.json says of them, and the files that nothing describes."""
+    """An index of the shard files with the tensors of metadata.json, and the files that nothing describes."""
     index = _core.Index()
     if described.metadata is not None:
         path = str(folder / checkpoint2.METADATA_FILE)
@@ -365,7 +378,7 @@ def _index(
     names: list[str] = []
     if manifest is not None:
         parsed = {name: checkpoint2.parse_shard_file_name(name) for name in manifest.shards}
-        # The model's files come first, as without a manifest.
+        # Files of the model come first, as without a manifest.
         known = sorted((one.part != "model", one.index, name) for name, one in parsed.items() if one is not None)
         names = [name for *_, name in known if name not in files]
     elif described.metadata is None and described.tiles is None:
@@ -374,7 +387,7 @@ def _index(
         raise CheckpointNotFoundError(
             f"{folder} holds no checkpoint: no metadata.json, no shard files, no Hugging Face index",
             path=str(folder),
-            hint="give a .safetensors file, a Hugging Face folder, a checkpoint root or an iteration folder",
+            hint="pass a .safetensors file, a Hugging Face folder, a checkpoint root or an iteration folder",
         )
     return index, [index.add_file(str(folder / name), follow_links=False, method=method) for name in names]
 
@@ -390,35 +403,38 @@ def _add_tiles(index: _core.Index, folder: Path, described: tiles.TilesFile) -> 
             raise
 
 
-def _warn_of_strangers(folder: Path, manifest: Manifest) -> None:
+def _warn_of_unlisted_files(folder: Path, manifest: Manifest) -> None:
     with os.scandir(folder) as entries:
-        strangers = sorted(
+        names = sorted(
             entry.name
             for entry in entries
             if entry.name.endswith((".safetensors", ".safetensor")) and entry.name not in manifest.shards
         )
-    if strangers:
-        more = f" and {len(strangers) - 1} more are ignored" if len(strangers) > 1 else " is ignored"
-        _log.warning("%s: %s%s: the manifest does not list it", folder, show(strangers[0]), more)
+    if names:
+        more = f" and {len(names) - 1} more are ignored" if len(names) > 1 else " is ignored"
+        _log.warning("%s: %s%s: not listed in the manifest", folder, show(names[0]), more)
 
 
-def _refuse_unfinished(index: _core.Index, folder: Path, proof: Proof) -> None:
+def _refuse_unfinished(index: _core.Index, folder: Path, locked: LockedManifest) -> None:
     for file in range(index.n_files):
         try:
             metadata = index.file_metadata(file)
         except ReshardError:
-            continue  # what is wrong with the file is found out next
+            continue  # the next check reports the fault of the file
         if checkpoint2.WRITER_KEY in (metadata or {}):
-            raise unfinished(folder, Path(index.file_path(file)).name, proof)
+            raise unfinished(folder, Path(index.file_path(file)).name, locked)
 
 
 def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
-    """Check every file against its description; tensors that lie in files but in no description: whole on each holder.
+    """Check every file against its description, and find tensors that no file describes.
 
     Args:
-        index: what the descriptions say.
-        folder: for messages.
-        rest: the files that nothing describes.
+        index: the described tensors.
+        folder: the folder, for messages.
+        rest: numbers of the files that nothing describes.
+
+    Returns:
+        The tensors without a description. Every file that holds such a tensor holds it whole.
     """
     is_described = index.n_files > len(rest)
     holders: dict[str, list[int]] = {}
@@ -437,23 +453,23 @@ def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
         path = index.file_path(files[-1])
         if name in index:
             raise DamagedFileError(
-                f"{path} holds `{name}`, which the description of {folder} places elsewhere", path=path, key=name
+                f"{path} holds `{name}`, but the description of {folder} lists it in other files", path=path, key=name
             )
         if not is_described and len(files) > 1:
             first = Path(index.file_path(files[0])).name
             raise DamagedFileError(
-                f"{show(name)} lies in {first} and in {Path(path).name}, and {folder} has no metadata.json that says "
-                "how",
+                f"{show(name)} is in {first} and in {Path(path).name}, and {folder} has no metadata.json that "
+                "describes it",
                 path=path,
                 key=name,
-                hint="without metadata.json only whole tensors, each in one file, can be read",
+                hint="without metadata.json, only tensors that are whole in one file can be read",
             )
         dtype, shape = found[name, files[0]]
         for file in files:
             if found[name, file] != (dtype, shape):
                 other = found[name, file]
                 raise DamagedFileError(
-                    f"`{name}` is in no description and differs between files: {dtype} {shape} in "
+                    f"`{name}` has no description and differs between files: {dtype} {shape} in "
                     f"{index.file_path(files[0])}, {other[0]} {other[1]} in {index.file_path(file)}",
                     path=index.file_path(file),
                     key=name,

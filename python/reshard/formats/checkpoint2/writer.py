@@ -1,4 +1,4 @@
-"""Writing a Checkpoint 2.0 iteration: what metadata.json can express goes there, the rest into tiles.json."""
+"""Writes a Checkpoint 2.0 iteration. Tensors that metadata.json cannot express are described in tiles.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
-from reshard.formats import manifest, scalars
+from reshard.formats import counter_tensors, manifest
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.storage import filesystem, protocol
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint2Writer"]
 
-# What writers leave in a root to keep apart: it is nobody's checkpoint.
+# Entries of a root that are not checkpoints, but files of the save protocol.
 _BOOKKEEPING = {STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
 
 _log = logging.getLogger("reshard")
@@ -55,7 +55,7 @@ class Checkpoint2Writer(Writer):
     in_root = True
 
     def write(self, job: Job, settings: Settings) -> Written:
-        """Write the iteration; by default each shard once."""
+        """Write the iteration. By default each shard is written once."""
         return _write(
             job,
             settings.layout,
@@ -67,8 +67,10 @@ class Checkpoint2Writer(Writer):
         )
 
     def apart(self, source: Checkpoint) -> Collection[str]:
-        """Counters of other formats: they go into common.json. `global_step` is a tensor in MindSpore's trees, too."""
-        return () if source.data.traits.has_metadata else [name for name in scalars.NAMES if name != "global_step"]
+        """Counters of other formats, which go into common.json. `global_step` stays a tensor, as in MindSpore."""
+        return (
+            () if source.data.traits.has_metadata else [name for name in counter_tensors.NAMES if name != "global_step"]
+        )
 
 
 def _write(
@@ -81,10 +83,10 @@ def _write(
     strict_format: bool,
     original_modes: bool,
 ) -> Written:
-    """Write one iteration into the root `job.target`, and let the tracker name it.
+    """Write one iteration into the root `job.target`, and update the tracker.
 
     Raises:
-        DestinationExistsError, LayoutError, UnsupportedError, StorageError: as told at `convert`.
+        DestinationExistsError, LayoutError, UnsupportedError, StorageError: as `convert`.
     """
     checkpoint2.check_prefix(prefix)
     folder_name = checkpoint2.iteration_folder_name(iteration)
@@ -99,7 +101,7 @@ def _write(
         mapping=None if layout is None else settled_mapping(job.source, layout),
     )
     files = [as_file(bound, file) for file in plan.files]
-    for warning in plan.warnings[len(bound.warnings) :]:  # those of the layout are in the log already
+    for warning in plan.warnings[len(bound.warnings) :]:  # warnings of the layout are already logged
         _log.warning("%s", warning)
     sizes = file_sizes(job, files)
     with produced(job, job.target / folder_name, files, sizes) as fill:
@@ -121,7 +123,7 @@ def _publish(
     folder_name = checkpoint2.iteration_folder_name(iteration)
     warnings = list(plan.warnings)
     options = job.options
-    is_new, was_there = not job.target.exists(), os.path.lexists(job.target / folder_name)
+    is_new, existed = not job.target.exists(), os.path.lexists(job.target / folder_name)
     with (
         hints_without("takeover"),
         made_folder(job.target, mode=options.folder_mode, durable=options.durable),
@@ -130,7 +132,7 @@ def _publish(
         attempt = protocol.begin(
             job.target,
             iteration,
-            planned_bytes=0 if job.shared else planned_bytes,  # of shares they are written
+            planned_bytes=0 if job.shared else planned_bytes,  # the files of shares exist already
             durable=options.durable,
             overwrite=job.overwrite,
             rollback=True,
@@ -152,13 +154,13 @@ def _publish(
             if original_modes:
                 set_original_modes(attempt.staging)
             if attempt.previous_tracker is not None and attempt.previous_tracker > iteration:
-                # No run went back: a newer iteration that the tracker names is left there, as if it had just come.
+                # This is not a rollback: a newer iteration that the tracker names stays valid.
                 attempt = replace(attempt, previous_tracker=None)
             warnings += protocol.publish(attempt, sealed)
         except BaseException:
             protocol.abandon(attempt)
-            if not was_there:
-                _take_back(attempt)
+            if not existed:
+                _remove_published(attempt)
             raise
         if original_modes:
             if is_new:
@@ -176,7 +178,7 @@ def _publish(
 
 @contextlib.contextmanager
 def _claimed(root: Path, *, is_new: bool) -> Iterator[None]:
-    """The claim of a conversion ends with it; if it fails, nothing of it stays in a root that it has made."""
+    """Release the claim of a conversion at its end. After a failure, clean up a root that it has created."""
     try:
         yield
     except BaseException:
@@ -191,15 +193,15 @@ def _claimed(root: Path, *, is_new: bool) -> Iterator[None]:
 def _remove_bookkeeping(root: Path) -> None:
     writers = root / WRITERS_FOLDER
     claims = list(writers.iterdir())
-    if len(claims) <= 1:  # ours: nobody else has come
+    if len(claims) <= 1:  # no other writer
         for claim in claims:
             claim.unlink()
         writers.rmdir()
         (root / LOCK_FILE).unlink(missing_ok=True)
 
 
-def _take_back(attempt: protocol.Attempt) -> None:
-    """Remove an iteration that was published, and that the tracker could not be made to name."""
+def _remove_published(attempt: protocol.Attempt) -> None:
+    """Remove an iteration that was published, if updating the tracker failed."""
     with contextlib.suppress(ReshardError, OSError):
         if manifest.read(attempt.folder).attempt == attempt.id:
             filesystem.remove_folder(attempt.folder, durable=False)
@@ -216,5 +218,5 @@ def _check_root_free(job: Job, folder_name: str) -> None:
         raise DestinationExistsError(
             f"{target} holds {len(entries)} entries, such as {entries[0]}",
             path=str(target),
-            hint=f"choose another root, or give `overwrite=True` to replace {folder_name} in this one and nothing else",
+            hint=f"choose another root, or pass `overwrite=True` to replace only {folder_name} in this one",
         )

@@ -1,4 +1,4 @@
-"""A `.ckpt` file: its records as whole tensors."""
+"""Reads a `.ckpt` file: its records are whole tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ckpt(Format):
         return Match.YES if not path.is_dir() and kind_of(path, follow_links=True) == "ckpt" else Match.NO
 
     def open(self, path: Path, options: OpenOptions) -> CheckpointData:
-        """The tensors of the file; values that are text are listed in `strings`."""
+        """The tensors of the file. Text values are listed in `strings`."""
         return _open_ckpt(path, options.method)
 
 
@@ -45,7 +45,7 @@ def _open_ckpt(path: Path, method: _core.ReadMethod) -> CheckpointData:
         index.add_whole(key, opened.file)
     if opened.strings:
         names = listed(map(show, opened.strings))
-        _log.warning("%s: %d values are text and no tensors, and are left out: %s", path, len(opened.strings), names)
+        _log.warning("%s: %d values are text, not tensors, and are left out: %s", path, len(opened.strings), names)
     return CheckpointData(
         traits=Ckpt.traits,
         path=path,

@@ -1,8 +1,8 @@
 """Full weights in the MindSpore layout: `part<i>.safetensors`, `param_name_map.json`, `hyper_param.safetensors`.
 
-The map tells the file of each tensor, the counters of the run lie in the last of the three. Knows the map, and how
-tensors are divided over files. Whether the names in the map are those in the headers is for the caller to check, who
-opens the files. The documents of the original show other names than `part<i>` for them: the map is followed.
+The map gives the file of each tensor. `hyper_param.safetensors` holds the counters of the run. This module reads and
+writes the map and divides tensors over files. The caller opens the files and checks that the map matches their headers.
+The documents of MindSpore show other names than `part<i>`: the map decides.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def detect(path: str | os.PathLike[str]) -> bool:
 
 
 def file_name(number: int) -> str:
-    """The name of a part.
+    """The file name of a part.
 
     Args:
-        number: which, from 0.
+        number: number of the part, from 0.
 
     Example:
         >>> file_name(11)
@@ -50,16 +50,15 @@ def file_name(number: int) -> str:
 
 
 def plan_parts(tensors: Iterable[tuple[str, int]], max_bytes: int | None = None) -> list[list[str]]:
-    """Divide tensors over parts as the original does: the largest first, each to the part that has least.
+    """Divide tensors over parts as MindSpore does: the largest tensor first, each to the part with the fewest bytes.
 
     Args:
-        tensors: `(name, bytes)`; of equal ones the first goes first.
-        max_bytes: there are at least as many parts as all tensors need at this size, and none is larger, headers not
-            counted: what fits nowhere gets a part of its own. None: as many as the original makes, one for each 3 GiB
-            of all tensors, of which some may be larger than that.
+        tensors: `(name, bytes)`; tensors of equal size keep their order.
+        max_bytes: largest size of a part in bytes, without headers. A larger tensor gets its own part. None: one part
+            for each 3 GiB of all tensors, as MindSpore does; some parts may be larger.
 
     Returns:
-        Names by part; no part for no tensors.
+        Names of tensors for each part; empty without tensors.
 
     Example:
         >>> plan_parts([("a", 4), ("b", 9), ("c", 4), ("d", 1)], 10)
@@ -69,7 +68,7 @@ def plan_parts(tensors: Iterable[tuple[str, int]], max_bytes: int | None = None)
     total = sum(size for _, size in sizes)
     n_parts = min(-(-total // (max_bytes or _DEFAULT_PART_BYTES)) or 1, len(sizes))
     parts: list[list[str]] = [[] for _ in range(n_parts)]
-    loads = [(0, number) for number in range(n_parts)]  # a heap: the least loaded first, of equal ones the first
+    loads = [(0, number) for number in range(n_parts)]  # a heap: the part with the fewest bytes first
     for name, size in sizes:
         load, number = loads[0]
         if load and max_bytes is not None and load + size > max_bytes:
@@ -79,16 +78,16 @@ def plan_parts(tensors: Iterable[tuple[str, int]], max_bytes: int | None = None)
         else:
             heapq.heapreplace(loads, (load + size, number))
         parts[number].append(name)
-    return [part for part in parts if part]  # tensors without elements all go to one
+    return [part for part in parts if part]  # tensors without elements all go to one part
 
 
 def map_text(weight_map: Mapping[str, str], total_size: int, version: str) -> str:
-    """The text of a map, laid out as the original does.
+    """The text of a map, formatted as MindSpore does.
 
     Args:
         weight_map: the file of each tensor.
         total_size: bytes of all tensors.
-        version: of this package; by it a later run knows its own map again.
+        version: version of this package; it marks the map as written by this package.
 
     Example:
         >>> print(map_text({"w": "part0.safetensors"}, 8, "1.0"))
@@ -107,22 +106,22 @@ def map_text(weight_map: Mapping[str, str], total_size: int, version: str) -> st
 
 
 def read_weight_map(folder: str | os.PathLike[str]) -> dict[str, str] | None:
-    """The file of each tensor, as the map says; None where there is no map and `part0.safetensors` is the only part.
+    """The file of each tensor, from the map; None if there is no map and `part0.safetensors` is the only part.
 
     Raises:
-        CheckpointNotFoundError: there is neither, or a file that the map names is missing, or there are several parts
-            and no map, so that nobody can tell whether one is missing.
-        DamagedFileError: the map is not such JSON, or a name in it is refused.
+        CheckpointNotFoundError: there is neither, or a file of the map is missing, or there are several parts and no
+            map, so that a missing part could not be detected.
+        DamagedFileError: the map is invalid, or a name in it is refused.
         StorageError: the system failed to read it.
     """
     path = Path(folder) / MAP_FILE
     if os.path.lexists(path):
         return maps.read(path)
-    parts = [name for name in os.listdir(folder) if _PART.fullmatch(name)]  # noqa: PTH208  names alone
+    parts = [name for name in os.listdir(folder) if _PART.fullmatch(name)]  # noqa: PTH208  names only
     if parts != [file_name(0)]:
         raise CheckpointNotFoundError(
-            f"{show(os.fspath(folder))} holds {len(parts)} parts and no {MAP_FILE}, which says what belongs together",
+            f"{show(os.fspath(folder))} holds {len(parts)} parts, but not {MAP_FILE}, which lists the parts",
             path=os.fspath(folder),
-            hint="copy it from where the weights were merged",
+            hint=f"copy {MAP_FILE} from the folder where the weights were merged",
         )
     return None

@@ -1,7 +1,7 @@
-"""Full weights in the MindSpore layout, opened: the tensors that the map names, and the counters beside them.
+"""Reads full weights in the MindSpore layout: the tensors of the map, and the counters beside them.
 
-What a merge of the original has left out it writes into the file of the counters, as the first rank's part of it: such
-a part is no tensor, and is not taken for one.
+A merge by MindSpore writes the first rank's shards of the tensors that it leaves out into the file of the counters.
+Such shards are not read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import DamagedFileError
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.full_weights import names as full_weights
 from reshard.outputs import load_all
@@ -42,7 +42,7 @@ class FullWeights(Format):
         return Match.YES if path.is_dir() and full_weights.detect(path) else Match.NO
 
     def open(self, path: Path, options: OpenOptions) -> CheckpointData:
-        """The tensors that the map names, and the counters beside them."""
+        """The tensors of the map, and the counters beside them."""
         return open_full_weights(path, options.method)
 
 
@@ -50,19 +50,23 @@ FULL_WEIGHTS = FullWeights()
 
 
 def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
-    """Open a folder that `full_weights.detect` knows.
+    """Open a folder for which `full_weights.detect` is true.
 
     Raises:
         CheckpointNotFoundError: a file is missing, or there are several parts without a map.
-        DamagedFileError: a file is not what its format or the map says.
+        DamagedFileError: a file violates its format, or does not match the map.
 
     Example:
-        >>> open_full_weights(Path("unified_safe"), "auto").common.global_step  # doctest: +SKIP
-        40
+        >>> from pathlib import Path
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.zeros(4)}, "w.safetensors")
+        >>> _ = reshard.convert("w.safetensors", "full", to="mindspore")
+        >>> open_full_weights(Path("full"), "auto").index.keys()
+        ['w']
     """
     index = _core.Index()
     weight_map = full_weights.read_weight_map(folder)
-    # Files of a download cache are symbolic links into its store: here links are followed.
+    # Files of a download cache are symbolic links into its store, so links are followed.
     if weight_map is None:
         file = index.add_file(str(folder / full_weights.file_name(0)), method=method)
         index.add_whole_file(file)
@@ -77,17 +81,17 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
         return data
     request = _core.Request()
     for name in names:
-        if name in scalars.NAMES:
+        if name in counter_tensors.NAMES:
             shape = index.shape(name)
             request.add_region(name, name, (0,) * len(shape), shape)
-    common = scalars.common_of(load_all(index.plan(request)), str(path))
+    common = counter_tensors.common_of(load_all(index.plan(request)), str(path))
     return replace(data, common=common, iteration=common.step_num)
 
 
 def _add_counters(index: _core.Index, path: Path, method: _core.ReadMethod) -> list[str]:
-    """Add what the file holds of one element; their names."""
+    """Add the tensors of one element in the file of the counters; returns their names."""
     file = index.add_file(str(path), method=method)
-    names, strays = [], []
+    names, shards = [], []
     for name, _, shape, *_ in index.file_tensors(file):
         if name in index:
             raise DamagedFileError(f"{show(str(path))} and a part both hold {show(name)}", path=str(path), key=name)
@@ -95,11 +99,11 @@ def _add_counters(index: _core.Index, path: Path, method: _core.ReadMethod) -> l
             index.add_whole(name, file)
             names.append(name)
         else:
-            strays.append(name)
-    if strays:
+            shards.append(name)
+    if shards:
         _log.warning(
-            "%s holds %s: a merge that left them out has put the first rank's part of them there; passed over",
+            "%s holds %s: the first rank's shard of tensors that a merge left out; it is skipped",
             path,
-            listed(map(show, strays), 1),
+            listed(map(show, shards), 1),
         )
     return names

@@ -1,6 +1,6 @@
-"""Writing full weights in the MindSpore layout: whole tensors in parts, the map of them, and the counters beside them.
+"""Writes full weights in the MindSpore layout: whole tensors in parts, their map, and the counters beside them.
 
-What was left out of the conversion is in none of the files: the counters' holds nothing but counters.
+Tensors that the conversion leaves out are in none of the files. The file of the counters holds counters only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.conversion.destinations import (
     whole_request,
 )
 from reshard.conversion.writer import Settings, Writer
-from reshard.formats import scalars
+from reshard.formats import counter_tensors
 from reshard.formats.full_weights import names as full_weights
 from reshard.small_files import write_file_atomically
 from reshard.write.iteration import file_order
@@ -50,14 +50,14 @@ class FullWeightsWriter(Writer):
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
         """All counters: they have a file of their own."""
-        return scalars.OF_NO_PARAMETER
+        return counter_tensors.OF_NO_PARAMETER
 
 
 def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Written:
-    """Write whole tensors in parts of a largest size, or as many as the original makes.
+    """Write whole tensors in parts of limited size, or in as many parts as MindSpore writes.
 
     Raises:
-        DestinationExistsError, UnsupportedError, StorageError: as told at `convert`.
+        DestinationExistsError, UnsupportedError, StorageError: as `convert`.
     """
     check_folder_free(job)
     arrays = job.plan(whole_request(job.source, job.keys)).arrays
@@ -83,7 +83,7 @@ def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Wri
 
 
 def _write_counters(job: Job, path: Path) -> int:
-    """Write the file of the counters, if there are any; its bytes."""
+    """Write the file of the counters, if there are any; returns its size in bytes."""
     if not job.counters:
         return 0
     counters = sorted(job.counters.items())

@@ -1,7 +1,7 @@
 """A Hugging Face model folder: `model.safetensors`, or several files and `model.safetensors.index.json`.
 
-Knows the index and how files are named and filled. Whether the names in the index are those in the headers is for the
-caller to check, who opens the files. The model's `config.json`, tokenizers and the like are left alone.
+This module reads and writes the index, names the files, and divides tensors over them. The caller opens the files and
+checks that the index matches their headers. `config.json`, tokenizers and similar files are not used here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def detect(path: str | os.PathLike[str]) -> Literal["index", "single"] | None:
-    """Whether a folder holds a model, and how: with an index, which goes first, or as one file."""
+    """Whether a folder holds a model with an index, or in a single file. An index takes precedence."""
     folder = Path(path)
     if (folder / INDEX_FILE).is_file():
         return "index"
@@ -41,11 +41,11 @@ def detect(path: str | os.PathLike[str]) -> Literal["index", "single"] | None:
 
 
 def file_name(number: int, count: int) -> str:
-    """The name of a file of a model; of a single one without numbers.
+    """The name of a file of a model; without numbers if there is only one.
 
     Args:
-        number: which file, from 1.
-        count: how many there are.
+        number: number of the file, from 1.
+        count: number of files.
 
     Raises:
         ArgumentError: the number is not from 1 to the count.
@@ -55,39 +55,39 @@ def file_name(number: int, count: int) -> str:
         ('model-00002-of-00012.safetensors', 'model.safetensors')
     """
     if not 1 <= number <= count:
-        raise ArgumentError(f"file {number} of {count}: the number is from 1 to the count")
+        raise ArgumentError(f"file {number} of {count}: the number must be from 1 to {count}")
     return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def plan_shards(tensors: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
-    """Divide tensors over files as Hugging Face does: in order, each file filled until the next tensor does not fit.
+    """Divide tensors over files as Hugging Face does: in order, a new file when the next tensor does not fit.
 
-    A tensor larger than the limit gets a file of its own, and the file being filled goes on after it.
+    A tensor larger than the limit gets its own file; the current file continues after it.
 
     Args:
         tensors: `(name, bytes)` in order.
-        max_shard_bytes: most bytes of a file, headers not counted.
+        max_shard_bytes: largest size of a file in bytes, without its header.
 
     Returns:
-        Names by file; no file for no tensors.
+        Names of tensors for each file; empty without tensors.
 
     Example:
         >>> plan_shards([("a", 4), ("b", 9), ("c", 4), ("d", 1)], 8)
         [['b'], ['a', 'c'], ['d']]
     """
     files: list[list[str]] = []
-    filling: list[str] = []
+    current: list[str] = []
     n_bytes = 0
     for name, size in tensors:
         if size > max_shard_bytes:
             files.append([name])
             continue
         if n_bytes + size > max_shard_bytes:
-            files.append(filling)
-            filling, n_bytes = [], 0
-        filling.append(name)
+            files.append(current)
+            current, n_bytes = [], 0
+        current.append(name)
         n_bytes += size
-    return [*files, filling] if filling else files
+    return [*files, current] if current else files
 
 
 def index_text(weight_map: Mapping[str, str], total_size: int, version: str) -> str:
@@ -96,7 +96,7 @@ def index_text(weight_map: Mapping[str, str], total_size: int, version: str) -> 
     Args:
         weight_map: the file of each tensor.
         total_size: bytes of all tensors.
-        version: of this package; by it a later run knows its own index again.
+        version: version of this package; it marks the index as written by this package.
 
     Example:
         >>> print(index_text({"w": "model-00001-of-00002.safetensors"}, 8, "1.0"), end="")
@@ -115,14 +115,14 @@ def index_text(weight_map: Mapping[str, str], total_size: int, version: str) -> 
 
 
 def read_weight_map(folder: str | os.PathLike[str]) -> dict[str, str] | None:
-    """The file of each tensor, as the index says; None where there is only `model.safetensors`.
+    """The file of each tensor, from the index; None if there is only `model.safetensors`.
 
-    Links are followed: the files of a download cache are links. A map that lies in the file without the wrapper
+    Symbolic links are followed, since the files of a download cache are links. An index without the wrapper
     `weight_map` is accepted too.
 
     Raises:
-        CheckpointNotFoundError: there is neither, or a file that the index names is missing.
-        DamagedFileError: the index is not such JSON, or a name in it is refused.
+        CheckpointNotFoundError: there is neither, or a file of the index is missing.
+        DamagedFileError: the index is invalid, or a name in it is refused.
         StorageError: the system failed to read it.
     """
     path = Path(folder) / INDEX_FILE

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: the tensors that the index names, or those of the one file."""
+"""Reads a Hugging Face folder: the tensors of the index, or those of the single file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class HuggingFace(Format):
     traits = Traits("huggingface", is_pretrained=True)
 
     def detect(self, path: Path) -> Match:
-        """By the index, or the file of a model in one file."""
+        """By the index or `model.safetensors`."""
         return Match.YES if path.is_dir() and huggingface.detect(path) else Match.NO
 
     def open(self, path: Path, options: OpenOptions) -> CheckpointData:
-        """The tensors that the index names, or those of the one file."""
+        """The tensors of the index, or those of the single file."""
         return _open_huggingface(path, options.method)
 
 
@@ -41,7 +41,7 @@ def _open_huggingface(folder: Path, method: _core.ReadMethod) -> CheckpointData:
         file = index.add_file(str(folder / huggingface.SINGLE_FILE), method=method)
         index.add_whole_file(file)
     else:
-        # Files of a hub cache are symbolic links into its store: here links are followed.
+        # Files of a hub cache are symbolic links into its store, so links are followed.
         names = dict.fromkeys(weight_map.values())
         files = {name: index.add_file(str(folder / name), method=method) for name in names}
         for key, name in weight_map.items():

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder: whole tensors in files of a largest size, the index, and what else makes a model."""
+"""Writes a Hugging Face folder: whole tensors in files of limited size, the index, and the other files of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.conversion.destinations import (
     produced,
     whole_request,
 )
-from reshard.conversion.model_files import ModelFiles, find_model_files, told_dtype
+from reshard.conversion.model_files import ModelFiles, dtype_warning, find_model_files
 from reshard.conversion.writer import Settings, Writer
 from reshard.formats.huggingface import names as huggingface
 from reshard.small_files import write_file_atomically
@@ -40,7 +40,7 @@ class HuggingFaceWriter(Writer):
     options = frozenset({"model_files"})
 
     def write(self, job: Job, settings: Settings) -> Written:
-        """Write the folder; the files of a model that are no weights come from `model_files` or from the source."""
+        """Write the folder. Files of a model that are not weights are copied from `model_files` or from the source."""
         model_files = settings.model_files
         if model_files is None and job.source.data.traits.is_pretrained:
             model_files = settings.source
@@ -48,21 +48,21 @@ class HuggingFaceWriter(Writer):
 
 
 def _write(job: Job, max_shard_bytes: int, model_files: Path | None = None) -> Written:
-    """Write whole tensors in files of a largest size, the index of more than one, and what else makes a model.
+    """Write whole tensors in files of limited size, an index for several files, and the other files of a model.
 
     Args:
         job: the conversion.
-        max_shard_bytes: most bytes of a file, headers not counted.
-        model_files: the folder whose files that are no weights are copied; none if it is the destination itself.
+        max_shard_bytes: largest size of a file in bytes, without its header.
+        model_files: the folder whose files that are not weights are copied; none if it is the destination itself.
     """
     check_folder_free(job)
-    beside = ModelFiles()
+    copies = ModelFiles()
     if model_files is not None and os.path.realpath(model_files) != os.path.realpath(job.target):
-        beside = find_model_files(model_files)
-        beside.check_free(job.target)
+        copies = find_model_files(model_files)
+        copies.check_free(job.target)
     if model_files is not None and job.options.dtype is not None:
-        warning = told_dtype(model_files, job.options.dtype)
-        beside.warnings += [] if warning is None else [warning]
+        warning = dtype_warning(model_files, job.options.dtype)
+        copies.warnings += [] if warning is None else [warning]
     request = whole_request(job.source, job.keys)
     sizes = [(name, n_bytes) for name, _, _, n_bytes in job.plan(request).arrays]
     shards = huggingface.plan_shards(sizes, max_shard_bytes)
@@ -73,7 +73,7 @@ def _write(job: Job, max_shard_bytes: int, model_files: Path | None = None) -> W
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
         if isinstance(fill, Written):
             return fill
-        return _publish(job, files, shards, sizes, fill, beside=beside)
+        return _publish(job, files, shards, sizes, fill, copies=copies)
 
 
 def _publish(
@@ -83,15 +83,15 @@ def _publish(
     sizes: list[tuple[str, int]],
     fill: Produce,
     *,
-    beside: ModelFiles,
+    copies: ModelFiles,
 ) -> Written:
     options = job.options
     with destination_folder(job) as folder:
         n_bytes = n_bytes_of(fill(folder))
-        beside.copy(folder, file_mode=options.file_mode, folder_mode=options.folder_mode, durable=options.durable)
+        copies.copy(folder, file_mode=options.file_mode, folder_mode=options.folder_mode, durable=options.durable)
         if len(files) > 1:
             file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
             total = sum(size for _, size in sizes)
             text = huggingface.index_text(file_of, total, _core.__version__)
             write_file_atomically(folder / huggingface.INDEX_FILE, text, options.file_mode, durable=options.durable)
-    return Written(job.target, len(files), n_bytes, warnings=beside.warnings)
+    return Written(job.target, len(files), n_bytes, warnings=copies.warnings)

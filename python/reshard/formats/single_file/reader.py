@@ -1,4 +1,4 @@
-"""A single `.safetensors` file: its tensors, verified where a manifest lies beside it."""
+"""Reads a single `.safetensors` file; its tensors are verified if there is a manifest beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reshard.formats import manifest as manifests
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.reader import opened_proof, unfinished
+from reshard.formats.checkpoint2.reader import locked_manifest, unfinished
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ class SingleFile(Format):
     traits = Traits("safetensors")
 
     def detect(self, path: Path) -> Match:
-        """Any file that is no `.ckpt`: the reader says what is wrong with it."""
+        """Any file that no other format accepts. The reader reports what is wrong with it."""
         return Match.NO if path.is_dir() else Match.FALLBACK
 
     def open(self, path: Path, options: OpenOptions) -> CheckpointData:
@@ -42,18 +42,18 @@ SINGLE_FILE = SingleFile()
 def _open_file(path: Path, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     file = index.add_file(str(path), method=method)
-    with opened_proof(path.parent) as proof:
-        manifest = proof.manifest
+    with locked_manifest(path.parent) as locked:
+        manifest = locked.manifest
         if manifest is not None and path.name not in manifest.shards:
-            _log.warning("%s is not in the manifest beside it: nothing that is read of it can be verified", path)
+            _log.warning("%s is not listed in the manifest beside it, and cannot be verified", path)
             manifest = None
         elif manifest is not None:
             manifests.set_checksums(index, path.parent, manifest)
-        elif proof.is_damaged and checkpoint2.WRITER_KEY in (index.file_metadata(file) or {}):
-            raise unfinished(path, path.name, proof)
+        elif locked.is_damaged and checkpoint2.WRITER_KEY in (index.file_metadata(file) or {}):
+            raise unfinished(path, path.name, locked)
         index.add_whole_file(file)
         aliases = add_aliases(index)
-        lock = proof.keep_lock() if manifest is not None else None
+        lock = locked.keep_lock() if manifest is not None else None
         return CheckpointData(
             traits=SingleFile.traits,
             path=path,

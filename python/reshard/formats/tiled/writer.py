@@ -1,4 +1,4 @@
-"""Writing plain `.safetensors`: one file, or one for each rank and tiles.json that describes them."""
+"""Writes plain `.safetensors` files: one file, or one for each rank with a tiles.json that describes them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SafetensorsWriter(Writer):
 
 
 def _write(job: Job, layout: LayoutLike | None) -> Written:
-    """Write one file, or one a rank with tiles.json to tell what they hold."""
+    """Write one file, or one per rank with tiles.json."""
     if job.target.suffix == ".safetensors":
         _check_file_free(job)
         durable, parent = job.options.durable, job.target.parent

@@ -1,8 +1,8 @@
-"""The counters of a training run as MindSpore keeps them beside the weights: tensors of one element.
+"""The counters of a training run that MindSpore stores beside the weights: tensors of one element.
 
-A file of a rank in Checkpoint 1.0 and `hyper_param.safetensors` of full weights hold them under the names that
-`common.json` gives them in 2.0. Neither format has a word for which tensors are the optimizer's; what its optimizers
-put before a parameter's name tells.
+The rank files of Checkpoint 1.0 and `hyper_param.safetensors` of full weights hold them, under the names that
+`common.json` uses in Checkpoint 2.0. Neither format records which tensors belong to the optimizer. They are recognised
+by the prefixes that optimizers put before the name of a parameter.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 NAMES = COUNTERS
-"""Those that are counters."""
+"""Names of the counters."""
 
-# What optimizers name their state of a parameter by: `adam_m.<parameter>`.
+# Prefixes of optimizer state: `adam_m.<parameter>`.
 _SLOTS = frozenset(
     (
         *("adam_m", "adam_v", "muon_m", "moment1", "moment2", "moments", "vhat"),
@@ -47,7 +47,7 @@ _SLOTS = frozenset(
 
 
 def is_state(key: str) -> bool:
-    """Whether a tensor is state of an optimizer or a counter, by its name; everything else is the model's.
+    """Whether a tensor is optimizer state or a counter, by its name. All other tensors belong to the model.
 
     Example:
         >>> [is_state(key) for key in ("adam_m.embed.weight", "global_step", "embed.weight")]
@@ -58,7 +58,7 @@ def is_state(key: str) -> bool:
 
 
 def is_counter(key: str) -> bool:
-    """Whether a tensor is a counter, or state of the optimizer that belongs to no parameter.
+    """Whether a tensor is a counter, or optimizer state that belongs to no parameter.
 
     Example:
         >>> is_counter("global_step"), is_counter("adam_m.embed.weight")
@@ -68,7 +68,7 @@ def is_counter(key: str) -> bool:
 
 
 def parameter_of(key: str) -> tuple[str, str] | None:
-    """The slot and the parameter of a tensor that is an optimizer's state of one; else None.
+    """The slot and the parameter of a tensor that is optimizer state of a parameter; else None.
 
     Example:
         >>> parameter_of("adam_m.embed.weight")
@@ -79,10 +79,15 @@ def parameter_of(key: str) -> tuple[str, str] | None:
 
 
 def check_shape(name: str, shape: tuple[int, ...], source: str) -> None:
-    """Refuse a counter of several elements, in the file `source`.
+    """Refuse a counter that does not have exactly one element. The shapes `()` and `(1,)` both occur.
+
+    Args:
+        name: name of the counter.
+        shape: its shape, in elements.
+        source: the file, for messages.
 
     Raises:
-        DamagedFileError: it has several, or none; the shapes `()` and `(1,)` are both met.
+        DamagedFileError: it has several elements, or none.
     """
     if math.prod(shape) != 1:
         raise DamagedFileError(
@@ -91,14 +96,14 @@ def check_shape(name: str, shape: tuple[int, ...], source: str) -> None:
 
 
 def common_of(arrays: Mapping[str, np.ndarray], source: str) -> CommonInfo:
-    """The counters that tensors of one element tell; names that are no counters are passed over.
+    """The counters from tensors of one element. Other names are ignored.
 
     Args:
-        arrays: them, by name.
-        source: what messages call the file.
+        arrays: the tensors by name.
+        source: the file, for messages.
 
     Raises:
-        DamagedFileError: a counter has several elements, or is no such number.
+        DamagedFileError: a counter has several elements, or an invalid value.
 
     Example:
         >>> common_of({"step_num": np.array(40), "loss_scale": np.array([2.0], np.float32)}, "x").loss_scale
@@ -111,7 +116,7 @@ def common_of(arrays: Mapping[str, np.ndarray], source: str) -> CommonInfo:
             continue
         check_shape(name, array.shape, source)
         value = array.reshape(()).item()
-        # A whole number is one, whatever it is stored as.
+        # A counter may be stored as a float.
         values[name] = int(value) if name != "loss_scale" and isinstance(value, float) and value.is_integer() else value
     try:
         return CommonInfo(**values)  # type: ignore[arg-type]  # each value is checked there
@@ -120,21 +125,21 @@ def common_of(arrays: Mapping[str, np.ndarray], source: str) -> CommonInfo:
 
 
 def arrays_of(common: CommonInfo) -> dict[str, np.ndarray]:
-    """The counters that are known, as the original writes them into each rank's file.
+    """The counters that are not None, in the dtypes and shapes that MindSpore Transformers writes.
 
     Example:
         >>> arrays_of(CommonInfo(step_num=7, global_step=7))
         {'step_num': array(7), 'global_step': array([7], dtype=int32)}
     """
-    made: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for name in NAMES:
         value = getattr(common, name)
         if value is None:
             continue
         if name == "loss_scale":
-            made[name] = np.array(value, np.float32)
+            arrays[name] = np.array(value, np.float32)
         elif name == "global_step" and value < 1 << 31:
-            made[name] = np.array([value], np.int32)
+            arrays[name] = np.array([value], np.int32)
         else:
-            made[name] = np.array(value, np.int64)
-    return made
+            arrays[name] = np.array(value, np.int64)
+    return arrays
