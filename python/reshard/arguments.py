@@ -228,6 +228,38 @@ def _pair_of_integers(name: str, value: object) -> None:
         _integer(name, item)
 
 
+def _trained(name: str, value: object) -> None:
+    if type(value).__name__ not in ("bool", "bool_"):
+        check_texts(name, value)
+
+
+def _size(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        _integer(name, value)
+    else:
+        _text(name, value)
+
+
+def _choice(*accepted: str) -> Callable[[str, object], None]:
+    def check_choice(name: str, value: object) -> None:
+        if not isinstance(value, str) or value not in accepted:
+            raise _wrong(name, value, " or ".join(f'"{one}"' for one in accepted))
+
+    return check_choice
+
+
+def _count(name: str, value: object) -> None:
+    _integer(name, value)
+    if value < 1:  # type: ignore[operator]
+        raise _wrong(name, value, "a whole number from 1 on")
+
+
+def _option(name: str, value: object) -> None:
+    """Text, or a group of options: an object of its class or a mapping, see `reshard.options`."""
+    if not isinstance(value, str | Mapping) and not type(value).__module__.startswith("reshard."):
+        raise _wrong(name, value, "text, a mapping, or an object of this package that is made of one")
+
+
 _CHECKS: dict[str, Callable[[str, object], None]] = {
     **dict.fromkeys(("root", "path", "src", "dst", "filename", "a", "b", "folder", "model_files"), _path),
     **dict.fromkeys(
@@ -245,17 +277,22 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "metadata": _text_mapping,
     "plan": _text_mapping,
     "name": _text,
-    "keep_best": _metric_and_number,
+    "best": _metric_and_number,
+    "max_shard_size": _size,
+    "on_load": _choice("full", "touched", "structure"),
+    "modes": _choice("original"),
+    "save_trainable_params": _trained,
+    "drift": _count,
+    "grace_s": check_seconds,
+    **dict.fromkeys(("format", "verify"), _option),
     "device": _device,
-    **dict.fromkeys(
-        ("part", "format", "to", "method", "framework", "backend", "modes", "prefix", "suffix", "name_regex", "verify"),
-        _text,
-    ),
+    **dict.fromkeys(("part", "to", "method", "framework", "backend", "prefix", "suffix", "name_regex"), _text),
     **dict.fromkeys(("rank", "iteration", "threads", "sink_size", "steps_per_epoch"), _integer),
     **dict.fromkeys(("keep", "keep_every"), _integer_or_none),
     **dict.fromkeys(("progress", "ready", "after"), _function),
     **dict.fromkeys(
         (
+            "after_save",
             "allow_fresh",
             "blocking",
             "async_save",
@@ -274,11 +311,10 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
             "reverse",
             "rollback",
             "save_network_params",
-            "save_trainable_params",
+            "save_on_exception",
             "strict",
             "strict_format",
             "takeover",
-            "verify_after_save",
         ),
         _flag,
     ),

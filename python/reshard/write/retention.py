@@ -6,7 +6,7 @@ every Nth and the best if asked for. Not removed either, whatever is asked for: 
 and the newest verified one. Whatever is in memory of earlier saves plays no part: the facts come from the directory.
 
 An iteration is verified if all its bytes have been compared with its manifest since it was written: before a save was
-published (`verify_after_save`), by `verify`, by a load with `verify="full"`, or here. The result is recorded beside it
+published (`Verify.after_save`), by `verify`, by a load with `verify="full"`, or here. The result is recorded beside it
 (`formats.proofs`); one that was found damaged does not count. Nothing is removed unless a verified one stays.
 
 - `remove` (`prune`) compares the newest iteration that stays, if nothing newer than what goes is verified, and the next
@@ -32,13 +32,14 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.arguments import checked
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs, save_log
 from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE, TRACKED_FILE
 from reshard.formats.scrub import is_damage, scrub_folder
+from reshard.options import Retention
 from reshard.small_files import show
 from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import UNFINISHED_FILE
@@ -106,38 +107,26 @@ class Removed:
 
 
 def plan(
-    facts: Sequence[Facts],
-    *,
-    tracker: int | None,
-    keep: int,
-    keep_every: int | None = None,
-    best: Collection[int] = (),
+    facts: Sequence[Facts], retention: Retention, *, tracker: int | None, best: Collection[int] = ()
 ) -> tuple[list[Facts], dict[int, str]]:
-    """Decide what goes.
+    """Decide which iterations are removed.
 
     Args:
-        facts: one entry an iteration.
+        facts: one entry for each iteration.
+        retention: which iterations are kept; its metric is not looked at.
         tracker: the iteration that the tracker names, or None.
-        keep: how many complete ones to keep, the newest; at least 1.
-        keep_every: keep every iteration that this number divides, too.
         best: iterations to keep for their metrics.
 
     Returns:
-        What goes, oldest first; and by iteration why the others stay.
-
-    Raises:
-        ArgumentError: `keep` or `keep_every` is below 1.
+        The iterations that are removed, oldest first; and by iteration why the others stay.
 
     Example:
         >>> facts = [Facts(n, f"iteration_{n:08d}", is_verified=True) for n in (100, 200, 300, 400)]
-        >>> gone, kept = plan(facts, tracker=400, keep=2, keep_every=100_000, best=[100])
+        >>> gone, kept = plan(facts, Retention(keep=2, keep_every=100_000), tracker=400, best=[100])
         >>> [one.iteration for one in gone], kept
         ([200], {100: 'one of the best', 300: 'one of the newest 2', 400: 'the tracker names it'})
     """
-    for name, value in (("keep", keep), ("keep_every", keep_every)):
-        is_left_out = value is None and name == "keep_every"
-        if not is_left_out and (type(value) is not int or value < 1):
-            raise ArgumentError(f"`{name}` is a number of iterations from 1 on, not {value!r}")
+    keep, keep_every = retention.keep, retention.keep_every
     ordered = sorted(facts, key=lambda one: one.iteration)
     counted = _counted(ordered, tracker)
     newest = {one.iteration for one in counted[-keep:]}
@@ -195,7 +184,7 @@ def to_verify(
 
     Example:
         >>> facts = [Facts(n, f"iteration_{n:08d}", has_manifest=True) for n in (100, 200, 300)]
-        >>> gone, kept = plan(facts, tracker=300, keep=2)
+        >>> gone, kept = plan(facts, Retention(keep=2), tracker=300)
         >>> [one.iteration for one in to_verify(facts, gone, kept, tracker=300)]
         [300, 200]
     """
@@ -271,10 +260,8 @@ def _proof(folder: Path) -> proofs.Proof | None:
 
 def apply(
     root: str | os.PathLike[str],
+    retention: Retention,
     *,
-    keep: int,
-    keep_every: int | None = None,
-    keep_best: tuple[str, int] | None = None,
     dry_run: bool = False,
     durable: bool = True,
     original_fault: Callable[[Path], str | None] | None = None,
@@ -285,31 +272,26 @@ def apply(
 
     Args:
         root: the checkpoint root.
-        keep: see `remove`, and so are the other arguments.
-        keep_every: see `remove`.
-        keep_best: see `remove`.
-        dry_run: see `remove`.
+        retention: which iterations are kept.
+        dry_run: see `remove`, and so are the other arguments.
         durable: see `remove`.
         original_fault: see `remove`.
         verify: see `remove`.
         verified: see `remove`.
 
     Raises:
-        ArgumentError: a number is below 1.
         CheckpointNotFoundError: there is no such root.
 
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     apply(root, keep=2).iterations
+        ...     apply(root, Retention(keep=2)).iterations
         ()
     """
     try:
         removed = remove(
             root,
-            keep=keep,
-            keep_every=keep_every,
-            keep_best=keep_best,
+            retention,
             dry_run=dry_run,
             durable=durable,
             original_fault=original_fault,
@@ -325,10 +307,8 @@ def apply(
 
 def remove(
     root: str | os.PathLike[str],
+    retention: Retention,
     *,
-    keep: int,
-    keep_every: int | None = None,
-    keep_best: tuple[str, int] | None = None,
     dry_run: bool = False,
     durable: bool = True,
     original_fault: Callable[[Path], str | None] | None = None,
@@ -340,20 +320,16 @@ def remove(
 
     Args:
         root: the checkpoint root.
-        keep: how many complete ones to keep, the newest; at least 1.
-        keep_every: keep every iteration that this number divides, too.
-        keep_best: a metric of the saves, and how many iterations with its lowest values to keep; with a `-` before the
-            name, those with its highest.
+        retention: which iterations are kept.
         dry_run: remove nothing, and read no contents.
         durable: sync every change.
-        original_fault: says of an iteration folder without manifest why it is not complete, or None. By default it is
+        original_fault: returns why an iteration folder without manifest is not complete, or None. By default it is
             complete if every shard file that it names is there.
         verify: compare the newest that stays with its manifest, if nothing is removed otherwise.
         verified: digests of manifests whose files this process has just compared.
         progress: called as `progress(done_bytes, total_bytes)` while an iteration is compared.
 
     Raises:
-        ArgumentError: a number is below 1.
         CheckpointNotFoundError: there is no such root.
         DamagedFileError: no iteration has the metric.
         StorageError: the root cannot be listed or locked. Nothing is removed.
@@ -361,7 +337,7 @@ def remove(
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     remove(root, keep=2).iterations
+        ...     remove(root, Retention(keep=2)).iterations
         ()
     """
     path = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
@@ -371,8 +347,8 @@ def remove(
 
     def decide() -> _Decision:
         facts, tracker = _look(path, judge, known, faults)
-        best = _best(path, facts, *keep_best) if keep_best else []
-        gone, kept = plan(facts, tracker=tracker, keep=keep, keep_every=keep_every, best=best)
+        best = _best(path, facts, *retention.best) if retention.best else []
+        gone, kept = plan(facts, retention, tracker=tracker, best=best)
         first = to_verify(facts, gone, kept, tracker=tracker)
         counted = {one.iteration for one in _counted(facts, tracker) if one.is_verified}
         return _Decision(gone, kept, first, has_verified=bool(counted & kept.keys()))
@@ -563,8 +539,6 @@ def _original_fault(folder: Path) -> str | None:
 
 
 def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
-    if type(n) is not int or n < 1:
-        raise ArgumentError(f"`keep_best` names a metric and a number from 1 on, not {n!r}")
     complete = {one.iteration for one in facts if one.fault is None}
     name = metric.removeprefix("-")
     # A manifest without metrics may be of a release that wrote them to the log alone.
