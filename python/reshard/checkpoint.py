@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, NamesLike, ResolvedTensor
+    from reshard.options import VerifyMode
 
-__all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
+__all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo"]
 
 Part = Literal["all", "model", "optimizer"]
-Verify = Literal["full", "touched", "structure"]
 _Stored: TypeAlias = (
     tuple[str, tuple[int, ...], Placed] | tuple[str, tuple[int, ...], Placed, Mapping[int, Sequence[int]]]
 )
@@ -305,7 +305,7 @@ class Checkpoint:
     # -- reading
 
     def read(
-        self, key: str, index: object = None, out: np.ndarray | None = None, *, verify: Verify = "touched"
+        self, key: str, index: object = None, out: np.ndarray | None = None, *, verify: VerifyMode = "touched"
     ) -> np.ndarray:
         """Read a tensor or a slice of it; only the bytes of the slice's box are read.
 
@@ -360,7 +360,7 @@ class Checkpoint:
         out: Mapping[str, np.ndarray] | None = None,
         dtype: object = None,
         copy: bool = True,
-        verify: Verify = "touched",
+        verify: VerifyMode = "touched",
         threads: int | None = None,
         progress: _core.Progress | None = None,
     ) -> dict[str, np.ndarray]:
@@ -459,7 +459,7 @@ class Checkpoint:
         request: _core.Request,
         dtype: object = None,
         *,
-        verify: Verify = "touched",
+        verify: VerifyMode = "touched",
         keys: Collection[str] | None = None,
     ) -> _core.Plan:
         """The checked copies of a request: for code that writes or places the bytes itself.
@@ -637,7 +637,7 @@ class Checkpoint:
 
     @checked
     def stored(
-        self, rank: int, *, keys: Collection[str] | None = None, verify: Verify = "touched"
+        self, rank: int, *, keys: Collection[str] | None = None, verify: VerifyMode = "touched"
     ) -> dict[str, np.ndarray]:
         """Load what a rank's own files hold, as it lies in them: local arrays, no layout asked.
 

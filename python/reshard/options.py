@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar
 
@@ -79,7 +79,7 @@ class Options:
 
     @classmethod
     def of(cls, value: Self | Mapping[str, object] | None) -> Self:
-        """The options that an argument means: an object of the class, a mapping of its fields, or None for the defaults.
+        """The options that an argument means: an object of the class, a mapping of its fields, or None: the defaults.
 
         Raises:
             ArgumentError: it is none of these, or a field is not known, or has a value that is not accepted.
@@ -416,7 +416,7 @@ class Select(Options):
 
     keyword: ClassVar[str] = "select"
 
-    drop: str | Collection[str] = ()
+    drop: str | Sequence[str] = ()
     rename: Mapping[str, str] | None = None
     suffix: str | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -29,7 +30,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--strategy",
         type=PATH,
         metavar="PATH",
-        help="How the rank folders of SRC are cut: a strategy file, or the folder with those of all stages. "
+        help="How the rank folders of SRC are sharded: a strategy file, or the folder with those of all stages. "
         "Default: the folder `strategy` beside SRC.",
     ),
     "suffix": click.option(
@@ -74,7 +75,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--layout",
         type=PATH,
         metavar="FILE",
-        help="How DST is cut: a layout file, a strategy file, or a folder of these. Default: whole tensors.",
+        help="How DST is sharded: a layout file, a strategy file, or a folder of these. Default: whole tensors.",
     ),
     "iteration": click.option(
         "--iteration",
@@ -128,7 +129,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "Default: by torchrun or Slurm.",
     ),
 }
-"""Each option of `reshard.convert` on the command line, by the name that the function gets."""
+"""Each option of `reshard.convert` on the command line, by the name of its argument, or of its field of an option."""
 
 
 def options(*names: str) -> Callable[[F], F]:
@@ -146,8 +147,13 @@ def carry_out(src: str, dst: str, *, no_sync: bool, as_json: bool, share: str | 
     """Convert, and print what was written."""
     given["share"] = _launched() if share is None else _parsed(share)
     given["rename"] = _renames(given["rename"])
+    groups: dict[str, Any] = {
+        group.keyword: group(**{field.name: given.pop(field.name) for field in fields(group) if field.name in given})
+        for group in (reshard.Select, reshard.Files)
+    }
+    commit = reshard.Commit(durable=not no_sync, private=given.pop("private"))
     with collected_warnings() as logged, progress_bar() as progress:
-        report = reshard.convert(src, dst, durable=not no_sync, progress=progress, **given)
+        report = reshard.convert(src, dst, commit=commit, progress=progress, **groups, **given)
     # What is in the report was often logged as well, with where it came from before it.
     warnings = [*report.warnings, *(line for line in logged if not any(known in line for known in report.warnings))]
     if as_json:

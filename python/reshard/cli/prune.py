@@ -68,9 +68,8 @@ def prune(
     Exit codes: 0 done, 1 refused, or an iteration could not be removed, 2 usage.
     """
     with collected_warnings() as logged, progress_bar() as progress:
-        removed = reshard.prune(
-            root, keep, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run, progress=progress
-        )
+        retention = reshard.Retention(keep=keep, keep_every=keep_every, best=keep_best)
+        removed = reshard.prune(root, retention=retention, dry_run=dry_run, progress=progress)
     warnings = list(dict.fromkeys((*logged, *removed.warnings)))
     if as_json:
         echo_json({"dry_run": dry_run, **dataclasses.asdict(removed), "warnings": warnings})

@@ -1,4 +1,4 @@
-"""The vocabulary: which words of the original are read, where they stand, what they take and which field they set."""
+"""The MindSpore configuration keys that are read: their places, the values they accept and the fields that they set."""
 
 from __future__ import annotations
 
@@ -93,14 +93,15 @@ def _resume(at: At, value: object) -> bool | str:
 
 
 def _background(at: At, value: object) -> bool:
-    """The original also says how: in a thread or in a process. Here one native writer does it."""
+    """MindSpore Transformers accepts `thread` and `process` too. Here one native writer does it."""
     return True if value in ("thread", "process") else _flag(at, value)
 
 
 def _format(at: At, value: object) -> str:
     if value == "ckpt":
         raise at.error(
-            "`ckpt` files are not written", hint="say `checkpoint_format: safetensors`; the original reads them as well"
+            "`ckpt` files are not written",
+            hint="write `checkpoint_format: safetensors`; MindSpore Transformers reads these files as well",
         )
     if value != "safetensors":
         raise at.error(f"expected `safetensors`, found {found(value)}")
@@ -141,7 +142,7 @@ _ANY = Kind("anything", lambda _, value: value)
 
 @dataclass(frozen=True)
 class Word:
-    """A word of the original.
+    """A MindSpore configuration key.
 
     Attributes:
         field: the field of `Config` that it sets, with a `!` before it to the opposite of a flag; None: none.
@@ -245,9 +246,9 @@ SECTIONS = {
     "training": TRAINING,
     "parallel_config": PARALLEL,
 }
-OTHERS = ("checkpoint", "callbacks", "monitor_config")  # read by functions of their own
+OTHERS = ("checkpoint", "callbacks", "monitor_config", "reshard")  # read by functions of their own
 FOREIGN = {"lr_scheduler", "train_dataset", "eval_dataset"}
-"""Words of the original that are not ours, however much they look like them."""
+"""Keys of MindSpore Transformers that are not read here, although they look like keys that are."""
 ELSEWHERE = {
     **dict.fromkeys(TRAINER, "trainer"),
     **dict.fromkeys(("load_path", "no_load_optim", "save_max", "save_interleaved_steps"), "checkpoint"),

@@ -66,7 +66,7 @@ class ModelFiles:
                         f"{target / name} is not the file that belongs to the weights that would be written beside it, "
                         f"{path}",
                         path=str(target / name),
-                        hint=f"remove it; or keep all such files of {target}: give that folder as `model_files=`",
+                        hint=f"remove it; or keep all such files of {target}: `files=Files(model_files=...)` with that folder",
                     )
                 del self.files[name]
 

@@ -6,6 +6,7 @@ Nothing here changes what is live, and nothing but `claim` changes the checkpoin
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,11 +91,11 @@ def rehearse(saver: Saver, described: Described, extra: Mapping[str, Any], step:
             f"Checkpoint 1.0 cannot say how the tensors are cut: {described.reason}",
             hint='save with `format="checkpoint2"`',
         )
-    if saver.options["only_save_strategy"] and saver.group.world_size == 1:
+    if saver.options.checkpoint1.only_save_strategy and saver.group.world_size == 1:
         raise ArgumentError("`only_save_strategy` writes how tensors are cut over ranks, and there is one rank")
     saving = described.saving({name: _stand_in(tensor) for name, tensor in described.to_save().items()})
-    check: Any = save
-    check(
+    options = saver.options
+    save(
         saver.root,
         step,
         **saving,
@@ -103,8 +104,12 @@ def rehearse(saver: Saver, described: Described, extra: Mapping[str, Any], step:
         group=saver.group,
         timeout=saver.timeout,
         dry_run=True,
-        **saver.of_format(described, saving),
-        **saver.options,
+        retention=options.retention,
+        verify=options.verify,
+        commit=replace(options.commit, rollback=False, takeover=False),
+        files=options.files,
+        format=saver.format_of(described, saving),
+        threads=options.threads,
     )
 
 
@@ -137,7 +142,7 @@ def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
     error = protocol.obstacle(root)
     if error is not None and not (takeover and isinstance(error, ClaimedError)):
         raise error
-    folder_mode = 0o700 if saver.options["private"] else 0o777
-    protocol.claim_root(root, takeover=takeover, durable=saver.options["durable"], folder_mode=folder_mode)
+    folder_mode = 0o700 if saver.options.commit.private else 0o777
+    protocol.claim_root(root, takeover=takeover, durable=saver.options.commit.durable, folder_mode=folder_mode)
     if not saver.has_rank_folders and not is_below and pending_rollback.get(root) is None:
         protocol.check_above_tracker(root, step, checkpoint2.resolve_candidates(root).tracker)

@@ -1,15 +1,15 @@
-"""One save of a run: what a checkpoint holds, how it is written, and what becomes of a save that fails.
+"""One save of a run: what a checkpoint holds, how it is written, and what happens when a save fails.
 
-`Saver` makes arrays of what is live (`state`), copies those that a save in the background must not see change
-(`staging`), adds what resuming needs besides tensors, and hands it all to `reshard.save`. When a save is due, and why,
-is decided elsewhere.
+`Saver` makes arrays of the live state (`state`), copies those that must not change while a save in the background
+writes them (`staging`), adds what resuming needs besides tensors, and calls `reshard.save`. It does not decide when to
+save.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.collective import Collective
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from reshard.group import Group
+    from reshard.options import FormatLike, SaveOptions
     from reshard.torch.run import Run
     from reshard.torch.staging import Staged
     from reshard.torch.state import Described
@@ -60,20 +61,19 @@ class Saver:
 
     Attributes:
         run: what is saved.
-        root, group, options: of `reshard.save`; what the options are is its business.
+        root, group, options: as in `reshard.save`.
         mesh, coordinate, root_seed, timeout: as in `Checkpointer`.
         is_async: whether saves that are due are written in the background.
         overlap: whether what only an optimizer's step changes is copied while the training goes on.
         with_optimizer: whether the state of the optimizer is saved.
-        with_trainable: whether the parameters that require gradients are saved a second time, alone.
-        is_integrated: whether each save is written once more, as whole tensors.
+        is_integrated: whether each save is written a second time, as whole tensors.
         record: makes the record of the environment; asked on rank 0, once.
     """
 
     run: Run
     root: Path
     group: Group
-    options: Mapping[str, Any]
+    options: SaveOptions
     mesh: DeviceMesh | None
     coordinate: Mapping[str, int] | None
     root_seed: int
@@ -81,7 +81,6 @@ class Saver:
     is_async: bool
     overlap: bool
     with_optimizer: bool
-    with_trainable: bool
     is_integrated: bool
     record: Callable[[], dict[str, Any]]
     _staging: Staging = field(default_factory=Staging)
@@ -119,11 +118,7 @@ class Saver:
         extra = self.beside_tensors(described, step, interrupted=interrupted)
         staged = self._staged(described, blocking=blocking)
         saving = described.saving(None if staged is None else staged.tensors)
-        save_any: Any = save_iteration  # which of two things it returns is said by a variable
-        options = self.options
-        if timeout is not None:
-            # There is little time: nothing is removed now, and so nothing has to be read back for it.
-            options = {**options, "keep": None, "keep_every": None, "keep_best": None}
+        save_any: Any = save_iteration  # `blocking`, a variable, decides which of two types it returns
         saved = save_any(
             self.root,
             step,
@@ -133,12 +128,16 @@ class Saver:
             group=self.group,
             blocking=blocking,
             metrics=run.metrics if run.loss is None else {**run.metrics, "loss": run.loss},
-            rollback=step < run.above,
+            # With a timeout there is little time: nothing is removed now, and so nothing has to be read back for it.
+            retention=self.options.retention if timeout is None else None,
+            verify=self.options.verify,
+            commit=replace(self.options.commit, rollback=step < run.above, takeover=False),
+            files=self.options.files,
+            format=self.format_of(described, saving),
+            threads=self.options.threads,
             timeout=self.timeout if timeout is None else timeout,
             ready=None if staged is None else staged.ready,
             after=self._after,
-            **self.of_format(described, saving),
-            **options,
         )
         run.saved, run.saved_at = step, time.monotonic()
         run.above = 0
@@ -219,35 +218,39 @@ class Saver:
 
     def _after(self, report: SaveReport) -> list[str]:
         """What follows a save that has succeeded."""
-        if not self.is_integrated or self.options["only_save_strategy"]:
+        if not self.is_integrated or self.options.checkpoint1.only_save_strategy:
             return []
         return integrate(
             self.root,
             report,
             group=self.group,
-            keep=self.options["keep"],
-            durable=self.options["durable"],
-            private=self.options["private"],
-            threads=self.options["threads"],
+            keep=None if self.options.retention is None else self.options.retention.keep,
+            commit=self.options.commit,
+            threads=self.options.threads,
             timeout=self.timeout,
         )
 
     @property
     def has_rank_folders(self) -> bool:
         """Whether each rank saves into a folder of its own."""
-        return save_traits(self.options["format"]).rank_folders
+        return save_traits(self.options.format).rank_folders
 
-    def of_format(self, described: Described, saving: Mapping[str, Any]) -> dict[str, Any]:
-        """What Checkpoint 1.0 alone is told."""
+    def format_of(self, described: Described, saving: Mapping[str, Any]) -> FormatLike:
+        """The `format` of `reshard.save`: of Checkpoint 1.0 with the options that follow from the run.
+
+        Args:
+            described: what is live.
+            saving: the arguments of `reshard.save` that hold tensors.
+        """
         if not self.has_rank_folders:
-            return {}
-        sampler = self.run.sampler
-        options: dict[str, Any] = {}
+            return "checkpoint2"
+        options, sampler = self.options.checkpoint1, self.run.sampler
         if isinstance(sampler, ElasticSampler):
-            options["steps_per_epoch"] = sampler.steps_per_epoch
-        if self.with_trainable:
+            options = replace(options, steps_per_epoch=sampler.steps_per_epoch)
+        if options.save_trainable_params is True:
             live = described.live.named.tensors
-            options["save_trainable_params"] = [key for key in saving["model"] if live[key].requires_grad]
+            trained = [key for key in saving["model"] if live[key].requires_grad]
+            options = replace(options, save_trainable_params=trained)
         return options
 
     def beside_tensors(self, described: Described, step: int, *, interrupted: bool) -> dict[str, Any]:
@@ -292,7 +295,7 @@ class Saver:
         common: dict[str, Any] = {"step_num": step, "global_step": step}
         if isinstance(run.sampler, ElasticSampler):
             # The epoch of the step that was made, from 1.
-            if self.options["sink_size"] is None:  # else the epochs that are counted are sinks
+            if self.options.checkpoint1.sink_size is None:  # else the epochs that are counted are sinks
                 common["epoch_num"] = run.sampler.epoch + (run.sampler.consumed > 0)
             common["global_batch_size"] = run.sampler.global_batch_size
         if run.healthy is not None:

@@ -1,9 +1,9 @@
-"""After a save, the same once more as whole tensors: what the original calls `integrated_save`.
+"""After a save, the same tensors written whole: `integrated_save` of MindSpore.
 
     <root>_integrated/iteration_<8 digits>/model.safetensors      a Hugging Face folder for each save
 
-All ranks write it together, each its share of the files, from the files of the save. That has succeeded whatever
-happens here, so what fails is a warning. Retention follows that of the saves by number.
+All ranks write it collectively, each its share of the files, from the files of the save. The save has succeeded
+whatever happens here, so an error here is a warning. Retention keeps the same number of folders as of saves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from reshard.verbs.convert import convert
 if TYPE_CHECKING:
     import os
 
+    from reshard.options import Commit
     from reshard.write.save import SaveReport
 
 __all__ = ["integrate", "integrated_root"]
@@ -47,8 +49,7 @@ def integrate(
     *,
     group: object = None,
     keep: int | None = None,
-    durable: bool = True,
-    private: bool = False,
+    commit: Commit | None = None,
     threads: int | None = None,
     timeout: float = 3600.0,
 ) -> list[str]:
@@ -59,8 +60,7 @@ def integrate(
         report: of the save.
         group: as in `reshard.save`.
         keep: keep the newest so many folders of whole tensors; None: all.
-        durable: sync what is written.
-        private: as in `reshard.save`.
+        commit: how they are published; `durable` and `private` are used.
         threads: threads of the copy.
         timeout: seconds that ranks wait for each other.
 
@@ -81,11 +81,10 @@ def integrate(
             target,
             to="huggingface",
             part="all",
-            suffix=report.suffix,
+            select={"suffix": report.suffix},
             group=group,
             overwrite=True,
-            durable=durable,
-            private=private,
+            commit=None if commit is None else replace(commit, rollback=False, takeover=False),
             threads=threads,
             timeout=timeout,
         )

@@ -1,7 +1,7 @@
 """Retention by hand: which iterations of a root are removed, and which are kept in any case.
 
-The rules are those of `save(..., keep=...)`, see `write.retention`. A checkpoint of MindSpore Transformers, which has no
-manifest, counts as complete only if it can be opened.
+The rules are those of `save(..., keep=...)`, see `write.retention`. A checkpoint of MindSpore Transformers, which has
+no manifest, counts as complete only if it can be opened.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
 from reshard.options import explains_moved, retention_of
 from reshard.small_files import show
-from reshard.write import retention
-from reshard.write.retention import Removed, pin, unpin
+from reshard.write.retention import Removed, pin, remove, unpin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,7 +75,7 @@ def prune(
         raise ArgumentError("`prune` needs `keep` or `retention`", hint="for example `keep=5`")
     if not checkpoint2.list_iterations(root):
         raise CheckpointNotFoundError(f"{show(os.fspath(root))} holds no iteration folder", path=os.fspath(root))
-    return retention.remove(
+    return remove(
         root,
         known,
         dry_run=dry_run,

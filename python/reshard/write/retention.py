@@ -39,7 +39,6 @@ from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE, TRACKED_FILE
 from reshard.formats.scrub import is_damage, scrub_folder
-from reshard.options import Retention
 from reshard.small_files import show
 from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import UNFINISHED_FILE
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard.formats.manifest import Manifest
+    from reshard.options import Retention
 
 __all__ = ["Facts", "Removed", "apply", "must_read_back", "pin", "plan", "remove", "to_verify", "unpin"]
 
@@ -121,6 +121,7 @@ def plan(
         The iterations that are removed, oldest first; and by iteration why the others stay.
 
     Example:
+        >>> from reshard.options import Retention
         >>> facts = [Facts(n, f"iteration_{n:08d}", is_verified=True) for n in (100, 200, 300, 400)]
         >>> gone, kept = plan(facts, Retention(keep=2, keep_every=100_000), tracker=400, best=[100])
         >>> [one.iteration for one in gone], kept
@@ -183,6 +184,7 @@ def to_verify(
         verified and nothing that stays is, all that can be.
 
     Example:
+        >>> from reshard.options import Retention
         >>> facts = [Facts(n, f"iteration_{n:08d}", has_manifest=True) for n in (100, 200, 300)]
         >>> gone, kept = plan(facts, Retention(keep=2), tracker=300)
         >>> [one.iteration for one in to_verify(facts, gone, kept, tracker=300)]
@@ -284,6 +286,7 @@ def apply(
 
     Example:
         >>> import tempfile
+        >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
         ...     apply(root, Retention(keep=2)).iterations
         ()
@@ -336,6 +339,7 @@ def remove(
 
     Example:
         >>> import tempfile
+        >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
         ...     remove(root, Retention(keep=2)).iterations
         ()

@@ -130,7 +130,7 @@ def save(
     **options: Unpack[_Keywords],
 ) -> None: ...
 @explains_moved
-def save(
+def save(  # noqa: PLR0917  what is saved is often given by position
     root: str | os.PathLike[str],
     iteration: int,
     model: Mapping[str, object],
@@ -165,8 +165,8 @@ def save(
 
     Args:
         root: the checkpoint root; made if it is missing.
-        iteration: its number: steps that were made. An iteration of this number is replaced, in one step. A number below
-            the tracker's is refused, except in the first save after `reshard.load` loaded an older iteration.
+        iteration: its number: steps that were made. An iteration of this number is replaced, in one step. A number
+            below the tracker's is refused, except in the first save after `reshard.load` loaded an older iteration.
         model: this rank's arrays by key: numpy arrays, torch tensors, anything with DLPack or the buffer protocol,
             contiguous or not; or `reshard.Shard`s of them.
         optimizer: the same for the state of the optimizer. State named `<slot>.<key>` is sharded as its parameter.
@@ -360,10 +360,10 @@ def save(
     own.copies.replicas = Replicas.from_json(answer["replicas"])
     arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in answer["files"] if of == members.rank}
     make = maker(_METADATA, threads, blocking=blocking, ready=ready)
-    files = capture(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
+    shard_files = capture(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
     if not blocking and ready is None:
         own.copies.freeze(members.rank)
-    share = Share(files, own.common, own.record, own.copies)
+    share = Share(shard_files, own.common, own.record, own.copies)
     if blocking:
         return carry_out(terms, channel, share, planned, started=started, progress=progress, after=after)
     stall_seconds = time.monotonic() - started

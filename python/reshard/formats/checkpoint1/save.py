@@ -410,7 +410,8 @@ class _Coordinator:
                 f"{len(of_hosts)} hosts save together, each into a folder of its own: what is kept once would be on "
                 "one of them",
                 path=str(self.terms.root),
-                hint="`dedup=False` makes each rank's file complete; a folder that they share is named in SHARED_PATHS",
+                hint="`files=Files(dedup=False)` makes each rank's file complete; a folder that they share is named in "
+                "SHARED_PATHS",
             )
         return list(of_hosts.values())
 

@@ -151,7 +151,7 @@ def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
             raise UnsupportedError(
                 f"{show(key)} would be stored {how}, and a strategy has no words for that",
                 key=key,
-                hint="choose another layout for it; `drop=` leaves it out",
+                hint="choose another layout for it; `select=Select(drop=...)` leaves it out",
             )
     return None if len(bound.ranks) == 1 else strategy_of(replace(bound, specs=specs, joins=[]))
 
@@ -165,7 +165,7 @@ def _file_name(job: Job, prefix: str | None, iteration: int | None) -> FileName 
         if iteration is not None:
             raise ArgumentError(
                 "`iteration` stands in the names of rank files only together with `prefix`",
-                hint=f"give `prefix=` too; without both the files are `rank_<r>/{_FILE}`",
+                hint=f"give `files=Files(prefix=...)` too; without both the files are `rank_<r>/{_FILE}`",
             )
         return None
     epoch, step = rank_plan.position(iteration) if iteration is not None else _position(job)
@@ -249,7 +249,7 @@ def _check_counters(job: Job) -> None:
                 f"the cast to {job.options.dtype} would turn the counter `{name}` from {array.item()} into "
                 f"{cast.item()}",
                 key=name,
-                hint=f'choose another dtype; `drop=["{name}"]` leaves it out',
+                hint=f'choose another dtype; `select=Select(drop=["{name}"])` leaves it out',
             )
 
 
