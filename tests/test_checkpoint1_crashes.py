@@ -42,10 +42,17 @@ def tensors(iteration: int) -> dict[str, np.ndarray]:
 
 def save(root: Path, iteration: int, group: Any, *, keep: int = 1) -> Any:
     return reshard.save(
-        root, iteration, local_arrays(LAYOUT, tensors(iteration), group.rank), layout=LAYOUT, group=group,
-        format="checkpoint1", sink_size=2, keep=keep, durable=True, timeout=20, save_network_params=True,
+        root,
+        iteration,
+        local_arrays(LAYOUT, tensors(iteration), group.rank),
+        layout=LAYOUT,
+        group=group,
+        format={"name": "checkpoint1", "sink_size": 2, "save_network_params": True},
+        keep=keep,
+        commit={"durable": True},
+        timeout=20,
         extra={"at": iteration, "own": reshard.per_rank(np.arange(group.rank + 1))},
-    )  # fmt: skip
+    )
 
 
 class Ending:
@@ -113,7 +120,7 @@ def run(act: Callable[[Any], Any], number: int = 10**9, *, ends_all: bool = True
 
     def write_arrays(*args: Any, **options: Any) -> Any:
         ending.tick()
-        return real(*args, **{**options, "durable": False})
+        return real(*args, **{**options, "commit": {"durable": False}})
 
     with stopped_at(0, ending.tick, lasting=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core, "write_arrays", write_arrays)

@@ -137,7 +137,7 @@ def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None
 
 def test_inspect_does_not_call_an_unreadable_iteration_damaged(reachable: Path) -> None:
     for iteration in (1, 2, 3):
-        reshard.save(reachable / "root", iteration, {"w": np.zeros(2)}, durable=False)
+        reshard.save(reachable / "root", iteration, {"w": np.zeros(2)}, commit={"durable": False})
     readable(reachable / "root")
     closed(reachable / "root" / "iteration_00000001")
     closed(reachable / "root" / "iteration_00000002" / "common.json")

@@ -35,7 +35,7 @@ def root(tmp_path: Path) -> Path:
     """Iterations 100 and 200, in a folder of a folder."""
     root = tmp_path / "runs" / "checkpoint"
     for iteration in (100, 200):
-        reshard.save(root, iteration, {"w": np.full((4, 6), iteration, np.float32)}, durable=False)
+        reshard.save(root, iteration, {"w": np.full((4, 6), iteration, np.float32)}, commit={"durable": False})
     protocol.release(root)
     return root
 
@@ -295,7 +295,7 @@ def test_a_claimed_destination_names_no_argument_that_convert_lacks(root: Path, 
             reshard.convert(tmp_path / "m.safetensors", root, to="checkpoint2", iteration=300, overwrite=True)
         assert caught.value.hint == "end that job or give this one another root"
         with pytest.raises(ClaimedError, match="`takeover=True` overtakes it"):
-            reshard.save(root, 300, {"w": np.ones(2)}, durable=False)
+            reshard.save(root, 300, {"w": np.ones(2)}, commit={"durable": False})
         for command in (
             ["convert", tmp_path / "m.safetensors", root, "--to", "checkpoint2", "--overwrite"],
             ["rollback", root, 100],

@@ -54,7 +54,7 @@ class Holder:
 
 
 def resume(root: Path, *, parts: dict[str, Any] | None = None, allow_fresh: bool = False, **options: Any) -> Any:
-    given: dict[str, Any] = {"save_every": 1, "signals": (), "durable": False, **options}
+    given: dict[str, Any] = {"save_every": 1, "signals": (), "commit": {"durable": False}, **options}
     made = Checkpointer(root, **given)
     run = dict(parts or {})
     if "model" not in run:
@@ -94,16 +94,16 @@ def other_job(root: Path) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"keep_best": "loss"}, "`keep_best` is 'loss'"),
-        ({"keep_best": ("loss", 0)}, "`keep_best`"),
+        ({"retention": {"best": "loss"}}, "`keep_best` is 'loss'"),
+        ({"retention": {"best": ("loss", 0)}}, "`keep_best`"),
         ({"keep": 0}, "`keep`"),
         ({"keep": "5"}, "`keep`"),
-        ({"keep": None, "keep_every": 5}, "`keep_every`"),
+        ({"retention": {"keep": None, "keep_every": 5}}, "`keep_every`"),
         ({"format": "checkpoint3"}, "`format`"),
-        ({"prefix": "a/b"}, "a/b"),
-        ({"prefix": "a/b", "format": "checkpoint1"}, "a/b"),
-        ({"format": "checkpoint1", "keep_every": 5}, "`keep_every`"),
-        ({"sink_size": 5}, "`sink_size`"),
+        ({"files": {"prefix": "a/b"}}, "a/b"),
+        ({"files": {"prefix": "a/b"}, "format": "checkpoint1"}, "a/b"),
+        ({"format": "checkpoint1", "retention": {"keep_every": 5}}, "`keep_every`"),
+        ({"format": {"name": "checkpoint1", "sink_size": 5}}, "`sink_size`"),
         ({"threads": "5"}, "threads"),
         ({"threads": 0}, "threads"),
         ({"timeout": None}, "timeout"),
@@ -135,7 +135,13 @@ def test_root_of_another_number_of_ranks_is_refused_by_resume(tmp_path: Path) ->
     def work(n_before: int, group: TorchGroup) -> str:
         del group
         made = Checkpointer(
-            tmp_path, format="checkpoint1", save_every=1, async_save=False, dedup=False, signals=(), durable=False
+            tmp_path,
+            format="checkpoint1",
+            save_every=1,
+            async_save=False,
+            files={"dedup": False},
+            signals=(),
+            commit={"durable": False},
         )
         if n_before:
             with pytest.raises(ReshardError, match="ranks"):
@@ -259,7 +265,9 @@ def test_checks_leave_random_streams_and_the_device_of_the_record_alone(tmp_path
 def of_words(words: dict[str, Any], last: int, **options: Any) -> Any:
     """A run made by a configuration that saves each second step, up to a step; the decision that it began with."""
     callback = {"type": "CheckpointMonitor", "save_checkpoint_steps": 2}
-    with Checkpointer.from_config({**words, "callbacks": [callback]}, signals=(), durable=False, **options) as made:
+    with Checkpointer.from_config(
+        {**words, "callbacks": [callback]}, signals=(), commit={"durable": False}, **options
+    ) as made:
         sampler = ElasticSampler(64, 0, True, 4, 0, 1)
         decision = made.resume(model=nn.Linear(2, 1), sampler=sampler, strict=False)
         for step in range(decision.initial_step + 1, last + 1):
@@ -322,7 +330,7 @@ def test_damaged_checkpoints_of_the_run_are_an_error_and_with_allow_fresh_it_sta
         path.write_text("{}")
     words = {"load_checkpoint": str(tmp_path / "given")}
     model = nn.Linear(2, 1)
-    made = Checkpointer.from_config(words, root=root, save_every=1, signals=(), durable=False)
+    made = Checkpointer.from_config(words, root=root, save_every=1, signals=(), commit={"durable": False})
     with pytest.raises(DamagedFileError, match="no checkpoint in"):
         made.resume(model=model)
     decision = made.resume(model=model, allow_fresh=True)

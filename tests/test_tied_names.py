@@ -66,13 +66,13 @@ TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*.weight", "cut": ["tp"]}]}
     "options",
     [
         {"to": "huggingface"},
-        {"to": "huggingface", "max_shard_size": 100},
+        {"to": "huggingface", "files": {"max_shard_size": 100}},
         {"to": "safetensors"},
         {"to": "safetensors", "layout": TP2},
         {"to": "checkpoint2", "layout": TP2},
         {"to": "checkpoint1", "layout": TP2},
         {"to": "mindspore"},
-        {"rename": {"head.": "lm_head."}},
+        {"select": {"rename": {"head.": "lm_head."}}},
     ],
     ids=str,
 )

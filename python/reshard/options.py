@@ -171,12 +171,12 @@ class Retention(Options):
     best: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in ("keep", "keep_every"):
             value = getattr(self, name)
             is_left_out = value is None and name == "keep_every"
             if not is_left_out and (type(value) is not int or value < 1):
                 raise ArgumentError(f"`{name}` is a number of iterations from 1 on, not {value!r}")
+        super().__post_init__()
         if self.best is not None:
             if type(self.best[1]) is not int or self.best[1] < 1:
                 raise ArgumentError(
