@@ -220,10 +220,10 @@ def test_steps_count_up(tmp_path: Path) -> None:
 
 def test_every_option_of_a_save_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {
-        "files": {"prefix": "net", "dedup": False},
-        "retention": {"keep": 3, "keep_every": 4, "best": ("loss", 2)},
-        "verify": {"after_save": True},
-        "commit": {"durable": True},
+        "files": reshard.Files(prefix="net", dedup=False, strict_format=True),
+        "retention": reshard.Retention(keep=3, keep_every=4, best=("loss", 2)),
+        "verify": reshard.Verify(after_save=True),
+        "commit": reshard.Commit(durable=True, private=True),
         "threads": 2,
         "timeout": 77.0,
     }

@@ -344,7 +344,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, name: str, options: Any, lim
     with mounted(tmp_path / "disk", limit) as disk:
         try:
             reshard.convert(
-                tmp_path / "source.safetensors", disk / name, **{**options, "files": {"max_shard_size": 200_000}}
+                tmp_path / "source.safetensors",
+                disk / name,
+                **{**options, "files": {**options.get("files", {}), "max_shard_size": 200_000}},
             )
         except StorageError as error:
             assert error.errno == 28  # noqa: PT017  ENOSPC
@@ -398,7 +400,7 @@ def test_a_parent_that_is_a_file(source: Path, tmp_path: Path) -> None:
 def test_a_destination_that_appears_meanwhile(source: Path, tmp_path: Path, name: str, options: Any) -> None:
     """It is theirs: what was written here goes away again."""
     target = tmp_path / name
-    theirs = target / "iteration_00000000" if "dedup" in options else target
+    theirs = target / "iteration_00000000" if "dedup" in options.get("files", {}) else target
 
     def appear(done: int, total: int) -> None:
         if done == total and not theirs.exists():

@@ -188,7 +188,7 @@ def test_the_files_of_a_model_beside_the_weights_of_a_trainer(tmp_path: Path) ->
 )
 def test_no_folder_of_a_model(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     reshard.save(tmp_path / "run", 3, {"a": W})
-    options["model_files"] = tmp_path / options["model_files"]
+    options["files"] = {"model_files": tmp_path / options["files"]["model_files"]}
     with pytest.raises(ArgumentError, match=message):
         reshard.convert(tmp_path / "run", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

@@ -275,16 +275,16 @@ def test_what_is_kept_once_is_dealt_as_the_original_deals() -> None:
 @pytest.mark.parametrize(
     ("iteration", "options", "expected"),
     [
-        (10, {"format": {"name": "checkpoint1", "sink_size": 2}}, (5, 2)),
-        (40, {"format": {"name": "checkpoint1", "sink_size": 2}}, (20, 2)),
-        (41, {"format": {"name": "checkpoint1", "sink_size": 2}}, (21, 1)),
-        (7, {"format": {"name": "checkpoint1", "sink_size": 1}}, (7, 1)),
-        (20, {"format": {"name": "checkpoint1", "steps_per_epoch": 20}}, (1, 20)),
-        (21, {"format": {"name": "checkpoint1", "steps_per_epoch": 20}}, (2, 1)),
-        (40, {"format": {"name": "checkpoint1", "steps_per_epoch": 20, "sink_size": 4}}, (10, 4)),
+        (10, {"sink_size": 2}, (5, 2)),
+        (40, {"sink_size": 2}, (20, 2)),
+        (41, {"sink_size": 2}, (21, 1)),
+        (7, {"sink_size": 1}, (7, 1)),
+        (20, {"steps_per_epoch": 20}, (1, 20)),
+        (21, {"steps_per_epoch": 20}, (2, 1)),
+        (40, {"steps_per_epoch": 20, "sink_size": 4}, (10, 4)),
         (45, {"epoch": 3}, (3, 45)),
         (45, {}, (1, 45)),
-        (0, {"format": {"name": "checkpoint1", "sink_size": 2}}, (0, 2)),
+        (0, {"sink_size": 2}, (0, 2)),
     ],
 )
 def test_epoch_and_step_of_names(iteration: int, options: dict[str, int], expected: tuple[int, int]) -> None:
@@ -385,12 +385,10 @@ def test_outdated_never_names_the_save_itself() -> None:
             "`nope`, which is not in `model`",
         ),
         ({"format": {"name": "checkpoint1", "only_save_strategy": True}}, ArgumentError, "give `layout=`"),
-        (
-            {"format": {"name": "checkpoint2", "sink_size": 2}},
-            ArgumentError,
-            '`sink_size` is for `format="checkpoint1"`',
-        ),
-        ({"format": {"name": "checkpoint2", "only_save_strategy": True}}, ArgumentError, "`only_save_strategy` is for"),
+        ({"format": {"name": "checkpoint2", "sink_size": 2}}, ArgumentError, "has no options, found `sink_size`"),
+        ({"format": {"name": "checkpoint2", "only_save_strategy": True}}, ArgumentError, "found `only_save_strategy`"),
+        ({"format": "checkpoint2", "sink_size": 2}, ArgumentError, "`sink_size` is a field of `Checkpoint1Options`"),
+        ({"format": {"name": "checkpoint1", "save_trainable_params": True}}, ArgumentError, "needs the names of"),
         ({"format": "ckpt"}, ArgumentError, '"checkpoint2" and "checkpoint1" are accepted'),
         ({"common": {"odd": 1}}, ArgumentError, "`common` has `odd`"),
     ],
@@ -635,7 +633,7 @@ def test_hosts_with_roots_of_their_own(tmp_path: Path, monkeypatch: pytest.Monke
 
     for result in in_threads(4, on_host({})):
         assert isinstance(result, ArgumentError)
-        assert "`dedup=False`" in str(result)
+        assert "`files=Files(dedup=False)`" in str(result)
     together(4, on_host({"files": {"dedup": False}}))
     for host, root in enumerate(roots):
         assert sorted(path.name for path in root.iterdir() if path.name[0] == "r") == [

@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, get_args
 
 from reshard.arguments import check_given
 from reshard.errors import ArgumentError
@@ -237,6 +237,9 @@ class Verify(Options):
             Verify(on_load='full')
         """
         if isinstance(value, str):
+            if value not in get_args(VerifyMode):
+                accepted = ", ".join(f'"{one}"' for one in get_args(VerifyMode))
+                raise ArgumentError(f"`verify` is {value!r}, expected {accepted} or a `Verify`")
             return super().of({"on_load": value})
         return super().of(value)
 

@@ -66,7 +66,8 @@ class ModelFiles:
                         f"{target / name} is not the file that belongs to the weights that would be written beside it, "
                         f"{path}",
                         path=str(target / name),
-                        hint=f"remove it; or keep all such files of {target}: `files=Files(model_files=...)` with that folder",
+                        hint=f"remove it; or keep all such files of {target}: give that folder as "
+                        "`files=Files(model_files=...)`",
                     )
                 del self.files[name]
 
