@@ -1,8 +1,8 @@
 """Checks of the arguments of public functions, by the names of their parameters: a wrong type is an `ArgumentError`.
 
-A parameter of one name takes the same kind of value in every public function, so one table serves all of them. What a
-value means is checked where it is used; here only values are refused with which nothing could be done. Functions that
-all ranks call together check their arguments where a fault of one rank reaches the others.
+A parameter or a field of options takes the same kind of value wherever it has the same name, so one table serves all of
+them. The meaning of a value is checked where it is used; here only values of a wrong type or range are refused.
+Functions that all ranks call collectively check their arguments where an error of one rank reaches the others.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check(**arguments: object) -> None:
-    """Check arguments by their names; None is taken for every one of them.
+    """Check arguments by their names; None is accepted for all of them.
 
     Raises:
-        ArgumentError: a value is of no type that a parameter of this name takes.
-        StorageError: a path has a name in it that is longer than any file system takes.
+        ArgumentError: a value has a type that a parameter of this name does not accept.
+        StorageError: a path has a component that is longer than any file system accepts.
 
     Example:
         >>> check(path="model.safetensors", threads=4, progress=None)
@@ -70,13 +70,13 @@ def check(**arguments: object) -> None:
 
 
 def check_given(**arguments: object) -> None:
-    """Check arguments by their names, where None is no value. Raises as `check`."""
+    """Check arguments by their names; None is checked as any value is. Raises as `check`."""
     for name, value in arguments.items():
         _CHECKS[name](name, value)
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuse what is no time to wait."""
+    """Refuse a value that is not a number of seconds."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or math.isnan(value) or value < 0:  # type: ignore[arg-type,operator]
         raise _wrong(name, value, "a number of seconds from 0 on")
@@ -128,7 +128,7 @@ def _own(name: str, value: object) -> None:
 
 
 def check_shapes(name: str, value: object) -> None:
-    """Refuse what does not give a shape for each of some keys."""
+    """Refuse a value that is not a mapping of keys to shapes."""
     _mapping(name, value)
     for key, shape in value.items():  # type: ignore[attr-defined]
         check_text(key, f"key of `{name}`")
@@ -161,7 +161,7 @@ def _device(name: str, value: object) -> None:
 
 
 def check_texts(name: str, value: object) -> None:
-    """Refuse what is neither a text nor a list or set of them."""
+    """Refuse a value that is neither text nor a list or set of texts."""
     if isinstance(value, str):
         check_text(value, f"value of `{name}`")
         return

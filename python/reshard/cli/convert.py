@@ -12,7 +12,7 @@ from reshard.cli.output import PATH, command
 __all__ = ["convert"]
 
 
-@click.command(short_help="Merge, split, re-cut, cast: any format and layout to any other.")
+@click.command(short_help="Merge, split, reshard, cast: any format and layout to any other.")
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH)
 @click.option(

@@ -26,9 +26,9 @@ __all__ = ["merge"]
 @options("model_files", "no_sync", "overwrite", "modes", "private")
 @command
 def merge(src: str, dst: str, **given: Any) -> None:
-    """Merge SRC, whose tensors are cut over ranks, into the whole weights DST.
+    """Merge SRC, whose tensors are sharded over ranks, into the whole weights DST.
 
-    SRC is a folder of rank folders (Checkpoint 1.0 and others), for which --strategy tells how they are cut, or
+    SRC is a folder of rank folders (Checkpoint 1.0 and others), for which --strategy says how they are sharded, or
     anything else that `reshard convert` reads. A rank or a pipeline stage that is missing is an error. De-duplicated
     files are known by themselves.
 

@@ -42,7 +42,7 @@ _ITERATION = click.IntRange(min=0)
     metavar="METRIC N",
     help="Keep the N with the lowest values of a metric of the saves, too; -METRIC: the highest.",
 )
-@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
 @command
 def prune(
     root: str,
@@ -53,12 +53,12 @@ def prune(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Remove the iterations of ROOT that are not to be kept, and tell of each why it stays.
+    """Remove the iterations of ROOT that are not to be kept, and report why the others stay.
 
-    What the tracker names, what is pinned or above the tracker, what is not complete or was found damaged, the newest
-    verified one, and what somebody reads is never removed. Nothing is removed unless a newer one that stays has been
-    verified since it was written. If none has, the newest one that stays is verified first, and the next one if it is
-    damaged.
+    These are never removed: the iteration that the tracker names, pinned iterations, iterations above the tracker,
+    incomplete and damaged ones, the newest verified one, and those that a process reads. Nothing is removed unless a
+    newer iteration that stays has been verified since it was written. If there is none, the newest one that stays is
+    verified first, and the next one if it is damaged.
 
     \b
     Examples:
@@ -94,12 +94,12 @@ def _print(removed: Removed, warnings: Sequence[str], *, dry_run: bool) -> None:
         warn(warning)
 
 
-@click.command(short_help="Keep an iteration whatever retention is asked for.")
+@click.command(short_help="Keep an iteration whatever the retention.")
 @click.argument("root", type=PATH)
 @click.argument("iteration", type=_ITERATION)
 @command
 def pin(root: str, iteration: int, *, as_json: bool) -> None:
-    """Keep ITERATION of ROOT whatever retention is asked for.
+    """Keep ITERATION of ROOT whatever the retention.
 
     \b
     Examples:
@@ -109,12 +109,12 @@ def pin(root: str, iteration: int, *, as_json: bool) -> None:
     _echo_pin(root, iteration, "pinned", as_json=as_json)
 
 
-@click.command(short_help="Let a pinned iteration go the way of all others again.")
+@click.command(short_help="Undo `pin`.")
 @click.argument("root", type=PATH)
 @click.argument("iteration", type=_ITERATION)
 @command
 def unpin(root: str, iteration: int, *, as_json: bool) -> None:
-    """Let ITERATION of ROOT go the way of all others again.
+    """Undo `pin`: retention may remove ITERATION of ROOT again.
 
     \b
     Examples:

@@ -26,14 +26,14 @@ __all__ = ["split"]
     "--strategy",
     type=PATH,
     metavar="PATH",
-    help="How DST is cut: a strategy file, or the folder with those of all stages. The same as --layout.",
+    help="How DST is sharded: a strategy file, or the folder with those of all stages. The same as --layout.",
 )
-@click.option("--layout", type=PATH, metavar="FILE", help="How DST is cut: a layout file, or a strategy.")
+@click.option("--layout", type=PATH, metavar="FILE", help="How DST is sharded: a layout file, or a strategy.")
 @click.option(
     "--source-strategy",
     type=PATH,
     metavar="PATH",
-    help="How SRC is cut, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
+    help="How SRC is sharded, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
 )
 @options("suffix", "drop", "rename", "part", "dtype", "iteration", "prefix", "dedup", "memory", "threads", "share")
 @options("no_sync", "overwrite", "modes", "private")
@@ -43,8 +43,9 @@ def split(
 ) -> None:
     """Split the whole weights SRC into the part of each rank, DST.
 
-    SRC is anything that `reshard convert` reads; what is cut already is cut anew. Every rank's file holds the counters
-    too. A tensor that the strategy does not name is whole on every rank, with a warning: --drop leaves it out.
+    SRC is anything that `reshard convert` reads; a checkpoint that is sharded already is resharded. Every rank's file
+    holds the counters too. A tensor that the strategy does not name is whole on every rank, with a warning: --drop leaves
+    it out.
 
     \b
     For those who know load_distributed_checkpoint of MindSpore:
@@ -62,5 +63,5 @@ def split(
       reshard split full/ again/ --strategy strategy/ --prefix llama --iteration 20
     """
     if (strategy is None) == (layout is None):
-        raise click.UsageError("give --strategy or --layout: how DST is cut")
+        raise click.UsageError("give --strategy or --layout: how DST is sharded")
     carry_out(src, dst, layout=layout or strategy, strategy=source_strategy, **given)

@@ -50,8 +50,8 @@ class Config:
             without its extension; None: the newest that is complete on all ranks.
         load_format: the extension of the files of a Checkpoint 1.0 tree that are considered, "safetensors" or "ckpt";
             None: both (`load_ckpt_format`).
-        by_timestamp: whether the times of the files of a Checkpoint 1.0 tree tell which is newest, and not its
-            meta.json files (`resume_by_last_timestamp_ckpt`).
+        by_timestamp: whether the newest save of a Checkpoint 1.0 tree is found by the times of its files, and not by
+            its meta.json files (`resume_by_last_timestamp_ckpt`).
         auto_trans: whether the checkpoint is resharded for the run, and no rank takes its own file of a Checkpoint 1.0
             tree as it is (`auto_trans_ckpt`).
         strategy: the strategy file, or the folder of them, that says how a Checkpoint 1.0 tree is sharded; None: the
@@ -182,15 +182,15 @@ class Config:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
-        r"""Read a YAML file, a trainer's whole one or only the part about checkpoints.
+        r"""Read a YAML file, that of a whole training or only the part about checkpoints.
 
         Args:
             path: the file, UTF-8, at most 16 MiB.
 
         Raises:
             CheckpointNotFoundError: there is no such file.
-            ConfigError: it is not YAML, or a word is misspelt, misplaced, of the wrong type, or against another one;
-                the message names file, line and key, and says what is accepted.
+            ConfigError: it is not YAML, or a key is misspelt or misplaced, has a value of the wrong type, or
+                contradicts another one; the message names file, line and key, and what is accepted.
             StorageError: the system failed to read it.
 
         Example:

@@ -26,7 +26,7 @@ from reshard.words import nearest, show
 
 __all__ = ["read_values"]
 
-_NEAR = 0.84  # as similar as a word must be to one of ours to count as misspelt
+_NEAR = 0.84  # similarity to a known key from which a key counts as misspelt
 _DEFAULT_STEPS_OF_SECTION = 1000  # the default of MindSpore Transformers in its section `checkpoint`
 _GROUPS: dict[str, type[Options]] = {one.keyword: one for one in (Retention, Verify, Commit, Files, Interrupts)}
 _SHARED = ("keep", "prefix", "dedup")  # fields of options that MindSpore configuration keys set as well

@@ -86,19 +86,19 @@ _MAX_THREADS = 1024
 class Checkpointer:
     """Saves a training run and resumes it: model, optimizer, schedulers, data position, random state, on any ranks.
 
-    Every rank makes one with the same arguments and makes the same calls. `resume` comes first: it says what the run
-    consists of, and fills it from the newest checkpoint that proves whole, if there is one. `step` comes at the end of
-    every step.
+    Every rank makes one with the same arguments and makes the same calls. `resume` comes first: it takes the objects of
+    the run and restores them from the newest undamaged checkpoint, if there is one. `step` comes at the end of every
+    step.
 
     As a context manager it waits for the last save at the end of the block; else call `close`.
 
-    What would make saves fail is an error of the constructor or of `resume`: options, an unwritable root, a root that
-    another job writes into or that is at a later step, state that cannot be saved. `resume` claims the root for this
-    process. With `save_every=None`, as for an evaluation beside a training, it does not, and these are warnings of the
-    decision.
+    A fault that would make saves fail is an error of the constructor or of `resume`: an invalid option, an unwritable
+    root, a root that another job writes into or that is at a later step, state that cannot be saved. `resume` claims
+    the root for this process. With `save_every=None`, as for an evaluation beside a training, it does not, and these
+    faults are warnings of the decision.
 
-    Steps are steps: `initial_step` is the step that was saved, whatever the batch size is now. The position in the data
-    is that of the sampler, which counts samples.
+    `initial_step` is the step that was saved, whatever the batch size is now. The position in the data is that of the
+    sampler, which counts samples.
 
     Signals (SIGTERM and SIGUSR1): when one reaches any rank, all save at the same step, the next or the one after it,
     wait until it is published and exit with code 75; with 128 + the signal's number if the save failed. `step` is where
@@ -145,7 +145,7 @@ class Checkpointer:
 
     Raises:
         ArgumentError: an option has a value that is not accepted, or does not go with another one; `save_every` is a
-            time and ranks cannot leave word for each other.
+            time and ranks cannot leave messages for each other.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -313,18 +313,18 @@ class Checkpointer:
         grown: bool = False,
         allow_fresh: bool = False,
     ) -> ResumeDecision:
-        """Say what the run consists of, and go on from the newest checkpoint that proves whole, if there is one.
+        """Take the objects of the run, and restore them from the newest undamaged checkpoint, if there is one.
 
         Args:
             model: a module, plain or in DDP, FSDP2, tensor parallel; or several, such as stages of a pipeline. Tensors
                 on the device `meta` get their content here.
             optimizer: one of torch's, or several; it need not have made a step.
             scheduler: anything with `state_dict` and `load_state_dict`.
-            sampler: the same. `step` moves an `ElasticSampler` on; one that the checkpoint knows nothing of skips the
-                steps that the decision says.
-            extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is kept, and other
-                ranks' must equal it; of what is
-                wrapped in `reshard.per_rank` each rank's, which fits the same number of ranks only.
+            sampler: the same. `step` advances an `ElasticSampler`; one without state in the checkpoint skips the steps
+                that the decision gives.
+            extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is saved, and that of
+                other ranks must equal it. Of an object wrapped in `reshard.per_rank` the state of each rank is saved,
+                which fits the same number of ranks only.
             strict: what is missing in the checkpoint or in the run is an error; else a warning of the decision.
             cast: convert floating-point tensors to the dtype of the live ones, instead of refusing them.
             init: fills buffers that no checkpoint holds, as in `reshard.torch.state.apply`.
@@ -332,10 +332,10 @@ class Checkpointer:
             check: called after everything is restored but the random state, as `check(saved)`, with `step`, `loss` and
                 the metrics at the save: to run a forward pass and compare. False refuses to go on.
             grown: the dataset is the saved one with samples appended, as in `ElasticSampler.load_state_dict`.
-            allow_fresh: start from nothing if there are checkpoints and none is whole.
+            allow_fresh: start from nothing if there are checkpoints and none is complete.
 
         Returns:
-            What the run goes on from: `initial_step` steps count as done. What differs from the saved run is in its
+            What the run resumes from: `initial_step` steps count as done. Differences from the saved run are in its
             `warnings` and `reasons`.
 
         Raises:
@@ -418,7 +418,7 @@ class Checkpointer:
         return replace(decision, warnings=(*decision.warnings, *told))
 
     def _start(self, facts: RunFacts) -> tuple[bool, str | None]:
-        """Whether the run starts from its own newest checkpoint, as rank 0 sees it, and why."""
+        """Whether the run starts from its own newest checkpoint, as rank 0 sees it, and the reason."""
         if self._options.commit.rollback:
             return False, None
         known = replace(facts, world_size=self._group.world_size)
@@ -428,7 +428,7 @@ class Checkpointer:
         return is_own, reason
 
     def _check_saves(self, saver: Saver, described: Described) -> list[str]:
-        """See that saves can succeed; what would make them fail is a warning where none is due."""
+        """Check that saves can succeed. If no saves are due, a fault is a warning."""
         extra: dict[str, Any] = {}
 
         def check_own() -> None:
@@ -444,7 +444,7 @@ class Checkpointer:
         return self._expected_to_work(check_all)
 
     def _expected_to_work(self, work: Callable[[], object]) -> list[str]:
-        """Do what a save would do: if that fails, it is an error where saves are due, and else a warning."""
+        """Do what a save would do. A failure is an error if saves are due, and else a warning."""
         try:
             work()
         except GroupError:
@@ -477,7 +477,7 @@ class Checkpointer:
         decision: ResumeDecision,
         check: Callable[[Mapping[str, Any]], bool | None] | None,
     ) -> list[str]:
-        """What comes after everything that is trained: the check, then the random streams, which it may have used."""
+        """Restore what comes last: call the check, then restore the random streams, which it may have used."""
         members, told = self._group, list[str]()
         known = saved.get("run")
         if known is not None:
@@ -520,11 +520,11 @@ class Checkpointer:
         return environments.record(**{"world_size": self._group.world_size, "mesh": sizes} | self._environment)
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """Do something on all ranks: what one raises, all raise."""
+        """Do something on all ranks; an error of one rank is raised on all."""
         return Collective(session(self._group, "resume"), self._timeout).each(work)
 
     def _begin(self, saver: Saver, decision: ResumeDecision, *, is_back: bool) -> None:
-        """Everything is in place: agree on what the run is known by, and claim the root."""
+        """Begin the run: agree on its identifier and its seed, and claim the root."""
         run = saver.run
         seed = torch.initial_seed() % (MAX_SEED + 1) if self._root_seed is None else self._root_seed
         word, self._root_seed = self._together(lambda: [secrets.token_hex(8), seed])[0]
@@ -580,7 +580,7 @@ class Checkpointer:
     # -------------------------------------------------------------------------------------------------------- saving
 
     def step(self, step: int, *, loss: object = None, metrics: Mapping[str, Any] | None = None) -> None:
-        """A step is complete: move the sampler on, save if it is time, and heed signals.
+        """Complete a step: advance the sampler, save if a save is due, and handle signals.
 
         To be called by all ranks at the end of every step, when the optimizer and the schedulers have made theirs. A
         save that fails for want of room or of an answer is logged, and training goes on; the third in a row raises.
@@ -638,8 +638,8 @@ class Checkpointer:
         """Save now, whatever is due. All ranks call it.
 
         Args:
-            step: the iteration; None: the step that was last told to `step`.
-            blocking: whether to wait until it is published; None: as `async_save` says. A group without sessions waits.
+            step: the iteration; None: the step of the last call of `step`.
+            blocking: whether to wait until it is published; None: as `async_save`. A group without sessions waits.
 
         Returns:
             What was saved, or the save in progress.
@@ -696,14 +696,14 @@ class Checkpointer:
             _log.error("closing the checkpointer: %s", other)
 
     def _let_go(self) -> None:
-        """Leave signals and optimizers to others."""
+        """Remove the signal handlers and the hooks of optimizers."""
         self._signals.close()
         if self._saver is not None:
             self._saver.run.unwatch()
             self._saver.close()
 
     def _step_without_board(self, saver: Saver, step: int) -> None:
-        """A group without a board: signals are heeded where a save is due, all ranks having come there anyway."""
+        """For a group without messages: handle signals where a save is due, as all ranks are there anyway."""
         seen = [why for why in self._together(lambda: self._signals.seen) if why is not None]
         if seen:
             save_and_leave(saver, self._signals, step, seen[0], self._interrupts.grace_s)

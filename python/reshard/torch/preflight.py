@@ -1,7 +1,7 @@
-"""What is found out before the first step: whether the saves of a run can succeed.
+"""Checks before the first step that the saves of a run can succeed.
 
-A run that cannot save should end when it resumes and not hours later.
-Nothing here changes what is live, and nothing but `claim` changes the checkpoint root.
+A run that cannot save should end when it resumes and not hours later. Nothing here changes the live state, and only
+`claim` changes the checkpoint root.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_has_content(described: Described, root: str) -> None:
 
 
 def check_state(saver: Saver, described: Described) -> dict[str, Any]:
-    """What would be saved besides tensors, if all of it can be.
+    """The state that would be saved besides tensors, if all of it can be saved.
 
     Raises:
         ArgumentError: an object has state that cannot be saved; the message names it as the caller did.
@@ -75,7 +75,7 @@ def _check_one(state: object, name: str) -> None:
 
 
 def rehearse(saver: Saver, described: Described, extra: Mapping[str, Any], step: int) -> None:
-    """Do what a save does before it writes, all ranks together, without the contents of tensors.
+    """Do what a save does before it writes, all ranks collectively, without the contents of tensors.
 
     Args:
         saver: of the run.
@@ -128,7 +128,7 @@ def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
     """Make the root of a run and claim it, as its first save would.
 
     Args:
-        saver: of the run; of rank 0.
+        saver: of the run, on rank 0.
         step: the first iteration that will be saved, as far as that is known.
         is_below: whether the run is meant to be below what the root holds.
         takeover: overtake another process that has claimed the root and is alive.

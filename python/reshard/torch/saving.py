@@ -50,7 +50,7 @@ __all__ = ["Saver"]
 
 _log = logging.getLogger("reshard")
 
-_MAX_FAILURES = 3  # saves in a row that may fail before the run is told by an error
+_MAX_FAILURES = 3  # consecutive saves that may fail before an error ends the run
 # What is wrong with the call or with the tensors is wrong at the next save too.
 _HOPELESS = (ArgumentError, CoverageError, LayoutError, MismatchError, UnsupportedError)
 
@@ -87,14 +87,14 @@ class Saver:
     _hooks: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:
-        """The run has begun: hold the steps of its optimizers, if copies overlap with the training."""
+        """Begin the run: hold the steps of its optimizers, if copies overlap with the training."""
         for one in self.run.optimizers() if self.overlap else ():
             self._hooks.append(one.register_step_pre_hook(lambda *_: self._staging.hold()))
 
     def save(
         self, step: int, *, blocking: bool, timeout: float | None = None, interrupted: bool = False
     ) -> SaveReport | PendingSave[SaveReport]:
-        """Save, all ranks together.
+        """Save, all ranks collectively.
 
         Args:
             step: the iteration.
@@ -146,7 +146,7 @@ class Saver:
         return result
 
     def save_due(self, step: int) -> None:
-        """Save as it was agreed: what fails for a while costs a checkpoint, not the training.
+        """Save a step that is due. A temporary failure costs a checkpoint and does not end the training.
 
         Raises:
             ReshardError: what is to be saved cannot be, or three saves in a row have failed.
@@ -164,7 +164,7 @@ class Saver:
                 self.run.n_failures = 0
 
     def failed(self, error: BaseException, what: str) -> None:
-        """Take note of a save that failed; raises its error if there is no hope, or it was one too many."""
+        """Count a failed save. Raises its error if later saves would fail too, or too many have failed in a row."""
         self.run.n_failures += 1
         if isinstance(error, _HOPELESS) or self.run.n_failures >= _MAX_FAILURES:
             raise error
@@ -180,18 +180,18 @@ class Saver:
         except BaseException as error:
             is_late = isinstance(error, TimeoutError) and not isinstance(error, ReshardError)
             if pending.done() and not is_late:
-                self.run.pending = None  # its error is told
+                self.run.pending = None  # its error is raised once
             raise
 
     def wait_after_error(self, seconds: float) -> None:
-        """Wait for the save in the background for as long as there is hope, and then let it go.
+        """Wait for the save in the background while it makes progress, and then give it up.
 
-        What ended this rank may have ended others, for which the save would wait to the end of its timeout. There is
-        hope while this rank writes, and then for as long again as that took, or for so many seconds.
+        The error of this rank may have ended other ranks, for which the save would wait to the end of its timeout. It
+        is given up when this rank has written nothing for as long as it wrote before, and for so many seconds.
 
         Raises:
             ReshardError: the save failed.
-            TimeoutError: there was no hope.
+            TimeoutError: the save was given up.
         """
         pending = self.run.pending
         if pending is None:
@@ -211,13 +211,13 @@ class Saver:
                 return
 
     def close(self) -> None:
-        """Leave the optimizers alone."""
+        """Remove the hooks from the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _after(self, report: SaveReport) -> list[str]:
-        """What follows a save that has succeeded."""
+        """Write the whole tensors after a save that has succeeded. Returns warnings."""
         if not self.is_integrated or self.options.checkpoint1.only_save_strategy:
             return []
         return integrate(
@@ -254,7 +254,7 @@ class Saver:
         return options
 
     def beside_tensors(self, described: Described, step: int, *, interrupted: bool) -> dict[str, Any]:
-        """What is saved besides the tensors."""
+        """The state that is saved besides the tensors."""
         run, members = self.run, self.group
         extra: dict[str, Any] = {
             "rng": per_rank(
@@ -270,7 +270,7 @@ class Saver:
             extra["sampler"] = run.sampler.state_dict()
         if run.per_rank:
             extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
-        by_rank = self.has_rank_folders  # there every rank keeps what all share
+        by_rank = self.has_rank_folders  # there every rank saves the shared state
         if members.rank == 0 or by_rank:
             loss, metrics = run.loss, run.metrics
             if by_rank and members.world_size > 1:
@@ -303,7 +303,7 @@ class Saver:
         return common
 
     def _staged(self, described: Described, *, blocking: bool) -> Staged | None:
-        """Copies that are under way; None where `reshard.save` makes them: of the host's tensors, at once."""
+        """Copies in progress; None if `reshard.save` makes them, which copies tensors of the host at once."""
         tensors = described.to_save()
         overlaps = self.overlap and not blocking
         if not overlaps and not any(tensor.is_cuda for tensor in tensors.values()):
@@ -316,6 +316,6 @@ class Saver:
                 reuse=self.run.pending is None or self.run.pending.done(),
             )
         except (RuntimeError, MemoryError) as error:
-            # The other ranks are waiting in the save, which tells them what goes wrong on this one.
+            # The other ranks are waiting in the save, which sends them the error of this one.
             _log.warning("tensors are copied one by one before the training goes on: %s", error)
             return None

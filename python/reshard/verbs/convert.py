@@ -265,7 +265,7 @@ def _open_source(
 
     Args:
         path: whatever `reshard.open` opens.
-        strategy: of rank folders, how they are cut.
+        strategy: of rank folders, how they are sharded.
         suffix: of rank folders, which file of each is read.
 
     Raises:
@@ -297,7 +297,7 @@ def _shared(job: Job, share: Share, asked: list[object], *, in_root: bool) -> Sh
 
 @contextlib.contextmanager
 def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None]:
-    """This rank's share of what all ranks of a group do; it ends well when it has ended well on all of them."""
+    """This rank's share of a conversion by a group; an error of one rank is raised on all ranks."""
     members = SingleProcess() if group is None else resolve(group)
     if members.world_size == 1:
         yield None
@@ -343,7 +343,7 @@ def _check_apart(source: Path, target: Path) -> None:
         with as_storage_error("follow", target):
             target.stat()
     if a == b or a in b.parents or b in a.parents:
-        # A file beside others in its folder is no container: only a destination *in* it, or around it, is meant.
+        # A file beside others in one folder is allowed: only a destination inside the source or around it is refused.
         raise ArgumentError(
             f"source {source} and destination {target} lie inside each other",
             path=str(target),

@@ -33,7 +33,7 @@ _log = logging.getLogger("reshard")
 
 
 def integrated_root(root: str | os.PathLike[str]) -> Path:
-    """Where the whole tensors of a root's saves lie.
+    """The folder of the whole tensors of a root's saves.
 
     Example:
         >>> str(integrated_root("output/checkpoint"))
@@ -53,7 +53,7 @@ def integrate(
     threads: int | None = None,
     timeout: float = 3600.0,
 ) -> list[str]:
-    """Write the tensors of a save whole, all ranks together. What `after` of `reshard.save` can call.
+    """Write the tensors of a save as whole tensors, all ranks collectively. `after` of `reshard.save` can call this.
 
     Args:
         root: the checkpoint root.
@@ -95,7 +95,7 @@ def integrate(
 
 
 def _remove_outdated(target: Path, keep: int | None) -> list[str]:
-    """Remove the older folders, whichever rank comes first; what another has removed is gone, and that is fine."""
+    """Remove the older folders. All ranks try, and a folder that another rank has removed is no error."""
     if keep is None:
         return []
     matches = [match for one in target.parent.iterdir() if (match := _FOLDER.fullmatch(one.name)) is not None]

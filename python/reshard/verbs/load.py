@@ -1,10 +1,11 @@
-"""Resuming: all ranks load the newest checkpoint that proves whole while it is loaded, or none starts.
+"""Resuming: all ranks load the newest checkpoint in which no rank finds damage while it is loaded, or none starts.
 
-Rank 0 looks at the root and decides; the others are told which manifest, by its digest, and open the very same. Of a
-Checkpoint 1.0 tree, which has no manifest and need not lie on a shared disk, every rank looks at its own folder, and
-what all have whole is taken. Each loads its part, comparing what it touches. Damage on any rank passes the iteration
-over on all of them, and the next older one is taken; why is told in the decision. What is nobody's damage, a layout
-that does not fit or memory that runs out, is raised on all ranks. The damaged checkpoint is left as it is.
+Rank 0 reads the root and decides. The others receive the digest of the manifest and open the same checkpoint. A
+Checkpoint 1.0 tree has no manifest and need not be on a shared disk: every rank reads its own folder, and the newest
+save that is complete on all ranks is selected. Each rank loads its shards and compares what it reads with checksums.
+Damage on any rank makes all of them skip the iteration and select the next older one; the decision names the reason.
+Other errors, such as a layout that does not fit or too little memory, are raised on all ranks. The damaged checkpoint
+is left as it is.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a run goes on from.
+    """The state that a run resumes from.
 
     Attributes:
         iteration: the iteration that was loaded, or None.
         state: `{key: array}`, what `Checkpoint.load` returns; empty if the run starts fresh.
         common: the content of common.json, or None.
         extra: the state that was saved beside the tensors, by name, with this rank's own values.
-        decision: which checkpoint was taken and which were passed over, and the counters that follow.
+        decision: which checkpoint was selected and which were skipped, and the counters that follow.
     """
 
     iteration: int | None
@@ -168,7 +169,7 @@ def load(
     check_given(timeout=timeout)
     check_arguments(root=root)
     members = resolve(group)
-    # In a world of one a layout of several ranks is somebody else's: which of them is meant has to be said.
+    # In a world of one a layout of several ranks is for another job: the caller has to give the rank.
     own = members.rank if rank is None and members.world_size > 1 else rank
     # An error of one rank's options must reach the others as a value: they are waiting.
     options = capture(lambda: (Reading.of(reading), Verify.of(verify)))
@@ -195,12 +196,12 @@ def load(
             resolve(group, rank)
 
     def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
-        cut = layout
-        if cut is None and config is not None and checkpoint.data.traits.is_pretrained:
-            cut = _layout_of(as_config(config), rank, members.world_size)
+        wanted_layout = layout
+        if wanted_layout is None and config is not None and checkpoint.data.traits.is_pretrained:
+            wanted_layout = _layout_of(as_config(config), rank, members.world_size)
         state = checkpoint.load(
-            cut,
-            None if cut is None else own,
+            wanted_layout,
+            None if wanted_layout is None else own,
             part=part or ("model" if decision.restored == ("weights",) else "all"),
             keys=keys,
             out=known.out,
@@ -348,7 +349,7 @@ def load_with(
 
 
 def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:
-    """What is to be loaded, in the words of a configuration."""
+    """What is to be loaded, as a configuration."""
     asked = Config(resume=True) if config is None else as_config(config)
     if not asked.load_path and not asked.resume and asked.model_path and _is_pretrained(asked.model_path):
         asked = replace(asked, load_path=asked.model_path)
@@ -370,7 +371,7 @@ def _is_pretrained(path: str) -> bool:
 
 
 def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout | None:
-    """How the run of a configuration cuts a Hugging Face model: as its family is cut, over the mesh that is told."""
+    """How the run of a configuration shards a Hugging Face model: by the preset of its family."""
     if not (config.use_parallel and config.model_path):
         return None
     n_ranks = math.prod(config.mesh.values())
@@ -382,12 +383,12 @@ def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout
     return ModelLayout.preset(config.model_path, **config.mesh)
 
 
-# -- together
+# -- collectively
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """What is chosen by."""
+    """What a checkpoint is chosen by: `Wanted`, resolved on this rank."""
 
     config: Config
     run: RunFacts
@@ -405,8 +406,8 @@ def _choose(
 
     Args:
         ranks: all of them call this.
-        terms: what is asked for, or why this rank cannot say.
-        faults: folders that have proven damaged while they were loaded, with the reason.
+        terms: what is asked for, or the error of this rank.
+        faults: folders in which damage was found while they were loaded, with the reason.
     """
     opened: dict[str, Checkpoint] = {}
 
@@ -444,7 +445,7 @@ def _choose(
 def _choose_save(
     ranks: Collective, terms: _Terms, tree: SavesRoot, faults: Mapping[str, str]
 ) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
-    """As `_choose`, of the saves of rank folders: all ranks look, and each may see its own folder alone."""
+    """As `_choose`, of the saves of rank folders: each rank reads the folders that it sees, maybe only its own."""
     facts = gather_saves(terms.config, terms.run, tree, ranks=ranks, method=terms.method, faults=faults)
     decision = _decide(terms, facts)
     n_ranks = next((one.world_size or 0 for one in facts.candidates if one.path == decision.path), 0)
@@ -462,7 +463,7 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
             f"{show(root)} was saved by {n_ranks} ranks, and this is rank {own} of {world_size}: its own file is not "
             "what it needs",
             path=root,
-            hint="give `layout=`, what this run holds, and `strategy=`, how the saved one was cut",
+            hint="give `layout=`, the layout of this run, and `strategy=`, that of the saved one",
         )
     checkpoint = open_own(path_of(root, save, own), terms.method)
     if is_deduplicated(checkpoint, default=terms.config.dedup):
@@ -470,7 +471,7 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
         raise MismatchError(
             f"{show(root)} was saved without replicas: the own file of rank {own} lacks what other ranks wrote for it",
             path=root,
-            hint="give `strategy=`, how it was cut, and as `layout=` the same or what this run holds",
+            hint="give `strategy=`, that of the saved run, and as `layout=` the same or the layout of this run",
         )
     return checkpoint
 
@@ -509,7 +510,7 @@ def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: flo
 
 
 def _damage_of(error: ReshardError) -> str | None:
-    """Why a checkpoint is no good, if that is what an error says."""
+    """Why a checkpoint is damaged, if the error is about damage; else None."""
     is_about_files = isinstance(error, DamagedFileError | CoverageError | CheckpointNotFoundError | StorageError)
     return opening.reason_of(error) if is_about_files and opening.is_damage(error) else None
 
@@ -527,18 +528,18 @@ def _record(path: Path, state: str) -> None:
 
 
 def _note(path: Path) -> None:
-    """Remember which newer iterations were passed over: the first save after this load records it."""
+    """Remember which newer iterations were skipped: the first save after this load records it."""
     number = checkpoint2.parse_iteration_folder(path.name)
     if number is not None and checkpoint2.is_root(path.parent):
         pass_over(path.parent, number)
 
 
 def pass_over(root: Path, number: int) -> None:
-    """Go on from an iteration of a root on purpose: the first save records which newer ones are passed over.
+    """Resume from an older iteration of a root on purpose: the first save records which newer ones are skipped.
 
     Args:
         root: the checkpoint root.
-        number: the iteration; -1: all are passed over.
+        number: the iteration; -1: all are skipped.
 
     Example:
         >>> pass_over(Path("no/such/root"), 400)
@@ -546,7 +547,7 @@ def pass_over(root: Path, number: int) -> None:
     newer = opening.newer_than(root, number) if root.is_dir() else ()
     if newer:
         pending_rollback.record(root, number, newer)
-        # What is saved from here on is another line of saves, told from what was passed over by its epoch.
+        # Saves from here on get a new generation number, which tells them from the skipped iterations.
         protocol.release(root)
     else:
         pending_rollback.forget(root)

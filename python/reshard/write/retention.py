@@ -2,21 +2,21 @@
 
 `plan` decides, from facts alone. Kept are: the newest `keep` complete ones, what the tracker names, what is pinned,
 every Nth and the best if asked for. Not removed either, whatever is asked for: what is incomplete or not understood
-(evidence, and nobody's to judge), what lies above the tracker (left by a roll-back, or newer than this program knows),
+(it may be evidence), what is above the tracker (left by a rollback, or newer than this program knows),
 and the newest verified one. Whatever is in memory of earlier saves plays no part: the facts come from the directory.
 
 An iteration is verified if all its bytes have been compared with its manifest since it was written: before a save was
 published (`Verify.after_save`), by `verify`, by a load with `verify="full"`, or here. The result is recorded beside it
 (`formats.proofs`); one that was found damaged does not count. Nothing is removed unless a verified one stays.
 
-- `remove` (`prune`) compares the newest iteration that stays, if nothing newer than what goes is verified, and the next
-  one if that is damaged. `apply`, which follows a save, reads nothing: it removes nothing until one is verified.
+- `remove` (`prune`) compares the newest iteration that stays, if no newer one than those removed is verified, and the
+  next one if that is damaged. `apply`, which follows a save, reads nothing: it removes nothing until one is verified.
 - So that this is the case, a save whose `keep` would remove something while none of the newest is verified is read back
   by every rank before it is published (`must_read_back`): one save in `keep`. With `keep=1` it is every save.
 - Where no iteration has a manifest, as MindSpore Transformers saves, the structure is all that can be checked.
 
-An iteration goes by a rename into the trash, one after the other, the oldest first, and is removed there. One that is
-being read is passed over. `apply` never fails a save: what the system refuses is a warning.
+An iteration is removed by a rename into the trash, one after the other, the oldest first, and is deleted there. One
+that is being read is skipped. `apply` never fails a save: what the system refuses is a warning.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Facts:
         name: its folder.
         fault: why it is not complete; None: it is.
         is_verified: whether its bytes have been compared with its manifest since it was written, and found right.
-        is_pinned: whether somebody pinned it.
+        is_pinned: whether it is pinned.
         is_passed_over: whether a later save recorded that it was refused at a roll-back.
         is_debris: whether it is what is left of one that was being removed, in place.
-        is_unknown: whether `fault` says that it could not be looked at, which is no damage.
+        is_unknown: whether `fault` says that it could not be read, which is not damage.
         has_manifest: whether there is a valid manifest: it can be verified.
         metrics: those in its manifest.
     """
@@ -213,7 +213,7 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
         keep: as in `apply`.
 
     Returns:
-        True if there would be more than `keep` iterations, or some that were passed over, and none of the newest
+        True if there would be more than `keep` iterations, or some that were skipped, and none of the newest
         `keep - 1` that are there is verified.
 
     Raises:
@@ -244,7 +244,7 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
 
 
 def _has_passed_over(root: Path, there: Sequence[tuple[int, str]]) -> bool:
-    """Whether one of these iterations says that another one was refused when a run resumed below it."""
+    """Whether one of these iterations records that another one was skipped when a run resumed below it."""
     numbers = {number for number, _ in there}
     for _, name in there:
         with contextlib.suppress(ReshardError):
@@ -386,7 +386,7 @@ def remove(
     else:
         done.warnings.append("no iteration is removed: the root changed each time it was looked at; try again")
     if done.iterations:
-        # Outside the lock: deleting takes long, and what is in the trash is nobody's.
+        # Outside the lock: deleting takes long, and no other process uses the trash.
         done.warnings += trash.empty(path, durable=durable)
         proofs.sweep(path)
     kept = dict(sorted({**decision.kept, **done.kept}.items()))
@@ -395,7 +395,7 @@ def remove(
 
 @checked
 def pin(root: str | os.PathLike[str], iteration: int) -> None:
-    """Keep an iteration whatever retention is asked for; once is enough.
+    """Keep an iteration whatever the retention; a second call has no effect.
 
     Raises:
         CheckpointNotFoundError: there is no such iteration.
@@ -409,7 +409,7 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
 
 @checked
 def unpin(root: str | os.PathLike[str], iteration: int) -> None:
-    """Let an iteration go the way of all others again.
+    """Undo `pin`: retention may remove the iteration again.
 
     Raises:
         CheckpointNotFoundError: there is no such iteration.
@@ -524,7 +524,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _original_fault(folder: Path) -> str | None:
-    """Why an iteration without manifest is not complete, by what is there; its payload proves nothing."""
+    """Why an iteration without manifest is not complete, by the files that are there; their contents are not read."""
     metadata = folder / checkpoint2.METADATA_FILE
     if os.path.lexists(metadata):
         index = _core.Index.from_metadata(str(metadata))
@@ -554,7 +554,7 @@ def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
         if math.isfinite(value):
             values[iteration] = -value if metric != name else value
     if complete and not values.keys() & complete:
-        # Then the best cannot be told from the rest: all are kept.
+        # Then the best are not known: all are kept.
         raise DamagedFileError(
             f"the log of saves in {show(str(root))} tells of no metric {show(name)} of any iteration that is there, "
             "and no manifest holds it",
@@ -569,7 +569,7 @@ def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Decision:
-    """What goes, why the rest stays, what has to be verified before, and whether a verified one stays."""
+    """What is removed, why the rest stays, what has to be verified before, and whether a verified one stays."""
 
     gone: list[Facts]
     kept: dict[int, str]
@@ -590,7 +590,7 @@ def _verify(
     folder: Path, known: set[str], faults: dict[str, str], warnings: list[str], progress: _core.Progress | None
 ) -> None:
     """Compare an iteration with its manifest, and record the result: in `known` or `faults`, and beside it."""
-    handle = manifests.read_lock(folder)  # nobody else removes it meanwhile
+    handle = manifests.read_lock(folder)  # no other process removes it meanwhile
     try:
         manifest = manifests.read(folder)
         state = proofs.state_of(folder, manifest)

@@ -1,11 +1,11 @@
-"""Saving a checkpoint: every rank gives what it holds, and the iteration appears whole or not at all.
+"""Saving a checkpoint: every rank gives the arrays that it holds; the iteration is published completely or not at all.
 
-The ranks meet three times. First each tells rank 0 its names, dtypes and shapes, and rank 0 answers who writes what
-(`facts`, `iteration`). Then rank 0 claims the root and makes a staging folder, into which each rank writes its files.
-Last each tells the sums of what it wrote, and rank 0 describes, seals and publishes (`together`, `protocol`).
+The ranks exchange messages three times. First each reports its names, dtypes and shapes, and rank 0 answers who writes
+what (`rank_facts`, `iteration`). Then rank 0 claims the root and makes a staging folder, into which each rank writes its files.
+Last each reports the checksums of its files, and rank 0 describes, seals and publishes (`collective_save`, `protocol`).
 
-With `blocking=False` a save returns after the first meeting and a snapshot of the files to be; the rest goes on in the
-background. Here stands what one rank brings along; nothing is known of how folders are published.
+With `blocking=False` a save returns after the first exchange and a snapshot of the arrays; the rest runs in the
+background. This module prepares the contribution of one rank. It does not know how folders are published.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
 
 
 def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
-    """Refuse what was copied to be looked at: before `ready`, that is before it has its content."""
+    """Refuse an array that had to be copied: `ready` has not been called, so the copy has no content."""
     one: Any = given.array if isinstance(given, Shard) else given
     place = one.data_ptr() if callable(getattr(one, "data_ptr", None)) else None
     if isinstance(one, np.ndarray):
@@ -393,7 +393,7 @@ _plans = LastMade[Planned]()
 def _plan(
     facts: Sequence[RankFacts], told: Sequence[Any], layout: ModelLayout | None, *, check_replicas: bool, **options: Any
 ) -> Planned:
-    """The plan of this save, which mostly is that of the last one."""
+    """The plan of this save. It mostly equals that of the last save, which is kept."""
 
     def make() -> Planned:
         plan = plan_iteration(facts, layout, **options)
@@ -405,7 +405,7 @@ def _plan(
 
 
 def _agreed(terms: Terms, layout: ModelLayout | None) -> dict[str, object]:
-    """What must be the same on all ranks."""
+    """The options that must be the same on all ranks."""
     return {
         "root": os.fspath(terms.root),
         "iteration": terms.iteration,
@@ -478,9 +478,9 @@ def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: in
 def _extra(
     extra: Mapping[str, object] | None, rank: int, *, copy: bool, is_alone: bool
 ) -> tuple[str, dict[str, np.ndarray]] | None:
-    """This rank's share of `extra`, as it is written: rank 0 everything, the others what is kept for each rank.
+    """This rank's share of `extra`, as it is written: all values on rank 0, only rank-local values on others.
 
-    One that `is_alone`, in a folder that may be all that it will see, keeps what all share, too.
+    A rank that `is_alone`, whose folder may be all that it will see, writes the shared values too.
     """
     if not isinstance(extra, Mapping | None):
         raise ArgumentError(f"`extra` is a {type(extra).__name__}, expected a mapping of names to state")
@@ -499,7 +499,7 @@ def _extra(
 
 
 def _digests(extra: Mapping[str, object] | None) -> dict[str, str]:
-    """A digest of each value of `extra` that all ranks share."""
+    """A digest of each value of `extra` that is shared by all ranks."""
     return {
         name: state.digest_of(value, f"extra[{name!r}]")
         for name, value in (extra or {}).items()
@@ -508,7 +508,7 @@ def _digests(extra: Mapping[str, object] | None) -> dict[str, str]:
 
 
 def _host() -> str:
-    """What tells one machine from another: the name alone may be that of every container."""
+    """An identifier of this machine. The name is not enough, as all containers may have the same."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
