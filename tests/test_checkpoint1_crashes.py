@@ -120,7 +120,7 @@ def run(act: Callable[[Any], Any], number: int = 10**9, *, ends_all: bool = True
 
     def write_arrays(*args: Any, **options: Any) -> Any:
         ending.tick()
-        return real(*args, **{**options, "commit": {"durable": False}})
+        return real(*args, **{**options, "durable": False})
 
     with stopped_at(0, ending.tick, lasting=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core, "write_arrays", write_arrays)

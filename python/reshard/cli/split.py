@@ -44,8 +44,8 @@ def split(
     """Split the whole weights SRC into the part of each rank, DST.
 
     SRC is anything that `reshard convert` reads; a checkpoint that is sharded already is resharded. Every rank's file
-    holds the counters too. A tensor that the strategy does not name is whole on every rank, with a warning: --drop leaves
-    it out.
+    holds the counters too. A tensor that the strategy does not name is whole on every rank, with a warning: --drop
+    leaves it out.
 
     \b
     For those who know load_distributed_checkpoint of MindSpore:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from reshard.collective import Collective
 from reshard.errors import (
@@ -243,7 +243,7 @@ class Saver:
             saving: the arguments of `reshard.save` that hold tensors.
         """
         if not self.has_rank_folders:
-            return "checkpoint2"
+            return cast("FormatLike", self.options.format)
         options, sampler = self.options.checkpoint1, self.run.sampler
         if isinstance(sampler, ElasticSampler):
             options = replace(options, steps_per_epoch=sampler.steps_per_epoch)

@@ -1,8 +1,9 @@
 """Saving a checkpoint: every rank gives the arrays that it holds; the iteration is published completely or not at all.
 
 The ranks exchange messages three times. First each reports its names, dtypes and shapes, and rank 0 answers who writes
-what (`rank_facts`, `iteration`). Then rank 0 claims the root and makes a staging folder, into which each rank writes its files.
-Last each reports the checksums of its files, and rank 0 describes, seals and publishes (`collective_save`, `protocol`).
+what (`rank_facts`, `iteration`). Then rank 0 claims the root and makes a staging folder, into which each rank writes
+its files. Last each reports the checksums of its files, and rank 0 describes, seals and publishes (`collective_save`,
+`protocol`).
 
 With `blocking=False` a save returns after the first exchange and a snapshot of the arrays; the rest runs in the
 background. This module prepares the contribution of one rank. It does not know how folders are published.
