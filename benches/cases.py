@@ -161,7 +161,7 @@ def merge(source: Path, target: Path, path: Path, *, durable: bool) -> float:
     """Convert a folder of one file per rank to Hugging Face."""
     fresh.prepare(shard_files(source), 2 * path.stat().st_size)
     started = time.perf_counter()
-    reshard.verbs.convert.convert(source, target, durable=durable)
+    reshard.verbs.convert.convert(source, target, commit={"durable": durable})
     seconds = time.perf_counter() - started
     model.check_whole(path, model.read(target / "model.safetensors"))
     return seconds
@@ -171,7 +171,7 @@ def split(source: Path, target: Path, path: Path, *, durable: bool) -> float:
     """Convert Hugging Face to a folder of one file per rank."""
     fresh.prepare(shard_files(source), 2 * path.stat().st_size)
     started = time.perf_counter()
-    reshard.verbs.convert.convert(source, target, layout=model.LAYOUT, durable=durable)
+    reshard.verbs.convert.convert(source, target, layout=model.LAYOUT, commit={"durable": durable})
     seconds = time.perf_counter() - started
     model.check_split(path, shard_files(target))
     return seconds

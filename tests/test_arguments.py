@@ -41,7 +41,7 @@ Case = tuple[Callable[..., object], Mapping[str, object]]
 def public_functions() -> dict[str, Case]:
     """Each function and arguments with which it works, or fails by an error of the tree."""
     reshard.save_file({"w": np.arange(8.0)}, "m.safetensors")
-    reshard.save("root", 1, {"w": np.arange(8.0)}, durable=False)
+    reshard.save("root", 1, {"w": np.arange(8.0)}, commit={"durable": False})
     checkpoint = reshard.open("m.safetensors")
     opened = reshard.safe_open("m.safetensors", "np")
     layout = reshard.ModelLayout.from_mapping(LAYOUT)
@@ -49,7 +49,10 @@ def public_functions() -> dict[str, Case]:
     cases: dict[str, Case] = {
         "open": (reshard.open, {"path": "m.safetensors"}),
         "load": (reshard.load, {"root": "root"}),
-        "save": (reshard.save, {"root": "saved", "iteration": 1, "model": {"w": np.zeros(2)}, "durable": False}),
+        "save": (
+            reshard.save,
+            {"root": "saved", "iteration": 1, "model": {"w": np.zeros(2)}, "commit": {"durable": False}},
+        ),
         "convert": (reshard.convert, {"src": "m.safetensors", "dst": "o.safetensors", "overwrite": True}),
         "convert_files": (reshard.convert_files, {"src": "nothing.ckpt"}),
         "diff": (reshard.diff, {"a": "m.safetensors", "b": "m.safetensors"}),
@@ -132,7 +135,7 @@ CASES: list[tuple[dict[str, object], str]] = [
     ({"metrics": [1]}, "`metrics` is of type list, expected a mapping"),
     ({"progress": 5}, "`progress` is of type int, expected a function"),
     ({"threads": 1.5}, "`threads` is 1.5, expected a whole number"),
-    ({"durable": "no"}, "`durable` is 'no', expected True or False"),
+    ({"commit": {"durable": "no"}}, "`durable` is 'no', expected True or False"),
 ]
 
 

@@ -42,10 +42,17 @@ def tensors(iteration: int) -> dict[str, np.ndarray]:
 
 def save(root: Path, iteration: int, group: Any, *, keep: int = 1) -> Any:
     return reshard.save(
-        root, iteration, local_arrays(LAYOUT, tensors(iteration), group.rank), layout=LAYOUT, group=group,
-        format="checkpoint1", sink_size=2, keep=keep, durable=True, timeout=20, save_network_params=True,
+        root,
+        iteration,
+        local_arrays(LAYOUT, tensors(iteration), group.rank),
+        layout=LAYOUT,
+        group=group,
+        format={"name": "checkpoint1", "sink_size": 2, "save_network_params": True},
+        keep=keep,
+        commit={"durable": True},
+        timeout=20,
         extra={"at": iteration, "own": reshard.per_rank(np.arange(group.rank + 1))},
-    )  # fmt: skip
+    )
 
 
 class Ending:

@@ -53,7 +53,12 @@ def save(group: Any, root: Path, iteration: int, **options: Any) -> Any:
         key: array + iteration if key.endswith(".w") else array
         for key, array in local_arrays(LAYOUT, MODEL | STATE, group.rank, list(STATE)).items()
     }
-    given: dict[str, Any] = {"timeout": 30, "durable": False, "format": "checkpoint1", "sink_size": 5, **options}
+    given: dict[str, Any] = {
+        "timeout": 30,
+        "commit": {"durable": False},
+        "format": {"name": "checkpoint1", "sink_size": 5},
+        **options,
+    }
     model = {key: array for key, array in own.items() if key in MODEL}
     return reshard.save(root, iteration, model, {k: own[k] for k in own if k in STATE}, layout=LAYOUT, **given)
 
@@ -74,7 +79,7 @@ def check(root: Path, iteration: int, suffix: str) -> None:
             assert np.array_equal(own[key], array), key
 
 
-@pytest.mark.parametrize("options", [{}, {"dedup": False}, {"blocking": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"files": {"dedup": False}}, {"blocking": False}], ids=str)
 def test_ranks_save_and_resume(tmp_path: Path, options: dict[str, Any]) -> None:
     root = tmp_path / "checkpoint"
 
@@ -158,7 +163,7 @@ def test_a_rank_that_fails_is_told_on_all_and_leaves_nothing(tmp_path: Path) -> 
         told = []
         bad: list[dict[str, Any]] = [
             {"progress": fail} if group.rank == 2 else {},
-            {"sink_size": 3} if group.rank == 1 else {},
+            {"format": {"name": "checkpoint1", "sink_size": 3}} if group.rank == 1 else {},
             {"extra": {"x": object()}} if group.rank == 3 else {},
         ]
         for options in bad:
@@ -234,7 +239,7 @@ def test_a_configuration_in_the_originals_words(tmp_path: Path) -> None:
     def run(seed: int, first: int, last: int) -> list[float]:
         trainer = Trainer(seed)
         trainer.model[0].weight.requires_grad = False
-        with Checkpointer.from_config(config, signals=(), durable=False) as made:
+        with Checkpointer.from_config(config, signals=(), commit={"durable": False}) as made:
             decision = made.resume(**trainer.parts())
             assert decision.initial_step == first - 1
             return trainer.run(made, first, last)
@@ -277,7 +282,12 @@ def test_integrated_by_all_ranks(tmp_path: Path) -> None:
         told = []
         for form in ("checkpoint1", "checkpoint2"):
             root = tmp_path / form
-            options: dict[str, Any] = {"format": form, "integrated_save": True, "signals": (), "durable": False}
+            options: dict[str, Any] = {
+                "format": form,
+                "integrated_save": True,
+                "signals": (),
+                "commit": {"durable": False},
+            }
             with Checkpointer(root, async_save=False, **options) as made:
                 made.resume(model=model)
                 told.append(made.save(7, blocking=True).warnings)  # type: ignore[union-attr]
@@ -291,8 +301,8 @@ def test_integrated_by_all_ranks(tmp_path: Path) -> None:
 
 
 def test_keep_every_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="`keep_every` and `keep_best` are for"):
-        Checkpointer(tmp_path, format="checkpoint1", keep_every=100, signals=())
+    with pytest.raises(ArgumentError, match="`keep_every` and `best` of `Retention` are for"):
+        Checkpointer(tmp_path, format="checkpoint1", retention={"keep_every": 100}, signals=())
 
 
 def test_only_the_strategy_is_written(tmp_path: Path) -> None:
@@ -302,7 +312,7 @@ def test_only_the_strategy_is_written(tmp_path: Path) -> None:
         model = nn.Linear(4, 8)
         fully_shard(model, mesh=mesh)
         config = {"only_save_strategy": True, "output_dir": str(tmp_path)}
-        with Checkpointer.from_config(config, signals=(), durable=False) as made:
+        with Checkpointer.from_config(config, signals=(), commit={"durable": False}) as made:
             made.resume(model=model)
             return made.save(1, blocking=True).path  # type: ignore[union-attr]
 

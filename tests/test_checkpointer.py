@@ -96,7 +96,7 @@ class Trainer:
 
 
 def make(root: Path, **options: Any) -> Checkpointer:
-    given: dict[str, Any] = {"signals": (), "durable": False, **options}
+    given: dict[str, Any] = {"signals": (), "commit": {"durable": False}, **options}
     return Checkpointer(root, **given)
 
 
@@ -220,13 +220,10 @@ def test_steps_count_up(tmp_path: Path) -> None:
 
 def test_every_option_of_a_save_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {
-        "prefix": "net",
-        "keep": 3,
-        "keep_every": 4,
-        "keep_best": ("loss", 2),
-        "dedup": False,
-        "verify_after_save": True,
-        "durable": True,
+        "files": reshard.Files(prefix="net", dedup=False, strict_format=True),
+        "retention": reshard.Retention(keep=3, keep_every=4, best=("loss", 2)),
+        "verify": reshard.Verify(after_save=True),
+        "commit": reshard.Commit(durable=True, private=True),
         "threads": 2,
         "timeout": 77.0,
     }
@@ -567,13 +564,13 @@ def test_exception_saves_the_last_complete_step(tmp_path: Path) -> None:
             raise StopError
 
     with pytest.raises(StopError):
-        stop(3, save_on_exception=True)
-    with resumed(tmp_path, save_on_exception=True) as (trainer, made, decision):
+        stop(3, interrupts={"save_on_exception": True})
+    with resumed(tmp_path, interrupts={"save_on_exception": True}) as (trainer, made, decision):
         assert decision.initial_step == 3
         assert any("after an exception in the step after 3" in line for line in decision.warnings)
         trainer.run(made, 4, 4)
     with pytest.raises(StopError):
-        stop(4, save_on_exception=True, incomplete=True)
+        stop(4, interrupts={"save_on_exception": True}, incomplete=True)
     with pytest.raises(StopError):
         stop(4)
     assert reshard.open(tmp_path).iteration == 3
@@ -584,7 +581,7 @@ def test_exception_on_one_rank_saves_nothing(tmp_path: Path) -> None:
         trainer = Trainer()
         ok = "no error"
         try:
-            with make(tmp_path, save_on_exception=True, grace_s=0.5) as made:
+            with make(tmp_path, interrupts={"save_on_exception": True, "grace_s": 0.5}) as made:
                 made.resume(model=trainer.model, optimizer=trainer.optimizer)
                 made.step(1)
                 group.barrier(timeout=30)
@@ -603,7 +600,7 @@ def test_exception_on_all_ranks_saves(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> str:
         trainer = Trainer()
         try:
-            with make(tmp_path, save_on_exception=True) as made:
+            with make(tmp_path, interrupts={"save_on_exception": True}) as made:
                 made.resume(model=trainer.model, optimizer=trainer.optimizer)
                 made.step(1)
                 raise KeyError(group.rank)  # noqa: TRY301
@@ -724,7 +721,7 @@ class Ring(SingleProcess):
 
 def test_group_of_ones_own_heeds_signals_where_a_save_is_due(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> Any:
-        made = Checkpointer(tmp_path, save_every=3, group=Ring(group), durable=False)
+        made = Checkpointer(tmp_path, save_every=3, group=Ring(group), commit={"durable": False})
         made.resume(model=Trainer().model)
         step = 0
         try:
@@ -775,7 +772,7 @@ def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
         if group.rank == 1:
             monkeypatch.setattr(together, "_write_own", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         try:
-            with make(tmp_path, save_every=1, timeout=600, grace_s=0.3) as made:
+            with make(tmp_path, save_every=1, timeout=600, interrupts={"grace_s": 0.3}) as made:
                 made.resume(model=Trainer().model)
                 made.step(1)
                 raise KeyError("the network is gone")  # noqa: TRY301
@@ -802,7 +799,7 @@ def test_save_that_moves_is_waited_for_after_an_error(tmp_path: Path, monkeypatc
         return real(*args)
 
     def fail() -> None:
-        with resumed(tmp_path, save_every=1, grace_s=0.15) as (trainer, made, _):
+        with resumed(tmp_path, save_every=1, interrupts={"grace_s": 0.15}) as (trainer, made, _):
             trainer.run(made, 1, 1)
             raise KeyError
 

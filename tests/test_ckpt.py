@@ -323,7 +323,7 @@ def test_convert_to_one_safetensors_file(tmp_path: Path) -> None:
     found = load(out)
     assert list(found) == ["t.float32", "t.float16", "epoch_num"]
     assert found["t.float32"].tobytes() == expected["t.float32"].tobytes()
-    reshard.convert(DATA / "split_bytes.ckpt", tmp_path / "hf", max_shard_size="4KiB")
+    reshard.convert(DATA / "split_bytes.ckpt", tmp_path / "hf", files={"max_shard_size": "4KiB"})
     check_equal(load(tmp_path / "hf"), load(DATA / "split_bytes.safetensors"))
 
 

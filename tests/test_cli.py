@@ -137,7 +137,7 @@ def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None
 
 def test_inspect_does_not_call_an_unreadable_iteration_damaged(reachable: Path) -> None:
     for iteration in (1, 2, 3):
-        reshard.save(reachable / "root", iteration, {"w": np.zeros(2)}, durable=False)
+        reshard.save(reachable / "root", iteration, {"w": np.zeros(2)}, commit={"durable": False})
     readable(reachable / "root")
     closed(reachable / "root" / "iteration_00000001")
     closed(reachable / "root" / "iteration_00000002" / "common.json")
@@ -273,25 +273,19 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "to": "checkpoint2",
         "part": "all",
         "strategy": "s",
-        "suffix": "20_2",
-        "drop": ("a.", "b."),
-        "rename": {"": "m.", "c.": ""},
+        "select": reshard.Select(drop=("a.", "b."), rename={"": "m.", "c.": ""}, suffix="20_2"),
         "names": "n",
         "config": "c",
-        "model_files": "m",
-        "private": True,
         "layout": "l.yaml",
         "iteration": 7,
-        "prefix": "p",
+        "files": reshard.Files(
+            prefix="p", dedup=False, strict_format=True, max_shard_size="1MB", model_files="m", modes="original"
+        ),
+        "commit": reshard.Commit(durable=False, private=True),
         "dtype": "bf16",
-        "max_shard_size": "1MB",
-        "dedup": False,
         "memory": "8MiB",
         "threads": 3,
-        "durable": False,
         "overwrite": True,
-        "strict_format": True,
-        "modes": "original",
         "share": (1, 3),
         "progress": seen["progress"],
     }
@@ -299,6 +293,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     run("convert", "a", "b")
     assert callable(seen.pop("progress"))
     del defaults["progress"]
+    defaults |= {"select": reshard.Select(), "files": reshard.Files(), "commit": reshard.Commit()}
     assert {name: value for name, value in seen.items() if name not in ("src", "dst")} == defaults
 
 

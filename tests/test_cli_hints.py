@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import json
@@ -26,6 +27,7 @@ from reshard.cli import output
 from reshard.errors import ClaimedError, adapt_hint, hints_without
 from reshard.layout import BoundLayout
 from reshard.opening.near import near
+from reshard.options import Options
 from reshard.storage import claims, protocol
 from reshard.verbs.demo import demo
 
@@ -35,7 +37,7 @@ def root(tmp_path: Path) -> Path:
     """Iterations 100 and 200, in a folder of a folder."""
     root = tmp_path / "runs" / "checkpoint"
     for iteration in (100, 200):
-        reshard.save(root, iteration, {"w": np.full((4, 6), iteration, np.float32)}, durable=False)
+        reshard.save(root, iteration, {"w": np.full((4, 6), iteration, np.float32)}, commit={"durable": False})
     protocol.release(root)
     return root
 
@@ -146,6 +148,7 @@ def test_many_leftovers_are_counted(root: Path) -> None:
 
 PACKAGE = Path(reshard.__file__).parent
 ARGUMENT = re.compile(r"`([a-z_]+)=([^`]*)`")
+FIELD = re.compile(r"`([a-z0-9_]+)=([A-Z]\w*)\(([a-z_]+)=[^`]*`")
 
 
 def texts(node: ast.expr) -> list[str]:
@@ -203,6 +206,19 @@ def test_hints_name_arguments_that_there_are() -> None:
         assert name in known or place.startswith(("torch/", "torch_group.py")), (place, name)
 
 
+def test_hints_name_fields_of_options_that_there_are() -> None:
+    groups = {one.__name__: one for one in Options.__subclasses__()}
+    named = [(place, *match.groups()) for place, text in hints() for match in FIELD.finditer(text)]
+    assert len(named) > 8
+    for place, keyword, group, field in named:
+        assert groups[group].keyword == keyword, place
+        assert field in {one.name for one in dataclasses.fields(groups[group])}, (place, field)
+    moved = {field.name for one in groups.values() for field in dataclasses.fields(one)} - arguments()
+    assert {"takeover", "dedup", "drop"} <= moved
+    for place, text in hints():
+        assert not moved & {match[1] for match in ARGUMENT.finditer(text)}, (place, text)
+
+
 def test_hints_leave_options_to_the_command_line() -> None:
     for place, text in hints():
         assert "--" not in text or place.startswith("cli/"), (place, text)
@@ -252,12 +268,13 @@ def raised(command: str, error: reshard.ReshardError, monkeypatch: pytest.Monkey
         ("convert", "give `overwrite=True` to replace it", "give --overwrite to replace it"),
         ("convert", 'leave out `layout=`, or `to="checkpoint2"`', "leave out --layout, or --to checkpoint2"),
         ("convert", "write it again: `share=(1, 4)`", "write it again: --share 1/4"),
-        ("convert", '`drop=["a b"]` leaves it out', "--drop 'a b' leaves it out"),
-        ("convert", "`dedup=False` makes files complete", "--no-dedup makes files complete"),
-        ("convert", "end that job; `takeover=True` overtakes it", "end that job"),
+        ("convert", '`select=Select(drop=["a b"])` leaves it out', "--drop 'a b' leaves it out"),
+        ("convert", "`files=Files(dedup=False)` makes files complete", "--no-dedup makes files complete"),
+        ("convert", "end that job; `commit=Commit(takeover=True)` overtakes it", "end that job"),
         ("convert", "choose fewer; `keys=` selects some; `part=` a part", "choose fewer; --part a part"),
         ("convert", "write `sizes`, or `to`", "write `sizes`, or `to`"),
-        ("convert", "`rollback=True`", None),
+        ("convert", "`commit=Commit(rollback=True)`", None),
+        ("convert", "`select=Select(drop=...)` leaves it out", "--drop leaves it out"),
         ("split", "give `strategy=`, the strategy files", "give --source-strategy, the strategy files"),
         ("diff", "give `strategy=`, the strategy files", "give --strategy-a or --strategy-b, the strategy files"),
     ],
@@ -294,8 +311,8 @@ def test_a_claimed_destination_names_no_argument_that_convert_lacks(root: Path, 
         with pytest.raises(ClaimedError) as caught:
             reshard.convert(tmp_path / "m.safetensors", root, to="checkpoint2", iteration=300, overwrite=True)
         assert caught.value.hint == "end that job or give this one another root"
-        with pytest.raises(ClaimedError, match="`takeover=True` overtakes it"):
-            reshard.save(root, 300, {"w": np.ones(2)}, durable=False)
+        with pytest.raises(ClaimedError, match=r"`commit=Commit\(takeover=True\)` overtakes it"):
+            reshard.save(root, 300, {"w": np.ones(2)}, commit={"durable": False})
         for command in (
             ["convert", tmp_path / "m.safetensors", root, "--to", "checkpoint2", "--overwrite"],
             ["rollback", root, 100],
@@ -308,6 +325,6 @@ def test_a_claimed_destination_names_no_argument_that_convert_lacks(root: Path, 
 
 def test_an_error_without_hints_passes_unchanged() -> None:
     with pytest.raises(ClaimedError) as caught, hints_without("takeover"):
-        raise ClaimedError("no", hint="`takeover=True`")
+        raise ClaimedError("no", hint="`commit=Commit(takeover=True)`")
     assert caught.value.hint is None
     assert adapt_hint(None, lambda name, value: name + value) is None

@@ -28,7 +28,7 @@ def root(tmp_path: Path) -> Path:
     """Iterations 100 and 200."""
     root = tmp_path / "runs" / "checkpoint"
     for iteration in (100, 200):
-        reshard.save(root, iteration, {"w": np.full((4, 6), iteration, np.float32)}, durable=False)
+        reshard.save(root, iteration, {"w": np.full((4, 6), iteration, np.float32)}, commit={"durable": False})
     return root
 
 

@@ -198,7 +198,9 @@ def no_umask() -> Iterator[None]:
 @pytest.mark.parametrize("name", EXPRESSIBLE)
 def test_the_original_reads_what_we_write(single: Path, tmp_path: Path, name: str, dedup: bool) -> None:  # noqa: FBT001
     layout = EXPRESSIBLE[name]
-    report = reshard.convert(single, tmp_path / "root", layout=layout, dedup=dedup, durable=False)
+    report = reshard.convert(
+        single, tmp_path / "root", layout=layout, files={"dedup": dedup}, commit={"durable": False}
+    )
     folder = tmp_path / "root" / "iteration_00000042"
     assert (report.path, report.to, report.not_expressible) == (str(folder), "checkpoint2", {})
     assert (report.n_tensors, report.n_files) == (len(BOTH), len(list(folder.glob("*.safetensors"))))
@@ -213,7 +215,7 @@ def test_the_original_reads_what_we_write(single: Path, tmp_path: Path, name: st
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_without_dedup_each_ranks_files_are_what_it_holds(single: Path, tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
-    reshard.convert(single, tmp_path / "root", layout=layout, dedup=False, durable=False)
+    reshard.convert(single, tmp_path / "root", layout=layout, files={"dedup": False}, commit={"durable": False})
     folder, n_ranks = tmp_path / "root" / "iteration_00000042", max(mesh_ranks(layout)) + 1
     for rank in mesh_ranks(layout):
         found: Arrays = {}
@@ -234,7 +236,9 @@ def test_what_metadata_json_cannot_say_is_in_tiles_json(
 ) -> None:
     layout, keys = INEXPRESSIBLE[name]
     with caplog.at_level(logging.WARNING, "reshard"):
-        report = reshard.convert(single, tmp_path / "root", layout=layout, dedup=dedup, durable=False)
+        report = reshard.convert(
+            single, tmp_path / "root", layout=layout, files={"dedup": dedup}, commit={"durable": False}
+        )
     told = [message for message in caplog.messages if "metadata.json cannot express" in message]
     assert len(told) == 1
     assert told[0] in report.warnings
@@ -245,17 +249,19 @@ def test_what_metadata_json_cannot_say_is_in_tiles_json(
     rest = {key: array for key, array in BOTH.items() if key not in keys.split()}
     assert_same(original_reader.read_tree(tmp_path / "root"), rest)
     # Once more from there, into plain tensors.
-    reshard.convert(tmp_path / "root", tmp_path / "hf", part="all", durable=False)
+    reshard.convert(tmp_path / "root", tmp_path / "hf", part="all", commit={"durable": False})
     assert_opens_as(tmp_path / "hf", BOTH)
 
 
 def test_what_metadata_json_cannot_say_can_be_refused(single: Path, tmp_path: Path) -> None:
     for layout, _ in INEXPRESSIBLE.values():
         with pytest.raises(UnsupportedError, match=r"metadata\.json cannot express") as caught:
-            reshard.convert(single, tmp_path / "root", layout=layout, strict_format=True)
+            reshard.convert(single, tmp_path / "root", layout=layout, files={"strict_format": True})
         assert caught.value.key in BOTH
         assert not list(tmp_path.iterdir())
-    reshard.convert(single, tmp_path / "root", layout=EXPRESSIBLE["tp2"], strict_format=True, durable=False)
+    reshard.convert(
+        single, tmp_path / "root", layout=EXPRESSIBLE["tp2"], files={"strict_format": True}, commit={"durable": False}
+    )
 
 
 def test_types_that_mindspore_has_not_are_in_tiles_json(tmp_path: Path) -> None:
@@ -273,7 +279,7 @@ def test_samples_again(tree: str, iteration: int, tmp_path: Path) -> None:
     """A tree of the original, cut anew, read by the original: counters and tensors are what they were."""
     layout = {"mesh": {"dp": 2, "tp": 2}, "rules": [{"match": ["*.weight"], "cut": ["tp"]}, REST]}
     source = SAMPLES / tree / "checkpoint"
-    reshard.convert(source, tmp_path / "root", layout=layout, prefix="again", durable=False)
+    reshard.convert(source, tmp_path / "root", layout=layout, files={"prefix": "again"}, commit={"durable": False})
     expected = original_reader.read_shard_file(SAMPLES / tree / f"expected_{iteration:08d}.safetensors")
     found = original_reader.read_tree(tmp_path / "root", "head")
     step = found.pop("global_step", None)
@@ -297,7 +303,7 @@ def test_counters_that_are_null_are_left_out(single: Path, huggingface: Path, tm
 
 
 def test_there_is_never_a_null_layout(huggingface: Path, tmp_path: Path) -> None:
-    reshard.convert(huggingface, tmp_path / "root", to="checkpoint2", durable=False)
+    reshard.convert(huggingface, tmp_path / "root", to="checkpoint2", commit={"durable": False})
     metadata = json.loads((tmp_path / "root/iteration_00000000/metadata.json").read_text())
     for key, said in metadata["state_dict_metadata"].items():
         assert said["layout"]["tensor_map"] == [-1] * MODEL[key].ndim
@@ -310,8 +316,8 @@ def test_there_is_never_a_null_layout(huggingface: Path, tmp_path: Path) -> None
         ({}, "iteration_00000042", "model-0000000-0000001.safetensors"),
         ({"iteration": 0}, "iteration_00000000", "model-0000000-0000001.safetensors"),
         ({"iteration": 123456789}, "iteration_123456789", "model-0000000-0000001.safetensors"),
-        ({"prefix": "my-run"}, "iteration_00000042", "my-run-model-0000000-0000001.safetensors"),
-        ({"prefix": "x", "iteration": 7}, "iteration_00000007", "x-opt-0000000-0000001.safetensors"),
+        ({"files": {"prefix": "my-run"}}, "iteration_00000042", "my-run-model-0000000-0000001.safetensors"),
+        ({"files": {"prefix": "x"}, "iteration": 7}, "iteration_00000007", "x-opt-0000000-0000001.safetensors"),
     ],
 )
 def test_iteration_and_prefix(single: Path, tmp_path: Path, options: Any, folder: str, name: str) -> None:
@@ -332,15 +338,15 @@ def test_parts(single: Path, tmp_path: Path) -> None:
     for part, expected in {"model": MODEL, "optimizer": OPTIMIZER, "all": BOTH}.items():
         for to in ("checkpoint2", "huggingface", "safetensors"):
             target = tmp_path / f"{part}-{to}"
-            reshard.convert(single, target, to=to, part=part, durable=False)  # type: ignore[arg-type]
+            reshard.convert(single, target, to=to, part=part, commit={"durable": False})  # type: ignore[arg-type]
             assert_opens_as(target, expected)
-    reshard.convert(single, tmp_path / "default", durable=False)
+    reshard.convert(single, tmp_path / "default", commit={"durable": False})
     assert_opens_as(tmp_path / "default", MODEL)
 
 
 def test_a_part_of_a_layout_with_stages_counts_layers_over_everything(single: Path, tmp_path: Path) -> None:
     layout = EXPRESSIBLE["zero with stages"]
-    reshard.convert(single, tmp_path / "root", layout=layout, part="optimizer", durable=False)
+    reshard.convert(single, tmp_path / "root", layout=layout, part="optimizer", commit={"durable": False})
     assert_same(original_reader.read_tree(tmp_path / "root"), OPTIMIZER)
 
 
@@ -358,7 +364,7 @@ def test_a_hugging_face_folder_of_one_file(single: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("size", "limit"), [("1MiB", 1 << 20), (1000, 1000), ("0.5KiB", 512), ("1KB", 1000), (1, 1)])
 def test_a_hugging_face_folder_of_a_file_size(single: Path, tmp_path: Path, size: Any, limit: int) -> None:
-    report = reshard.convert(single, tmp_path / "out", max_shard_size=size, durable=False)
+    report = reshard.convert(single, tmp_path / "out", files={"max_shard_size": size}, commit={"durable": False})
     paths = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(paths) == report.n_files
     assert (len(paths) == 1) == (limit > sum(array.nbytes for array in MODEL.values()))
@@ -394,7 +400,7 @@ def test_one_file(single: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_file_a_rank(single: Path, tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
-    report = reshard.convert(single, tmp_path / "out", to="safetensors", layout=layout, durable=False)
+    report = reshard.convert(single, tmp_path / "out", to="safetensors", layout=layout, commit={"durable": False})
     assert report.not_expressible == {}
     names = {"tiles.json"}
     for rank in mesh_ranks(layout):
@@ -412,10 +418,12 @@ def test_one_file_a_rank(single: Path, tmp_path: Path, name: str) -> None:
 def test_there_and_back_is_the_identity(huggingface: Path, tmp_path: Path, name: str) -> None:
     """Through the layout, through another one, and back: NaN payloads and -0.0 too."""
     other = {"mesh": {"dp": 2, "tp": 3}, "rules": [{"match": "*", "cut": ["tp"], "uneven": "ceil", "flat": ["dp"]}]}
-    reshard.convert(huggingface, tmp_path / "a", layout=LAYOUTS[name], durable=False)
-    reshard.convert(tmp_path / "a", tmp_path / "b", layout=other, to="safetensors", durable=False)
-    reshard.convert(tmp_path / "b", tmp_path / "c", layout=LAYOUTS[name], dedup=False, durable=False)
-    reshard.convert(tmp_path / "c", tmp_path / "hf", durable=False)
+    reshard.convert(huggingface, tmp_path / "a", layout=LAYOUTS[name], commit={"durable": False})
+    reshard.convert(tmp_path / "a", tmp_path / "b", layout=other, to="safetensors", commit={"durable": False})
+    reshard.convert(
+        tmp_path / "b", tmp_path / "c", layout=LAYOUTS[name], files={"dedup": False}, commit={"durable": False}
+    )
+    reshard.convert(tmp_path / "c", tmp_path / "hf", commit={"durable": False})
     assert_same(load_file(tmp_path / "hf" / "model.safetensors"), MODEL)
     for rank in mesh_ranks(LAYOUTS[name]):
         with reshard.open(tmp_path / "b") as opened:
@@ -427,7 +435,7 @@ def test_there_and_back_is_the_identity(huggingface: Path, tmp_path: Path, name:
 
 @pytest.mark.parametrize("layout", [None, EXPRESSIBLE["zero"], INEXPRESSIBLE["joined"][0]])
 def test_a_cast(single: Path, tmp_path: Path, layout: Layout | None) -> None:
-    reshard.convert(single, tmp_path / "out", dtype="bfloat16", part="all", layout=layout, durable=False)
+    reshard.convert(single, tmp_path / "out", dtype="bfloat16", part="all", layout=layout, commit={"durable": False})
     with reshard.open(tmp_path / "out") as opened:
         found = opened.load()
     assert set(found) == set(BOTH)
@@ -447,7 +455,7 @@ def test_a_cast(single: Path, tmp_path: Path, layout: Layout | None) -> None:
 @pytest.mark.parametrize("memory", ["8MiB", 8 << 20, "1GiB"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_memory_and_threads_make_no_difference(single: Path, tmp_path: Path, memory: Any, threads: int) -> None:
-    reshard.convert(single, tmp_path / "out", memory=memory, threads=threads, durable=False)
+    reshard.convert(single, tmp_path / "out", memory=memory, threads=threads, commit={"durable": False})
     assert_opens_as(tmp_path / "out", MODEL)
 
 
@@ -463,26 +471,26 @@ def test_memory_and_threads_make_no_difference(single: Path, tmp_path: Path, mem
         {"memory": True},
         {"memory": 1.5},
         {"memory": None},
-        {"max_shard_size": "lots"},
-        {"max_shard_size": 0},
+        {"files": {"max_shard_size": "lots"}},
+        {"files": {"max_shard_size": 0}},
         {"to": "gguf"},
         {"part": "weights"},
         {"threads": 0},
         {"threads": 10**6},
         {"iteration": 3},
-        {"prefix": "x"},
-        {"modes": "original"},
-        {"modes": "0777", "to": "checkpoint2"},
+        {"files": {"prefix": "x"}},
+        {"files": {"modes": "original"}},
+        {"files": {"modes": "0777"}, "to": "checkpoint2"},
         {"iteration": -1, "to": "checkpoint2"},
         {"iteration": True, "to": "checkpoint2"},
         {"iteration": "3", "to": "checkpoint2"},
         {"iteration": 10**18, "to": "checkpoint2"},
-        {"prefix": "", "to": "checkpoint2"},
-        {"prefix": "a/b", "to": "checkpoint2"},
-        {"prefix": "..", "to": "checkpoint2"},
-        {"prefix": ".hidden", "to": "checkpoint2"},
-        {"prefix": "a\nb", "to": "checkpoint2"},
-        {"prefix": "x" * 200, "to": "checkpoint2"},
+        {"files": {"prefix": ""}, "to": "checkpoint2"},
+        {"files": {"prefix": "a/b"}, "to": "checkpoint2"},
+        {"files": {"prefix": ".."}, "to": "checkpoint2"},
+        {"files": {"prefix": ".hidden"}, "to": "checkpoint2"},
+        {"files": {"prefix": "a\nb"}, "to": "checkpoint2"},
+        {"files": {"prefix": "x" * 200}, "to": "checkpoint2"},
         {"layout": EXPRESSIBLE["tp2"], "to": "huggingface"},
     ],
     ids=repr,
@@ -529,9 +537,9 @@ def test_progress_goes_once_from_nothing_to_the_total(single: Path, tmp_path: Pa
         tmp_path / "out",
         to=to,
         layout=layout,
-        max_shard_size=1000,
+        files={"max_shard_size": 1000},
         part="all",
-        durable=False,
+        commit={"durable": False},
         progress=lambda done, total: calls.append((done, total)),
     )
     (total,) = {total for _, total in calls}
@@ -546,7 +554,7 @@ def test_progress_goes_once_from_nothing_to_the_total(single: Path, tmp_path: Pa
 def test_permissions(single: Path, tmp_path: Path, mask: int) -> None:
     os.umask(mask)
     reshard.convert(single, tmp_path / "c2", to="checkpoint2", layout=INEXPRESSIBLE["flat"][0])
-    reshard.convert(single, tmp_path / "hf", max_shard_size=1000)
+    reshard.convert(single, tmp_path / "hf", files={"max_shard_size": 1000})
     reshard.convert(single, tmp_path / "st", to="safetensors", layout=EXPRESSIBLE["tp2"])
     reshard.convert(single, tmp_path / "one.safetensors", to="safetensors")
     for name in ("c2", "hf", "st"):
@@ -560,7 +568,7 @@ def test_permissions(single: Path, tmp_path: Path, mask: int) -> None:
 def test_permissions_of_the_original(tmp_path: Path, mask: int) -> None:
     os.umask(mask)
     said = json.loads((SAMPLES / "ckpt2" / "modes_as_written.json").read_text())
-    reshard.convert(SAMPLES / "ckpt2" / "checkpoint", tmp_path / "root", to="checkpoint2", modes="original")
+    reshard.convert(SAMPLES / "ckpt2" / "checkpoint", tmp_path / "root", to="checkpoint2", files={"modes": "original"})
     modes = {Path(name).name: mode for name, mode in said.items()}
     ours = {"manifest.json", "checksums.bin"}
     for path in (tmp_path / "root").rglob("[!.]*"):
@@ -587,7 +595,7 @@ def test_files_name_their_writer(single: Path, tmp_path: Path) -> None:
 
 
 def test_data_begins_on_a_boundary_of_64_bytes(single: Path, tmp_path: Path) -> None:
-    reshard.convert(single, tmp_path / "root", layout=EXPRESSIBLE["pp2 dp2 tp2"], durable=False)
+    reshard.convert(single, tmp_path / "root", layout=EXPRESSIBLE["pp2 dp2 tp2"], commit={"durable": False})
     for path in (tmp_path / "root").rglob("*.safetensors"):
         n_header = int.from_bytes(path.read_bytes()[:8], "little")
         assert (8 + n_header) % 64 == 0
@@ -598,7 +606,9 @@ def test_many_small_rank_files_are_written_without_a_thread_for_each(tmp_path: P
     save_file({"w": np.arange(2 * n, dtype=np.int32)}, tmp_path / "m.safetensors")
     layout = {"mesh": {"tp": n}, "rules": [{"match": "*", "cut": ["tp"]}]}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
-    reshard.convert(tmp_path / "m.safetensors", tmp_path / "ranks", to="safetensors", layout=layout, durable=False)
+    reshard.convert(
+        tmp_path / "m.safetensors", tmp_path / "ranks", to="safetensors", layout=layout, commit={"durable": False}
+    )
     # Each hand-over to another thread is at least one: with a thread for each file there were four.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before < n
     for rank in (0, 1, n - 1):

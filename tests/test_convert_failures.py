@@ -35,12 +35,12 @@ W = np.arange(96, dtype=np.float32).reshape(8, 12)
 LAYOUT = {"mesh": {"pp": 2, "tp": 2}, "rules": [{"match": "a", "cut": ["tp"]}, {"match": "*"}]}
 # Every kind of destination: its name, and how it is asked for.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "huggingface": ("out", {"max_shard_size": 300}),
-    "checkpoint2": ("out", {"layout": LAYOUT, "dedup": False}),
+    "huggingface": ("out", {"files": {"max_shard_size": 300}}),
+    "checkpoint2": ("out", {"layout": LAYOUT, "files": {"dedup": False}}),
     "a file a rank": ("out", {"layout": LAYOUT, "to": "safetensors"}),
     "one file": ("out.safetensors", {"to": "safetensors"}),
-    "full weights": ("out", {"to": "mindspore", "max_shard_size": 300}),
-    "rank folders": ("out", {"to": "checkpoint1", "layout": LAYOUT, "prefix": "run"}),
+    "full weights": ("out", {"to": "mindspore", "files": {"max_shard_size": 300}}),
+    "rank folders": ("out", {"to": "checkpoint1", "layout": LAYOUT, "files": {"prefix": "run"}}),
 }
 every_kind = pytest.mark.parametrize(("name", "options"), KINDS.values(), ids=KINDS)
 
@@ -174,7 +174,7 @@ def test_a_link_to_a_folder_is_that_folder(source: Path, tmp_path: Path, name: s
     ],
 )
 def test_inside_each_other(source: Path, tmp_path: Path, src: str, dst: str) -> None:
-    reshard.convert(source, tmp_path / "tree", to="checkpoint2", durable=False)
+    reshard.convert(source, tmp_path / "tree", to="checkpoint2", commit={"durable": False})
     (tmp_path / "link").symlink_to("tree")
     before = snapshot(tmp_path)
     for options in ({}, {"overwrite": True}, {"to": "checkpoint2", "overwrite": True}):
@@ -195,7 +195,7 @@ def test_a_source_that_is_not_there(tmp_path: Path, name: str, options: Any) -> 
 
 def test_overwrite_keeps_foreign_files_of_every_kind(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
-    reshard.convert(source, target, max_shard_size=300)
+    reshard.convert(source, target, files={"max_shard_size": 300})
     (target / "config.json").write_text("{}")
     (target / "config.json").chmod(0o600)
     (target / "tokenizer").mkdir(mode=0o700)
@@ -220,7 +220,13 @@ def test_overwrite_replaces_that_iteration_alone(source: Path, tmp_path: Path) -
     root = tmp_path / "root"
     for iteration in (3, 7):
         reshard.convert(
-            source, root, to="checkpoint2", iteration=iteration, overwrite=True, prefix="old", durable=False
+            source,
+            root,
+            to="checkpoint2",
+            iteration=iteration,
+            overwrite=True,
+            files={"prefix": "old"},
+            commit={"durable": False},
         )
     (root / "notes.txt").write_text("mine")
     (root / "logs").mkdir()
@@ -228,7 +234,7 @@ def test_overwrite_replaces_that_iteration_alone(source: Path, tmp_path: Path) -
     before = snapshot(root)
     save_file({"new": W}, tmp_path / "new.safetensors")
     report = reshard.convert(
-        tmp_path / "new.safetensors", root, to="checkpoint2", iteration=7, overwrite=True, durable=False
+        tmp_path / "new.safetensors", root, to="checkpoint2", iteration=7, overwrite=True, commit={"durable": False}
     )
     assert report.warnings == ()
     after = snapshot(root)
@@ -338,7 +344,11 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, name: str, options: Any, lim
     )
     with mounted(tmp_path / "disk", limit) as disk:
         try:
-            reshard.convert(tmp_path / "source.safetensors", disk / name, **{**options, "max_shard_size": 200_000})
+            reshard.convert(
+                tmp_path / "source.safetensors",
+                disk / name,
+                **{**options, "files": {**options.get("files", {}), "max_shard_size": 200_000}},
+            )
         except StorageError as error:
             assert error.errno == 28  # noqa: PT017  ENOSPC
             assert str(disk) in str(error)  # noqa: PT017
@@ -391,7 +401,7 @@ def test_a_parent_that_is_a_file(source: Path, tmp_path: Path) -> None:
 def test_a_destination_that_appears_meanwhile(source: Path, tmp_path: Path, name: str, options: Any) -> None:
     """It is theirs: what was written here goes away again."""
     target = tmp_path / name
-    theirs = target / "iteration_00000000" if "dedup" in options else target
+    theirs = target / "iteration_00000000" if "dedup" in options.get("files", {}) else target
 
     def appear(done: int, total: int) -> None:
         if done == total and not theirs.exists():
@@ -471,7 +481,7 @@ def started(big: Path, target: Path, options: Any) -> subprocess.Popen[bytes]:
 
 @every_kind
 def test_ctrl_c_stops_at_once_and_leaves_nothing(big: Path, tmp_path: Path, name: str, options: Any) -> None:
-    process = started(big, tmp_path / name, {**options, "durable": False})
+    process = started(big, tmp_path / name, {**options, "commit": {"durable": False}})
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
     try:
@@ -487,7 +497,7 @@ def test_ctrl_c_stops_at_once_and_leaves_nothing(big: Path, tmp_path: Path, name
 @every_kind
 def test_killed_it_leaves_no_destination(big: Path, source: Path, tmp_path: Path, name: str, options: Any) -> None:
     target = tmp_path / "there" / name
-    process = started(big, target, {**options, "durable": False})
+    process = started(big, target, {**options, "commit": {"durable": False}})
     process.kill()
     process.communicate(timeout=30)
     with pytest.raises(CheckpointNotFoundError):
@@ -568,7 +578,7 @@ def test_what_is_durable_is_synced_before_it_is_named(source: Path, tmp_path: Pa
 
 
 def test_a_hugging_face_folder_is_synced_before_it_is_named(source: Path, tmp_path: Path) -> None:
-    found = calls_of(source, tmp_path / "hf", tmp_path / "trace", {"max_shard_size": 300})
+    found = calls_of(source, tmp_path / "hf", tmp_path / "trace", {"files": {"max_shard_size": 300}})
     for name in ("model-00001-of-00003.safetensors", "model.safetensors.index.json"):
         assert any(entry.startswith("sync") and name in entry for entry in found[: found.index("rename /hf")])
     in_order(found, "sync /.hf.#.staging", "rename /hf", "sync ")
@@ -577,6 +587,6 @@ def test_a_hugging_face_folder_is_synced_before_it_is_named(source: Path, tmp_pa
 @pytest.mark.slow
 def test_without_durable_nothing_is_synced(source: Path, tmp_path: Path) -> None:
     for name, options in KINDS.values():
-        found = calls_of(source, tmp_path / "x" / name, tmp_path / "trace", {**options, "durable": False})
+        found = calls_of(source, tmp_path / "x" / name, tmp_path / "trace", {**options, "commit": {"durable": False}})
         assert [entry for entry in found if entry.startswith("sync")] == []
         shutil.rmtree(tmp_path / "x")

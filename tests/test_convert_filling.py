@@ -165,7 +165,7 @@ def test_a_loop_of_links_is_an_error_that_names_it(source: Path, tmp_path: Path)
     loop.symlink_to(loop)
     for target, model_files in ((loop, None), (loop / "out", None), (tmp_path / "out", loop)):
         with pytest.raises(ReshardError, match="loop"):
-            reshard.convert(source, target, model_files=model_files)
+            reshard.convert(source, target, files={"model_files": model_files})
     with pytest.raises(StorageError, match=r"cannot follow .*Too many levels of symbolic links"):
         reshard.convert(source, loop)
     assert sorted(path.name for path in tmp_path.iterdir() if path != source) == ["loop"]
@@ -189,9 +189,9 @@ def test_what_appears_in_an_empty_folder_is_not_mixed_up_with_the_new(source: Pa
 MORE = {
     **FILLED,
     "one Hugging Face file": {},
-    "more Hugging Face files": {"max_shard_size": 400},
-    "three parts": {"to": "mindspore", "max_shard_size": 400},
-    "one rank": {"to": "checkpoint1", "prefix": "run"},
+    "more Hugging Face files": {"files": {"max_shard_size": 400}},
+    "three parts": {"to": "mindspore", "files": {"max_shard_size": 400}},
+    "one rank": {"to": "checkpoint1", "files": {"prefix": "run"}},
 }
 # What is there, and what is written over it: the same kind, and another one.
 PAIRS = [
@@ -313,7 +313,7 @@ def test_a_move_that_fails_leaves_what_was_there(
 def test_what_is_private_is_for_its_owner_alone(source: Path, tmp_path: Path, name: str) -> None:
     target, options = KINDS[name]
     (tmp_path / "made").mkdir()
-    reshard.convert(source, tmp_path / "made" / target, private=True, **options)
+    reshard.convert(source, tmp_path / "made" / target, commit={"private": True}, **options)
     paths = [path for path in (tmp_path / "made").rglob("*") if path.parent.name != ".writers"]
     tracked = (".lock", "latest_checkpointed_iteration.txt", ".tracked")
     assert {mode_of(path) for path in paths if path.is_dir()} <= {"0o700"}
@@ -322,7 +322,9 @@ def test_what_is_private_is_for_its_owner_alone(source: Path, tmp_path: Path, na
 
 def test_private_makes_files_private_that_were_not(source: Path, tmp_path: Path) -> None:
     reshard.convert(source, tmp_path / "out")
-    reshard.convert(source, tmp_path / "out", overwrite=True, private=True)
+    reshard.convert(source, tmp_path / "out", overwrite=True, commit={"private": True})
     assert (mode_of(tmp_path / "out"), mode_of(tmp_path / "out" / "model.safetensors")) == ("0o755", "0o600")
     with pytest.raises(ArgumentError, match=re.escape("`modes` and `private`")):
-        reshard.convert(source, tmp_path / "c2", to="checkpoint2", modes="original", private=True)
+        reshard.convert(
+            source, tmp_path / "c2", to="checkpoint2", files={"modes": "original"}, commit={"private": True}
+        )

@@ -53,7 +53,9 @@ def test_a_converted_checkpoint_loads_under_any_layout() -> None:
         with tempfile.TemporaryDirectory() as name:
             source, target = Path(name) / "iteration_3", Path(name) / "out"
             save_source(source, checkpoint)
-            report = reshard.convert(source, target, to=to, layout=stored, dedup=dedup, durable=False)
+            report = reshard.convert(
+                source, target, to=to, layout=stored, files={"dedup": dedup}, commit={"durable": False}
+            )
             if to == "checkpoint2":
                 expressible = {k: a for k, a in checkpoint.tensors.items() if k not in report.not_expressible}
                 # Its reader knows fewer types, and cannot open a file with any other in it.

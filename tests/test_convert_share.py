@@ -16,10 +16,10 @@ from reshard.group import TorchGroup
 LAYOUT: dict[str, Any] = {"mesh": {"tp": 4}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}
 TARGETS: list[dict[str, Any]] = [
     {"to": "checkpoint2", "layout": LAYOUT, "iteration": 7},
-    {"to": "huggingface", "max_shard_size": 4096},
+    {"to": "huggingface", "files": {"max_shard_size": 4096}},
     {"to": "safetensors", "layout": LAYOUT},
-    {"to": "mindspore", "max_shard_size": 4096},
-    {"to": "checkpoint1", "layout": LAYOUT, "prefix": "run"},
+    {"to": "mindspore", "files": {"max_shard_size": 4096}},
+    {"to": "checkpoint1", "layout": LAYOUT, "files": {"prefix": "run"}},
 ]
 
 

@@ -16,6 +16,7 @@ import pytest
 from tests.small_saves import all_held, debris, folders, found, found_by_the_original, killed_at, killed_at_step, save
 
 from reshard import _core
+from reshard.options import Retention
 from reshard.storage import protocol, staging
 from reshard.storage.staging import Abilities
 from reshard.write import retention
@@ -206,7 +207,7 @@ def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pyte
         refuse_folder_renames(monkeypatch)
         with_abilities(monkeypatch, IN_PLACE)
     for number, root in copies(base):
-        was_killed = killed_at(number, partial(retention.apply, root, keep=2))
+        was_killed = killed_at(number, partial(retention.apply, root, Retention(keep=2)))
         assert found(root) == (500, 0)
         assert found_by_the_original(root) == (500, 0)
         whole = sorted(all_held(root))
@@ -224,7 +225,7 @@ def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pyte
 
 
 def warnings_of_retention(root: Path) -> list[str]:
-    return list(retention.apply(root, keep=2).warnings)
+    return list(retention.apply(root, Retention(keep=2)).warnings)
 
 
 def refuse_folder_renames(monkeypatch: pytest.MonkeyPatch) -> None:

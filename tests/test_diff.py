@@ -124,7 +124,7 @@ def test_formats_and_layouts_do_not_matter(tmp_path: Path) -> None:
     }
     save_file(arrays, tmp_path / "m.safetensors")
     reshard.convert(tmp_path / "m.safetensors", tmp_path / "tp2", layout=TP2)
-    reshard.convert(tmp_path / "tp2", tmp_path / "hf", max_shard_size=100)
+    reshard.convert(tmp_path / "tp2", tmp_path / "hf", files={"max_shard_size": 100})
     sides = [tmp_path / "m.safetensors", tmp_path / "tp2", tmp_path / "hf"]
     assert all(reshard.diff(a, b).equal for a in sides for b in sides)
     arrays["w0"][7, 5] += 0.25

@@ -36,7 +36,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     w = np.arange(32, dtype=np.float32).reshape(8, 4)
     reshard.save(folder / "full", 400, {"w": w}, optimizer={"exp_avg.w": w}, extra={"epoch": 3})
     reshard.convert(folder / "full", folder / "output" / "checkpoint", layout=layout)
-    reshard.convert(folder / "full", folder / "ranks", to="checkpoint1", layout=layout, prefix="llama", iteration=20)
+    reshard.convert(
+        folder / "full", folder / "ranks", to="checkpoint1", layout=layout, files={"prefix": "llama"}, iteration=20
+    )
     shutil.rmtree(folder / "ranks" / "strategy")
     return folder
 

@@ -221,7 +221,7 @@ def test_retention_on_a_full_disk(disk: Path) -> None:
                 save(root, iteration)
             used = os.statvfs(root)
             mount(disk, f"size={(used.f_blocks - used.f_bfree) * PAGE}", MS_REMOUNT)
-            removed = retention.apply(root, keep=1)
+            removed = retention.apply(root, reshard.Retention(keep=1))
             # That 300 was verified cannot be recorded on a full disk; it is verified all the same.
             assert all("the result is not recorded" in one for one in removed.warnings)
             assert not small_saves.debris(root)
@@ -243,7 +243,7 @@ def test_a_disk_that_becomes_read_only(disk: Path) -> None:
             protocol.release()
             before = snapshot(root)
             mount(disk, "size=8m", MS_REMOUNT | MS_RDONLY)
-            for options in ({}, {"blocking": False}, {"rollback": True}):
+            for options in ({}, {"blocking": False}, {"commit": {"rollback": True}}):
                 try:
                     report = save(root, 300, **options)
                     report.result(30)
@@ -253,7 +253,7 @@ def test_a_disk_that_becomes_read_only(disk: Path) -> None:
             is_whole(root, (200, 4))
             assert not [one for one in reshard.verify(root).checkpoints if one.faults]
             with contextlib.suppress(StorageError):
-                assert retention.apply(root, keep=1).iterations == ()
+                assert retention.apply(root, reshard.Retention(keep=1)).iterations == ()
             assert snapshot(root) == before
             mount(disk, "size=8m", MS_REMOUNT)
             save(root, 300)
@@ -360,7 +360,7 @@ def test_an_error_at_every_change_of_a_save(
     monkeypatch.setattr(_core, "write_arrays", lambda *args, **how: real(*args, **how | {"durable": False}))
     root = tmp_path / "root"
     base = 1000
-    save(root, base, durable=False)
+    save(root, base, commit={"durable": False})
     n_failed = 0
     for place in range(1000):
         protocol.release()  # the claim, too, is made anew
@@ -387,7 +387,7 @@ def test_an_error_at_every_change_of_a_save(
         if len(seen) <= place:
             break
         base = iteration if is_again else base + 2
-        save(root, base, n_rows if is_again else 4, durable=False, keep=1)
+        save(root, base, n_rows if is_again else 4, commit={"durable": False}, keep=1)
         assert not debris_of(root)
         assert is_whole(root, (base, n_rows if is_again else 4)) == base
         assert "w" in original_reader.read_tree(root)

@@ -211,7 +211,7 @@ def test_written_again_it_is_the_same(tmp_path: Path) -> None:
 
 
 def test_no_part_is_larger_than_asked_for(tmp_path: Path) -> None:
-    reshard.convert(FULL, tmp_path / "out", to="mindspore", max_shard_size=800, durable=False)
+    reshard.convert(FULL, tmp_path / "out", to="mindspore", files={"max_shard_size": 800}, commit={"durable": False})
     assert same(written(tmp_path / "out"), EXPECTED)
     parts = sorted((tmp_path / "out").glob("part*"))
     assert [path.name for path in parts] == [f"part{i}.safetensors" for i in range(len(parts))]
@@ -220,7 +220,7 @@ def test_no_part_is_larger_than_asked_for(tmp_path: Path) -> None:
 
 def test_of_a_checkpoint_2_0_the_counters_become_tensors(tmp_path: Path) -> None:
     source = SAMPLES / "ckpt2" / "checkpoint"
-    reshard.convert(source, tmp_path / "out", to="mindspore", durable=False)
+    reshard.convert(source, tmp_path / "out", to="mindspore", commit={"durable": False})
     expected = read(SAMPLES / "ckpt2" / "expected_00000010.safetensors")
     arrays = written(tmp_path / "out")
     assert same(arrays, {key: array for key, array in expected.items() if key != "global_step"})
@@ -237,7 +237,7 @@ def test_of_a_checkpoint_2_0_the_counters_become_tensors(tmp_path: Path) -> None
         "global_batch_size": ("<i8", ()),
     }
     # And back: into common.json, not into the weights.
-    reshard.convert(tmp_path / "out", tmp_path / "back", to="checkpoint2", iteration=10, durable=False)
+    reshard.convert(tmp_path / "out", tmp_path / "back", to="checkpoint2", iteration=10, commit={"durable": False})
     back = json.loads((tmp_path / "back" / "iteration_00000010" / "common.json").read_text())
     assert {key: back[key] for key in COUNTERS} == {key: common[key] for key in COUNTERS}
     with reshard.open(tmp_path / "back") as checkpoint:
@@ -245,19 +245,19 @@ def test_of_a_checkpoint_2_0_the_counters_become_tensors(tmp_path: Path) -> None
 
 
 def test_weights_alone_come_without_counters(tmp_path: Path) -> None:
-    reshard.convert(FULL, tmp_path / "out", to="mindspore", part="model", durable=False)
+    reshard.convert(FULL, tmp_path / "out", to="mindspore", part="model", commit={"durable": False})
     assert not (tmp_path / "out" / "hyper_param.safetensors").exists()
     assert sorted(weight_map(tmp_path / "out")) == sorted(key for key in EXPECTED if not key.startswith("adam_m."))
 
 
 def test_a_cast_leaves_counters_alone(tmp_path: Path) -> None:
-    reshard.convert(FULL, tmp_path / "out", to="mindspore", dtype="float16", durable=False)
+    reshard.convert(FULL, tmp_path / "out", to="mindspore", dtype="float16", commit={"durable": False})
     assert written(tmp_path / "out")["l0.qkv.weight"].dtype == np.float16
     assert same(read(tmp_path / "out" / "hyper_param.safetensors"), read(FULL / "hyper_param.safetensors"))
 
 
 def test_to_hugging_face_only_weights_go(tmp_path: Path) -> None:
-    reshard.convert(FULL, tmp_path / "hf", durable=False)
+    reshard.convert(FULL, tmp_path / "hf", commit={"durable": False})
     arrays = read(tmp_path / "hf" / "model.safetensors")
     assert same(arrays, {key: array for key, array in EXPECTED.items() if not key.startswith("adam_m.")})
     assert arrays["l0.proj.weight"].dtype == ml_dtypes.bfloat16
@@ -265,22 +265,22 @@ def test_to_hugging_face_only_weights_go(tmp_path: Path) -> None:
 
 def test_overwrite_replaces_an_earlier_conversion_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    reshard.convert(FULL, out, to="mindspore", max_shard_size=800, durable=False)
+    reshard.convert(FULL, out, to="mindspore", files={"max_shard_size": 800}, commit={"durable": False})
     (out / "notes.txt").write_text("kept")
     with pytest.raises(DestinationExistsError):
-        reshard.convert(FULL, out, to="mindspore", durable=False)
-    reshard.convert(FULL, out, to="mindspore", part="model", overwrite=True, durable=False)
+        reshard.convert(FULL, out, to="mindspore", commit={"durable": False})
+    reshard.convert(FULL, out, to="mindspore", part="model", overwrite=True, commit={"durable": False})
     assert sorted(path.name for path in out.iterdir()) == ["notes.txt", "param_name_map.json", "part0.safetensors"]
     # The original's own are not ours to replace.
     shutil.copytree(FULL, tmp_path / "theirs")
     before = sorted(path.name for path in FULL.iterdir())
     with pytest.raises(DestinationExistsError, match="not written by an earlier conversion"):
-        reshard.convert(out, tmp_path / "theirs", to="mindspore", overwrite=True, durable=False)
+        reshard.convert(out, tmp_path / "theirs", to="mindspore", overwrite=True, commit={"durable": False})
     assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == before
 
 
 def test_permissions_of_the_original(tmp_path: Path) -> None:
-    reshard.convert(FULL, tmp_path / "out", to="mindspore", modes="original", durable=False)
+    reshard.convert(FULL, tmp_path / "out", to="mindspore", files={"modes": "original"}, commit={"durable": False})
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
     assert modes == {
         "part0.safetensors": "0o400",
@@ -294,11 +294,11 @@ def test_permissions_of_the_original(tmp_path: Path) -> None:
 
 def test_left_out_and_renamed_as_the_original_and_no_stray_parts(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"drop": "adam_m."}, "unified_filtered"),
-        ({"drop": ["adam_m."], "rename": {"": "model."}}, "unified_renamed"),
+        ({"select": {"drop": "adam_m."}}, "unified_filtered"),
+        ({"select": {"drop": ["adam_m."], "rename": {"": "model."}}}, "unified_renamed"),
     ]
     for options, name in cases:
-        reshard.convert(FULL, tmp_path / name, to="mindspore", durable=False, **options)
+        reshard.convert(FULL, tmp_path / name, to="mindspore", commit={"durable": False}, **options)
         original = SAMPLES / "strategy" / name
         assert same(written(tmp_path / name), written(original))
         hyper = read(original / "hyper_param.safetensors")
@@ -312,7 +312,7 @@ def test_what_was_left_out_is_nowhere(tmp_path: Path) -> None:
     formats: tuple[Target, ...] = ("mindspore", "huggingface", "checkpoint2", "safetensors")
     for to in formats:
         drop = ["adam_m.", "loss_scale", "l0."]
-        reshard.convert(FULL, tmp_path / to, to=to, part="all", drop=drop, durable=False)
+        reshard.convert(FULL, tmp_path / to, to=to, part="all", select={"drop": drop}, commit={"durable": False})
         with reshard.open(tmp_path / to) as checkpoint:
             kept = [key for key in EXPECTED if not key.startswith(tuple(drop))]
             assert sorted(key for key in checkpoint if key not in COUNTERS) == sorted(kept)
@@ -325,7 +325,7 @@ def test_what_was_left_out_is_nowhere(tmp_path: Path) -> None:
 def test_names_can_be_exchanged_and_a_layout_speaks_of_new_ones(tmp_path: Path) -> None:
     rename = {"head.weight": "embed.weight", "embed.weight": "head.weight", "l0.": "layers.0."}
     layout = {"mesh": {"tp": 2}, "rules": [{"match": "layers.0.qkv.*", "cut": ["tp"]}, {"match": "*"}]}
-    reshard.convert(FULL, tmp_path / "out", layout=layout, rename=rename, durable=False)
+    reshard.convert(FULL, tmp_path / "out", layout=layout, select={"rename": rename}, commit={"durable": False})
     with reshard.open(tmp_path / "out") as checkpoint:
         assert bits(checkpoint.read("embed.weight")) == bits(EXPECTED["head.weight"])
         assert bits(checkpoint.read("head.weight")) == bits(EXPECTED["embed.weight"])
@@ -354,13 +354,13 @@ def test_new_names(drop: list[str], rename: dict[str, str], expected: dict[str, 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"rename": {"head.weight": "embed.weight"}}, "would both be named"),
-        ({"rename": {"head.weight": ""}}, "an empty name"),
-        ({"rename": {"head.weight": 3}}, "take names of tensors"),
-        ({"drop": [3]}, "a name in `drop` must be text, found int"),
-        ({"drop": ""}, "which matches every name"),
-        ({"drop": ["l", "h", "e", "adam_m.", "g", "s"]}, "nothing to write"),
-        ({"suffix": "20_2"}, "no folders `rank_"),
+        ({"select": {"rename": {"head.weight": "embed.weight"}}}, "would both be named"),
+        ({"select": {"rename": {"head.weight": ""}}}, "an empty name"),
+        ({"select": {"rename": {"head.weight": 3}}}, "take names of tensors"),
+        ({"select": {"drop": [3]}}, "a name in `drop` must be text, found int"),
+        ({"select": {"drop": ""}}, "which matches every name"),
+        ({"select": {"drop": ["l", "h", "e", "adam_m.", "g", "s"]}}, "nothing to write"),
+        ({"select": {"suffix": "20_2"}}, "no folders `rank_"),
     ],
 )
 def test_names_that_cannot_be_meant(tmp_path: Path, options: dict[str, Any], text: str) -> None:
@@ -371,7 +371,13 @@ def test_names_that_cannot_be_meant(tmp_path: Path, options: dict[str, Any], tex
 
 def test_a_beginning_that_no_name_has_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "reshard"):
-        reshard.convert(FULL, tmp_path / "out", to="mindspore", drop=["adamw."], rename={"layer.": "x."}, durable=False)
+        reshard.convert(
+            FULL,
+            tmp_path / "out",
+            to="mindspore",
+            select={"drop": ["adamw."], "rename": {"layer.": "x."}},
+            commit={"durable": False},
+        )
     assert caplog.text.count("no tensor's name begins with") == 2
 
 

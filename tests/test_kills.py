@@ -217,9 +217,20 @@ class Ours:
         model = {key: array for key, array in own.items() if key not in STATES}
         state = {key: array for key, array in own.items() if key in STATES}
         pending = reshard.save(
-            job.root, one.iteration, model, state, common={"epoch_num": version}, extra=extra, layout=layout, keep=KEEP,
-            dedup=one.step.dedup, group=group, blocking=one.step.blocking, durable=one.step.durable, timeout=TIMEOUT_S,
-        )  # type: ignore[call-overload]  # fmt: skip
+            job.root,
+            one.iteration,
+            model,
+            state,
+            common={"epoch_num": version},
+            extra=extra,
+            layout=layout,
+            keep=KEEP,
+            files={"dedup": one.step.dedup},
+            group=group,
+            blocking=one.step.blocking,
+            commit={"durable": one.step.durable},
+            timeout=TIMEOUT_S,
+        )  # type: ignore[call-overload]
         for array in own.values():  # training goes on
             array[...] = 0
         return None if one.step.blocking else pending

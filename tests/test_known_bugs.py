@@ -92,7 +92,7 @@ def content(iteration: int) -> dict[str, np.ndarray]:
 
 
 def save(root: Path, iteration: int, **options: Any) -> Any:
-    return reshard.save(root, iteration, content(iteration), **{"durable": False, **options})
+    return reshard.save(root, iteration, content(iteration), **{"commit": {"durable": False}, **options})
 
 
 def folder(root: Path, iteration: int) -> Path:
@@ -241,7 +241,7 @@ def test_mindformers_4_metadata_comes_before_the_shards(root: Path, monkeypatch:
 
 def _save_a_row(root: Path, iteration: int, layout: Any, group: Any) -> Any:
     rows = content(iteration)["w"][group.rank : group.rank + 1]
-    return reshard.save(root, iteration, {"w": rows}, layout=layout, group=group, durable=False, timeout=20)
+    return reshard.save(root, iteration, {"w": rows}, layout=layout, group=group, commit={"durable": False}, timeout=20)
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.999])
@@ -438,7 +438,7 @@ def test_orbax_394_the_cleaner_never_deletes_the_only_valid_copy(root: Path) -> 
     with pytest.raises(DamagedFileError):
         reshard.load(theirs)
     for _ in range(2):
-        assert retention.apply(root, keep=1).iterations == ()
+        assert retention.apply(root, reshard.Retention(keep=1)).iterations == ()
         got = reshard.load(root)
         assert got.iteration == 100
         assert whole(100, got.state)
@@ -455,7 +455,7 @@ def test_orbax_394_the_cleaner_leaves_what_is_being_written(root: Path, monkeypa
     assert gate.reached.wait(30)
     (staged,) = (root / ".staging").iterdir()
     protocol.recover(root)  # all that looks like debris goes
-    retention.apply(root, keep=1)
+    retention.apply(root, reshard.Retention(keep=1))
     assert (staged / SHARD).exists()
     gate.open()
     pending.result(30)
@@ -638,7 +638,7 @@ def test_nvidia_resiliency_ext_359_what_is_synced_has_been_flushed(root: Path, m
     os.replace(root / "theirs.tmp", root / "theirs")  # noqa: PTH105
     assert synced.unsynced() == ["theirs"]
     synced.events.clear()
-    save(root, 400, durable=True, extra={"a": 1})
+    save(root, 400, commit={"durable": True}, extra={"a": 1})
     named = {name for kind, name, _ in synced.events if kind == "name"}
     assert named >= {TRACKER, "manifest.json", "checksums.bin", "common.json", "metadata.json", "extra-0000000.json"}
     assert synced.unsynced() == []
@@ -653,7 +653,7 @@ def test_rocksdb_10573_the_folder_is_synced_after_the_pointer_was_renamed(
     os.replace(theirs.with_suffix(".tmp"), theirs)  # noqa: PTH105
     assert root.parent.name not in synced.folders_after("CURRENT")
     synced.events.clear()
-    save(root, 400, durable=True)
+    save(root, 400, commit={"durable": True})
     assert root.name in synced.folders_after(TRACKER)
     assert "manifest.json" in {name for kind, name, _ in synced.events if kind == "name"}
     assert any(name.startswith("400.") for name in synced.folders_after("manifest.json"))
@@ -693,7 +693,7 @@ def test_fsyncgate_a_failed_sync_is_never_made_good_by_a_second_one(
         again.clear()
         iteration += 10
         count[0] = n_failed + 1
-        if not _fails(lambda: save(root, iteration, durable=True)):  # noqa: B023
+        if not _fails(lambda: save(root, iteration, commit={"durable": True})):  # noqa: B023
             break
         assert not again, f"synced again after sync {n_failed}"
         count[0] = 0

@@ -158,7 +158,7 @@ def test_what_is_wrong_with_the_call_is_not_rolled_back_from(root: Path) -> None
         (LayoutError, {"layout": {"mesh": {"tp": 3}, "rules": [{"match": "*", "cut": ["tp"]}]}, "rank": 0}),
         (ArgumentError, {"layout": TP2}),
         (KeyNotFoundError, {"keys": ["x"]}),
-        (MismatchError, {"keys": ["w"], "out": {"w": np.zeros(3, np.float32)}}),
+        (MismatchError, {"keys": ["w"], "reading": {"out": {"w": np.zeros(3, np.float32)}}}),
         (ArgumentError, {"verify": "sometimes"}),
     ]
     for error, options in wrong:
@@ -172,12 +172,14 @@ def test_every_option_of_a_load_is_handed_on(root: Path) -> None:
     truth = sealed.arrays_of(10)
     assert same(reshard.load(root, TP2, rank=1, keys=["w"]).state, {"w": truth["w"][2:]})
     out = {"w": np.zeros((4, 2), np.float32)}
-    assert reshard.load(root, keys=["w"], out=out).state["w"] is out["w"]
+    assert reshard.load(root, keys=["w"], reading={"out": out}).state["w"] is out["w"]
     assert same(out, {"w": truth["w"]})
     assert list(reshard.load(root, part="optimizer").state) == ["adam_m.w"]
     assert reshard.load(root, dtype="float16", keys=["w"]).state["w"].dtype == np.float16
     told: list[tuple[int, int]] = []
-    views = reshard.load(root, copy=False, method="map", progress=lambda *done: told.append(done), threads=1)
+    views = reshard.load(
+        root, reading={"copy": False, "method": "map"}, progress=lambda *done: told.append(done), threads=1
+    )
     assert same(views.state, truth)  # and outlives the checkpoint
     reshard.load(root, progress=lambda *done: told.append(done))
     assert told[-1] == (sum(array.nbytes for array in truth.values()),) * 2
@@ -186,7 +188,7 @@ def test_every_option_of_a_load_is_handed_on(root: Path) -> None:
 def test_arrays_that_were_given_hold_the_older_one_after_a_roll_back(root: Path) -> None:
     damage(root, FILES["model", 1])
     out = {key: np.zeros_like(array) for key, array in sealed.arrays_of(5).items()}
-    assert reshard.load(root, out=out).iteration == 5
+    assert reshard.load(root, reading={"out": out}).iteration == 5
     assert same(out, sealed.arrays_of(5))
 
 

@@ -191,7 +191,7 @@ def test_a_small_metadata_file_is_read_within_a_memory_limit(tmp_path: Path) -> 
         "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, hard))\n"
         "print(reshard.open(sys.argv[1]).read('w').sum())\n"
     )
-    reshard.save(tmp_path / "root", 7, {"w": np.arange(8.0)}, durable=False)
+    reshard.save(tmp_path / "root", 7, {"w": np.arange(8.0)}, commit={"durable": False})
     folder = tmp_path / "root" / "iteration_00000007"
     (folder / "manifest.json").unlink()
     (folder / "checksums.bin").unlink(missing_ok=True)

@@ -145,13 +145,15 @@ def test_one_save_of_several(tmp_path: Path) -> None:
     cases: list[tuple[str | None, int]] = [("10_2", 0), ("20_2", 1), (None, 1)]
     for suffix, n in cases:
         out = tmp_path / f"full-{suffix}"
-        reshard.convert(ranks, out, to="mindspore", strategy=strategy, suffix=suffix, durable=False)
+        reshard.convert(
+            ranks, out, to="mindspore", strategy=strategy, select={"suffix": suffix}, commit={"durable": False}
+        )
         expected = {key: array + array.dtype.type(n) for key, array in FULL.items()}
         assert bits(whole(out)) == bits(expected)
     with pytest.raises(CheckpointNotFoundError, match="15_2"):
-        reshard.convert(ranks, tmp_path / "full", to="mindspore", strategy=strategy, suffix="15_2")
+        reshard.convert(ranks, tmp_path / "full", to="mindspore", strategy=strategy, select={"suffix": "15_2"})
     with pytest.raises(ArgumentError, match="is not a suffix"):
-        reshard.convert(ranks, tmp_path / "full", to="mindspore", strategy=strategy, suffix="../20_2")
+        reshard.convert(ranks, tmp_path / "full", to="mindspore", strategy=strategy, select={"suffix": "../20_2"})
 
 
 def test_a_strategy_beside_the_ranks_is_found(tmp_path: Path) -> None:
@@ -252,7 +254,9 @@ def test_what_is_not_all_there_is_refused(tmp_path: Path, damage: Any, text: str
 )
 @pytest.mark.parametrize("layout", ["dst_strategy", "merged/dst_merged_strategy.ckpt"])
 def test_split_as_by_the_original(tmp_path: Path, source: Path, options: dict[str, Any], layout: str) -> None:
-    reshard.convert(source, tmp_path / "out", to="checkpoint1", layout=STRATEGY / layout, durable=False, **options)
+    reshard.convert(
+        source, tmp_path / "out", to="checkpoint1", layout=STRATEGY / layout, commit={"durable": False}, **options
+    )
     found = {rank: load_file(tmp_path / "out" / f"rank_{rank}" / "net.safetensors") for rank in range(8)}
     for rank, arrays in found.items():
         of_original = load_file(STRATEGY / "split_unified_parts" / f"rank_{rank}" / "net.safetensors")
@@ -283,9 +287,11 @@ def test_the_strategy_that_is_written_is_the_one_that_was_given(tmp_path: Path) 
 
 def test_there_and_back(tmp_path: Path) -> None:
     reshard.convert(RANKS, tmp_path / "a", to="checkpoint1", strategy=STRATEGY / "src_strategy",
-                    layout=STRATEGY / "dst_strategy", durable=False)  # fmt: skip
-    reshard.convert(tmp_path / "a", tmp_path / "b", to="checkpoint1", layout=STRATEGY / "src_strategy", durable=False)
-    reshard.convert(tmp_path / "b", tmp_path / "c", to="mindspore", durable=False)
+                    layout=STRATEGY / "dst_strategy", commit={"durable": False})  # fmt: skip
+    reshard.convert(
+        tmp_path / "a", tmp_path / "b", to="checkpoint1", layout=STRATEGY / "src_strategy", commit={"durable": False}
+    )
+    reshard.convert(tmp_path / "b", tmp_path / "c", to="mindspore", commit={"durable": False})
     assert {rank: bits(arrays) for rank, arrays in of_ranks(tmp_path / "b").items()} == {
         rank: bits(arrays) for rank, arrays in of_ranks(RANKS).items()
     }
@@ -295,14 +301,21 @@ def test_there_and_back(tmp_path: Path) -> None:
 def test_each_shard_once(tmp_path: Path) -> None:
     """As the original leaves out what another rank of the stage keeps; and whole again, as it is without."""
     strategy = STRATEGY / "src_strategy"
-    reshard.convert(STRATEGY / "unified", tmp_path / "a", to="checkpoint1", layout=strategy, dedup=True, durable=False)
+    reshard.convert(
+        STRATEGY / "unified",
+        tmp_path / "a",
+        to="checkpoint1",
+        layout=strategy,
+        files={"dedup": True},
+        commit={"durable": False},
+    )
     original = of_ranks(STRATEGY / "src_rank_slices_dedup")
     assert {rank: bits(arrays) for rank, arrays in of_ranks(tmp_path / "a").items()} == {
         rank: bits(arrays) for rank, arrays in original.items()
     }
     with safe_open(tmp_path / "a" / "rank_3" / "net.safetensors", "np") as file:
         assert file.metadata()["remove_redundancy"] == "True"
-    reshard.convert(tmp_path / "a", tmp_path / "b", to="checkpoint1", layout=strategy, durable=False)
+    reshard.convert(tmp_path / "a", tmp_path / "b", to="checkpoint1", layout=strategy, commit={"durable": False})
     assert {rank: bits(arrays) for rank, arrays in of_ranks(tmp_path / "b").items()} == {
         rank: bits(arrays) for rank, arrays in of_ranks(RANKS).items()
     }
@@ -330,7 +343,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_split_by_a_layout(tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
-    report = reshard.convert(SAMPLES / "full_ms", tmp_path / "out", to="checkpoint1", layout=layout, durable=False)
+    report = reshard.convert(
+        SAMPLES / "full_ms", tmp_path / "out", to="checkpoint1", layout=layout, commit={"durable": False}
+    )
     optimizer = [key for key in FULL if key.startswith("adam_m.")]
     n_ranks = int(np.prod(list(layout["mesh"].values())))
     assert report.n_files == n_ranks
@@ -360,7 +375,12 @@ def test_what_a_strategy_cannot_say_is_refused(tmp_path: Path, rule: dict[str, A
     assert not list(tmp_path.iterdir())
     # Left out, it is in nobody's way.
     reshard.convert(
-        SAMPLES / "full_ms", tmp_path / "out", to="checkpoint1", layout=layout, drop="embed.", durable=False
+        SAMPLES / "full_ms",
+        tmp_path / "out",
+        to="checkpoint1",
+        layout=layout,
+        select={"drop": "embed."},
+        commit={"durable": False},
     )
 
 
@@ -375,7 +395,9 @@ def test_from_checkpoint_2_0_and_back(tmp_path: Path) -> None:
     source = SAMPLES / "ckpt2" / "checkpoint"
     expected = load_file(SAMPLES / "ckpt2" / "expected_00000010.safetensors")
     layout = {"mesh": {"tp": 2}, "rules": [{"match": "*linear_fc1.weight", "cut": ["tp"]}, REST]}
-    reshard.convert(source, tmp_path / "out", to="checkpoint1", layout=layout, prefix="demo", durable=False)
+    reshard.convert(
+        source, tmp_path / "out", to="checkpoint1", layout=layout, files={"prefix": "demo"}, commit={"durable": False}
+    )
     names = sorted(str(path.relative_to(tmp_path / "out")) for path in tmp_path.rglob("rank_*/*"))
     assert names == [
         "rank_0/demo_rank_0-1_10.safetensors",
@@ -383,7 +405,7 @@ def test_from_checkpoint_2_0_and_back(tmp_path: Path) -> None:
         "rank_1/demo_rank_1-1_10.safetensors",
         "rank_1/meta.json",
     ]
-    reshard.convert(tmp_path / "out", tmp_path / "back", to="checkpoint2", durable=False)
+    reshard.convert(tmp_path / "out", tmp_path / "back", to="checkpoint2", commit={"durable": False})
     with reshard.open(source) as a, reshard.open(tmp_path / "back") as b:
         assert b.iteration == 10
         assert b.common is not None
@@ -399,13 +421,13 @@ def test_from_checkpoint_2_0_and_back(tmp_path: Path) -> None:
 
 def test_names_as_a_training_run_gives_them(tmp_path: Path) -> None:
     layout = LAYOUTS["replicas"]
-    options: dict[str, Any] = {"to": "checkpoint1", "layout": layout, "durable": False}
-    reshard.convert(STRATEGY / "unified", tmp_path / "a", prefix="my-llama", iteration=7, **options)
+    options: dict[str, Any] = {"to": "checkpoint1", "layout": layout, "commit": {"durable": False}}
+    reshard.convert(STRATEGY / "unified", tmp_path / "a", files={"prefix": "my-llama"}, iteration=7, **options)
     meta = json.loads((tmp_path / "a" / "rank_1" / "meta.json").read_text())
     assert meta == {"last_epoch": 1, "last_step": 7, "last_ckpt_file": "my-llama_rank_1-1_7.safetensors"}
     assert (tmp_path / "a" / "rank_1" / "my-llama_rank_1-1_7.safetensors").is_file()
     # Epoch and step of a save of a run are kept.
-    reshard.convert(RANKS, tmp_path / "b", prefix="x", strategy=STRATEGY / "src_strategy", **options)
+    reshard.convert(RANKS, tmp_path / "b", files={"prefix": "x"}, strategy=STRATEGY / "src_strategy", **options)
     assert (tmp_path / "b" / "rank_0" / "x_rank_0-20_2.safetensors").is_file()
     with reshard.open(tmp_path / "b") as checkpoint:
         assert bits(checkpoint.load(keys=list(FULL))) == bits(FULL)
@@ -417,11 +439,11 @@ def test_names_as_a_training_run_gives_them(tmp_path: Path) -> None:
     "options",
     [
         {"iteration": 7},
-        {"prefix": "a/b"},
-        {"prefix": "my_rank_3"},
-        {"prefix": ""},
-        {"prefix": ".x"},
-        {"prefix": "a\nb"},
+        {"files": {"prefix": "a/b"}},
+        {"files": {"prefix": "my_rank_3"}},
+        {"files": {"prefix": ""}},
+        {"files": {"prefix": ".x"}},
+        {"files": {"prefix": "a\nb"}},
     ],
     ids=repr,
 )
@@ -433,7 +455,7 @@ def test_names_that_would_not_come_back(tmp_path: Path, options: dict[str, Any])
 
 def test_overwrite_replaces_the_same_files_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options: dict[str, Any] = {"to": "checkpoint1", "durable": False}
+    options: dict[str, Any] = {"to": "checkpoint1", "commit": {"durable": False}}
     reshard.convert(STRATEGY / "unified", out, layout=LAYOUTS["tensor parallel"], **options)
     (out / "notes").mkdir()
     (out / "notes" / "a.txt").write_text("kept")
@@ -456,7 +478,7 @@ def test_overwrite_replaces_the_same_files_and_nothing_else(tmp_path: Path) -> N
         reshard.convert(STRATEGY / "unified", out, layout=LAYOUTS["replicas"], overwrite=True, **options)
     shutil.copytree(RANKS, tmp_path / "theirs")
     with pytest.raises(DestinationExistsError, match="rank_"):
-        reshard.convert(STRATEGY / "unified", tmp_path / "theirs", overwrite=True, prefix="demo", **options)
+        reshard.convert(STRATEGY / "unified", tmp_path / "theirs", overwrite=True, files={"prefix": "demo"}, **options)
 
 
 def test_every_folder_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,7 +502,7 @@ def test_every_folder_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, mon
 
 def test_permissions_of_the_original(tmp_path: Path) -> None:
     layout = LAYOUTS["replicas"]
-    options: dict[str, Any] = {"to": "checkpoint1", "layout": layout, "prefix": "x", "modes": "original"}
+    options: dict[str, Any] = {"to": "checkpoint1", "layout": layout, "files": {"prefix": "x", "modes": "original"}}
     reshard.convert(STRATEGY / "unified", tmp_path / "out", **options)
     modes = {
         str(path.relative_to(tmp_path / "out")): oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("rank_0*")
@@ -489,10 +511,10 @@ def test_permissions_of_the_original(tmp_path: Path) -> None:
 
 
 def test_a_cast_changes_no_counter(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"to": "checkpoint1", "durable": False}
+    options: dict[str, Any] = {"to": "checkpoint1", "commit": {"durable": False}}
     with pytest.raises(ArgumentError, match=r"loss_scale.*from 65536\.0 to inf"):
         reshard.convert(STRATEGY / "unified", tmp_path / "out", dtype="float16", **options)
-    reshard.convert(STRATEGY / "unified", tmp_path / "a", dtype="float16", drop="loss_scale", **options)
+    reshard.convert(STRATEGY / "unified", tmp_path / "a", dtype="float16", select={"drop": "loss_scale"}, **options)
     reshard.convert(STRATEGY / "unified", tmp_path / "b", dtype="bfloat16", **options)
     with reshard.open(tmp_path / "b") as checkpoint:
         assert checkpoint["l0.qkv.weight"].dtype == "BF16"
@@ -574,7 +596,7 @@ def test_merge_in_shares(tmp_path: Path) -> None:
 def test_shares_of_another_strategy_do_not_meet(tmp_path: Path) -> None:
     shutil.copytree(RANKS, tmp_path / "ranks")
     shutil.copytree(STRATEGY / "src_strategy", tmp_path / "s")
-    options: dict[str, Any] = {"to": "mindspore", "max_shard_size": 1600, "durable": False}
+    options: dict[str, Any] = {"to": "mindspore", "files": {"max_shard_size": 1600}, "commit": {"durable": False}}
     first = reshard.convert(tmp_path / "ranks", tmp_path / "out", strategy=tmp_path / "s", share=(0, 2), **options)
     merged = STRATEGY / "merged" / "src_merged_strategy.ckpt"
     second = reshard.convert(tmp_path / "ranks", tmp_path / "out", strategy=merged, share=(1, 2), **options)

@@ -95,7 +95,7 @@ def test_modes_of_copies_are_those_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         reshard.convert(source, tmp_path / "out")
-        reshard.convert(source, tmp_path / "private", private=True)
+        reshard.convert(source, tmp_path / "private", commit={"private": True})
     finally:
         os.umask(before)
     for name, folder_mode, file_mode in (("out", "0o750", "0o640"), ("private", "0o700", "0o600")):
@@ -159,7 +159,7 @@ def test_over_an_earlier_copy(tmp_path: Path) -> None:
         reshard.convert(second, out, overwrite=True)
     assert content(out) == before
     # What stands there is meant:
-    reshard.convert(second, out, overwrite=True, model_files=out)
+    reshard.convert(second, out, overwrite=True, files={"model_files": out})
     after = content(out)
     assert {name for name in before if before[name] != after[name]} == {"model.safetensors"}
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
@@ -171,7 +171,7 @@ def test_the_files_of_a_model_beside_the_weights_of_a_trainer(tmp_path: Path) ->
     reshard.convert(tmp_path / "run", tmp_path / "plain")
     assert set(content(tmp_path / "plain")) == {"model.safetensors"}
     for share in (0, 1):
-        reshard.convert(tmp_path / "run", tmp_path / "out", model_files=base, share=(share, 2))
+        reshard.convert(tmp_path / "run", tmp_path / "out", files={"model_files": base}, share=(share, 2))
     assert set(content(tmp_path / "out")) == {*COPIED, "model.safetensors"}
     assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["a"]
     done = CliRunner().invoke(main, ["convert", f"{tmp_path}/run", f"{tmp_path}/cli", "--model-files", str(base)])
@@ -182,13 +182,13 @@ def test_the_files_of_a_model_beside_the_weights_of_a_trainer(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model_files": "nowhere"}, "is not a folder"),
-        ({"model_files": "run", "to": "checkpoint2"}, "`model_files` belongs to"),
+        ({"files": {"model_files": "nowhere"}}, "is not a folder"),
+        ({"files": {"model_files": "run"}, "to": "checkpoint2"}, "`model_files` belongs to"),
     ],
 )
 def test_no_folder_of_a_model(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     reshard.save(tmp_path / "run", 3, {"a": W})
-    options["model_files"] = tmp_path / options["model_files"]
+    options["files"] = {"model_files": tmp_path / options["files"]["model_files"]}
     with pytest.raises(ArgumentError, match=message):
         reshard.convert(tmp_path / "run", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

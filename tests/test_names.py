@@ -375,8 +375,10 @@ def test_names_follow_drop_and_rename_and_come_before_the_layout(hf: Path, tmp_p
     reshard.convert(
         hf,
         tmp_path / "out.safetensors",
-        drop=[f"{prefix}v_", "model.norm"],
-        rename={f"{prefix}q_proj.weight": "q", f"{prefix}k_proj.weight": "k"},
+        select={
+            "drop": [f"{prefix}v_", "model.norm"],
+            "rename": {f"{prefix}q_proj.weight": "q", f"{prefix}k_proj.weight": "k"},
+        },
         names=names,
     )
     assert list(reshard.load_file(tmp_path / "out.safetensors")) == ["qk"]
@@ -420,7 +422,7 @@ def test_parts_of_two_dtypes_are_refused(tmp_path: Path) -> None:
 
 def test_a_renamed_checkpoint_is_proven_like_its_source(tmp_path: Path) -> None:
     source = {"q": np.arange(8.0), "k": np.arange(8.0) + 8}
-    reshard.save(tmp_path / "root", 1, source, durable=False)
+    reshard.save(tmp_path / "root", 1, source, commit={"durable": False})
     with reshard.open(tmp_path / "root", names=joined()) as renamed:
         assert renamed.verified
         assert renamed.iteration == 1

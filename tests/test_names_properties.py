@@ -204,7 +204,7 @@ def test_a_renamed_checkpoint_is_what_numpy_makes_of_it() -> None:
         other = data.draw(layouts(wanted, max_ranks=8))
         with tempfile.TemporaryDirectory() as name:
             save_source(Path(name) / "iteration_1", stored)
-            reshard.convert(Path(name) / "iteration_1", Path(name) / "tree", layout=layout, durable=False)
+            reshard.convert(Path(name) / "iteration_1", Path(name) / "tree", layout=layout, commit={"durable": False})
             with (
                 reshard.open(Path(name) / "tree") as opened,
                 opened.renamed(names, reverse=reverse) as renamed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import os
 import re
@@ -29,10 +30,11 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
+from reshard.options import Options
 from reshard.storage import protocol
 from reshard.torch import Checkpointer, ElasticSampler
 from reshard.torch.state import describe
-from reshard.verbs.load import load_with
+from reshard.verbs.load import Wanted, load_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +56,7 @@ class Holder:
 
 
 def resume(root: Path, *, parts: dict[str, Any] | None = None, allow_fresh: bool = False, **options: Any) -> Any:
-    given: dict[str, Any] = {"save_every": 1, "signals": (), "durable": False, **options}
+    given: dict[str, Any] = {"save_every": 1, "signals": (), "commit": {"durable": False}, **options}
     made = Checkpointer(root, **given)
     run = dict(parts or {})
     if "model" not in run:
@@ -94,16 +96,18 @@ def other_job(root: Path) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"keep_best": "loss"}, "`keep_best` is 'loss'"),
-        ({"keep_best": ("loss", 0)}, "`keep_best`"),
+        ({"retention": {"best": "loss"}}, "`best` is 'loss'"),
+        ({"retention": {"best": ("loss", 0)}}, "`best`"),
         ({"keep": 0}, "`keep`"),
         ({"keep": "5"}, "`keep`"),
-        ({"keep": None, "keep_every": 5}, "`keep_every`"),
+        ({"retention": {"keep": None, "keep_every": 5}}, "`keep`"),
+        ({"keep": 5, "retention": {"keep_every": 5}}, "`keep` and `retention` are both given"),
         ({"format": "checkpoint3"}, "`format`"),
-        ({"prefix": "a/b"}, "a/b"),
-        ({"prefix": "a/b", "format": "checkpoint1"}, "a/b"),
-        ({"format": "checkpoint1", "keep_every": 5}, "`keep_every`"),
-        ({"sink_size": 5}, "`sink_size`"),
+        ({"files": {"prefix": "a/b"}}, "a/b"),
+        ({"files": {"prefix": "a/b"}, "format": "checkpoint1"}, "a/b"),
+        ({"format": "checkpoint1", "retention": {"keep_every": 5}}, "`keep_every`"),
+        ({"sink_size": 5}, "`sink_size` is a field of `Checkpoint1Options`"),
+        ({"format": {"name": "checkpoint2", "sink_size": 5}}, "`sink_size`"),
         ({"threads": "5"}, "threads"),
         ({"threads": 0}, "threads"),
         ({"timeout": None}, "timeout"),
@@ -135,7 +139,13 @@ def test_root_of_another_number_of_ranks_is_refused_by_resume(tmp_path: Path) ->
     def work(n_before: int, group: TorchGroup) -> str:
         del group
         made = Checkpointer(
-            tmp_path, format="checkpoint1", save_every=1, async_save=False, dedup=False, signals=(), durable=False
+            tmp_path,
+            format="checkpoint1",
+            save_every=1,
+            async_save=False,
+            files={"dedup": False},
+            signals=(),
+            commit={"durable": False},
         )
         if n_before:
             with pytest.raises(ReshardError, match="ranks"):
@@ -182,7 +192,7 @@ def test_root_of_another_live_job_is_refused_by_resume_and_can_be_taken_over(tmp
         _, decision = resume(tmp_path, save_every=None)  # an evaluation beside the training
         assert decision.initial_step == 3
         assert any("a save would fail" in line and "alive" in line for line in decision.warnings)
-        assert train(tmp_path, 4, takeover=True).initial_step == 3
+        assert train(tmp_path, 4, commit={"durable": False, "takeover": True}).initial_step == 3
     assert reshard.open(tmp_path).iteration == 4
 
 
@@ -259,7 +269,8 @@ def test_checks_leave_random_streams_and_the_device_of_the_record_alone(tmp_path
 def of_words(words: dict[str, Any], last: int, **options: Any) -> Any:
     """A run made by a configuration that saves each second step, up to a step; the decision that it began with."""
     callback = {"type": "CheckpointMonitor", "save_checkpoint_steps": 2}
-    with Checkpointer.from_config({**words, "callbacks": [callback]}, signals=(), durable=False, **options) as made:
+    given: dict[str, Any] = {"signals": (), "commit": {"durable": False}, **options}
+    with Checkpointer.from_config({**words, "callbacks": [callback]}, **given) as made:
         sampler = ElasticSampler(64, 0, True, 4, 0, 1)
         decision = made.resume(model=nn.Linear(2, 1), sampler=sampler, strict=False)
         for step in range(decision.initial_step + 1, last + 1):
@@ -298,7 +309,7 @@ def test_rollback_starts_as_the_configuration_says_and_passes_over_what_the_root
     reshard.save(weights, 3, nn.Linear(2, 1).state_dict())
     train(root, 6)
     words = {"load_checkpoint": str(weights)}
-    assert of_words(words, 3, root=root, rollback=True).initial_step == 0
+    assert of_words(words, 3, root=root, commit={"durable": False, "rollback": True}).initial_step == 0
     assert reshard.open(root).iteration == 2
     assert of_words(words, 4, root=root).initial_step == 2
 
@@ -308,9 +319,9 @@ def test_start_below_what_the_root_holds_is_refused_by_resume(tmp_path: Path) ->
     reshard.save(root, 8, weights, common={"global_batch_size": 2})  # as many samples as 4 steps of the run
     reshard.save(given, 5, weights, common={"global_batch_size": 4})
     words = {"load_checkpoint": str(given), "resume_training": True}
-    with pytest.raises(ArgumentError, match=r"iteration 6 is below 8.*\n.*`rollback=True`"):
+    with pytest.raises(ArgumentError, match=r"iteration 6 is below 8.*\n.*`commit=Commit\(rollback=True\)`"):
         of_words(words, 9, root=root)
-    assert of_words(words, 6, root=root, rollback=True).initial_step == 5
+    assert of_words(words, 6, root=root, commit={"durable": False, "rollback": True}).initial_step == 5
     assert reshard.open(root).iteration == 6
 
 
@@ -322,7 +333,7 @@ def test_damaged_checkpoints_of_the_run_are_an_error_and_with_allow_fresh_it_sta
         path.write_text("{}")
     words = {"load_checkpoint": str(tmp_path / "given")}
     model = nn.Linear(2, 1)
-    made = Checkpointer.from_config(words, root=root, save_every=1, signals=(), durable=False)
+    made = Checkpointer.from_config(words, root=root, save_every=1, signals=(), commit={"durable": False})
     with pytest.raises(DamagedFileError, match="no checkpoint in"):
         made.resume(model=model)
     decision = made.resume(model=model, allow_fresh=True)
@@ -374,7 +385,6 @@ HAVE_NOT_BUT_ALLOWED = {
     ("formats/checkpoint2/writer.py", "overwrite"): "conversion alone",
     ("write/rank_facts.py", "layout"): "a checkpointer gives shards, or a layout",
     ("write/rank_facts.py", "shapes"): "a checkpointer gives all shapes",
-    ("write/iteration.py", "strict_format"): "a checkpointer does not give it",
     ("storage/protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
 }
 NOT_OF_A_CHECKPOINTER = ("cli", "names", "interop.py", "verbs/convert", "conversion")
@@ -386,8 +396,16 @@ def parameters(*functions: Any) -> set[str]:
 
 def test_hints_name_arguments_that_a_checkpointer_has() -> None:
     have = parameters(Checkpointer, Checkpointer.resume, Checkpointer.step, Checkpointer.save)
+    known = parameters(reshard.save, reshard.load, load_with, Wanted, describe, protocol.begin, reshard.open)
+    for group in Options.__subclasses__():
+        fields = {field.name for field in dataclasses.fields(group)}
+        if group.keyword in have:
+            have |= fields
+        elif group.keyword in known:
+            known |= fields
     assert {"rollback", "takeover", "extra"} <= have
-    have_not = parameters(reshard.save, reshard.load, load_with, describe, protocol.begin, reshard.open) - have
+    have_not = known - have
+    assert {"out", "copy", "method"} <= have_not
     package = Path(reshard.__file__).parent
     found = set()
     for path in sorted(package.rglob("*.py")):
@@ -399,7 +417,8 @@ def test_hints_name_arguments_that_a_checkpointer_has() -> None:
                 isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "hint"
             ):
                 parts = [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
-                words = re.findall(r"`([a-z_]+)(?:=[^`]*)?`", "".join(str(one) for one in parts))
+                text = "".join(str(one) for one in parts)
+                words = re.findall(r"`([a-z_]+)(?:=[^`]*)?`", text) + re.findall(r"`[a-z_]+=[A-Z]\w*\(([a-z_]+)=", text)
                 found |= {(name, word) for word in words if word in have_not}
     assert found <= HAVE_NOT_BUT_ALLOWED.keys()
 

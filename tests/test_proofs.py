@@ -41,7 +41,7 @@ def _claims() -> Iterator[None]:
 def save(root: Path, *iterations: int, **options: Any) -> None:
     for iteration in iterations:
         weights = {"w": np.arange(100_000.0) + iteration}
-        reshard.save(root, iteration, weights, **{"durable": False, **options})
+        reshard.save(root, iteration, weights, **{"commit": {"durable": False}, **options})
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -241,7 +241,7 @@ def test_one_save_in_keep_is_read_back(tmp_path: Path) -> None:
 
 
 def test_verify_after_save_is_remembered(tmp_path: Path) -> None:
-    save(tmp_path, 1, verify_after_save=True)
+    save(tmp_path, 1, verify={"after_save": True})
     save(tmp_path, 2, 3)
     assert recorded(tmp_path) == {1: True}
 
@@ -250,7 +250,7 @@ def test_a_save_removes_nothing_while_what_stays_may_be_damaged(root: Path) -> N
     """Here by an earlier release, which did not read back: what is kept is unknown, and the rest stays."""
     from reshard.write import retention
 
-    removed = retention.apply(root, keep=1, verify=False)
+    removed = retention.apply(root, reshard.Retention(keep=1), verify=False)
     assert removed.iterations == ()
     assert "nothing that would stay has been verified" in removed.warnings[0]
     damage(root, 20)
@@ -284,17 +284,17 @@ def test_the_best_is_known_without_its_line_in_the_log(tmp_path: Path) -> None:
         save(tmp_path, iteration, metrics={"loss": loss})
     log = tmp_path / "saves.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[1:]))
-    assert reshard.prune(tmp_path, keep=1, keep_best=("loss", 1)).iterations == (2, 3)
+    assert reshard.prune(tmp_path, retention={"keep": 1, "best": ("loss", 1)}).iterations == (2, 3)
     assert there(tmp_path) == [1, 4]
     log.unlink()
-    assert reshard.prune(tmp_path, keep=1, keep_best=("loss", 1)).kept[1] == "one of the best"
+    assert reshard.prune(tmp_path, retention={"keep": 1, "best": ("loss", 1)}).kept[1] == "one of the best"
 
 
 def test_the_best_is_known_though_its_metrics_are_too_long_for_the_log(tmp_path: Path) -> None:
     many = {f"metric {n} {'x' * 100}": float(n) for n in range(1000)}
     save(tmp_path, 1, metrics={"loss": 0.5, **many})
     save(tmp_path, 2, metrics={"loss": 2.0})
-    save(tmp_path, 3, metrics={"loss": 3.0}, keep=1, keep_best=("loss", 1))
+    save(tmp_path, 3, metrics={"loss": 3.0}, retention={"keep": 1, "best": ("loss", 1)})
     assert there(tmp_path) == [1, 3]
     assert manifests.read(folder_of(tmp_path, 1)).metrics["metric 999 " + "x" * 100] == 999.0
 
@@ -307,7 +307,7 @@ def test_what_the_manifest_says_goes_before_the_log(tmp_path: Path) -> None:
     (tmp_path / "saves.jsonl").write_text(before)
     save(tmp_path, 2, metrics={"loss": 2.0})
     save(tmp_path, 3)
-    assert reshard.prune(tmp_path, keep=1, keep_best=("loss", 1)).iterations == (2,)
+    assert reshard.prune(tmp_path, retention={"keep": 1, "best": ("loss", 1)}).iterations == (2,)
 
 
 def test_manifests_without_metrics_fall_back_on_the_log(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_manifests_without_metrics_fall_back_on_the_log(tmp_path: Path) -> None:
     lines = (tmp_path / "saves.jsonl").read_text().splitlines()
     told = [json.dumps({**json.loads(line), "metrics": {"loss": n}}) for n, line in enumerate(lines, 1)]
     (tmp_path / "saves.jsonl").write_text("\n".join(told) + "\n")
-    assert reshard.prune(tmp_path, keep=1, keep_best=("loss", 1)).iterations == (2,)
+    assert reshard.prune(tmp_path, retention={"keep": 1, "best": ("loss", 1)}).iterations == (2,)
 
 
 # -- answers

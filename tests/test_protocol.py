@@ -192,7 +192,7 @@ def test_below_the_tracker_only_on_purpose(root: Path) -> None:
         save(root, iteration)
     with pytest.raises(ArgumentError, match="iteration 200 is below 300, which the tracker") as caught:
         save(root, 200, 1)
-    assert "give `rollback=True`" in str(caught.value)
+    assert "give `commit=Commit(rollback=True)`" in str(caught.value)
     save(root, 200, 1, rollback=True, passed_over=(300,))
     assert found(root) == found_by_the_original(root) == (200, 1)
     assert manifests.read(root / "iteration_00000200").previous_tracker == 300

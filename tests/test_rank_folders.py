@@ -551,7 +551,7 @@ def test_the_other_tensors_of_such_a_tree_can_be_read(tree: Path) -> None:
         with pytest.raises(MismatchError, match="`own`"):
             opened.plan(request)
     strategy = tree.parent / "cut"
-    reshard.convert(tree, tree.parent / "out", strategy=strategy, drop="own", to="safetensors")
+    reshard.convert(tree, tree.parent / "out", strategy=strategy, select={"drop": "own"}, to="safetensors")
     with reshard.open(tree.parent / "out") as written:
         assert_same(written.load(keys=["w", *UNLISTED]), {"w": W, **UNLISTED})
 

@@ -114,7 +114,7 @@ def raw(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def checkpointer(root: Path, **options: Any) -> Checkpointer:
-    given: dict[str, Any] = {"signals": (), "durable": False, "timeout": 40.0, **options}
+    given: dict[str, Any] = {"signals": (), "commit": {"durable": False}, "timeout": 40.0, **options}
     return Checkpointer(root, **given)
 
 
@@ -277,7 +277,7 @@ def test_buffers_that_ddp_broadcasts_are_those_of_the_first_rank(tmp_path: Path)
     assert back[0][0] == back[1][0]
 
 
-@pytest.mark.parametrize("mode", [*MODES, {"dedup": False}], ids=str)
+@pytest.mark.parametrize("mode", [*MODES, {"files": {"dedup": False}}], ids=str)
 def test_plain_parameters_that_have_drifted_apart_are_refused(mode: dict[str, Any], tmp_path: Path) -> None:
     def work(group: TorchGroup) -> Any:
         model = nn.Linear(2, 2)
@@ -295,13 +295,13 @@ def test_plain_parameters_that_have_drifted_apart_are_refused(mode: dict[str, An
             made.close()
         except MismatchError as error:
             told = [error.key, str(error)]
-        with checkpointer(tmp_path / "kept", may_differ=["*weight"], **mode) as made:
+        with checkpointer(tmp_path / "kept", verify={"may_differ": ["*weight"]}, **mode) as made:
             made.resume(model=model, optimizer=optimizer)
             made.step(1, loss=float(group.rank))
             made.save(blocking=True)
         own = raw(model, optimizer)
         torch.nn.init.zeros_(model.weight)
-        with checkpointer(tmp_path / "kept", may_differ=["*weight"], **mode) as made:
+        with checkpointer(tmp_path / "kept", verify={"may_differ": ["*weight"]}, **mode) as made:
             made.resume(model=model, optimizer=optimizer)
         assert raw(model, optimizer) == own
         return told

@@ -44,7 +44,7 @@ def arrays_of(iteration: int) -> dict[str, np.ndarray]:
 def save(root: Path, iteration: int, **options: Any) -> None:
     model = arrays_of(iteration)
     optimizer = {f"adam_m.{key}": array + 1 for key, array in model.items()}
-    reshard.save(root, iteration, model, optimizer, extra={"seen": iteration}, durable=False, **options)
+    reshard.save(root, iteration, model, optimizer, extra={"seen": iteration}, commit={"durable": False}, **options)
 
 
 def assert_is(got: reshard.Loaded, iteration: int) -> None:
@@ -171,7 +171,7 @@ def test_every_bit_and_length_of_what_only_this_package_writes(name: str, tmp_pa
     for iteration in (1, 2):
         extra = {"a": np.arange(2) + iteration, "b": (iteration, "x")}
         model = {"w": np.full(3, iteration).astype(ml_dtypes.float8_e5m2)}  # metadata.json has no name for these
-        reshard.save(root, iteration, model, extra=extra, durable=False)
+        reshard.save(root, iteration, model, extra=extra, commit={"durable": False})
     path = folder_of(root, 2) / name
     data = path.read_bytes()
 

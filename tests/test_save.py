@@ -110,7 +110,7 @@ SQUARE = np.arange(12, dtype=np.float32).reshape(3, 4)
     ids=lambda value: type(value).__name__,
 )
 def test_arrays_of_all_kinds(value: object, expected: Array, tmp_path: Path) -> None:
-    reshard.save(tmp_path, 1, {"w": value}, durable=False)
+    reshard.save(tmp_path, 1, {"w": value}, commit={"durable": False})
     with reshard.open(tmp_path) as opened:
         assert as_bytes({"w": opened.read("w")}) == as_bytes({"w": np.asarray(expected)})
 
@@ -158,7 +158,7 @@ def test_a_shard_has_a_shape(shape: Any) -> None:
 def test_a_tree_that_the_original_reads(tmp_path: Path) -> None:
     model = {"a.w": SQUARE, "b.w": SQUARE.astype(ml_dtypes.bfloat16)}
     optimizer = {"exp_avg.a.w": SQUARE + 1, "global_step": np.array(7, np.int32)}
-    report = reshard.save(tmp_path, 400, model, optimizer, prefix="my-run", common={"epoch_num": 2})
+    report = reshard.save(tmp_path, 400, model, optimizer, files={"prefix": "my-run"}, common={"epoch_num": 2})
     folder = tmp_path / "iteration_00000400"
     assert report.path == str(folder)
     assert report.iteration == 400
@@ -195,7 +195,7 @@ def _size(folder: Path) -> int:
 
 def test_sums_are_those_of_the_files(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    reshard.save(tmp_path, 1, {"w": rng.random((300, 1000))}, verify_after_save=True)
+    reshard.save(tmp_path, 1, {"w": rng.random((300, 1000))}, verify={"after_save": True})
     folder = tmp_path / "iteration_00000001"
     name = "model-0000000-0000001.safetensors"
     data = (folder / name).read_bytes()
@@ -225,7 +225,7 @@ def test_a_private_save_is_for_its_owner_alone(tmp_path: Path) -> None:
     (tmp_path / "there").chmod(0o755)
     for name in ("there", "made"):
         root = tmp_path / name
-        reshard.save(root, 1, {"w": SQUARE}, extra={"a": SQUARE}, metrics={"loss": 1}, private=True)
+        reshard.save(root, 1, {"w": SQUARE}, extra={"a": SQUARE}, metrics={"loss": 1}, commit={"private": True})
         assert oct(stat.S_IMODE(root.stat().st_mode)) == ("0o755" if name == "there" else "0o700")
         folder = root / "iteration_00000001"
         assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in (folder, root / ".staging")} == {"0o700"}
@@ -254,7 +254,7 @@ def test_files_name_their_writer(tmp_path: Path) -> None:
     ],
 )
 def test_common(common: Any, expected: dict[str, object], tmp_path: Path) -> None:
-    reshard.save(tmp_path, 5, {"w": SQUARE}, common=common, durable=False)
+    reshard.save(tmp_path, 5, {"w": SQUARE}, common=common, commit={"durable": False})
     content = json.loads((tmp_path / "iteration_00000005" / "common.json").read_text())
     assert {key: value for key, value in content.items() if value is not None} == expected
     assert list(content) == ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size"]
@@ -275,7 +275,7 @@ def test_an_iteration_is_replaced_and_lower_ones_are_refused(tmp_path: Path) -> 
         assert opened.read("w").tobytes() == (SQUARE + 1).tobytes()
     with pytest.raises(ReshardError, match="below 5"):
         reshard.save(tmp_path, 4, {"w": SQUARE})
-    reshard.save(tmp_path, 4, {"w": SQUARE}, rollback=True)
+    reshard.save(tmp_path, 4, {"w": SQUARE}, commit={"rollback": True})
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
@@ -283,11 +283,11 @@ def test_the_first_save_after_an_older_iteration_was_taken_goes_back(tmp_path: P
     from reshard.write import pending_rollback
 
     for iteration in (5, 6, 7):
-        reshard.save(tmp_path, iteration, {"w": SQUARE}, durable=False)
+        reshard.save(tmp_path, iteration, {"w": SQUARE}, commit={"durable": False})
     pending_rollback.record(tmp_path, 5, (6, 7))
-    reshard.save(tmp_path, 6, {"w": SQUARE + 1}, durable=False)
+    reshard.save(tmp_path, 6, {"w": SQUARE + 1}, commit={"durable": False})
     assert manifest.read(tmp_path / "iteration_00000006").passed_over == (6, 7)
-    reshard.save(tmp_path, 7, {"w": SQUARE + 2}, durable=False)
+    reshard.save(tmp_path, 7, {"w": SQUARE + 2}, commit={"durable": False})
     assert manifest.read(tmp_path / "iteration_00000007").passed_over == ()
     with pytest.raises(ReshardError, match="below 7"):
         reshard.save(tmp_path, 6, {"w": SQUARE})
@@ -298,7 +298,12 @@ def test_old_iterations_go_and_the_log_stays(tmp_path: Path) -> None:
 
     for iteration in (10, 20, 30, 40, 50):
         reshard.save(
-            tmp_path, iteration, {"w": SQUARE}, keep=1, keep_every=20, metrics={"loss": 1 / iteration}, durable=False
+            tmp_path,
+            iteration,
+            {"w": SQUARE},
+            retention={"keep": 1, "keep_every": 20},
+            metrics={"loss": 1 / iteration},
+            commit={"durable": False},
         )
     assert {name for name in names_in(tmp_path) if name.startswith("iteration")} == {
         "iteration_00000020",
@@ -322,7 +327,7 @@ def test_arrays_in_extra_come_back(tmp_path: Path, *, blocking: bool) -> None:
             "seen": {"z": np.float16(2), "t": torch.ones(2, dtype=torch.bfloat16), "big": SQUARE.repeat(9000)},
         }
         return reshard.save(
-            tmp_path, 1, {"w": SQUARE}, extra=extra, group=group, timeout=20, verify_after_save=True,
+            tmp_path, 1, {"w": SQUARE}, extra=extra, group=group, timeout=20, verify={"after_save": True},
             layout={"mesh": {"dp": 2}, "rules": [{"match": "*"}]},
         )  # fmt: skip
 
@@ -353,7 +358,9 @@ def test_arrays_in_extra_come_back(tmp_path: Path, *, blocking: bool) -> None:
         opened.extra(0)
 
 
-@pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 1, "keep_every": -1}, {"keep": 1, "keep_best": "loss"}])
+@pytest.mark.parametrize(
+    "options", [{"keep": 0}, {"retention": {"keep": 1, "keep_every": -1}}, {"retention": {"keep": 1, "best": "loss"}}]
+)
 def test_retention_that_cannot_be_is_refused_before_anything_is_written(options: Any, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError):
         reshard.save(tmp_path / "root", 1, {"w": SQUARE}, **options)
@@ -367,7 +374,7 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
         1,
         {"w": SQUARE},
         {"m.w": SQUARE},
-        durable=False,
+        commit={"durable": False},
         progress=lambda done, all_: seen.append((done, all_)),
     )
     assert seen[-1] == (96, 96)
@@ -378,7 +385,7 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     ("options", "error"),
     [
         ({"format": "zip"}, ArgumentError),
-        ({"prefix": "a/b"}, ArgumentError),
+        ({"files": {"prefix": "a/b"}}, ArgumentError),
         ({"iteration": -1}, ArgumentError),
         ({"iteration": True}, ArgumentError),
         ({"rank": 3}, ArgumentError),
@@ -400,7 +407,7 @@ def test_calls_that_cannot_be_meant(options: dict[str, Any], error: type[Reshard
 def test_what_metadata_cannot_say_is_refused_on_demand(tmp_path: Path) -> None:
     model = {"w": SQUARE.astype(ml_dtypes.float8_e5m2)}
     with pytest.raises(UnsupportedError, match="F8_E5M2"):
-        reshard.save(tmp_path / "root", 1, model, strict_format=True)
+        reshard.save(tmp_path / "root", 1, model, files={"strict_format": True})
     report = reshard.save(tmp_path / "root", 1, model)
     assert "MindSpore has no shard files of F8_E5M2" in report.warnings[0]
     with reshard.open(tmp_path / "root") as opened:
@@ -423,7 +430,7 @@ def test_a_write_that_is_not_what_comes_back_fails_the_save(tmp_path: Path, monk
     monkeypatch.setattr("reshard.write.save._core.write_arrays", damaging)
     reshard.save(tmp_path, 1, {"w": SQUARE})
     with pytest.raises(DamagedFileError, match="read back"):
-        reshard.save(tmp_path, 2, {"w": SQUARE}, verify_after_save=True)
+        reshard.save(tmp_path, 2, {"w": SQUARE}, verify={"after_save": True})
     assert names_in(tmp_path / ".staging") == set()
     assert not (tmp_path / "iteration_00000002").exists()
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
@@ -525,7 +532,7 @@ def test_joined_state_is_of_all_parameters_or_of_those_that_are_told(
     model = {"all": np.arange(8, dtype=np.float32)}
     state = {"m.all": np.arange(8 if len(expected) == 4 else 4, dtype=np.float32) + 10}
     shapes = dict.fromkeys(["b.w", "a.w", *told], (4,))
-    reshard.save(tmp_path, 1, model, state, layout=layout, shapes=shapes, durable=False)
+    reshard.save(tmp_path, 1, model, state, layout=layout, shapes=shapes, commit={"durable": False})
     with reshard.open(tmp_path) as opened:
         assert sorted(opened.keys("all")) == sorted(expected)
         assert opened.read("a.w").tolist() == [0, 1, 2, 3]
@@ -538,7 +545,9 @@ def test_each_slot_has_the_state_of_its_own_parameters(tmp_path: Path) -> None:
     layout = {"mesh": {"dp": 1}, "rules": [{"match": "*", "flat": {"axes": ["dp"], "join": "all"}}]}
     state = {"m.all": np.ones(2, np.float32), "v.all": np.full(6, 2, np.float32)}
     shapes = {"a": (4,), "b": (2,), "m.b": (2,)}
-    reshard.save(tmp_path, 1, {"all": np.zeros(6, np.float32)}, state, layout=layout, shapes=shapes, durable=False)
+    reshard.save(
+        tmp_path, 1, {"all": np.zeros(6, np.float32)}, state, layout=layout, shapes=shapes, commit={"durable": False}
+    )
     with reshard.open(tmp_path) as opened:
         assert {key: opened.read(key).tolist() for key in opened.keys("optimizer")} == {
             "m.b": [1, 1],
@@ -581,8 +590,8 @@ def test_what_ranks_save_under_any_layout_is_the_checkpoint() -> None:
                     if as_shards and key in told:
                         part[key] = reshard.Shard(value, shapes.pop(key))
                 return reshard.save(
-                    root, 3, model, optimizer, layout=mapping, shapes=shapes, dedup=dedup, group=group,
-                    durable=False, timeout=20, check_replicas=True,
+                    root, 3, model, optimizer, layout=mapping, shapes=shapes, files={"dedup": dedup}, group=group,
+                    commit={"durable": False}, timeout=20, verify={"check_replicas": True},
                 )  # fmt: skip
 
             reports = in_threads(world_size, work)
@@ -626,7 +635,9 @@ def test_boxes_without_a_layout() -> None:
                 }
                 if group.rank == world_size - 1:
                     model["mine"] = reshard.Shard(tensor, tensor.shape, (0, 0))
-                return reshard.save(name, 1, model, dedup=dedup, group=group, durable=False, timeout=20)
+                return reshard.save(
+                    name, 1, model, files={"dedup": dedup}, group=group, commit={"durable": False}, timeout=20
+                )
 
             reports = in_threads(world_size, work)
             assert not [report for report in reports if isinstance(report, Exception)], reports
@@ -682,7 +693,7 @@ def test_options_that_differ_between_ranks(tmp_path: Path) -> None:
     found = in_threads(
         2,
         lambda group: reshard.save(
-            root, 1, {"b": np.zeros(2)}, group=group, layout=TP2, dedup=group.rank == 0, timeout=9
+            root, 1, {"b": np.zeros(2)}, group=group, layout=TP2, files={"dedup": group.rank == 0}, timeout=9
         ),
     )
     assert all("`dedup` is True on rank 0 and False on rank 1" in str(one) for one in found)
@@ -695,7 +706,9 @@ def save_copies(root: Path, group: Any, **options: Any) -> Any:
     return saved if options.get("blocking", True) else saved.result(30)
 
 
-@pytest.mark.parametrize("options", [{"blocking": False}, {"dedup": False}, {"format": "checkpoint1"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"blocking": False}, {"files": {"dedup": False}}, {"format": "checkpoint1"}], ids=str
+)
 def test_replicas_that_differ_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     found = in_threads(2, lambda group: save_copies(tmp_path / "root", group, **options))
     for one in found:
@@ -705,18 +718,20 @@ def test_replicas_that_differ_are_refused(tmp_path: Path, options: dict[str, Any
         assert one.key == "b"
     assert not list((tmp_path / "root").rglob("*.safetensors"))
     (tmp_path / "other").mkdir()
-    for report in in_threads(2, lambda group: save_copies(tmp_path / "other", group, check_replicas=False, **options)):
+    for report in in_threads(
+        2, lambda group: save_copies(tmp_path / "other", group, verify={"check_replicas": False}, **options)
+    ):
         assert isinstance(report, reshard.SaveReport), report
 
 
 def test_one_pattern_is_not_taken_for_a_list_of_its_characters(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"`may_differ` is 'bias', expected a list of patterns, such as"):
-        reshard.save(tmp_path, 1, {"bias": np.zeros(2)}, layout=WHOLE2, may_differ="bias")
+        reshard.save(tmp_path, 1, {"bias": np.zeros(2)}, layout=WHOLE2, verify={"may_differ": "bias"})
 
 
 @pytest.mark.parametrize("options", [{}, {"blocking": False}, {"format": "checkpoint1"}], ids=str)
 def test_copies_that_may_differ_are_kept_for_each_rank(tmp_path: Path, options: dict[str, Any]) -> None:
-    found = in_threads(2, lambda group: save_copies(tmp_path, group, may_differ=["b*", "same"], **options))
+    found = in_threads(2, lambda group: save_copies(tmp_path, group, verify={"may_differ": ["b*", "same"]}, **options))
     assert all(isinstance(report, reshard.SaveReport) for report in found), found
     with reshard.open(tmp_path) as opened:
         assert opened.read("b").tolist() in ([1, 1], [2, 2])
@@ -729,7 +744,14 @@ def test_copies_that_may_differ_are_kept_for_each_rank(tmp_path: Path, options: 
 def test_equal_copies_leave_no_trace(tmp_path: Path) -> None:
     def work(group: Any) -> Any:
         return reshard.save(
-            tmp_path, 1, {"b": np.ones(2)}, group=group, layout=WHOLE2, timeout=9, may_differ=["*"], extra={"n": 3}
+            tmp_path,
+            1,
+            {"b": np.ones(2)},
+            group=group,
+            layout=WHOLE2,
+            timeout=9,
+            verify={"may_differ": ["*"]},
+            extra={"n": 3},
         )
 
     assert all(isinstance(report, reshard.SaveReport) for report in in_threads(2, work))
@@ -817,12 +839,12 @@ def test_a_plan_serves_until_something_changes(tmp_path: Path, monkeypatch: pyte
         (1, {"w": ZEROS, "v": ZEROS}, {}),
         (1, {"w": np.zeros(3), "v": ZEROS}, {}),
         (1, {"w": narrow, "v": ZEROS}, {}),
-        (1, {"w": narrow, "v": ZEROS}, {"prefix": "x"}),
-        (0, {"w": narrow + 1, "v": ZEROS}, {"prefix": "x"}),
+        (1, {"w": narrow, "v": ZEROS}, {"files": {"prefix": "x"}}),
+        (0, {"w": narrow + 1, "v": ZEROS}, {"files": {"prefix": "x"}}),
     ]
     for iteration, (n_made, model, options) in enumerate(cases):
         made.clear()
-        reshard.save(tmp_path, iteration, model, durable=False, **options)
+        reshard.save(tmp_path, iteration, model, commit={"durable": False}, **options)
         assert len(made) == n_made
         with reshard.open(tmp_path) as opened:
             assert as_bytes(opened.load()) == as_bytes(model)

@@ -49,14 +49,14 @@ def saved(root: Path, key: str = "w") -> np.ndarray:
 
 
 def save(root: Path, iteration: int, array: np.ndarray) -> reshard.PendingSave[reshard.SaveReport]:
-    return reshard.save(root, iteration, {"w": array}, blocking=False, durable=False)
+    return reshard.save(root, iteration, {"w": array}, blocking=False, commit={"durable": False})
 
 
 def test_what_is_changed_afterwards_is_not_saved(tmp_path: Path, gate: Gate) -> None:
     array, transposed = np.arange(N), np.arange(N).reshape(200, 200)
     state = np.arange(3)
     pending = reshard.save(
-        tmp_path, 1, {"w": array, "t": transposed.T}, extra={"rng": state}, blocking=False, durable=False
+        tmp_path, 1, {"w": array, "t": transposed.T}, extra={"rng": state}, blocking=False, commit={"durable": False}
     )
     array[:] = -1
     transposed[:] = -1
@@ -73,7 +73,12 @@ def test_what_is_changed_afterwards_is_not_saved(tmp_path: Path, gate: Gate) -> 
 def test_a_pending_save(tmp_path: Path, gate: Gate) -> None:
     seen: list[tuple[int, int]] = []
     pending = reshard.save(
-        tmp_path, 7, {"w": np.zeros(N)}, blocking=False, durable=False, progress=lambda *now: seen.append(now)
+        tmp_path,
+        7,
+        {"w": np.zeros(N)},
+        blocking=False,
+        commit={"durable": False},
+        progress=lambda *now: seen.append(now),
     )
     assert gate.reached.wait(30)
     assert not pending.done()
@@ -138,7 +143,11 @@ def test_arrays_that_are_still_being_filled(tmp_path: Path, blocking: Any, check
         asked.append(threading.current_thread().name)
         array[:] = 7
 
-    options: dict[str, Any] = {"check_replicas": check_replicas, "ready": ready, "durable": False}
+    options: dict[str, Any] = {
+        "verify": {"check_replicas": check_replicas},
+        "ready": ready,
+        "commit": {"durable": False},
+    }
     saving: Any = reshard.save(tmp_path, 3, {"w": array, "empty": np.zeros(0)}, blocking=blocking, **options)
     if not blocking:
         saving.result(30)

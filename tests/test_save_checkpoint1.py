@@ -55,7 +55,7 @@ def new_run() -> None:
 
 
 def save(root: Path, iteration: int, model: Any, optimizer: Any = None, **options: Any) -> Any:
-    given: dict[str, Any] = {"durable": False, "timeout": 20, "format": "checkpoint1"} | options
+    given: dict[str, Any] = {"commit": {"durable": False}, "timeout": 20, "format": "checkpoint1"} | options
     return reshard.save(root, iteration, model, optimizer, **given)
 
 
@@ -100,10 +100,17 @@ def test_a_run_of_the_original_made_again(tmp_path: Path) -> None:
                 arrays = sample_arrays(path)
                 states = {key: arrays.pop(key) for key in list(arrays) if key.startswith("adam")}
                 save(
-                    output / "checkpoint", iteration, arrays, states, layout=TP4, group=group, dedup=False, keep=3,
-                    prefix="llama2_7b", sink_size=2, save_network_params=True,
+                    output / "checkpoint",
+                    iteration,
+                    arrays,
+                    states,
+                    layout=TP4,
+                    group=group,
+                    files={"dedup": False, "prefix": "llama2_7b"},
+                    keep=3,
+                    format={"name": "checkpoint1", "sink_size": 2, "save_network_params": True},
                     common={"global_batch_size": 8, "loss_scale": 65536.0},
-                )  # fmt: skip
+                )
 
         together(4, work)
         new_run()
@@ -142,9 +149,14 @@ def test_who_may_read_a_save_is_told_by_the_umask(
     before = os.umask(mask)
     try:
         reshard.save(
-            tmp_path / "root", 4, {"w": np.ones((2, 2))}, format="checkpoint1", sink_size=2, private=private,
-            extra={"seed": 3}, layout={"mesh": {"tp": 1}, "rules": [{"match": "*"}]},
-        )  # fmt: skip
+            tmp_path / "root",
+            4,
+            {"w": np.ones((2, 2))},
+            format={"name": "checkpoint1", "sink_size": 2},
+            commit={"private": private},
+            extra={"seed": 3},
+            layout={"mesh": {"tp": 1}, "rules": [{"match": "*"}]},
+        )
     finally:
         os.umask(before)
     marks = (".lock", ".writers")  # they tell nothing of the model
@@ -184,10 +196,16 @@ def test_every_rank_gets_back_what_it_held() -> None:
             def work(group: Any) -> Any:
                 own = held[group.rank]
                 return save(
-                    root, 7, {k: a for k, a in own.items() if k not in states}, {k: own[k] for k in own if k in states},
-                    layout=mapping, dedup=dedup, prefix=prefix, group=group, save_network_params=network,
+                    root,
+                    7,
+                    {k: a for k, a in own.items() if k not in states},
+                    {k: own[k] for k in own if k in states},
+                    layout=mapping,
+                    files={"dedup": dedup, "prefix": prefix},
+                    group=group,
+                    format={"name": "checkpoint1", "save_network_params": network},
                     extra={"own": reshard.per_rank(group.rank), "loop": [1, 2]},
-                )  # fmt: skip
+                )
 
             reports = together(n_ranks, work)
             assert all(report.suffix == "1_7" for report in reports)
@@ -285,7 +303,7 @@ def test_counters_are_written_as_the_original_does(tmp_path: Path) -> None:
         "loss_scale": ("float32", (), 2.5),
         "global_batch_size": ("int64", (), 16),
     }
-    save(tmp_path, 46, {"w": W}, common={"global_step": 1 << 40}, sink_size=2)
+    save(tmp_path, 46, {"w": W}, common={"global_step": 1 << 40}, format={"name": "checkpoint1", "sink_size": 2})
     found = read_shard_file(tmp_path / "rank_0" / "CKP_rank_0-23_2.safetensors")
     assert found["global_step"].item() == 1 << 40
     assert found["epoch_num"].item() == 23, "in sink mode epochs are sinks"
@@ -295,18 +313,18 @@ def test_a_new_run_takes_the_next_number(tmp_path: Path) -> None:
     def names() -> list[str]:
         return sorted(path.name for path in (tmp_path / "rank_0").glob("*.safetensors"))
 
-    save(tmp_path, 10, {"w": W}, prefix="a")
-    save(tmp_path, 20, {"w": W}, prefix="a")
+    save(tmp_path, 10, {"w": W}, files={"prefix": "a"})
+    save(tmp_path, 20, {"w": W}, files={"prefix": "a"})
     new_run()
-    save(tmp_path, 15, {"w": W}, prefix="a")
-    save(tmp_path, 20, {"w": W}, prefix="a")
+    save(tmp_path, 15, {"w": W}, files={"prefix": "a"})
+    save(tmp_path, 20, {"w": W}, files={"prefix": "a"})
     assert names() == [f"a_rank_0{end}.safetensors" for end in ("-1_10", "-1_20", "_1-1_15", "_1-1_20")]
     assert original.resume(tmp_path)[0].name == "a_rank_0_1-1_20.safetensors"
     # A name is never used twice: saving the same once more is another run, too.
-    assert save(tmp_path, 20, {"w": W + 1}, prefix="a").suffix == "2-1_20"
+    assert save(tmp_path, 20, {"w": W + 1}, files={"prefix": "a"}).suffix == "2-1_20"
     assert (read_shard_file(original.resume(tmp_path)[0])["w"] == W + 1).all()
-    assert save(tmp_path, 30, {"w": W}, prefix="a").suffix == "2-1_30"
-    assert save(tmp_path, 30, {"w": W}, prefix="b").suffix == "1_30"
+    assert save(tmp_path, 30, {"w": W}, files={"prefix": "a"}).suffix == "2-1_30"
+    assert save(tmp_path, 30, {"w": W}, files={"prefix": "b"}).suffix == "1_30"
 
 
 def test_what_stays(tmp_path: Path) -> None:
@@ -315,9 +333,13 @@ def test_what_stays(tmp_path: Path) -> None:
     new_run()
     for iteration in (5, 6, 7, 8):
         save(
-            tmp_path, iteration, {"w": W, "v": W}, keep=2, extra={"a": np.ones(1)}, save_network_params=True,
-            save_trainable_params=["v"],
-        )  # fmt: skip
+            tmp_path,
+            iteration,
+            {"w": W, "v": W},
+            keep=2,
+            extra={"a": np.ones(1)},
+            format={"name": "checkpoint1", "save_network_params": True, "save_trainable_params": ["v"]},
+        )
     left = {path.name for path in (tmp_path / "rank_0").glob("CKP*")}
     of_first = {f"CKP_rank_0-1_{n}.safetensors" for n in (10, 20, 30)}
     endings = ("safetensors", "extra.json", "extra.arrays")
@@ -348,19 +370,25 @@ def test_outdated_never_names_the_save_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"prefix": "my_rank"}, ArgumentError, "the original refuses one with `rank`"),
-        ({"prefix": "a/b"}, ArgumentError, "cannot begin the name of a file"),
-        ({"prefix": ""}, ArgumentError, "cannot begin"),
-        ({"prefix": ".a"}, ArgumentError, "cannot begin"),
-        ({"prefix": "a" * 200}, ArgumentError, "cannot begin"),
-        ({"sink_size": 0}, ArgumentError, "`sink_size` is 0"),
-        ({"steps_per_epoch": True}, ArgumentError, "`steps_per_epoch` is True"),
+        ({"files": {"prefix": "my_rank"}}, ArgumentError, "the original refuses one with `rank`"),
+        ({"files": {"prefix": "a/b"}}, ArgumentError, "cannot begin the name of a file"),
+        ({"files": {"prefix": ""}}, ArgumentError, "cannot begin"),
+        ({"files": {"prefix": ".a"}}, ArgumentError, "cannot begin"),
+        ({"files": {"prefix": "a" * 200}}, ArgumentError, "cannot begin"),
+        ({"format": {"name": "checkpoint1", "sink_size": 0}}, ArgumentError, "`sink_size` is 0"),
+        ({"format": {"name": "checkpoint1", "steps_per_epoch": True}}, ArgumentError, "`steps_per_epoch` is True"),
         ({"keep": 0}, ArgumentError, "from 1 on, not 0"),
-        ({"keep": 2, "keep_every": 10}, ArgumentError, "for Checkpoint 2.0"),
-        ({"save_trainable_params": ["nope"]}, ArgumentError, "`nope`, which is not in `model`"),
-        ({"only_save_strategy": True}, ArgumentError, "give `layout=`"),
-        ({"format": "checkpoint2", "sink_size": 2}, ArgumentError, '`sink_size` is for `format="checkpoint1"`'),
-        ({"format": "checkpoint2", "only_save_strategy": True}, ArgumentError, "`only_save_strategy` is for"),
+        ({"retention": {"keep": 2, "keep_every": 10}}, ArgumentError, "for Checkpoint 2.0"),
+        (
+            {"format": {"name": "checkpoint1", "save_trainable_params": ["nope"]}},
+            ArgumentError,
+            "`nope`, which is not in `model`",
+        ),
+        ({"format": {"name": "checkpoint1", "only_save_strategy": True}}, ArgumentError, "give `layout=`"),
+        ({"format": {"name": "checkpoint2", "sink_size": 2}}, ArgumentError, "has no options, found `sink_size`"),
+        ({"format": {"name": "checkpoint2", "only_save_strategy": True}}, ArgumentError, "found `only_save_strategy`"),
+        ({"format": "checkpoint2", "sink_size": 2}, ArgumentError, "`sink_size` is a field of `Checkpoint1Options`"),
+        ({"format": {"name": "checkpoint1", "save_trainable_params": True}}, ArgumentError, "needs the names of"),
         ({"format": "ckpt"}, ArgumentError, '"checkpoint2" and "checkpoint1" are accepted'),
         ({"common": {"odd": 1}}, ArgumentError, "`common` has `odd`"),
     ],
@@ -497,7 +525,7 @@ def test_what_no_strategy_lists_stays_with_every_rank(layout: Any, tmp_path: Pat
 
 def test_only_the_strategy(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
-    reports = save_tp2(root, 1, TENSORS, only_save_strategy=True)
+    reports = save_tp2(root, 1, TENSORS, format={"name": "checkpoint1", "only_save_strategy": True})
     assert {(one.path, one.n_files, one.suffix) for one in reports} == {(str(tmp_path / "strategy"), 2, None)}
     assert [path.name for path in sorted((tmp_path / "strategy").iterdir())] == [
         f"ckpt_strategy_rank_{rank}.ckpt" for rank in range(2)
@@ -509,9 +537,10 @@ def test_only_the_strategy(tmp_path: Path) -> None:
     rows = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}, {"match": "*"}]}
     columns = {"mesh": {"tp": 1, "cp": 3}, "rules": [{"match": "*.w", "cut": [None, "cp"]}, {"match": "*"}]}
     for layout in (columns, rows):
-        assert {one.n_files for one in save_tp2(root, 1, TENSORS, layout, only_save_strategy=True)} == {
-            3 if layout is columns else 2
-        }
+        assert {
+            one.n_files
+            for one in save_tp2(root, 1, TENSORS, layout, format={"name": "checkpoint1", "only_save_strategy": True})
+        } == {3 if layout is columns else 2}
     assert not list(tmp_path.glob(".*"))
 
 
@@ -531,7 +560,15 @@ def test_another_root_beside_has_its_own_strategy(tmp_path: Path) -> None:
 
 def test_in_the_background(tmp_path: Path) -> None:
     w = W.copy()
-    pending = save(tmp_path, 10, {"w": w}, blocking=False, keep=1, extra={"a": [1]}, save_network_params=True)
+    pending = save(
+        tmp_path,
+        10,
+        {"w": w},
+        blocking=False,
+        keep=1,
+        extra={"a": [1]},
+        format={"name": "checkpoint1", "save_network_params": True},
+    )
     w += 100
     assert pending.result(30).suffix == "1_10"
     second = save(tmp_path, 20, {"w": w}, blocking=False, keep=1)
@@ -596,8 +633,8 @@ def test_hosts_with_roots_of_their_own(tmp_path: Path, monkeypatch: pytest.Monke
 
     for result in in_threads(4, on_host({})):
         assert isinstance(result, ArgumentError)
-        assert "`dedup=False`" in str(result)
-    together(4, on_host({"dedup": False}))
+        assert "`files=Files(dedup=False)`" in str(result)
+    together(4, on_host({"files": {"dedup": False}}))
     for host, root in enumerate(roots):
         assert sorted(path.name for path in root.iterdir() if path.name[0] == "r") == [
             f"rank_{rank}" for rank in (2 * host, 2 * host + 1)

@@ -90,10 +90,17 @@ def test_the_original_rebuilds_every_tensor() -> None:
             def work(group: Any) -> Any:
                 own = local_arrays(mapping, tensors, group.rank, sorted(states))
                 return reshard.save(
-                    root, 7, {k: a for k, a in own.items() if k not in states}, {k: own[k] for k in own if k in states},
-                    layout=mapping, dedup=dedup, prefix=prefix, group=group, durable=False, timeout=20,
-                    strict_format=True, extra={"own": reshard.per_rank(group.rank)},
-                )  # fmt: skip
+                    root,
+                    7,
+                    {k: a for k, a in own.items() if k not in states},
+                    {k: own[k] for k in own if k in states},
+                    layout=mapping,
+                    files={"dedup": dedup, "prefix": prefix, "strict_format": True},
+                    group=group,
+                    commit={"durable": False},
+                    timeout=20,
+                    extra={"own": reshard.per_rank(group.rank)},
+                )
 
             reports = in_threads(world_size, work)
             protocol.release()

@@ -40,8 +40,9 @@ def save(group: Any, root: Path, iteration: int, layout: dict[str, Any] = LAYOUT
     own = local_arrays(layout, MODEL | STATE, group.rank, list(STATE))
     model = {key: array for key, array in own.items() if key in MODEL}
     state = {key: array for key, array in own.items() if key in STATE}
-    options = {"timeout": 30, "durable": False} | options
-    return reshard.save(root, iteration, model, state, layout=layout, shapes=SHAPES, **options)
+    given: dict[str, Any] = {"timeout": 30, "commit": {"durable": False}} | options
+    report: reshard.SaveReport = reshard.save(root, iteration, model, state, layout=layout, shapes=SHAPES, **given)
+    return report
 
 
 def check(root: Path, iteration: int) -> None:
@@ -69,8 +70,16 @@ def test_ranks_save_together(tmp_path: Path, world_size: int) -> None:
     def work(group: Any) -> list[Any]:
         extra = {"loop": {"epoch": 3}, "seed": reshard.per_rank({"rank": group.rank, "rng": np.arange(group.rank)})}
         reports = [
-            save(group, tmp_path, 10, layout, extra=extra, durable=True, verify_after_save=True, check_replicas=True),
-            save(group, tmp_path, 20, layout, dedup=False, prefix="x"),
+            save(
+                group,
+                tmp_path,
+                10,
+                layout,
+                extra=extra,
+                commit={"durable": True},
+                verify={"after_save": True, "check_replicas": True},
+            ),
+            save(group, tmp_path, 20, layout, files={"dedup": False, "prefix": "x"}),
             save(group, tmp_path, 20, layout),  # once more
         ]
         return [[report.digest, report.n_files, report.n_bytes] for report in reports]
@@ -91,7 +100,11 @@ def test_a_rank_that_raises_is_told_on_all_and_the_next_save_works(tmp_path: Pat
     def work(group: Any) -> list[str]:
         told = []
         options: dict[str, Any] = {"extra": {"x": object()}} if group.rank == 0 else {}
-        for bad in (options, {"common": {"odd": 1}} if group.rank == 3 else {}, {"prefix": "/"} if group.rank else {}):
+        for bad in (
+            options,
+            {"common": {"odd": 1}} if group.rank == 3 else {},
+            {"files": {"prefix": "/"}} if group.rank else {},
+        ):
             try:
                 save(group, tmp_path, 5, **bad)
             except reshard.ReshardError as error:

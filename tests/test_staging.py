@@ -334,7 +334,7 @@ def held_from_the_first_wait_on(copies: Copies) -> Callable[..., Any]:
 def test_next_step_of_the_optimizer_waits_for_the_copies(tmp_path: Path, copies: Copies) -> None:
     model = Small()
     optimizer = torch.optim.AdamW(model.trained.parameters(), lr=0.1)
-    with Checkpointer(tmp_path, save_every=2, overlap=True, signals=(), durable=False) as made:
+    with Checkpointer(tmp_path, save_every=2, overlap=True, signals=(), commit={"durable": False}) as made:
         made.resume(model=model, optimizer=optimizer)
         for step in range(1, 3):
             optimizer.zero_grad()
@@ -374,7 +374,7 @@ def test_hook_is_that_of_every_optimizer(tmp_path: Path, copies: Copies) -> None
             ZeroRedundancyOptimizer(second.parameters(), torch.optim.SGD, lr=0.1),
         ]
         waited = []
-        with Checkpointer(tmp_path, overlap=True, signals=(), durable=False) as made:
+        with Checkpointer(tmp_path, overlap=True, signals=(), commit={"durable": False}) as made:
             made.resume(model=nn.ModuleDict({"first": first, "second": second}), optimizer=optimizers)
             for number, optimizer in enumerate(optimizers, 1):
                 made.step(number)
@@ -396,7 +396,7 @@ def test_without_memory_for_copies_it_is_saved_all_the_same(
 
     monkeypatch.setattr(staging, "_host_memory", fail)
     model = Small()
-    with Checkpointer(tmp_path, save_every=1, overlap=True, signals=(), durable=False) as made:
+    with Checkpointer(tmp_path, save_every=1, overlap=True, signals=(), commit={"durable": False}) as made:
         made.resume(model=model)
         made.step(1)
     assert "copied one by one before the training goes on: CUDA error" in caplog.text
@@ -413,7 +413,9 @@ def test_checkpoints_of_a_gpu_hold_what_it_held(tmp_path: Path, overlap: Any) ->
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)), nn.BatchNorm1d(2048)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     expected = {}
-    with Checkpointer(tmp_path, save_every=1, keep=None, overlap=overlap, signals=(), durable=False) as made:
+    with Checkpointer(
+        tmp_path, save_every=1, keep=None, overlap=overlap, signals=(), commit={"durable": False}
+    ) as made:
         made.resume(model=model, optimizer=optimizer)
         for step in range(1, 4):
             optimizer.zero_grad()

@@ -79,7 +79,7 @@ def test_convert_splits_by_a_strategy(path: Path, tmp_path: Path) -> None:
 def test_ranks_save_by_a_strategy(path: Path, tmp_path: Path) -> None:
     def work(group: Any) -> Any:
         return reshard.save(
-            tmp_path, 3, slices_of(path, group.rank), layout=path, group=group, durable=False, timeout=30
+            tmp_path, 3, slices_of(path, group.rank), layout=path, group=group, commit={"durable": False}, timeout=30
         )
 
     assert not [result for result in in_threads(8, work) if isinstance(result, Exception)]
@@ -105,7 +105,7 @@ def test_uneven_rows_are_sizes(tmp_path: Path) -> None:
     def work(group: Any) -> Any:
         model = {"table": parts[group.rank]}
         return reshard.save(
-            tmp_path / "run", 1, model, layout=tmp_path / "s.ckpt", group=group, durable=False, timeout=30
+            tmp_path / "run", 1, model, layout=tmp_path / "s.ckpt", group=group, commit={"durable": False}, timeout=30
         )
 
     assert not [result for result in in_threads(6, work) if isinstance(result, Exception)]
@@ -135,7 +135,9 @@ def test_the_shape_settles_a_lone_list(tmp_path: Path) -> None:
 
     def work(group: Any) -> Any:
         path = tmp_path / "s.ckpt"
-        return reshard.save(tmp_path / "run", 1, parts[group.rank], layout=path, group=group, durable=False, timeout=30)
+        return reshard.save(
+            tmp_path / "run", 1, parts[group.rank], layout=path, group=group, commit={"durable": False}, timeout=30
+        )
 
     assert not [result for result in in_threads(4, work) if isinstance(result, Exception)]
     with reshard.open(tmp_path / "run") as opened:

@@ -66,20 +66,20 @@ TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*.weight", "cut": ["tp"]}]}
     "options",
     [
         {"to": "huggingface"},
-        {"to": "huggingface", "max_shard_size": 100},
+        {"to": "huggingface", "files": {"max_shard_size": 100}},
         {"to": "safetensors"},
         {"to": "safetensors", "layout": TP2},
         {"to": "checkpoint2", "layout": TP2},
         {"to": "checkpoint1", "layout": TP2},
         {"to": "mindspore"},
-        {"rename": {"head.": "lm_head."}},
+        {"select": {"rename": {"head.": "lm_head."}}},
     ],
     ids=str,
 )
 def test_a_conversion_keeps_all_names(tied: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     reshard.convert(tied, tmp_path / "out", **options)
     with reshard.open(tied) as a, reshard.open(tmp_path / "out") as b:
-        renamed = {name: name.replace("head", "lm_head") if "rename" in options else name for name in NAMES}
+        renamed = {name: name.replace("head", "lm_head") if "select" in options else name for name in NAMES}
         assert sorted(b) == sorted(renamed.values())
         assert all(np.array_equal(a.read(name), b.read(renamed[name])) for name in NAMES)
 

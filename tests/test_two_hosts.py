@@ -46,7 +46,7 @@ WHOLE = np.arange(64.0).reshape(8, 8)
 
 def save(group: TorchGroup, root: Path, iteration: int, timeout: float = 30) -> None:
     own = WHOLE[2 * group.rank :][:2] + iteration
-    reshard.save(root, iteration, {"w": own}, layout=LAYOUT, group=group, timeout=timeout, durable=False)
+    reshard.save(root, iteration, {"w": own}, layout=LAYOUT, group=group, timeout=timeout, commit={"durable": False})
 
 
 def is_whole(root: Path, iteration: int) -> bool:
@@ -143,7 +143,7 @@ def test_power_of_a_host_fails_in_a_save(root: Path, monkeypatch: pytest.MonkeyP
     def go_on(group: TorchGroup) -> Any:
         layout = {"mesh": {"tp": 2}, "rules": LAYOUT["rules"]}
         loaded = reshard.load(root, layout, group=group)
-        reshard.save(root, 2, {"w": loaded.state["w"] + 1}, layout=layout, group=group, durable=False)
+        reshard.save(root, 2, {"w": loaded.state["w"] + 1}, layout=layout, group=group, commit={"durable": False})
         return [loaded.iteration, socket.gethostname()]
 
     def act(a: Host, b: Host) -> list[Any]:
@@ -208,12 +208,12 @@ def test_second_job_behind_a_cut_waits_until_the_first_is_gone(root: Path, monke
     saved = Signal()
 
     def stay(group: TorchGroup) -> None:
-        reshard.save(root, 1, {"w": WHOLE + 1}, group=group, durable=False)
+        reshard.save(root, 1, {"w": WHOLE + 1}, group=group, commit={"durable": False})
         saved.set()
         signal.pause()
 
     def come(group: TorchGroup) -> str:
-        return told(lambda: reshard.save(root, 2, {"w": WHOLE + 2}, group=group, durable=False))
+        return told(lambda: reshard.save(root, 2, {"w": WHOLE + 2}, group=group, commit={"durable": False}))
 
     def act(a: Host, b: Host) -> Any:
         with Job(1, stay, hosts=[a]):

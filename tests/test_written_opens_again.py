@@ -82,7 +82,7 @@ def save_together(
         optimizer = {k: own[k] for k in own if k in states} | (BESIDE if is_with_beside else {})
         return reshard.save(
             root, 7, {k: a for k, a in own.items() if k not in states}, optimizer,
-            layout=mapping, shapes=shapes, group=group, durable=False, timeout=20, **options,
+            layout=mapping, shapes=shapes, group=group, commit={"durable": False}, timeout=20, **options,
         )  # fmt: skip
 
     results = in_threads(len(mesh_ranks(mapping)), work)
@@ -144,7 +144,7 @@ def test_what_ranks_save_opens_again() -> None:
             try:
                 save_together(
                     root, mapping, checkpoint, is_with_beside=is_with_beside, format=way,
-                    dedup=data.draw(st.booleans()), common=common,
+                    files={"dedup": data.draw(st.booleans())}, common=common,
                 )  # fmt: skip
             except UnsupportedError:
                 assert way == "checkpoint1"
@@ -186,7 +186,7 @@ def test_what_is_converted_opens_again() -> None:
             if to == "checkpoint1" and data.draw(st.sampled_from([True, True, False])):
                 mapping = plain(mapping)
         common, is_with_beside = data.draw(st.sampled_from([None, COMMON])), data.draw(st.booleans())
-        options: dict[str, Any] = {"dedup": data.draw(st.booleans())} if to.startswith("checkpoint") else {}
+        options: dict[str, Any] = {"files": {"dedup": data.draw(st.booleans())}} if to.startswith("checkpoint") else {}
         with tempfile.TemporaryDirectory() as name:
             source, target = Path(name) / "source", Path(name) / "out"
             whole = {"mesh": {"dp": 1}, "rules": [{"match": "*"}]}
@@ -196,7 +196,7 @@ def test_what_is_converted_opens_again() -> None:
                 format=data.draw(st.sampled_from(["checkpoint1", "checkpoint2"] if is_known else ["checkpoint2"])),
             )  # fmt: skip
             try:
-                reshard.convert(source, target, to=to, part="all", layout=mapping, durable=False, **options)
+                reshard.convert(source, target, to=to, part="all", layout=mapping, commit={"durable": False}, **options)
             except UnsupportedError:
                 assert to == "checkpoint1"
                 assert not target.exists()
@@ -222,7 +222,7 @@ def test_a_tensor_that_the_strategy_does_not_list_is_never_read_wrongly(monkeypa
             try:
                 save_together(
                     root, mapping, checkpoint, is_with_beside=False, format="checkpoint1",
-                    dedup=data.draw(st.booleans()),
+                    files={"dedup": data.draw(st.booleans())},
                 )  # fmt: skip
                 strategy = read_strategy(root.with_name("strategy"))
             except (UnsupportedError, CheckpointNotFoundError):  # not expressible, or one rank

@@ -1,8 +1,8 @@
 """Checks of the arguments of public functions, by the names of their parameters: a wrong type is an `ArgumentError`.
 
-A parameter of one name takes the same kind of value in every public function, so one table serves all of them. What a
-value means is checked where it is used; here only values are refused with which nothing could be done. Functions that
-all ranks call together check their arguments where a fault of one rank reaches the others.
+A parameter or a field of options takes the same kind of value wherever it has the same name, so one table serves all of
+them. The meaning of a value is checked where it is used; here only values of a wrong type or range are refused.
+Functions that all ranks call collectively check their arguments where an error of one rank reaches the others.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check(**arguments: object) -> None:
-    """Check arguments by their names; None is taken for every one of them.
+    """Check arguments by their names; None is accepted for all of them.
 
     Raises:
-        ArgumentError: a value is of no type that a parameter of this name takes.
-        StorageError: a path has a name in it that is longer than any file system takes.
+        ArgumentError: a value has a type that a parameter of this name does not accept.
+        StorageError: a path has a component that is longer than any file system accepts.
 
     Example:
         >>> check(path="model.safetensors", threads=4, progress=None)
@@ -70,13 +70,13 @@ def check(**arguments: object) -> None:
 
 
 def check_given(**arguments: object) -> None:
-    """Check arguments by their names, where None is no value. Raises as `check`."""
+    """Check arguments by their names; None is checked as any value is. Raises as `check`."""
     for name, value in arguments.items():
         _CHECKS[name](name, value)
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuse what is no time to wait."""
+    """Refuse a value that is not a number of seconds."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or math.isnan(value) or value < 0:  # type: ignore[arg-type,operator]
         raise _wrong(name, value, "a number of seconds from 0 on")
@@ -128,7 +128,7 @@ def _own(name: str, value: object) -> None:
 
 
 def check_shapes(name: str, value: object) -> None:
-    """Refuse what does not give a shape for each of some keys."""
+    """Refuse a value that is not a mapping of keys to shapes."""
     _mapping(name, value)
     for key, shape in value.items():  # type: ignore[attr-defined]
         check_text(key, f"key of `{name}`")
@@ -161,7 +161,7 @@ def _device(name: str, value: object) -> None:
 
 
 def check_texts(name: str, value: object) -> None:
-    """Refuse what is neither a text nor a list or set of them."""
+    """Refuse a value that is neither text nor a list or set of texts."""
     if isinstance(value, str):
         check_text(value, f"value of `{name}`")
         return
@@ -228,6 +228,38 @@ def _pair_of_integers(name: str, value: object) -> None:
         _integer(name, item)
 
 
+def _trained(name: str, value: object) -> None:
+    if type(value).__name__ not in ("bool", "bool_"):
+        check_texts(name, value)
+
+
+def _size(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        _integer(name, value)
+    else:
+        _text(name, value)
+
+
+def _choice(*accepted: str) -> Callable[[str, object], None]:
+    def check_choice(name: str, value: object) -> None:
+        if not isinstance(value, str) or value not in accepted:
+            raise _wrong(name, value, " or ".join(f'"{one}"' for one in accepted))
+
+    return check_choice
+
+
+def _count(name: str, value: object) -> None:
+    _integer(name, value)
+    if value < 1:  # type: ignore[operator]
+        raise _wrong(name, value, "a whole number from 1 on")
+
+
+def _option(name: str, value: object) -> None:
+    """Text, or a group of options: an object of its class or a mapping, see `reshard.options`."""
+    if not isinstance(value, str | Mapping) and not type(value).__module__.startswith("reshard."):
+        raise _wrong(name, value, "text, a mapping, or an object of this package that is made of one")
+
+
 _CHECKS: dict[str, Callable[[str, object], None]] = {
     **dict.fromkeys(("root", "path", "src", "dst", "filename", "a", "b", "folder", "model_files"), _path),
     **dict.fromkeys(
@@ -245,17 +277,22 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "metadata": _text_mapping,
     "plan": _text_mapping,
     "name": _text,
-    "keep_best": _metric_and_number,
+    "best": _metric_and_number,
+    "max_shard_size": _size,
+    "on_load": _choice("full", "touched", "structure"),
+    "modes": _choice("original"),
+    "save_trainable_params": _trained,
+    "drift": _count,
+    "grace_s": check_seconds,
+    **dict.fromkeys(("format", "verify"), _option),
     "device": _device,
-    **dict.fromkeys(
-        ("part", "format", "to", "method", "framework", "backend", "modes", "prefix", "suffix", "name_regex", "verify"),
-        _text,
-    ),
+    **dict.fromkeys(("part", "to", "method", "framework", "backend", "prefix", "suffix", "name_regex"), _text),
     **dict.fromkeys(("rank", "iteration", "threads", "sink_size", "steps_per_epoch"), _integer),
     **dict.fromkeys(("keep", "keep_every"), _integer_or_none),
     **dict.fromkeys(("progress", "ready", "after"), _function),
     **dict.fromkeys(
         (
+            "after_save",
             "allow_fresh",
             "blocking",
             "async_save",
@@ -274,11 +311,10 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
             "reverse",
             "rollback",
             "save_network_params",
-            "save_trainable_params",
+            "save_on_exception",
             "strict",
             "strict_format",
             "takeover",
-            "verify_after_save",
         ),
         _flag,
     ),

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, NamesLike, ResolvedTensor
+    from reshard.options import VerifyMode
 
-__all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verify"]
+__all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo"]
 
 Part = Literal["all", "model", "optimizer"]
-Verify = Literal["full", "touched", "structure"]
 _Stored: TypeAlias = (
     tuple[str, tuple[int, ...], Placed] | tuple[str, tuple[int, ...], Placed, Mapping[int, Sequence[int]]]
 )
@@ -313,7 +313,7 @@ class Checkpoint:
     # -- reading
 
     def read(
-        self, key: str, index: object = None, out: np.ndarray | None = None, *, verify: Verify = "touched"
+        self, key: str, index: object = None, out: np.ndarray | None = None, *, verify: VerifyMode = "touched"
     ) -> np.ndarray:
         """Read a tensor or a slice of it. Only the bytes of the slice's bounding box are read.
 
@@ -371,7 +371,7 @@ class Checkpoint:
         out: Mapping[str, np.ndarray] | None = None,
         dtype: object = None,
         copy: bool = True,
-        verify: Verify = "touched",
+        verify: VerifyMode = "touched",
         threads: int | None = None,
         progress: _core.Progress | None = None,
     ) -> dict[str, np.ndarray]:
@@ -476,7 +476,7 @@ class Checkpoint:
         request: _core.Request,
         dtype: object = None,
         *,
-        verify: Verify = "touched",
+        verify: VerifyMode = "touched",
         keys: Collection[str] | None = None,
     ) -> _core.Plan:
         """Plan the copies of a request, for code that writes or places the bytes itself.
@@ -668,7 +668,7 @@ class Checkpoint:
 
     @checked
     def stored(
-        self, rank: int, *, keys: Collection[str] | None = None, verify: Verify = "touched"
+        self, rank: int, *, keys: Collection[str] | None = None, verify: VerifyMode = "touched"
     ) -> dict[str, np.ndarray]:
         """Load the local arrays in a rank's files, without a layout.
 

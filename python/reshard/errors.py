@@ -94,8 +94,8 @@ def adapt_hint(hint: str | None, word: Callable[[str, str], str | None]) -> str 
 
     Example:
         >>> options = {"overwrite": "--overwrite"}
-        >>> adapt_hint("use `overwrite=True`; `takeover=True` ends the other", lambda name, value: options.get(name))
-        'use --overwrite'
+        >>> adapt_hint("give `overwrite=True`; `share=(0, 4)` takes a part", lambda name, value: options.get(name))
+        'give --overwrite'
     """
     clauses = []
     for clause in (hint or "").split("; "):
@@ -108,20 +108,26 @@ def adapt_hint(hint: str | None, word: Callable[[str, str], str | None]) -> str 
 
 @contextlib.contextmanager
 def hints_without(*names: str) -> Iterator[None]:
-    """Remove clauses that name these arguments from the hints of errors, for a caller that does not have them.
+    """Leave out of the hints of errors the clauses that name these arguments or fields, which the caller does not have.
 
     Example:
         >>> from reshard.errors import ClaimedError
         >>> with hints_without("takeover"):
-        ...     raise ClaimedError("`run` is claimed", hint="end that job; `takeover=True` overtakes it")
+        ...     raise ClaimedError("`run` is claimed", hint="end that job; `commit=Commit(takeover=True)` overtakes it")
         Traceback (most recent call last):
         reshard.errors.ClaimedError: `run` is claimed
         hint: end that job
     """
+
+    def is_left_out(name: str, value: str) -> bool:
+        return name in names or any(f"({one}=" in value for one in names)
+
     try:
         yield
     except ReshardError as error:
-        error.hint = adapt_hint(error.hint, lambda name, value: None if name in names else f"`{name}={value}`")
+        error.hint = adapt_hint(
+            error.hint, lambda name, value: None if is_left_out(name, value) else f"`{name}={value}`"
+        )
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -29,7 +30,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--strategy",
         type=PATH,
         metavar="PATH",
-        help="Layout of the rank folders in SRC: a strategy file, or the folder with those of all stages. "
+        help="How the rank folders of SRC are sharded: a strategy file, or the folder with those of all stages. "
         "Default: the folder `strategy` beside SRC.",
     ),
     "suffix": click.option(
@@ -75,7 +76,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--layout",
         type=PATH,
         metavar="FILE",
-        help="Layout of DST: a layout file, a strategy file, or a folder of strategy files. Default: full tensors.",
+        help="How DST is sharded: a layout file, a strategy file, or a folder of these. Default: whole tensors.",
     ),
     "iteration": click.option(
         "--iteration",
@@ -130,7 +131,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "Default: from the environment of torchrun or Slurm.",
     ),
 }
-"""The command-line options of `reshard.convert`, by argument name."""
+"""Each option of `reshard.convert` on the command line, by the name of its argument, or of its field of an option."""
 
 
 def options(*names: str) -> Callable[[F], F]:
@@ -157,9 +158,14 @@ def run_conversion(src: str, dst: str, *, no_sync: bool, as_json: bool, share: s
     """
     given["share"] = _launched() if share is None else _parsed(share)
     given["rename"] = _renames(given["rename"])
+    groups: dict[str, Any] = {
+        group.keyword: group(**{field.name: given.pop(field.name) for field in fields(group) if field.name in given})
+        for group in (reshard.Select, reshard.Files)
+    }
+    commit = reshard.Commit(durable=not no_sync, private=given.pop("private"))
     with collected_warnings() as logged, progress_bar() as progress:
-        report = reshard.convert(src, dst, durable=not no_sync, progress=progress, **given)
-    # Most warnings of the report are logged too, with a prefix: print each once.
+        report = reshard.convert(src, dst, commit=commit, progress=progress, **groups, **given)
+    # What is in the report was often logged as well, with where it came from before it.
     warnings = [*report.warnings, *(line for line in logged if not any(known in line for known in report.warnings))]
     if as_json:
         echo_json({**dataclasses.asdict(report), "warnings": warnings})

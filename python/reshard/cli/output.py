@@ -435,7 +435,10 @@ def _with_options(text: str) -> str:
 
 
 def _option(name: str, value: str) -> str | None:
-    """The option, with its value, for an argument of a function; None if the command does not have it."""
+    """The option for an argument of a function, with its value; None if the command has none."""
+    field = re.fullmatch(r"[A-Z]\w*\(([a-z_]+)=(.*)\)", value, re.DOTALL)
+    if field is not None:  # of a group of options, as in `files=Files(dedup=False)`
+        return _option(field[1], "" if field[2] == "..." else field[2])
     command = click.get_current_context().command
     special = _OPTIONS.get((command.name or "", name))
     if special is not None:

@@ -42,7 +42,7 @@ _ITERATION = click.IntRange(min=0)
     metavar="METRIC N",
     help="Also keep the N iterations with the lowest values of a metric; -METRIC: the highest.",
 )
-@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
 @command
 def prune(
     root: str,
@@ -53,12 +53,12 @@ def prune(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Remove old iterations of ROOT, and print why the others are kept.
+    """Remove the iterations of ROOT that are not to be kept, and report why the others stay.
 
-    Never removed: the iteration that the tracker names, iterations above the tracker, pinned, incomplete and damaged
-    iterations, the newest verified one, and iterations that another process reads. An iteration is removed only if a
-    newer one that is kept was verified after it was written. If none was, the newest kept iteration is verified first,
-    and if it is damaged the next one.
+    These are never removed: the iteration that the tracker names, pinned iterations, iterations above the tracker,
+    incomplete and damaged ones, the newest verified one, and those that a process reads. Nothing is removed unless a
+    newer iteration that stays has been verified since it was written. If there is none, the newest one that stays is
+    verified first, and the next one if it is damaged.
 
     \b
     Examples:
@@ -68,9 +68,8 @@ def prune(
     Exit codes: 0 success, 1 refused, or an iteration could not be removed, 2 usage error.
     """
     with collected_warnings() as logged, progress_bar() as progress:
-        removed = reshard.prune(
-            root, keep, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run, progress=progress
-        )
+        retention = reshard.Retention(keep=keep, keep_every=keep_every, best=keep_best)
+        removed = reshard.prune(root, retention=retention, dry_run=dry_run, progress=progress)
     warnings = list(dict.fromkeys((*logged, *removed.warnings)))
     if as_json:
         echo_json({"dry_run": dry_run, **dataclasses.asdict(removed), "warnings": warnings})
@@ -95,12 +94,12 @@ def _print(removed: Removed, warnings: Sequence[str], *, dry_run: bool) -> None:
         warn(warning)
 
 
-@click.command(short_help="Pin an iteration, so that it is never removed.")
+@click.command(short_help="Keep an iteration whatever the retention.")
 @click.argument("root", type=PATH)
 @click.argument("iteration", type=_ITERATION)
 @command
 def pin(root: str, iteration: int, *, as_json: bool) -> None:
-    """Pin ITERATION of ROOT: retention and prune never remove it.
+    """Keep ITERATION of ROOT whatever the retention.
 
     \b
     Examples:
@@ -110,12 +109,12 @@ def pin(root: str, iteration: int, *, as_json: bool) -> None:
     _echo_pin(root, iteration, "pinned", as_json=as_json)
 
 
-@click.command(short_help="Unpin an iteration.")
+@click.command(short_help="Undo `pin`.")
 @click.argument("root", type=PATH)
 @click.argument("iteration", type=_ITERATION)
 @command
 def unpin(root: str, iteration: int, *, as_json: bool) -> None:
-    """Unpin ITERATION of ROOT: retention and prune may remove it again.
+    """Undo `pin`: retention may remove ITERATION of ROOT again.
 
     \b
     Examples:

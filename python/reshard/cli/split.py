@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.conversion import options, run_conversion
+from reshard.cli.conversion import options
 from reshard.cli.output import PATH, command
 
 __all__ = ["split"]
@@ -26,14 +26,14 @@ __all__ = ["split"]
     "--strategy",
     type=PATH,
     metavar="PATH",
-    help="Layout of DST: a strategy file, or the folder with those of all stages. The same as --layout.",
+    help="How DST is sharded: a strategy file, or the folder with those of all stages. The same as --layout.",
 )
-@click.option("--layout", type=PATH, metavar="FILE", help="Layout of DST: a layout file, or a strategy.")
+@click.option("--layout", type=PATH, metavar="FILE", help="How DST is sharded: a layout file, or a strategy.")
 @click.option(
     "--source-strategy",
     type=PATH,
     metavar="PATH",
-    help="Layout of SRC, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
+    help="How SRC is sharded, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
 )
 @options("suffix", "drop", "rename", "part", "dtype", "iteration", "prefix", "dedup", "memory", "threads", "share")
 @options("no_sync", "overwrite", "modes", "private")
@@ -43,9 +43,9 @@ def split(
 ) -> None:
     """Split the full weights SRC into the shards of each rank, DST.
 
-    SRC is anything that `reshard convert` reads; sharded tensors are resharded. The file of every rank also holds the
-    counters. A tensor that the strategy does not list is replicated on every rank, with a warning; --drop leaves it
-    out.
+    SRC is anything that `reshard convert` reads; a checkpoint that is sharded already is resharded. Every rank's file
+    holds the counters too. A tensor that the strategy does not name is whole on every rank, with a warning: --drop
+    leaves it out.
 
     \b
     Arguments of load_distributed_checkpoint of MindSpore:
@@ -63,5 +63,5 @@ def split(
       reshard split full/ again/ --strategy strategy/ --prefix llama --iteration 20
     """
     if (strategy is None) == (layout is None):
-        raise click.UsageError("use either --strategy or --layout, the layout of DST")
+        raise click.UsageError("give --strategy or --layout: how DST is sharded")
     run_conversion(src, dst, layout=layout or strategy, strategy=source_strategy, **given)

@@ -1,11 +1,18 @@
-"""A training configuration in the words of MindSpore Transformers, read into one frozen value in ours.
+"""A training configuration with MindSpore configuration keys, read into one frozen value.
 
-A trainer's whole YAML is fine: of it only the words below are read, and other sections are left alone. A word may
-stand in several places, old and new; what two of them say must agree. The tables in `words` are the
-whole vocabulary: a word that is not in them but spelt like one is an error, since a misspelt `resume_training` would
-otherwise start a training from nothing.
+The whole YAML file of a training is accepted: only the keys below are read, and other sections are ignored. A key may
+be given in several places, old and new, with equal values. The tables in `words` list all keys. A key that is not in
+them but looks like one of them is an error, since a misspelt `resume_training` would otherwise start a training from
+nothing.
 
-What the values are for is not known here, nor is any file looked at but the configuration itself.
+The section `reshard` is this package's own: groups of options of `reshard.options`, for which there is no key of
+MindSpore Transformers.
+
+    reshard:
+      retention: {keep_every: 1000, best: [loss, 3]}
+      verify: {after_save: true}
+
+This module does not use the values, and reads no file but the configuration.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from typing import Any, Literal, Self, TypeAlias
 from reshard.config.read import read_values
 from reshard.errors import ConfigError
 from reshard.fields import At
+from reshard.options import Checkpoint1Options, Files, Options, Retention
 from reshard.strict_yaml import read_yaml
 
 __all__ = ["Config", "ConfigLike", "as_config", "split_iteration"]
@@ -31,25 +39,25 @@ _ITERATION_FOLDER = re.compile(r"iteration_0*([0-9]{1,18})")
 
 @dataclass(frozen=True)
 class Config:
-    """How a training saves and resumes. In brackets the original's words, the older before the newer.
+    """How a training saves and resumes. The MindSpore configuration keys are in brackets, the older before the newer.
 
     Attributes:
         load_path: the checkpoint root, iteration folder, Hugging Face folder or file to load; "" loads nothing
             (`load_checkpoint`, `checkpoint.load_path`).
         resume: whether the training goes on where the checkpoint was saved, optimizer and counters included; False
             takes the weights alone (`resume_training`, the opposite of `checkpoint.no_load_optim`).
-        resume_file: the file of each rank's folder that `resume_training` names, whoever's rank is in the name and
-            with or without its extension; None: the newest that all ranks have whole.
-        load_format: the extension of the files of a Checkpoint 1.0 tree that are looked at, "safetensors" or "ckpt";
+        resume_file: the file of each rank's folder that `resume_training` names, with any rank in the name and with or
+            without its extension; None: the newest that is complete on all ranks.
+        load_format: the extension of the files of a Checkpoint 1.0 tree that are considered, "safetensors" or "ckpt";
             None: both (`load_ckpt_format`).
-        by_timestamp: whether the times of the files of a Checkpoint 1.0 tree tell which is newest, and not its
-            meta.json files (`resume_by_last_timestamp_ckpt`).
-        auto_trans: whether what was saved is cut anew for the run, and no rank takes its own file of a Checkpoint 1.0
+        by_timestamp: whether the newest save of a Checkpoint 1.0 tree is found by the times of its files, and not by
+            its meta.json files (`resume_by_last_timestamp_ckpt`).
+        auto_trans: whether the checkpoint is resharded for the run, and no rank takes its own file of a Checkpoint 1.0
             tree as it is (`auto_trans_ckpt`).
-        strategy: the strategy file, or the folder of them, that says how a Checkpoint 1.0 tree was cut; None: the
+        strategy: the strategy file, or the folder of them, that says how a Checkpoint 1.0 tree is sharded; None: the
             folder `strategy` beside it (`src_strategy_path_or_dir`).
-        model_path: a Hugging Face folder: its config says how the model is cut where it is loaded from such a folder,
-            and its weights are loaded where nothing else is and nothing is resumed (`pretrained_model_dir`).
+        model_path: a Hugging Face folder: its config says how the model is sharded where it is loaded from such a
+            folder, and its weights are loaded if nothing else is loaded or resumed (`pretrained_model_dir`).
         use_parallel: whether the sizes that follow hold; else each is 1 (`use_parallel`).
         data_parallel, model_parallel, pipeline_stage, expert_parallel, context_parallel: ranks of each kind; the
             experts are divided over ranks of data_parallel (`parallel_config`).
@@ -80,8 +88,10 @@ class Config:
         integrated_save: whether each save is written a second time, as whole tensors.
         save_network_params: of Checkpoint 1.0: whether the weights are saved a second time, by themselves.
         save_trainable_params: of Checkpoint 1.0: whether the weights that are trained are, too.
-        only_save_strategy: whether nothing but the strategy files is written, that is how tensors are cut.
-        without_effect: words that stand in the configuration and do nothing here, such as "`integrated_save`".
+        only_save_strategy: whether nothing but the strategy files is written, that is how tensors are sharded.
+        without_effect: keys of the configuration that have no effect here, such as "`integrated_save`".
+        groups: the groups of options in the section `reshard`. `keep`, `prefix` and `dedup` in them are also the fields
+            of these names.
 
     Example:
         >>> config = Config.from_mapping({
@@ -131,6 +141,29 @@ class Config:
     save_trainable_params: bool = False
     only_save_strategy: bool = False
     without_effect: tuple[str, ...] = ()
+    groups: tuple[Options, ...] = ()
+
+    def options(self) -> dict[str, Options]:
+        """The groups of options that the configuration gives a `Checkpointer`, by the names of its parameters.
+
+        Example:
+            >>> config = Config.from_mapping({
+            ...     "keep_checkpoint_max": 3, "prefix": "qwen", "reshard": {"retention": {"keep_every": 1000}},
+            ... })
+            >>> config.options()["retention"], config.options()["files"]
+            (Retention(keep=3, keep_every=1000), Files(prefix='qwen', dedup=False))
+        """
+        given = {one.keyword: one for one in self.groups}
+        given["retention"] = given.get("retention", Retention()).updated({"keep": self.keep})
+        given["files"] = given.get("files", Files()).updated({"prefix": self.prefix, "dedup": self.dedup})
+        if self.legacy_format or self.only_save_strategy:  # strategy files are those of Checkpoint 1.0
+            given["format"] = Checkpoint1Options(
+                sink_size=self.sink_size if self.sink_mode else None,
+                save_network_params=self.save_network_params,
+                save_trainable_params=self.save_trainable_params,
+                only_save_strategy=self.only_save_strategy,
+            )
+        return given
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -149,15 +182,15 @@ class Config:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
-        r"""Read a YAML file, a trainer's whole one or only the part about checkpoints.
+        r"""Read a YAML file, that of a whole training or only the part about checkpoints.
 
         Args:
             path: the file, UTF-8, at most 16 MiB.
 
         Raises:
             CheckpointNotFoundError: there is no such file.
-            ConfigError: it is not YAML, or a word is misspelt, misplaced, of the wrong type, or against another one;
-                the message names file, line and key, and says what is accepted.
+            ConfigError: it is not YAML, or a key is misspelt or misplaced, has a value of the wrong type, or
+                contradicts another one; the message names file, line and key, and what is accepted.
             StorageError: the system failed to read it.
 
         Example:

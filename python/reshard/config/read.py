@@ -1,4 +1,4 @@
-"""From a mapping to the fields of `Config`: every word in its place; misspelt ones and contradictions are refused."""
+"""From a mapping to the fields of `Config`. Misspelt and misplaced keys and contradictions are errors."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ from reshard.config.words import (
     TOP,
     Word,
 )
+from reshard.errors import ArgumentError
 from reshard.fields import At, and_words, found, is_list
+from reshard.options import Commit, Files, Interrupts, Options, Retention, Verify
 from reshard.strict_yaml import at_path
 from reshard.words import nearest, show
 
 __all__ = ["read_values"]
 
-_NEAR = 0.84  # as similar as a word must be to one of ours to count as misspelt
-_DEFAULT_STEPS_OF_SECTION = 1000  # what the original does in its `checkpoint:` section, where nothing is said
+_NEAR = 0.84  # similarity to a known key from which a key counts as misspelt
+_DEFAULT_STEPS_OF_SECTION = 1000  # the default of MindSpore Transformers in its section `checkpoint`
+_GROUPS: dict[str, type[Options]] = {one.keyword: one for one in (Retention, Verify, Commit, Files, Interrupts)}
+_SHARED = ("keep", "prefix", "dedup")  # fields of options that MindSpore configuration keys set as well
 
 
 class _Values:
-    """What was said of each field, and where; two places that disagree are an error."""
+    """The value of each field, and the key that set it; two keys that set different values are an error."""
 
     def __init__(self) -> None:
         self.said: dict[str, tuple[object, At]] = {}
         self.without_effect: dict[str, None] = {}
 
     def take(self, at: At, name: str, word: Word, value: object) -> object:
-        """Parse what stands under a word, and keep it for its field."""
+        """Parse the value of a key, and keep it for its field."""
         if value is None:
-            return None  # the original's YAML says null for what it does not say
+            return None  # configurations of MindSpore Transformers write null for a key without a value
         parsed = word.kind.parse(at, value)
         if word.inert and parsed not in (None, False):
             self.without_effect[f"`{name}`"] = None
@@ -48,7 +52,7 @@ class _Values:
         return parsed
 
     def set(self, field: str, value: object, at: At) -> None:
-        """Keep a value, unless another place says otherwise."""
+        """Keep a value; refuse it if another key has set a different one."""
         before = self.said.setdefault(field, (value, at))
         if before[0] != value:
             line = f", line {at.lines[before[1].path]}" if before[1].path in at.lines else ""
@@ -72,20 +76,23 @@ def read_values(value: object, at: At) -> dict[str, Any]:
         )
     if value.get("callbacks") is not None:
         _read_callbacks(at / "callbacks", value["callbacks"], values)
+    groups: tuple[Options, ...] = ()
+    if value.get("reshard") is not None:
+        groups = _read_options(at / "reshard", _mapping(at / "reshard", value["reshard"]), values)
     if isinstance(value.get("monitor_config"), Mapping):
         _read_health(at / "monitor_config", value["monitor_config"], values)
-    return _settle(values, top, section)
+    return {**_settle(values, top, section), "groups": groups}
 
 
 def _settle(values: _Values, top: dict[str, object], section: dict[str, object] | None) -> dict[str, Any]:
-    """What the words together mean: defaults that hang on where something was said."""
+    """What the keys mean together: defaults that depend on the place of a key."""
     said = {field: value for field, (value, _) in values.said.items()}
     if isinstance(said.get("resume"), str):
         said["resume"], said["resume_file"] = True, said["resume"]
     if section is not None:
         if said.get("legacy_format"):
             raise values.said["legacy_format"][1].error("contradicts the section `checkpoint`, which is Checkpoint 2.0")
-        # The section resumes unless told not to; the older words do not unless told to.
+        # With the section a run resumes by default; with the older keys it does not.
         if section.get("load_path"):
             said.setdefault("resume", True)
         if section.get("save_path"):
@@ -102,8 +109,8 @@ def _settle(values: _Values, top: dict[str, object], section: dict[str, object] 
         raise values.said["expert_parallel"][1].error(
             f"{expert} does not divide data_parallel, {data}: the experts are divided over ranks that share their data"
         )
-    # On the top level the original means loading, where the files say it themselves; of a configuration of ours that
-    # has no other place for it, it can only mean saving, and one that does is not harmed.
+    # On the top level this key of MindSpore Transformers is about loading, where the files record it. In a
+    # configuration without callbacks it can only be about saving.
     if top.get("remove_redundancy") is not None:
         said.setdefault("dedup", top["remove_redundancy"])
     if top.get("output_dir") is not None:
@@ -120,7 +127,7 @@ def _read_words(
     closed: bool = False,
     sections: bool = False,
 ) -> dict[str, object]:
-    """Read the words of one place; others are refused if it is `closed`, else if they look like one of the words."""
+    """Read the keys of one place. If it is `closed` other keys are refused, else only those that look misspelt."""
     parsed: dict[str, object] = {}
     names = [*words, *SECTIONS, *OTHERS] if sections else list(words)
     for name, value in mapping.items():
@@ -166,8 +173,30 @@ def _read_callbacks(at: At, value: object, values: _Values) -> None:
             )
 
 
+def _read_options(at: At, value: Mapping[Any, object], values: _Values) -> tuple[Options, ...]:
+    """Read the section `reshard`: groups of options, each a mapping of the fields of its class."""
+    groups = []
+    for name, given in value.items():
+        if name not in _GROUPS:
+            near = nearest(str(name), _GROUPS, n=1)
+            known = and_words([f"`{one}`" for one in _GROUPS])
+            raise at.error(
+                f"no such group of options: {show(str(name))}; accepted are {known}",
+                hint=f"did you mean `{near[0]}`?" if near else None,
+            )
+        try:
+            made = _GROUPS[name].of(cast("Any", given))
+        except ArgumentError as error:
+            raise (at / name).error(error.message, hint=error.hint) from error
+        for field in _SHARED:
+            if isinstance(given, Mapping) and given.get(field) is not None:
+                values.set(field, given[field], at / name / field)
+        groups.append(made)
+    return tuple(groups)
+
+
 def _read_health(at: At, value: Mapping[Any, object], values: _Values) -> None:
-    """Health is asked for by a threshold: the number itself is for the monitor, which is not ours."""
+    """A threshold asks for health checks; the number itself is for the monitor of MindSpore Transformers."""
     if value.get("health_checkpoint") is None:
         return
     here = at / "health_checkpoint"

@@ -1,4 +1,4 @@
-"""The vocabulary: which words of the original are read, where they stand, what they take and which field they set."""
+"""The MindSpore configuration keys that are read: their places, the values they accept and the fields that they set."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a word takes.
+    """The kind of value that a key accepts.
 
     Attributes:
-        accepts: in words, for messages.
-        parse: from what stands there to what it means; None: it says no more than if it did not stand there.
+        accepts: a description for messages.
+        parse: converts the value of the file; None as a result: the key has no effect.
     """
 
     accepts: str
@@ -44,7 +44,7 @@ def _text(at: At, value: object) -> str:
 
 
 def _path(at: At, value: object) -> str | None:
-    """A path, of which the empty one says none."""
+    """A path; the empty one means none."""
     return _text(at, value) or None
 
 
@@ -56,12 +56,12 @@ def _number(at: At, value: object) -> float:
 
 
 def _on(at: At, value: object) -> bool | None:
-    """A switch that may be on in one place and left at its default in another."""
+    """A flag that may be on in one place and off, as by default, in another."""
     return _flag(at, value) or None
 
 
 def _steps(at: At, value: object) -> int | None:
-    """Steps, of which 0 says none."""
+    """A number of steps; 0 means none."""
     return read_integer(at, value, 0) or None
 
 
@@ -70,13 +70,13 @@ def _count(at: At, value: object) -> int:
 
 
 def _workers(at: At, value: object) -> int | None:
-    """Workers, of which one asks for nothing."""
+    """A number of workers; 1 is the default and has no effect."""
     number = read_integer(at, value, 1)
     return None if number == 1 else number
 
 
 def _count_or_all(at: At, value: object) -> int | None:
-    """A count, of which -1 says all there are."""
+    """A count; -1 means all."""
     number = read_integer(at, value, -1)
     if number == 0:
         raise at.error("expected -1 or an integer of at least 1, found `0`")
@@ -84,7 +84,7 @@ def _count_or_all(at: At, value: object) -> int | None:
 
 
 def _resume(at: At, value: object) -> bool | str:
-    """On, off, or the name of a file of Checkpoint 1.0."""
+    """True, false, or the name of a file of Checkpoint 1.0."""
     if isinstance(value, str):
         if value.lower() in ("true", "false", "yes", "no", "on", "off", ""):
             raise at.error(f"expected true, false or the name of a file, found the text {show(value)}")
@@ -93,14 +93,15 @@ def _resume(at: At, value: object) -> bool | str:
 
 
 def _background(at: At, value: object) -> bool:
-    """The original also says how: in a thread or in a process. Here one native writer does it."""
+    """MindSpore Transformers accepts `thread` and `process` too. Here one native writer does it."""
     return True if value in ("thread", "process") else _flag(at, value)
 
 
 def _format(at: At, value: object) -> str:
     if value == "ckpt":
         raise at.error(
-            "`ckpt` files are not written", hint="say `checkpoint_format: safetensors`; the original reads them as well"
+            "`ckpt` files are not written",
+            hint="write `checkpoint_format: safetensors`; MindSpore Transformers reads these files as well",
         )
     if value != "safetensors":
         raise at.error(f"expected `safetensors`, found {found(value)}")
@@ -141,12 +142,12 @@ _ANY = Kind("anything", lambda _, value: value)
 
 @dataclass(frozen=True)
 class Word:
-    """A word of the original.
+    """A MindSpore configuration key.
 
     Attributes:
-        field: the field of `Config` that it sets, with a `!` before it to the opposite of a flag; None: none.
-        kind: what it takes.
-        inert: whether what it asks for is not done here; that is told wherever it asks for something.
+        field: the field of `Config` that it sets, after a `!` to the opposite of a flag; None: none.
+        kind: the values that it accepts.
+        inert: whether it has no effect here; a configuration that sets it gets a warning.
     """
 
     field: str | None
@@ -173,7 +174,7 @@ SAVING = {
     "save_checkpoint_path": Word("save_path", _TEXT),
 }
 TOP = {
-    **SAVING,  # for a configuration of ours that has no callbacks
+    **SAVING,  # for a configuration without callbacks
     "load_checkpoint": Word("load_path", _TEXT),
     "resume_training": Word("resume", _RESUME),
     "load_ckpt_async": Word("load_async", _FLAG),
@@ -183,7 +184,7 @@ TOP = {
     "resume_by_last_timestamp_ckpt": Word("by_timestamp", _FLAG),
     "pretrained_model_dir": Word("model_path", _PATH),
     "use_parallel": Word("use_parallel", _FLAG),
-    "remove_redundancy": Word(None, _FLAG),  # about loading, where the files tell it: see `read`
+    "remove_redundancy": Word(None, _FLAG),  # about loading, where the files record it: see `read`
     "output_dir": Word(None, _TEXT),  # see `read`
     "balanced_load": Word(None, _FLAG, inert=True),
     "reshard_worker_num": Word(None, _WORKERS, inert=True),
@@ -245,9 +246,9 @@ SECTIONS = {
     "training": TRAINING,
     "parallel_config": PARALLEL,
 }
-OTHERS = ("checkpoint", "callbacks", "monitor_config")  # read by functions of their own
+OTHERS = ("checkpoint", "callbacks", "monitor_config", "reshard")  # read by functions of their own
 FOREIGN = {"lr_scheduler", "train_dataset", "eval_dataset"}
-"""Words of the original that are not ours, however much they look like them."""
+"""Keys of MindSpore Transformers that are not read here, although they look like keys that are."""
 ELSEWHERE = {
     **dict.fromkeys(TRAINER, "trainer"),
     **dict.fromkeys(("load_path", "no_load_optim", "save_max", "save_interleaved_steps"), "checkpoint"),

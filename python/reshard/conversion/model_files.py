@@ -65,7 +65,8 @@ class ModelFiles:
                     raise DestinationExistsError(
                         f"{target / name} differs from {path}, which would be copied with the weights",
                         path=str(target / name),
-                        hint=f"remove it; to keep all such files of {target}, pass that folder as `model_files=`",
+                        hint=f"remove it; or keep all such files of {target}: give that folder as "
+                        "`files=Files(model_files=...)`",
                     )
                 del self.files[name]
 

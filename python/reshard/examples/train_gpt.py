@@ -3,9 +3,9 @@ r"""A small GPT that learns to add, trained on any number of processes, killed a
     torchrun --nproc-per-node 4 -m -- reshard.examples.train_gpt --out run --log run.jsonl --steps 40 --save-every 5 \
         --dp 2 --tp 2
 
-Start it again with the same `--out` and it goes on where the last checkpoint was saved: on as many processes, with
-every loss the same to the last bit as if nothing had happened; on others, or cut otherwise (`--dp`, `--tp`, `--fsdp`),
-with the same samples in the same order. The three lines that do it are marked in `train`. Everything runs on the CPU,
+Start it again with the same `--out` and it resumes from its last checkpoint: on as many processes, with every loss the
+same to the last bit as if nothing had happened; on others, or sharded otherwise (`--dp`, `--tp`, `--fsdp`), with the
+same samples in the same order. The three lines that do it are marked in `train`. Everything runs on the CPU,
 over gloo.
 
 The log gets a line of JSON a step: `step`, `loss` (the mean over all ranks, as `float.hex` writes it), `samples` (the
@@ -115,7 +115,7 @@ class GPT(nn.Module):
 
 
 def parallel(model: GPT, mesh: DeviceMesh, *, fsdp: bool) -> nn.Module:
-    """The model, cut over the axis `tp` and replicated or (FSDP2) cut over the axis `dp`."""
+    """The model, sharded over the axis `tp` and replicated or (FSDP2) sharded over the axis `dp`."""
     if mesh["tp"].size() > 1:
         wide, narrow = ColwiseParallel(), RowwiseParallel()
         plan = {"attention.q": wide, "attention.k": wide, "attention.v": wide, "attention.out": narrow}
@@ -153,7 +153,7 @@ def replicated(model: GPT, mesh: DeviceMesh) -> nn.Module:
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """What DDP does, for a model whose parameters are cut over `tp`, which DDP does not take."""
+    """What DDP does, for a model whose parameters are sharded over `tp`, which DDP does not accept."""
     for parameter in model.parameters():
         gradient: Any = parameter.grad
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -229,7 +229,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("reshard.examples.train_gpt", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40, help="steps in all, those before a restart included")
     parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
-    parser.add_argument("--out", required=True, help="the checkpoint root; the run goes on from what is in it")
+    parser.add_argument("--out", required=True, help="the checkpoint root; the run resumes from its newest checkpoint")
     parser.add_argument("--log", "--log-file", help="file that gets a line of JSON a step")
     parser.add_argument("--dp", type=int, default=0, help="data parallel ranks; default: all that --tp leaves")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks: 1, 2, 3, 4, 6 or 12")

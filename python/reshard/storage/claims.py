@@ -217,7 +217,7 @@ def check(claim: Claim) -> None:
         raise ClaimedError(
             f"the claim {show(str(path))} of this process was removed",
             path=str(claim.root),
-            hint="start the program again; `takeover=True` claims the root again",
+            hint="start the program again; `commit=Commit(takeover=True)` claims the root again",
         )
 
 
@@ -455,5 +455,6 @@ def _claimed(root: Path, owner: dict[str, object] | None) -> ClaimedError:
     return ClaimedError(
         f"{show(str(root))} is claimed by {_describe(owner)}, which is alive",
         path=str(root),
-        hint="end that job or give this one another root; `takeover=True` overtakes it: its saves fail from then on",
+        hint="end that job or give this one another root; `commit=Commit(takeover=True)` overtakes it: its saves fail "
+        "from then on",
     )

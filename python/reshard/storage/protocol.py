@@ -411,7 +411,7 @@ def check_above_tracker(root: Path, iteration: int, tracker: int | None) -> None
     if tracker is not None and iteration < tracker:
         raise ArgumentError(
             f"iteration {iteration} is below {tracker}, which the tracker of {show(str(root))} names",
-            hint="if the run went back on purpose give `rollback=True`; another run needs another root",
+            hint="if the run went back on purpose give `commit=Commit(rollback=True)`; another run needs another root",
         )
 
 

@@ -1,4 +1,4 @@
-"""The three lines of a trainer: `Checkpointer`, `resume` and `step`.
+"""What a training loop calls: `Checkpointer`, `resume` and `step`.
 
     checkpointer = Checkpointer("output/checkpoint", save_every=500, keep=5)
     decision = checkpointer.resume(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
@@ -6,10 +6,9 @@
         ...
         checkpointer.step(step, loss=loss)
 
-Here is put together what others do: `saving` makes a checkpoint of what is live, `preflight` finds out at the start
-whether that can succeed, `load_with` chooses what is resumed from, `loading` reads it and `resuming` puts it back,
-`emergency` brings the ranks to the same step when a signal came, and `leaving` saves there and ends. What is decided
-here is when to save.
+This module decides when to save. `saving` makes a checkpoint of the live state, `preflight` checks at the start whether
+that can succeed, `load_with` chooses the checkpoint to resume from, `loading` reads it and `resuming` restores it,
+`emergency` brings the ranks to the same step after a signal, and `leaving` saves there and ends.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from reshard.arguments import checked
-from reshard.checkpoint import Verify as VerifyOption
 from reshard.collective import Collective
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
 from reshard.group import resolve, session
+from reshard.options import Interrupts, Options, Retention, SaveOptions, explains_moved
 from reshard.resume import RunFacts
 from reshard.storage import protocol
 from reshard.torch import environment as environments
@@ -56,20 +55,21 @@ from reshard.torch.run import Run, interval, number_of, object_name
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.saving import Saver
 from reshard.torch.state import describe
-from reshard.verbs.load import load_with, pass_over
+from reshard.verbs.load import Wanted, load_with, pass_over
 from reshard.verbs.start import own_config, start_of
 from reshard.words import show
 from reshard.write.save import check_save_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Sequence
+    from types import EllipsisType, TracebackType
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from reshard.checkpoint import Checkpoint, Verify
+    from reshard.checkpoint import Checkpoint
     from reshard.config import ConfigLike
+    from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
     from reshard.resume import ResumeDecision
     from reshard.torch.health import Health
     from reshard.torch.loading import Read
@@ -86,19 +86,19 @@ _MAX_THREADS = 1024
 class Checkpointer:
     """Saves a training run and resumes it: model, optimizer, schedulers, data position, random state, on any ranks.
 
-    Every rank makes one with the same arguments and makes the same calls. `resume` comes first: it says what the run
-    consists of, and fills it from the newest checkpoint that proves whole, if there is one. `step` comes at the end of
-    every step.
+    Every rank makes one with the same arguments and makes the same calls. `resume` comes first: it takes the objects of
+    the run and restores them from the newest undamaged checkpoint, if there is one. `step` comes at the end of every
+    step.
 
     As a context manager it waits for the last save at the end of the block; else call `close`.
 
-    What would make saves fail is an error of the constructor or of `resume`: options, an unwritable root, a root that
-    another job writes into or that is at a later step, state that cannot be saved. `resume` claims the root for this
-    process. With `save_every=None`, as for an evaluation beside a training, it does not, and these are warnings of the
-    decision.
+    A fault that would make saves fail is an error of the constructor or of `resume`: an invalid option, an unwritable
+    root, a root that another job writes into or that is at a later step, state that cannot be saved. `resume` claims
+    the root for this process. With `save_every=None`, as for an evaluation beside a training, it does not, and these
+    faults are warnings of the decision.
 
-    Steps are steps: `initial_step` is the step that was saved, whatever the batch size is now. The position in the data
-    is that of the sampler, which counts samples.
+    `initial_step` is the step that was saved, whatever the batch size is now. The position in the data is that of the
+    sampler, which counts samples.
 
     Signals (SIGTERM and SIGUSR1): when one reaches any rank, all save at the same step, the next or the one after it,
     wait until it is published and exit with code 75; with 128 + the signal's number if the save failed. `step` is where
@@ -106,68 +106,46 @@ class Checkpointer:
 
     Args:
         root: the checkpoint root.
-        prefix: first part of the names of shard files.
         save_every: steps from one save to the next; or a time, "30min", "1h30min", "90s", by rank 0's clock; None: save
             only when asked.
-        keep: the newest iterations that are kept; None: all. About one save in `keep` is read back, see `reshard.save`.
-        keep_every: keep every iteration that is a multiple of this.
-        keep_best: `(metric, n)`: keep the n iterations with the smallest value of a metric, such as "loss".
+        keep: the newest iterations that are kept; short for `retention=Retention(keep=...)`. Default 5. None: all.
+        retention: which iterations are kept, instead of `keep`: a `Retention` or a mapping of its fields.
         async_save: write in the background; the step waits only until its tensors are copied. A group without a method
             `session` cannot serve two threads at once: with one, saves are waited for, and a warning says so.
         overlap: with `async_save`, `step` does not wait for copies of what only an optimizer's step changes, its
             parameters and its state: a hook makes its next step wait. Then nothing else may change them: no step that
             is replayed from a CUDA graph, and no update by hand.
-        dedup: write each shard once instead of once for every rank that holds it.
-        check_replicas: compare what several ranks hold copies of, and refuse a save if they differ, as in
-            `reshard.save`. Buffers may differ: where they do, each rank gets its own back, and another number of ranks
-            the first one's, with a warning. Those that DDP broadcasts are the sender's.
-        may_differ: patterns of parameters and of state (`<slot>.<parameter>`) that differ between ranks on purpose.
-            Each rank gets its own back; another number of ranks is refused.
-        verify: how what is loaded is proven, as in `reshard.load`.
-        verify_after_save: read back what was written before it is published.
+        verify: what is compared: a `Verify`, a mapping of its fields, or "touched", "full" or "structure" for its field
+            `on_load`. Copies of buffers may differ between ranks: each rank then gets its own back, and another number
+            of ranks the first one's, with a warning. Those that DDP broadcasts are the sender's.
+        commit: how saves are published: a `Commit` or a mapping of its fields.
+        files: which files hold the tensors: a `Files` or a mapping of its fields.
+        format: "checkpoint2"; or "checkpoint1" or a `Checkpoint1Options`. In Checkpoint 1.0 epoch and step of the names
+            are those of an `ElasticSampler`, where there is one.
+        integrated_save: each save is written a second time, as whole tensors, into `<root>_integrated`, see
+            `reshard.verbs.integrate`.
+        signals: the signals that ask for a save and the end.
+        interrupts: what happens when a signal or an exception ends the training: an `Interrupts` or a mapping of its
+            fields.
         group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
             None: torch's default group if there is one, else this process alone.
-        mesh: the mesh of all ranks, where tensors do not tell it.
-        health: called after each step as `health(step, loss, metrics)`, says whether the run is healthy; a checkpoint
-            is marked with what it said of its step. Default: the loss is finite. Rank 0's counts.
+        mesh: the mesh of all ranks, where tensors do not carry it.
+        coordinate: where this rank's random streams belong, by mesh axis, as in `reshard.torch.rng.capture`.
+        seed: the seed from which random streams are derived in another world; None: what torch was seeded with on
+            rank 0.
+        health: called after each step as `health(step, loss, metrics)`, returns whether the run is healthy; a
+            checkpoint is marked with the result of its step. Default: the loss is finite. Rank 0's counts.
         healthy_only: resume only from checkpoints that were marked healthy.
         environment: what is to be recorded of the run besides versions and hardware: the arguments `config`, `dataset`
             and `code` of `reshard.torch.environment.record`.
         strict_environment: refuse to resume in an environment that may change numbers. Otherwise differences are
             warnings of the decision.
-        seed: the seed from which random streams are derived in another world; None: what torch was seeded with on
-            rank 0.
-        coordinate: where this rank's random streams belong, by mesh axis, as in `reshard.torch.rng.capture`.
-        signals: that ask for a save and the end.
-        grace_s: seconds from a signal until ranks stop waiting for each other; and, when the block ends in an
-            exception, for a save in the background that does not move: other ranks may be gone.
-        drift: steps by which the host of one rank can be ahead of another's. 1 where a step waits for all ranks, as on
-            the CPU, or where `step` is told each loss; where hosts run ahead of their devices, the steps from one wait
-            to the next.
-        save_on_exception: save as well when the block ends in an exception, if all ranks' blocks do within `grace_s`
-            and no optimizer was in the midst of its step. Such a checkpoint stands at the last complete step, but
-            random streams and buffers may have moved on in the step that failed; resuming from it says so.
-        durable: as in `reshard.save`.
-        private: as in `reshard.save`.
-        timeout: seconds that ranks wait for each other in one meeting, the time to write or to read included.
+        timeout: seconds that ranks wait for each other in one exchange, the time to write or to read included.
         threads: threads of copies.
-        format: as in `reshard.save`. In Checkpoint 1.0 (`use_legacy_format`) epoch and step of the names are those of
-            an `ElasticSampler`, where there is one.
-        sink_size: as in `reshard.save`.
-        save_network_params: as in `reshard.save`.
-        save_trainable_params: the parameters that require gradients are saved a second time, alone; of Checkpoint 1.0.
-        only_save_strategy: as in `reshard.save`.
-        integrated_save: each save is written once more, as whole tensors, into `<root>_integrated`, see
-            `reshard.verbs.integrate`.
-        rollback: the run is meant to be below the newest iteration of the root: what is above its first step is passed
-            over from its first save on. With `from_config` it starts from what the configuration says, whatever the
-            root holds.
-        takeover: claim the root even if another job that writes into it seems to be alive; the saves of that one fail
-            from then on.
 
     Raises:
         ArgumentError: an option has a value that is not accepted, or does not go with another one; `save_every` is a
-            time and ranks cannot leave word for each other.
+            time and ranks cannot leave messages for each other.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -184,106 +162,73 @@ class Checkpointer:
         4
     """
 
+    @explains_moved
     @checked
     def __init__(
         self,
         root: str | os.PathLike[str],
         *,
-        prefix: str | None = None,
         save_every: int | str | None = None,
-        keep: int | None = 5,
-        keep_every: int | None = None,
-        keep_best: tuple[str, int] | None = None,
+        keep: int | EllipsisType | None = ...,
+        retention: RetentionLike | None = None,
         async_save: bool = True,
         overlap: bool = False,
-        dedup: bool = True,
-        check_replicas: bool = True,
-        may_differ: Collection[str] = (),
-        verify: Verify = "touched",
-        verify_after_save: bool = False,
+        verify: VerifyLike = "touched",
+        commit: CommitLike | None = None,
+        files: FilesLike | None = None,
+        format: FormatLike = "checkpoint2",  # noqa: A002
+        integrated_save: bool = False,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        interrupts: Interrupts | Mapping[str, object] | None = None,
         group: object = None,
         mesh: DeviceMesh | None = None,
+        coordinate: Mapping[str, int] | None = None,
+        seed: int | None = None,
         health: Health | None = None,
         healthy_only: bool = False,
         environment: Mapping[str, Any] | None = None,
         strict_environment: bool = False,
-        seed: int | None = None,
-        coordinate: Mapping[str, int] | None = None,
-        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
-        grace_s: float = 25.0,
-        drift: int = 1,
-        save_on_exception: bool = False,
-        durable: bool = True,
-        private: bool = False,
         timeout: float = 1800.0,
         threads: int | None = None,
-        format: Literal["checkpoint2", "checkpoint1"] = "checkpoint2",  # noqa: A002
-        sink_size: int | None = None,
-        save_network_params: bool = False,
-        save_trainable_params: bool = False,
-        only_save_strategy: bool = False,
-        integrated_save: bool = False,
-        rollback: bool = False,
-        takeover: bool = False,
     ) -> None:
         self._root = Path(root)
         self._every_steps, self._every_s = interval(save_every)
-        self._options: dict[str, Any] = {
-            "prefix": prefix,
-            "keep": keep,
-            "keep_every": keep_every,
-            "keep_best": keep_best,
-            "dedup": dedup,
-            "check_replicas": check_replicas,
-            "may_differ": tuple(may_differ),
-            "verify_after_save": verify_after_save,
-            "durable": durable,
-            "private": private,
-            "threads": threads,
-            "format": format,
-            "sink_size": sink_size,
-            "save_network_params": save_network_params,
-            "only_save_strategy": only_save_strategy,
-        }
-        check_save_options(
-            format=format,
-            prefix=prefix,
+        if keep is ...:
+            keep = Retention().keep if retention is None else None
+        self._options = SaveOptions.of(
             keep=keep,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            sink_size=sink_size,
-            save_network_params=save_network_params,
-            only_save_strategy=only_save_strategy,
+            retention=retention,
+            verify=verify,
+            commit=commit,
+            files=files,
+            format=format,
+            threads=None if threads is None else count("threads", threads, 1, _MAX_THREADS),
         )
-        if threads is not None:
-            count("threads", threads, 1, _MAX_THREADS)
-        if verify not in get_args(VerifyOption):
-            raise ArgumentError(f"`verify` is {verify!r}; {', '.join(map(repr, get_args(VerifyOption)))} are accepted")
+        check_save_options(self._options)
+        self._interrupts = Interrupts.of(interrupts)
         unknown = sorted(set(environment or {}) - set(signature(environments.record).parameters))
         if unknown:
             raise ArgumentError(
                 f"`environment` has {show(str(unknown[0]))}", hint="its entries are `config`, `dataset` and `code`"
             )
-        self._rollback, self._takeover = rollback, takeover
-        self._with_trainable, self._is_integrated = save_trainable_params, integrated_save
+        self._is_integrated = integrated_save
         self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
         if overlap and not async_save:
             raise ArgumentError("`overlap` is about saves in the background", hint="give `async_save=True`, too")
-        self._async, self._overlap, self._verify, self._mesh = async_save, overlap, verify, mesh
+        self._async, self._overlap, self._mesh = async_save, overlap, mesh
         self._save_optimizer = True
         self._scale_steps = False
         self._health: Health = health or LossHealth()
         self._environment, self._strict_environment = dict(environment or {}), strict_environment
         self._coordinate = coordinate
-        self._timeout, self._grace_s = seconds("timeout", timeout), seconds("grace_s", grace_s)
-        self._save_on_exception = save_on_exception
+        self._timeout = seconds("timeout", timeout)
         self._root_seed = None if seed is None else count("seed", seed, 0, MAX_SEED)
         self._group = resolve(group)
         self._one_channel = self._group.world_size > 1 and not hasattr(self._group, "session")
         if self._async and self._one_channel:
             self._async = False
             _log.warning("the group has no method `session(label)`: saves are not written in the background")
-        self._board, self._drift = notice_store_of(self._group), count("drift", drift, 1)
+        self._board, self._drift = notice_store_of(self._group), self._interrupts.drift
         if self._board is None and self._every_s is not None:
             raise ArgumentError(
                 "saving by the clock needs a group on which ranks can leave word for each other",
@@ -294,49 +239,48 @@ class Checkpointer:
 
     @classmethod
     def from_config(cls, config: ConfigLike, **options: Any) -> Self:
-        """Made of a configuration in the original's words: a YAML file, a mapping or a `Config`.
+        """Make one of a configuration with MindSpore configuration keys: a YAML file, a mapping or a `Config`.
 
-        It says what is loaded, which may be another root or one iteration, and whether the counters go on; where to
-        save, how often and how; and the rules of data and health. What is loaded is where the run starts for the first
-        time: if the folder that it saves into holds checkpoints that are further on, as after a crash, it goes on from
+        The configuration says what is loaded, which may be another root or one iteration, and whether the counters go
+        on; where, how often and how to save; and the rules of data and health. What is loaded is where the run starts
+        for the first time: if the folder that it saves into holds newer checkpoints, as after a crash, it resumes from
         the newest of these, and the decision says so.
 
         When the global batch size changes, steps are scaled as MindSpore Transformers does.
 
         Args:
             config: the configuration; its digest is recorded in the environment.
-            options: further arguments of `Checkpointer`, which count more than what the configuration says. `root` is
-                where it saves.
+            options: further arguments of `Checkpointer`, which take precedence over the configuration. `root` is where
+                it saves. A mapping changes the fields of a group of options that it names; an object of the class, or
+                `keep`, replaces the group.
 
         Raises:
-            ConfigError: the configuration is not one.
+            ConfigError: the configuration is not valid.
             ArgumentError: it does not say where to save, and `root` is not given.
 
         Example:
             >>> checkpointer = Checkpointer.from_config({
             ...     "load_checkpoint": "run", "resume_training": True, "output_dir": "out",
             ...     "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": 500, "async_save": True}],
+            ...     "reshard": {"retention": {"keep_every": 1000}, "verify": {"after_save": True}},
             ... }, signals=())
         """
         known = as_config(config)
-        said = {
+        given: dict[str, Any] = {
             "root": known.save_path or (known.load_path if known.resume else None) or None,
-            "prefix": known.prefix,
             "save_every": known.save_every,
-            "keep": known.keep,
             "async_save": known.async_save,
-            "dedup": known.dedup,
             "integrated_save": known.integrated_save,
-            "only_save_strategy": known.only_save_strategy,
+            **known.options(),
         }
-        if known.legacy_format or known.only_save_strategy:  # strategy files are those of Checkpoint 1.0
-            said |= {
-                "format": "checkpoint1",
-                "sink_size": known.sink_size if known.sink_mode else None,
-                "save_network_params": known.save_network_params,
-                "save_trainable_params": known.save_trainable_params,
-            }
-        given = said | options
+        if "keep" in options and "retention" not in options:
+            del given["retention"]
+        for name, value in options.items():
+            group = given.get(name)
+            if isinstance(group, Options) and isinstance(value, Mapping) and "name" not in value:
+                given[name] = group.updated(value)
+            else:
+                given[name] = value
         if given["root"] is None:
             raise ArgumentError(
                 "the configuration does not say where to save", hint="give `root`, or `output_dir` in it"
@@ -369,18 +313,18 @@ class Checkpointer:
         grown: bool = False,
         allow_fresh: bool = False,
     ) -> ResumeDecision:
-        """Say what the run consists of, and go on from the newest checkpoint that proves whole, if there is one.
+        """Take the objects of the run, and restore them from the newest undamaged checkpoint, if there is one.
 
         Args:
             model: a module, plain or in DDP, FSDP2, tensor parallel; or several, such as stages of a pipeline. Tensors
                 on the device `meta` get their content here.
             optimizer: one of torch's, or several; it need not have made a step.
             scheduler: anything with `state_dict` and `load_state_dict`.
-            sampler: the same. `step` moves an `ElasticSampler` on; one that the checkpoint knows nothing of skips the
-                steps that the decision says.
-            extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is kept, and other
-                ranks' must equal it; of what is
-                wrapped in `reshard.per_rank` each rank's, which fits the same number of ranks only.
+            sampler: the same. `step` advances an `ElasticSampler`; one without state in the checkpoint skips the steps
+                that the decision gives.
+            extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is saved, and that of
+                other ranks must equal it. Of an object wrapped in `reshard.per_rank` the state of each rank is saved,
+                which fits the same number of ranks only.
             strict: what is missing in the checkpoint or in the run is an error; else a warning of the decision.
             cast: convert floating-point tensors to the dtype of the live ones, instead of refusing them.
             init: fills buffers that no checkpoint holds, as in `reshard.torch.state.apply`.
@@ -388,10 +332,10 @@ class Checkpointer:
             check: called after everything is restored but the random state, as `check(saved)`, with `step`, `loss` and
                 the metrics at the save: to run a forward pass and compare. False refuses to go on.
             grown: the dataset is the saved one with samples appended, as in `ElasticSampler.load_state_dict`.
-            allow_fresh: start from nothing if there are checkpoints and none is whole.
+            allow_fresh: start from nothing if there are checkpoints and none is complete.
 
         Returns:
-            What the run goes on from: `initial_step` steps count as done. What differs from the saved run is in its
+            What the run resumes from: `initial_step` steps count as done. Differences from the saved run are in its
             `warnings` and `reasons`.
 
         Raises:
@@ -412,6 +356,7 @@ class Checkpointer:
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)
         how = RestoreOptions(strict, cast, init, device, grown)
+        mode = self._options.verify.on_load
         is_weights_alone = False
 
         def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Read:
@@ -422,19 +367,17 @@ class Checkpointer:
                 checkpoint,
                 members.rank,
                 part="model" if is_weights_alone or optimizer is None else "all",
-                verify="touched" if self._verify == "full" else self._verify,
-                threads=self._options["threads"],
+                verify="touched" if mode == "full" else mode,
+                threads=self._options.threads,
             )
 
         def load(config: Config) -> tuple[ResumeDecision, Read | None]:
             return load_with(
                 read,
+                Wanted(config=config, run=facts, allow_fresh=allow_fresh),
                 group=members,
-                scrub=self._verify == "full",
-                config=config,
-                run=facts,
-                allow_fresh=allow_fresh,
-                threads=self._options["threads"],
+                scrub=mode == "full",
+                threads=self._options.threads,
                 timeout=self._timeout,
             )
 
@@ -469,14 +412,14 @@ class Checkpointer:
                 )
         if not self._scale_steps or run.sampler is None:
             decision = with_data_position(decision, run.sampler)
-        self._begin(saver, decision, is_back=self._rollback or is_fresh_by_word)
+        self._begin(saver, decision, is_back=self._options.commit.rollback or is_fresh_by_word)
         for line in told:
             _log.warning("resume: %s", line)
         return replace(decision, warnings=(*decision.warnings, *told))
 
     def _start(self, facts: RunFacts) -> tuple[bool, str | None]:
-        """Whether the run starts from its own newest checkpoint, as rank 0 sees it, and why."""
-        if self._rollback:
+        """Whether the run starts from its own newest checkpoint, as rank 0 sees it, and the reason."""
+        if self._options.commit.rollback:
             return False, None
         known = replace(facts, world_size=self._group.world_size)
         is_own, reason = self._together(
@@ -485,13 +428,13 @@ class Checkpointer:
         return is_own, reason
 
     def _check_saves(self, saver: Saver, described: Described) -> list[str]:
-        """See that saves can succeed; what would make them fail is a warning where none is due."""
+        """Check that saves can succeed. If no saves are due, a fault is a warning."""
         extra: dict[str, Any] = {}
 
         def check_own() -> None:
             extra.update(check_state(saver, described))
             obstacle = protocol.obstacle(self._root) if self._group.rank == 0 else None
-            if obstacle is not None and not (self._takeover and isinstance(obstacle, ClaimedError)):
+            if obstacle is not None and not (self._options.commit.takeover and isinstance(obstacle, ClaimedError)):
                 raise obstacle
 
         def check_all() -> None:
@@ -501,7 +444,7 @@ class Checkpointer:
         return self._expected_to_work(check_all)
 
     def _expected_to_work(self, work: Callable[[], object]) -> list[str]:
-        """Do what a save would do: if that fails, it is an error where saves are due, and else a warning."""
+        """Do what a save would do. A failure is an error if saves are due, and else a warning."""
         try:
             work()
         except GroupError:
@@ -534,7 +477,7 @@ class Checkpointer:
         decision: ResumeDecision,
         check: Callable[[Mapping[str, Any]], bool | None] | None,
     ) -> list[str]:
-        """What comes after everything that is trained: the check, then the random streams, which it may have used."""
+        """Restore what comes last: call the check, then restore the random streams, which it may have used."""
         members, told = self._group, list[str]()
         known = saved.get("run")
         if known is not None:
@@ -577,11 +520,11 @@ class Checkpointer:
         return environments.record(**{"world_size": self._group.world_size, "mesh": sizes} | self._environment)
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """Do something on all ranks: what one raises, all raise."""
+        """Do something on all ranks; an error of one rank is raised on all."""
         return Collective(session(self._group, "resume"), self._timeout).each(work)
 
     def _begin(self, saver: Saver, decision: ResumeDecision, *, is_back: bool) -> None:
-        """Everything is in place: agree on what the run is known by, and claim the root."""
+        """Begin the run: agree on its identifier and its seed, and claim the root."""
         run = saver.run
         seed = torch.initial_seed() % (MAX_SEED + 1) if self._root_seed is None else self._root_seed
         word, self._root_seed = self._together(lambda: [secrets.token_hex(8), seed])[0]
@@ -594,18 +537,18 @@ class Checkpointer:
             run.above = decision.iteration if decision.initial_step < decision.iteration else 0
         if is_back:
             pass_over(self._root, -1 if decision.fresh else decision.initial_step)
-        if self._has_interval or self._takeover:
+        if self._has_interval or self._options.commit.takeover:
             every = self._every_steps or 1
             first = (run.last // every + 1) * every
             is_below = is_back or first < run.above
             self._together(
                 lambda: (
-                    claim(saver, step=first, is_below=is_below, takeover=self._takeover)
+                    claim(saver, step=first, is_below=is_below, takeover=self._options.commit.takeover)
                     if self._group.rank == 0
                     else None
                 )
             )
-        if self._save_on_exception:
+        if self._interrupts.save_on_exception:
             run.watch()
         saver.begin()
         self._saver = saver
@@ -623,7 +566,6 @@ class Checkpointer:
             is_async=self._async,
             overlap=self._overlap,
             with_optimizer=self._save_optimizer,
-            with_trainable=self._with_trainable,
             is_integrated=self._is_integrated,
             record=self._record,
         )
@@ -638,7 +580,7 @@ class Checkpointer:
     # -------------------------------------------------------------------------------------------------------- saving
 
     def step(self, step: int, *, loss: object = None, metrics: Mapping[str, Any] | None = None) -> None:
-        """A step is complete: move the sampler on, save if it is time, and heed signals.
+        """Complete a step: advance the sampler, save if a save is due, and handle signals.
 
         To be called by all ranks at the end of every step, when the optimizer and the schedulers have made theirs. A
         save that fails for want of room or of an answer is logged, and training goes on; the third in a row raises.
@@ -675,7 +617,7 @@ class Checkpointer:
             self._every_s is not None and self._group.rank == 0 and time.monotonic() - run.saved_at >= self._every_s
         )
         if self._signals.seen is not None:
-            left_s = max(self._grace_s - self._signals.age_s(), EXIT_GRACE_S)
+            left_s = max(self._interrupts.grace_s - self._signals.age_s(), EXIT_GRACE_S)
             who = f"{self._signals.seen} on rank {self._group.rank}"
             run.rendezvous.post(step, who, leave=True, seconds=left_s)
         elif by_clock:
@@ -696,8 +638,8 @@ class Checkpointer:
         """Save now, whatever is due. All ranks call it.
 
         Args:
-            step: the iteration; None: the step that was last told to `step`.
-            blocking: whether to wait until it is published; None: as `async_save` says. A group without sessions waits.
+            step: the iteration; None: the step of the last call of `step`.
+            blocking: whether to wait until it is published; None: as `async_save`. A group without sessions waits.
 
         Returns:
             What was saved, or the save in progress.
@@ -745,26 +687,26 @@ class Checkpointer:
             self.close()
             return
         try:
-            if self._save_on_exception and self._saver is not None and not isinstance(error, SystemExit):
-                save_after(self._saver, error, self._grace_s)
+            if self._interrupts.save_on_exception and self._saver is not None and not isinstance(error, SystemExit):
+                save_after(self._saver, error, self._interrupts.grace_s)
             self._let_go()
             if self._saver is not None:
-                self._saver.wait_after_error(self._grace_s)
+                self._saver.wait_after_error(self._interrupts.grace_s)
         except Exception as other:  # noqa: BLE001  what ended the block matters more
             _log.error("closing the checkpointer: %s", other)
 
     def _let_go(self) -> None:
-        """Leave signals and optimizers to others."""
+        """Remove the signal handlers and the hooks of optimizers."""
         self._signals.close()
         if self._saver is not None:
             self._saver.run.unwatch()
             self._saver.close()
 
     def _step_without_board(self, saver: Saver, step: int) -> None:
-        """A group without a board: signals are heeded where a save is due, all ranks having come there anyway."""
+        """For a group without messages: handle signals where a save is due, as all ranks are there anyway."""
         seen = [why for why in self._together(lambda: self._signals.seen) if why is not None]
         if seen:
-            save_and_exit(saver, self._signals, step, seen[0], self._grace_s)
+            save_and_exit(saver, self._signals, step, seen[0], self._interrupts.grace_s)
         saver.save_due(step)
 
     def _running(self) -> Saver:

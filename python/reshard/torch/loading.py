@@ -19,7 +19,8 @@ from reshard.outputs import as_array, fill
 if TYPE_CHECKING:
     import numpy as np
 
-    from reshard.checkpoint import Checkpoint, Part, Verify
+    from reshard.checkpoint import Checkpoint, Part
+    from reshard.options import VerifyMode
     from reshard.torch.state import Described
 
 __all__ = ["Read", "read_for"]
@@ -48,7 +49,7 @@ def read_for(
     rank: int,
     *,
     part: Part = "all",
-    verify: Verify = "touched",
+    verify: VerifyMode = "touched",
     threads: int | None = None,
 ) -> Read:
     """Read what a rank holds of a checkpoint.

@@ -1,11 +1,12 @@
-"""Checks before the first step: whether the saves of a run can succeed.
+"""Checks before the first step that the saves of a run can succeed.
 
-A run that cannot save fails when it resumes, not hours later. Nothing here changes the model or other objects of the
-run, and only `claim` changes the checkpoint root.
+A run that cannot save should end when it resumes and not hours later. Nothing here changes the live state, and only
+`claim` changes the checkpoint root.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +48,7 @@ def check_has_content(described: Described, root: str) -> None:
 
 
 def check_state(saver: Saver, described: Described) -> dict[str, Any]:
-    """The state that would be saved besides tensors, after a check that it can be saved.
+    """The state that would be saved besides tensors, if all of it can be saved.
 
     Raises:
         ArgumentError: an object has state that cannot be saved; the message has the caller's name of the object.
@@ -74,7 +75,7 @@ def _check_one(state: object, name: str) -> None:
 
 
 def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: int) -> None:
-    """Run the checks of a save without writing: a collective call on all ranks that reads no tensor contents.
+    """Do what a save does before it writes, all ranks collectively, without the contents of tensors.
 
     Args:
         saver: the saver of the run.
@@ -90,11 +91,11 @@ def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: 
             f"Checkpoint 1.0 cannot describe how the tensors are partitioned: {described.reason}",
             hint='save with `format="checkpoint2"`',
         )
-    if saver.options["only_save_strategy"] and saver.group.world_size == 1:
-        raise ArgumentError("`only_save_strategy` writes how tensors are partitioned, but there is only one rank")
+    if saver.options.checkpoint1.only_save_strategy and saver.group.world_size == 1:
+        raise ArgumentError("`only_save_strategy` writes how tensors are cut over ranks, and there is one rank")
     saving = described.saving({name: _placeholder(tensor) for name, tensor in described.to_save().items()})
-    check: Any = save
-    check(
+    options = saver.options
+    save(
         saver.root,
         step,
         **saving,
@@ -103,8 +104,12 @@ def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: 
         group=saver.group,
         timeout=saver.timeout,
         dry_run=True,
-        **saver.of_format(described, saving),
-        **saver.options,
+        retention=options.retention,
+        verify=options.verify,
+        commit=replace(options.commit, rollback=False, takeover=False),
+        files=options.files,
+        format=saver.format_of(described, saving),
+        threads=options.threads,
     )
 
 
@@ -123,10 +128,10 @@ def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
     """Create the checkpoint root and claim it, as the first save would.
 
     Args:
-        saver: the saver of the run, on rank 0.
-        step: the first iteration that will be saved, as far as it is known.
-        is_below: whether the run intentionally starts below the newest iteration of the root.
-        takeover: take the claim from another process, even if it is alive.
+        saver: of the run, on rank 0.
+        step: the first iteration that will be saved, as far as that is known.
+        is_below: whether the run is meant to be below what the root holds.
+        takeover: overtake another process that has claimed the root and is alive.
 
     Raises:
         ArgumentError: the root holds newer iterations, of another run.
@@ -137,7 +142,7 @@ def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
     error = protocol.obstacle(root)
     if error is not None and not (takeover and isinstance(error, ClaimedError)):
         raise error
-    folder_mode = 0o700 if saver.options["private"] else 0o777
-    protocol.claim_root(root, takeover=takeover, durable=saver.options["durable"], folder_mode=folder_mode)
+    folder_mode = 0o700 if saver.options.commit.private else 0o777
+    protocol.claim_root(root, takeover=takeover, durable=saver.options.commit.durable, folder_mode=folder_mode)
     if not saver.has_rank_folders and not is_below and pending_rollback.get(root) is None:
         protocol.check_above_tracker(root, step, checkpoint2.resolve_candidates(root).tracker)

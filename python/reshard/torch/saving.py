@@ -1,16 +1,16 @@
-"""One save of a run: what a checkpoint holds, how it is written, and what becomes of a save that fails.
+"""One save of a run: what a checkpoint holds, how it is written, and what happens when a save fails.
 
-`Saver` makes arrays of what is live (`state`), copies those that a save in the background must not see change
-(`staging`), adds what resuming needs besides tensors, and hands it all to `reshard.save`. When a save is due, and why,
-is decided elsewhere.
+`Saver` makes arrays of the live state (`state`), copies those that must not change while a save in the background
+writes them (`staging`), adds what resuming needs besides tensors, and calls `reshard.save`. It does not decide when to
+save.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from reshard.collective import Collective
 from reshard.errors import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from reshard.group import Group
+    from reshard.options import FormatLike, SaveOptions
     from reshard.torch.run import Run
     from reshard.torch.staging import Staged
     from reshard.torch.state import Described
@@ -49,7 +50,7 @@ __all__ = ["Saver"]
 
 _log = logging.getLogger("reshard")
 
-_MAX_FAILURES = 3  # saves in a row that may fail before the run is told by an error
+_MAX_FAILURES = 3  # consecutive saves that may fail before an error ends the run
 # What is wrong with the call or with the tensors is wrong at the next save too.
 _HOPELESS = (ArgumentError, CoverageError, LayoutError, MismatchError, UnsupportedError)
 
@@ -60,20 +61,19 @@ class Saver:
 
     Attributes:
         run: what is saved.
-        root, group, options: of `reshard.save`; what the options are is its business.
+        root, group, options: as in `reshard.save`.
         mesh, coordinate, root_seed, timeout: as in `Checkpointer`.
         is_async: whether saves that are due are written in the background.
         overlap: whether what only an optimizer's step changes is copied while the training goes on.
         with_optimizer: whether the state of the optimizer is saved.
-        with_trainable: whether the parameters that require gradients are saved a second time, alone.
-        is_integrated: whether each save is written once more, as whole tensors.
+        is_integrated: whether each save is written a second time, as whole tensors.
         record: makes the record of the environment; asked on rank 0, once.
     """
 
     run: Run
     root: Path
     group: Group
-    options: Mapping[str, Any]
+    options: SaveOptions
     mesh: DeviceMesh | None
     coordinate: Mapping[str, int] | None
     root_seed: int
@@ -81,21 +81,20 @@ class Saver:
     is_async: bool
     overlap: bool
     with_optimizer: bool
-    with_trainable: bool
     is_integrated: bool
     record: Callable[[], dict[str, Any]]
     _staging: Staging = field(default_factory=Staging)
     _hooks: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:
-        """The run has begun: hold the steps of its optimizers, if copies overlap with the training."""
+        """Begin the run: hold the steps of its optimizers, if copies overlap with the training."""
         for one in self.run.optimizers() if self.overlap else ():
             self._hooks.append(one.register_step_pre_hook(lambda *_: self._staging.hold()))
 
     def save(
         self, step: int, *, blocking: bool, timeout: float | None = None, interrupted: bool = False
     ) -> SaveReport | PendingSave[SaveReport]:
-        """Save, all ranks together.
+        """Save, all ranks collectively.
 
         Args:
             step: the iteration.
@@ -119,11 +118,7 @@ class Saver:
         extra = self.beside_tensors(described, step, interrupted=interrupted)
         staged = self._staged(described, blocking=blocking)
         saving = described.saving(None if staged is None else staged.tensors)
-        save_any: Any = save_iteration  # which of two things it returns is said by a variable
-        options = self.options
-        if timeout is not None:
-            # There is little time: nothing is removed now, and so nothing has to be read back for it.
-            options = {**options, "keep": None, "keep_every": None, "keep_best": None}
+        save_any: Any = save_iteration  # `blocking`, a variable, decides which of two types it returns
         saved = save_any(
             self.root,
             step,
@@ -133,12 +128,16 @@ class Saver:
             group=self.group,
             blocking=blocking,
             metrics=run.metrics if run.loss is None else {**run.metrics, "loss": run.loss},
-            rollback=step < run.above,
+            # With a timeout there is little time: nothing is removed now, and so nothing has to be read back for it.
+            retention=self.options.retention if timeout is None else None,
+            verify=self.options.verify,
+            commit=replace(self.options.commit, rollback=step < run.above, takeover=False),
+            files=self.options.files,
+            format=self.format_of(described, saving),
+            threads=self.options.threads,
             timeout=self.timeout if timeout is None else timeout,
             ready=None if staged is None else staged.ready,
             after=self._after,
-            **self.of_format(described, saving),
-            **options,
         )
         run.saved, run.saved_at = step, time.monotonic()
         run.above = 0
@@ -147,7 +146,7 @@ class Saver:
         return result
 
     def save_due(self, step: int) -> None:
-        """Save as it was agreed: what fails for a while costs a checkpoint, not the training.
+        """Save a step that is due. A temporary failure costs a checkpoint and does not end the training.
 
         Raises:
             ReshardError: what is to be saved cannot be, or three saves in a row have failed.
@@ -165,7 +164,7 @@ class Saver:
                 self.run.n_failures = 0
 
     def failed(self, error: BaseException, what: str) -> None:
-        """Take note of a save that failed; raises its error if there is no hope, or it was one too many."""
+        """Count a failed save. Raises its error if later saves would fail too, or too many have failed in a row."""
         self.run.n_failures += 1
         if isinstance(error, _HOPELESS) or self.run.n_failures >= _MAX_FAILURES:
             raise error
@@ -181,18 +180,18 @@ class Saver:
         except BaseException as error:
             is_late = isinstance(error, TimeoutError) and not isinstance(error, ReshardError)
             if pending.done() and not is_late:
-                self.run.pending = None  # its error is told
+                self.run.pending = None  # its error is raised once
             raise
 
     def wait_after_error(self, seconds: float) -> None:
-        """Wait for the save in the background for as long as there is hope, and then let it go.
+        """Wait for the save in the background while it makes progress, and then give it up.
 
-        What ended this rank may have ended others, for which the save would wait to the end of its timeout. There is
-        hope while this rank writes, and then for as long again as that took, or for so many seconds.
+        The error of this rank may have ended other ranks, for which the save would wait to the end of its timeout. It
+        is given up when this rank has written nothing for as long as it wrote before, and for so many seconds.
 
         Raises:
             ReshardError: the save failed.
-            TimeoutError: there was no hope.
+            TimeoutError: the save was given up.
         """
         pending = self.run.pending
         if pending is None:
@@ -212,46 +211,50 @@ class Saver:
                 return
 
     def close(self) -> None:
-        """Leave the optimizers alone."""
+        """Remove the hooks from the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _after(self, report: SaveReport) -> list[str]:
-        """What follows a save that has succeeded."""
-        if not self.is_integrated or self.options["only_save_strategy"]:
+        """Write the whole tensors after a save that has succeeded. Returns warnings."""
+        if not self.is_integrated or self.options.checkpoint1.only_save_strategy:
             return []
         return integrate(
             self.root,
             report,
             group=self.group,
-            keep=self.options["keep"],
-            durable=self.options["durable"],
-            private=self.options["private"],
-            threads=self.options["threads"],
+            keep=None if self.options.retention is None else self.options.retention.keep,
+            commit=self.options.commit,
+            threads=self.options.threads,
             timeout=self.timeout,
         )
 
     @property
     def has_rank_folders(self) -> bool:
         """Whether each rank saves into a folder of its own."""
-        return save_traits(self.options["format"]).rank_folders
+        return save_traits(self.options.format).rank_folders
 
-    def of_format(self, described: Described, saving: Mapping[str, Any]) -> dict[str, Any]:
-        """What Checkpoint 1.0 alone is told."""
+    def format_of(self, described: Described, saving: Mapping[str, Any]) -> FormatLike:
+        """The `format` of `reshard.save`: of Checkpoint 1.0 with the options that follow from the run.
+
+        Args:
+            described: what is live.
+            saving: the arguments of `reshard.save` that hold tensors.
+        """
         if not self.has_rank_folders:
-            return {}
-        sampler = self.run.sampler
-        options: dict[str, Any] = {}
+            return cast("FormatLike", self.options.format)
+        options, sampler = self.options.checkpoint1, self.run.sampler
         if isinstance(sampler, ElasticSampler):
-            options["steps_per_epoch"] = sampler.steps_per_epoch
-        if self.with_trainable:
+            options = replace(options, steps_per_epoch=sampler.steps_per_epoch)
+        if options.save_trainable_params is True:
             live = described.live.named.tensors
-            options["save_trainable_params"] = [key for key in saving["model"] if live[key].requires_grad]
+            trained = [key for key in saving["model"] if live[key].requires_grad]
+            options = replace(options, save_trainable_params=trained)
         return options
 
     def beside_tensors(self, described: Described, step: int, *, interrupted: bool) -> dict[str, Any]:
-        """What is saved besides the tensors."""
+        """The state that is saved besides the tensors."""
         run, members = self.run, self.group
         extra: dict[str, Any] = {
             "rng": per_rank(
@@ -267,7 +270,7 @@ class Saver:
             extra["sampler"] = run.sampler.state_dict()
         if run.per_rank:
             extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
-        by_rank = self.has_rank_folders  # there every rank keeps what all share
+        by_rank = self.has_rank_folders  # there every rank saves the shared state
         if members.rank == 0 or by_rank:
             loss, metrics = run.loss, run.metrics
             if by_rank and members.world_size > 1:
@@ -292,7 +295,7 @@ class Saver:
         common: dict[str, Any] = {"step_num": step, "global_step": step}
         if isinstance(run.sampler, ElasticSampler):
             # The epoch of the step that was made, from 1.
-            if self.options["sink_size"] is None:  # else the epochs that are counted are sinks
+            if self.options.checkpoint1.sink_size is None:  # else the epochs that are counted are sinks
                 common["epoch_num"] = run.sampler.epoch + (run.sampler.consumed > 0)
             common["global_batch_size"] = run.sampler.global_batch_size
         if run.healthy is not None:
@@ -300,7 +303,7 @@ class Saver:
         return common
 
     def _staged(self, described: Described, *, blocking: bool) -> Staged | None:
-        """Copies that are under way; None where `reshard.save` makes them: of the host's tensors, at once."""
+        """Copies in progress; None if `reshard.save` makes them, which copies tensors of the host at once."""
         tensors = described.to_save()
         overlaps = self.overlap and not blocking
         if not overlaps and not any(tensor.is_cuda for tensor in tensors.values()):
@@ -313,6 +316,6 @@ class Saver:
                 reuse=self.run.pending is None or self.run.pending.done(),
             )
         except (RuntimeError, MemoryError) as error:
-            # The other ranks are waiting in the save, which tells them what goes wrong on this one.
+            # The other ranks are waiting in the save, which sends them the error of this one.
             _log.warning("tensors are copied one by one before the training goes on: %s", error)
             return None

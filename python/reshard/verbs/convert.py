@@ -1,7 +1,7 @@
-"""Any format and layout to any other: merge, split, re-cut, re-shard to another file size, cast.
+"""Any format and layout to any other: merge, split, reshard, change the file size, cast.
 
 The destination is planned first: which file holds which arrays. Then each file is streamed by the core, source to
-destination, within the memory budget, into a staging folder that is published whole. Nothing here touches a byte.
+destination, within the memory budget, into a staging folder that is published as a whole. Nothing here copies bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
 from reshard.conversion.destinations import SHARED_PREFIX, WRITER_KEY, Job, Options
-from reshard.conversion.selection import select
+from reshard.conversion.selection import select as selected
 from reshard.conversion.shares import Share, Shared, digest_of
 from reshard.conversion.writer import Settings
 from reshard.errors import ArgumentError, CheckpointNotFoundError
@@ -28,17 +28,19 @@ from reshard.formats.writers import WRITERS, writer_for
 from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
 from reshard.names import as_names, config_beside
+from reshard.options import Commit, Files, Select, explains_moved
 from reshard.small_files import parse_size
 from reshard.storage.filling import staging_name
 from reshard.storage.publication import as_storage_error
 from reshard.storage.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from reshard.checkpoint import LayoutLike, Part
     from reshard.conversion.writer import Writer
     from reshard.names import ConfigLike, NamesLike
+    from reshard.options import CommitLike, FilesLike
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
@@ -56,9 +58,10 @@ class ConvertReport:
         n_files: shard files.
         n_bytes: bytes of the shard files.
         seconds: how long it took.
-        pending: shares that are yet to be written, by others, before anything is published.
-        not_expressible: keys whose layout metadata.json cannot say, with the reason; the original does not see them.
-        warnings: what deserves a look.
+        pending: shares that others have still to write before anything is published.
+        not_expressible: keys whose layout metadata.json cannot express, with the reason; MindSpore Transformers does
+            not see them.
+        warnings: what the caller should know.
     """
 
     path: str
@@ -72,6 +75,7 @@ class ConvertReport:
     warnings: tuple[str, ...] = ()
 
 
+@explains_moved
 @checked
 def convert(
     src: str | os.PathLike[str],
@@ -79,35 +83,27 @@ def convert(
     *,
     to: Target | None = None,
     part: Part | None = None,
+    layout: LayoutLike | None = None,
     strategy: str | os.PathLike[str] | None = None,
-    suffix: str | None = None,
-    drop: str | Sequence[str] = (),
-    rename: Mapping[str, str] | None = None,
+    select: Select | Mapping[str, object] | None = None,
     names: NamesLike | None = None,
     config: ConfigLike | None = None,
-    model_files: str | os.PathLike[str] | None = None,
-    layout: LayoutLike | None = None,
     iteration: int | None = None,
-    prefix: str | None = None,
     dtype: object = None,
-    max_shard_size: str | int | None = None,
-    dedup: bool | None = None,
+    files: FilesLike | None = None,
+    commit: CommitLike | None = None,
+    overwrite: bool = False,
     memory: str | int = "256MiB",
     threads: int | None = None,
-    durable: bool = True,
-    overwrite: bool = False,
-    strict_format: bool = False,
-    modes: Literal["original"] | None = None,
-    private: bool = False,
     share: tuple[int, int] | None = None,
     group: object = None,
     timeout: float = 3600.0,
     progress: _core.Progress | None = None,
 ) -> ConvertReport:
-    """Write a checkpoint again in another format, layout, file size or dtype.
+    """Write a checkpoint in another format, layout, file size or dtype.
 
     Tied tensors, which `reshard.torch.save_file` stores once, are written in full under each of their names: no other
-    format has a word for them, and every reader of it finds all names.
+    format can express them, and every reader finds all names.
 
     Args:
         src: whatever `reshard.open` opens.
@@ -117,40 +113,26 @@ def convert(
             rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout) or "checkpoint1" (a
             folder a rank).
         part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
-        strategy: of rank folders, how they are cut: a strategy file, or a folder with those of all stages.
-        suffix: of rank folders, which file of each is read, by how its name ends: "20_2", of a later run "1-20_2".
-        drop: leave out the tensors whose names begin so; one beginning or several. They are nowhere in the destination.
-        rename: by how names begin, how they begin instead: `{"model.": "", "lm_head.": "head."}`. The longest beginning
-            that fits counts, "" puts something before every name. The state of a parameter follows it.
-        names: a name map, applied after `drop` and `rename`: tensors are renamed, fused, split, stacked, transposed. A
-            `NameMap`, its file or mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" goes the
-            other way.
+        layout: how the destination is sharded, a strategy file among others; none: whole tensors. It uses the new
+            names.
+        strategy: of rank folders, how they are sharded: a strategy file, or a folder with those of all stages.
+        select: which tensors are taken, under which names: a `Select` or a mapping of its fields.
+        names: a name map, applied after `select`: tensors are renamed, fused, split, stacked, transposed. A `NameMap`,
+            its file or mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" applies the
+            inverse.
         config: the model's `config.json`, for the sizes that the name map takes from it; default: the one in `src`.
-        model_files: a folder whose files that are no weights are copied beside those of Hugging Face: configuration,
-            tokenizer, templates, code. Default: `src`, if it is such a folder. One that `dst` has already is left as
-            it is if it is equal, and refused if it is not.
-        layout: how the destination is cut, a strategy file among others; none: whole tensors. It speaks of new names.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none. Of rank folders
             the step in the names of the files.
-        prefix: first part of the names of Checkpoint 2.0 shard files. Of rank folders the files are then named as a
-            training run names them, `<prefix>_rank_<r>-<epoch>_<step>.safetensors`, and not `net.safetensors`.
         dtype: cast the floating-point tensors to it; others stay.
-        max_shard_size: largest file of whole weights, such as "4GiB"; a larger tensor gets a file of its own. Default:
-            4 GiB for Hugging Face; for "mindspore" as many files as the original makes, about 3 GiB each.
-        dedup: write each shard once instead of once for every rank that holds it. Default: yes, except in rank folders:
-            each rank of a trainer reads its own.
-        memory: budget of the copy, such as "256MiB"; what is used beyond it does not grow with the model.
-        threads: threads of the copy.
-        durable: sync everything before it is published.
+        files: which files are written: a `Files` or a mapping of its fields.
+        commit: how the destination is published: a `Commit` or a mapping of its fields. `rollback` and `takeover` are
+            not for conversions.
         overwrite: replace that iteration, or the files of an earlier conversion, and nothing else.
-        strict_format: refuse tensors whose layout metadata.json cannot express, instead of describing them in
-            tiles.json, which only this package reads.
-        modes: "original" gives files the permissions that MindSpore Transformers gives (shard files 0400), in its
-            formats.
-        private: files and folders that are made are for their owner alone (0600, 0700). Default: as the umask has it,
-            and a file that is replaced passes its permissions on. A folder that exists keeps its own in every case.
+        memory: budget of the copy, in bytes or as text such as "256MiB"; what is used beyond it does not grow with the
+            model.
+        threads: threads of the copy.
         share: `(i, n)`, i from 0: write the i-th of n shares of the files, on any machine that sees source and
-            destination, and publish if it was the last. A share that was cut short is given again.
+            destination, and publish if it was the last. A share that was interrupted is written again.
         group: a `reshard.group.Group` or a process group of torch.distributed, all of whose ranks make this call: each
             writes its share, and all return when it is published.
         timeout: seconds that ranks of a group wait for each other.
@@ -180,18 +162,22 @@ def convert(
     if group is not None and share is not None:
         raise ArgumentError("`share` and `group` exclude each other: a group has a share for each rank")
     started = time.monotonic()
+    chosen, written_as, published = Select.of(select), Files.of(files), Commit.of(commit)
+    if published.rollback or published.takeover:
+        raise ArgumentError("`rollback` and `takeover` of `Commit` are options of a save, and this is a conversion")
+    prefix, modes, private, durable = written_as.prefix, written_as.modes, published.private, published.durable
     with _all_ranks(group, timeout) as share_of_rank:
         share = share or share_of_rank
         source, target = Path(src), Path(dst)
         writer = writer_for(to, target, has_layout=layout is not None)
-        of_format = {"iteration": iteration, "prefix": prefix, "modes": modes, "model_files": model_files}
+        of_format = {"iteration": iteration, "prefix": prefix, "modes": modes, "model_files": written_as.model_files}
         _check_options(writer, target, layout, of_format, is_private=private)
         _check_apart(source, target)
         is_one_file = writer.is_one_file(target)
         if target.name in ("", "..") or (target.is_symlink() and not is_one_file):
             # What is published by a rename needs a name of its own, on the disk where it will lie.
             target = Path(os.path.realpath(target))
-        model_folder = None if model_files is None else Path(model_files)
+        model_folder = None if written_as.model_files is None else Path(written_as.model_files)
         options = Options(
             metadata={**writer.metadata, WRITER_KEY: _core.__version__},
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),
@@ -203,8 +189,8 @@ def convert(
             keep_modes=not private and modes is None,
             progress=progress,
         )
-        max_bytes = None if max_shard_size is None else parse_size(max_shard_size)
-        with _open_source(source, strategy=strategy, suffix=suffix) as whole, contextlib.ExitStack() as views:
+        max_bytes = None if written_as.max_shard_size is None else parse_size(written_as.max_shard_size)
+        with _open_source(source, strategy=strategy, suffix=chosen.suffix) as whole, contextlib.ExitStack() as views:
             part_written = part or writer.default_part
             known = None
             if names is not None:
@@ -212,7 +198,7 @@ def convert(
             elif config is not None:
                 raise ArgumentError("`config` has a meaning only with `names`")
             apart = writer.apart(whole)
-            selection = select(whole, part_written, drop=drop, rename=rename, names=known, apart=apart)
+            selection = selected(whole, part_written, drop=chosen.drop, rename=chosen.rename, names=known, apart=apart)
             opened = views.enter_context(selection.source)
             job = Job(
                 opened,
@@ -230,15 +216,15 @@ def convert(
                     writer.name,
                     part,
                     None if strategy is None else os.path.realpath(strategy),
-                    suffix,
-                    drop,
-                    rename,
+                    chosen.suffix,
+                    chosen.drop,
+                    chosen.rename,
                     None if known is None else known.to_mapping(),
                     iteration,
                     prefix,
                     options.dtype,
                     max_bytes,
-                    dedup,
+                    written_as.dedup,
                     durable,
                     overwrite,
                     modes,
@@ -252,8 +238,8 @@ def convert(
                 iteration=iteration,
                 prefix=prefix,
                 max_bytes=max_bytes,
-                dedup=dedup,
-                strict_format=strict_format,
+                dedup=written_as.dedup,
+                strict_format=written_as.strict_format,
                 original_modes=modes == "original",
                 model_files=model_folder,
                 source=source,
@@ -279,7 +265,7 @@ def _open_source(
 
     Args:
         path: whatever `reshard.open` opens.
-        strategy: of rank folders, how they are cut.
+        strategy: of rank folders, how they are sharded.
         suffix: of rank folders, which file of each is read.
 
     Raises:
@@ -311,7 +297,7 @@ def _shared(job: Job, share: Share, asked: list[object], *, in_root: bool) -> Sh
 
 @contextlib.contextmanager
 def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None]:
-    """This rank's share of what all ranks of a group do; it ends well when it has ended well on all of them."""
+    """This rank's share of a conversion by a group; an error of one rank is raised on all ranks."""
     members = SingleProcess() if group is None else resolve(group)
     if members.world_size == 1:
         yield None
@@ -342,8 +328,6 @@ def _check_options(
         if value is not None and name not in writer.options:
             owners = " or ".join(f'`to="{one.name}"`' for one in WRITERS if name in one.options)
             raise ArgumentError(f'`{name}` belongs to {owners}; the destination is "{writer.name}"')
-    if of_format["modes"] not in (None, "original"):
-        raise ArgumentError(f'`modes` is {of_format["modes"]!r}; "original" is accepted')
     if of_format["modes"] is not None and is_private:
         raise ArgumentError("`modes` and `private` both set permissions: give one of them")
     iteration = of_format["iteration"]
@@ -359,7 +343,7 @@ def _check_apart(source: Path, target: Path) -> None:
         with as_storage_error("follow", target):
             target.stat()
     if a == b or a in b.parents or b in a.parents:
-        # A file beside others in its folder is no container: only a destination *in* it, or around it, is meant.
+        # A file beside others in one folder is allowed: only a destination inside the source or around it is refused.
         raise ArgumentError(
             f"source {source} and destination {target} lie inside each other",
             path=str(target),

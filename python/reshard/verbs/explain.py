@@ -1,7 +1,7 @@
-"""Which checkpoint a run would resume from, and why the others are not taken; nothing is loaded or changed.
+"""Which checkpoint a run would resume from, and why the others are not selected; nothing is loaded or changed.
 
-The facts are those that `load` gathers, but what cannot be read does not end the search. With `verify` the contents of
-the checkpoint that would be taken are read, as the run would read them, until one has no damage.
+The facts are those that `load` gathers, but a folder that cannot be read does not end the search. With `verify` the
+contents of the selected checkpoint are read, as the run would read them, until one has no damage.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Answer:
 
     Attributes:
         facts: what was found.
-        verdicts: every candidate, best first, and what becomes of it.
-        decision: what the run goes on from; None: it would be refused.
+        verdicts: every candidate, best first, and whether it is selected.
+        decision: what the run resumes from; None: it would be refused.
         error: why it would be refused; None: it would not.
-        contents: whether the contents of what is taken were compared with their sums: "not read", or "no sums" where
-            there are none to compare them with.
+        contents: whether the contents of the selected checkpoint were compared with their checksums: "not read", or
+            "no sums" where there are none.
         n_bytes: bytes of the files that were compared.
     """
 
@@ -64,15 +64,15 @@ def explain(
 
     Args:
         config: what the run asks for.
-        run: what is known of it.
+        run: what is known of the run.
         compatible: compute the counters as MindSpore Transformers does, rounding errors included.
-        verify: read and compare the contents of what is taken, and take the next one if they are damaged. A run that
-            loads the weights alone does not read the optimizer's files.
+        verify: read and compare the contents of the selected checkpoint, and select the next one if they are damaged.
+            A run that loads the weights alone does not read the optimizer's files.
         progress: called as `progress(done_bytes, total_bytes)` while a checkpoint is read.
 
     Raises:
-        StorageError: the root cannot be looked at.
-        ReshardError: the configuration cannot be meant.
+        StorageError: the root cannot be read.
+        ReshardError: the configuration contradicts itself.
 
     Example:
         >>> import numpy as np, reshard
@@ -106,7 +106,7 @@ def explain(
 def _read(
     facts: ResumeFacts, decision: ResumeDecision, progress: _core.Progress | None
 ) -> tuple[list[Fault], Contents, int]:
-    """Compare what a run would read: what is wrong, whether there are sums, and the bytes of the files."""
+    """Compare what a run would read: the faults, whether there are checksums, and the bytes of the files."""
     path = Path(str(decision.path))
     try:
         if facts.kind == "rank_folders":
@@ -150,7 +150,7 @@ def _files(checkpoint: Checkpoint, key: str) -> tuple[str, ...]:
 
 
 def _own_sums(index: _core.Index) -> tuple[list[Fault], Contents, int]:
-    """Compare files that have a sum of their own, `.ckpt` with a CRC."""
+    """Compare files that hold their own checksum, such as `.ckpt` with a CRC."""
     found, proven = list[Fault](), 0
     for file in range(index.n_files):
         try:

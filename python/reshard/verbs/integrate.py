@@ -1,9 +1,9 @@
-"""Writes a save again as whole tensors, for the configuration key `integrated_save` of MindSpore Transformers.
+"""After a save, the same tensors written whole: `integrated_save` of MindSpore.
 
     <root>_integrated/iteration_<8 digits>/model.safetensors      a Hugging Face folder for each save
 
-All ranks write it collectively from the files of the save, each a share of the files. The save itself has already
-succeeded, so errors are reported as warnings. The number of folders follows the retention of the saves.
+All ranks write it collectively, each its share of the files, from the files of the save. The save has succeeded
+whatever happens here, so an error here is a warning. Retention keeps the same number of folders as of saves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from reshard.verbs.convert import convert
 if TYPE_CHECKING:
     import os
 
+    from reshard.options import Commit
     from reshard.write.save import SaveReport
 
 __all__ = ["integrate", "integrated_root"]
@@ -31,7 +33,7 @@ _log = logging.getLogger("reshard")
 
 
 def integrated_root(root: str | os.PathLike[str]) -> Path:
-    """The folder with the whole tensors of a root's saves.
+    """The folder of the whole tensors of a root's saves.
 
     Example:
         >>> str(integrated_root("output/checkpoint"))
@@ -47,21 +49,19 @@ def integrate(
     *,
     group: object = None,
     keep: int | None = None,
-    durable: bool = True,
-    private: bool = False,
+    commit: Commit | None = None,
     threads: int | None = None,
     timeout: float = 3600.0,
 ) -> list[str]:
-    """Write the tensors of a save as whole tensors, on all ranks collectively. For `after` of `reshard.save`.
+    """Write the tensors of a save as whole tensors, all ranks collectively. `after` of `reshard.save` can call this.
 
     Args:
         root: the checkpoint root.
         report: the report of the save.
         group: as in `reshard.save`.
-        keep: number of folders to keep, the newest ones; None: all.
-        durable: sync the files.
-        private: as in `reshard.save`.
-        threads: number of threads that copy.
+        keep: keep the newest so many folders of whole tensors; None: all.
+        commit: how they are published; `durable` and `private` are used.
+        threads: threads of the copy.
         timeout: seconds that ranks wait for each other.
 
     Returns:
@@ -81,11 +81,10 @@ def integrate(
             target,
             to="huggingface",
             part="all",
-            suffix=report.suffix,
+            select={"suffix": report.suffix},
             group=group,
             overwrite=True,
-            durable=durable,
-            private=private,
+            commit=None if commit is None else replace(commit, rollback=False, takeover=False),
             threads=threads,
             timeout=timeout,
         )
@@ -96,7 +95,7 @@ def integrate(
 
 
 def _remove_outdated(target: Path, keep: int | None) -> list[str]:
-    """Remove older folders. Several ranks may do so at once: folders that another rank has removed are ignored."""
+    """Remove the older folders. All ranks try, and a folder that another rank has removed is no error."""
     if keep is None:
         return []
     matches = [match for one in target.parent.iterdir() if (match := _FOLDER.fullmatch(one.name)) is not None]

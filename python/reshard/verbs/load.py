@@ -1,10 +1,11 @@
-"""Resuming: all ranks load the newest checkpoint that proves whole while it is loaded, or none starts.
+"""Resuming: all ranks load the newest checkpoint in which no rank finds damage while it is loaded, or none starts.
 
-Rank 0 looks at the root and decides; the others are told which manifest, by its digest, and open the very same. Of a
-Checkpoint 1.0 tree, which has no manifest and need not lie on a shared disk, every rank looks at its own folder, and
-what all have whole is taken. Each loads its part, comparing what it touches. Damage on any rank passes the iteration
-over on all of them, and the next older one is taken; why is told in the decision. What is nobody's damage, a layout
-that does not fit or memory that runs out, is raised on all ranks. The damaged checkpoint is left as it is.
+Rank 0 reads the root and decides. The others receive the digest of the manifest and open the same checkpoint. A
+Checkpoint 1.0 tree has no manifest and need not be on a shared disk: every rank reads its own folder, and the newest
+save that is complete on all ranks is selected. Each rank loads its shards and compares what it reads with checksums.
+Damage on any rank makes all of them skip the iteration and select the next older one; the decision names the reason.
+Other errors, such as a layout that does not fit or too little memory, are raised on all ranks. The damaged checkpoint
+is left as it is.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from reshard.group import resolve, session
 from reshard.layout import ModelLayout
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
+from reshard.options import Reading, Verify, explains_moved
 from reshard.resume import CandidateFacts, ResumeDecision, ResumeFacts, RunFacts, decide
 from reshard.small_files import show
 from reshard.storage import protocol
@@ -56,11 +58,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard import _core
-    from reshard.checkpoint import LayoutLike, Part, Verify
+    from reshard.checkpoint import LayoutLike, Part
     from reshard.config import ConfigLike
     from reshard.formats.base import StrategyLike
+    from reshard.options import VerifyLike
 
-__all__ = ["Loaded", "load", "load_async", "load_with"]
+__all__ = ["Loaded", "Wanted", "load", "load_async", "load_with"]
 
 _log = logging.getLogger("reshard")
 
@@ -73,14 +76,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a run goes on from.
+    """The state that a run resumes from.
 
     Attributes:
         iteration: the iteration that was loaded, or None.
         state: `{key: array}`, what `Checkpoint.load` returns; empty if the run starts fresh.
         common: the content of common.json, or None.
         extra: the state that was saved beside the tensors, by name, with this rank's own values.
-        decision: which checkpoint was taken and which were passed over, and the counters that follow.
+        decision: which checkpoint was selected and which were skipped, and the counters that follow.
     """
 
     iteration: int | None
@@ -90,71 +93,69 @@ class Loaded:
     decision: ResumeDecision
 
 
+@explains_moved
 def load(
     root: str | os.PathLike[str] | None = None,
     layout: LayoutLike | None = None,
     rank: int | None = None,
     *,
-    strategy: StrategyLike | None = None,
-    group: object = None,
-    verify: Verify = "touched",
     config: ConfigLike | None = None,
-    run: RunFacts | None = None,
     iteration: int | None = None,
-    compatible: bool = False,
-    allow_fresh: bool = False,
+    strategy: StrategyLike | None = None,
     part: Part | None = None,
     keys: Collection[str] | None = None,
-    out: Mapping[str, np.ndarray] | None = None,
     dtype: object = None,
-    copy: bool = True,
-    method: _core.ReadMethod = "auto",
+    verify: VerifyLike = "touched",
+    reading: Reading | Mapping[str, object] | None = None,
+    run: RunFacts | None = None,
+    compatible: bool = False,
+    allow_fresh: bool = False,
+    group: object = None,
+    timeout: float = 1800.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
-    timeout: float = 1800.0,
 ) -> Loaded:
-    """Load what a run goes on from: the last complete checkpoint of a root that proves whole while it is loaded.
+    """Load the state that a run resumes from: the newest complete checkpoint of a root in which no damage is found.
 
-    All ranks of the group call this, with the same options but for what each wants loaded, and all load the same
-    iteration. If it is not the newest, the first save afterwards records which ones were passed over.
+    All ranks of the group call this with the same options, except for those that say which tensors are loaded, and all
+    load the same iteration. If it is not the newest, the first save afterwards records which ones were skipped.
 
     Args:
-        root: a checkpoint root. One of its iteration folders names its iteration: damage is then an error. None: what
+        root: a checkpoint root. One of its iteration folders selects its iteration: damage is then an error. None: what
             the configuration loads.
-        layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder. None: whole tensors, but of
-            a Hugging Face folder what the `parallel_config` of the configuration cuts, as its `pretrained_model_dir`
-            says what the model is.
+        layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder. None: whole tensors; but of a
+            Hugging Face folder the shards that follow from the `parallel_config` of the configuration, as its
+            `pretrained_model_dir` defines the model.
         rank: the rank in the layout whose arrays are wanted; None: this process's rank in the group.
-        strategy: how the ranks of a Checkpoint 1.0 tree cut its tensors: a strategy file or a folder of them. None: the
+        config: a configuration with MindSpore configuration keys: a `Config`, a YAML file or a mapping. None: resume
+            from `root`.
+        iteration: load this one and no other.
+        strategy: how the tensors of a Checkpoint 1.0 tree are sharded: a strategy file or a folder of them. None: the
             folder `strategy` in the tree or beside it. With neither strategy nor layout a rank gets what its own file
             holds, and needs to see no other.
-        group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
-            None: torch's default group if there is one, else this process alone.
-        verify: "touched" compares every 256 KiB that is read with its sum, "full" first all files, shared out over the
-            ranks; "structure" only sizes and headers.
-        config: a configuration in the original's words: a `Config`, a YAML file or a mapping. None: resume from `root`.
-        run: what is known of the run that starts, such as its batch size.
-        iteration: load this one and no other.
-        compatible: compute the counters as MindSpore Transformers does, rounding errors included.
-        allow_fresh: start from nothing if there are checkpoints and none is whole.
         part: "model", "optimizer" or "all"; default "all", or "model" if the configuration does not resume.
         keys: only these tensors.
-        out: arrays that are filled instead of new ones, as in `Checkpoint.load`.
         dtype: cast the floating-point tensors to this dtype.
-        copy: False gives copy-on-write views where possible, as in `Checkpoint.load`.
-        method: "map" maps the files, "read" reads them piece by piece, "auto" decides by the file system.
+        verify: what is compared with its checksums: "touched", "full" or "structure", or a `Verify` or a mapping of its
+            fields, of which `on_load` is used.
+        reading: how files are read and where arrays are put: a `Reading` or a mapping of its fields.
+        run: what is known of the run that starts, such as its batch size.
+        compatible: compute the counters as MindSpore Transformers does, rounding errors included.
+        allow_fresh: start from nothing if there are checkpoints and none is complete.
+        group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
+            None: torch's default group if there is one, else this process alone.
+        timeout: seconds that a rank waits for the others; the time to load is part of it.
         threads: threads of the copy.
         progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; anew for each attempt.
-        timeout: seconds that a rank waits for the others; the time to load is part of it.
 
     Returns:
         What was loaded. An empty or absent root is a fresh start: `decision.fresh`, and no state.
 
     Raises:
-        DamagedFileError: there are checkpoints and none is whole; each is named with its fault.
-        CheckpointNotFoundError: what is there is no checkpoint.
-        ArgumentError, LayoutError, MismatchError, KeyNotFoundError, UnsupportedError: what is wanted of the checkpoint
-            cannot be had.
+        DamagedFileError: there are checkpoints and none is complete; each is named with its fault.
+        CheckpointNotFoundError: what is there is not a checkpoint.
+        ArgumentError, LayoutError, MismatchError, KeyNotFoundError, UnsupportedError: an option is not accepted, or the
+            checkpoint does not hold what is wanted.
         GroupError: a rank did not answer in time.
         StorageError: the system failed otherwise than by damage, such as for want of memory or permission.
 
@@ -168,10 +169,15 @@ def load(
     check_given(timeout=timeout)
     check_arguments(root=root)
     members = resolve(group)
-    # In a world of one a layout of several ranks is somebody else's: which of them is meant has to be said.
+    # In a world of one a layout of several ranks is for another job: the caller has to give the rank.
     own = members.rank if rank is None and members.world_size > 1 else rank
+    # An error of one rank's options must reach the others as a value: they are waiting.
+    options = capture(lambda: (Reading.of(reading), Verify.of(verify)))
+    known, compared = options if isinstance(options, tuple) else (Reading(), Verify())
 
     def check() -> None:
+        if isinstance(options, BaseException):
+            raise options
         check_arguments(
             layout=layout,
             rank=rank,
@@ -183,94 +189,106 @@ def load(
             allow_fresh=allow_fresh,
             part=part,
             keys=keys,
-            out=out,
-            copy=copy,
             threads=threads,
             progress=progress,
         )
-        check_given(verify=verify, method=method)
         if members.world_size > 1:
             resolve(group, rank)
 
     def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
-        cut = layout
-        if cut is None and config is not None and checkpoint.data.traits.is_pretrained:
-            cut = _layout_of(as_config(config), rank, members.world_size)
+        wanted_layout = layout
+        if wanted_layout is None and config is not None and checkpoint.data.traits.is_pretrained:
+            wanted_layout = _layout_of(as_config(config), rank, members.world_size)
         state = checkpoint.load(
-            cut,
-            None if cut is None else own,
+            wanted_layout,
+            None if wanted_layout is None else own,
             part=part or ("model" if decision.restored == ("weights",) else "all"),
             keys=keys,
-            out=out,
+            out=known.out,
             dtype=dtype,
-            copy=copy,
-            verify="touched" if verify == "full" else verify,
+            copy=known.copy,
+            verify="touched" if compared.on_load == "full" else compared.on_load,
             threads=threads,
             progress=progress,
         )
         return Loaded(checkpoint.iteration, state, checkpoint.common, checkpoint.extra(rank=own or 0), decision)
 
-    decision, loaded = load_with(
-        read,
-        root,
+    wanted = Wanted(
+        root=root,
+        config=config,
+        iteration=iteration,
         strategy=strategy,
         own_file=own if layout is None and strategy is None else None,
-        group=members,
-        check=check,
-        scrub=isinstance(verify, str) and verify == "full",
-        config=config,
         run=run,
-        iteration=iteration,
         compatible=compatible,
         allow_fresh=allow_fresh,
-        method=method,
+        method=known.method,
+    )
+    decision, loaded = load_with(
+        read,
+        wanted,
+        group=members,
+        check=check,
+        scrub=compared.on_load == "full",
         threads=threads,
         timeout=timeout,
     )
     return Loaded(None, {}, None, {}, decision) if loaded is None else loaded
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which checkpoint is loaded, and what is known of the run; see the arguments of `load`.
+
+    Attributes:
+        root: a checkpoint root, or one of its iteration folders; None: what the configuration loads.
+        config: a configuration; None: resume from `root`.
+        iteration: load this one and no other; None: the newest that is complete.
+        strategy: how the tensors of a Checkpoint 1.0 tree are sharded; None: the strategy files in or beside it.
+        own_file: of a Checkpoint 1.0 tree only the file of this rank is opened, as it is; None: all files, as one
+            checkpoint.
+        run: what is known of the run that starts.
+        compatible: compute the counters as MindSpore Transformers does.
+        allow_fresh: start from nothing if there are checkpoints and none is complete.
+        method: how files are read, see `Reading`.
+    """
+
+    root: str | os.PathLike[str] | None = None
+    config: ConfigLike | None = None
+    iteration: int | None = None
+    strategy: StrategyLike | None = None
+    own_file: int | None = None
+    run: RunFacts | None = None
+    compatible: bool = False
+    allow_fresh: bool = False
+    method: _core.ReadMethod = "auto"
+
+
 def _nothing() -> None:
-    """What there is to check where nothing can be wrong."""
+    """The check where there is nothing to check."""
 
 
 def load_with(
     read: Callable[[Checkpoint, ResumeDecision], T],
-    root: str | os.PathLike[str] | None = None,
+    wanted: Wanted,
     *,
-    strategy: StrategyLike | None = None,
-    own_file: int | None = None,
     group: object = None,
     check: Callable[[], None] = _nothing,
     scrub: bool = False,
-    config: ConfigLike | None = None,
-    run: RunFacts | None = None,
-    iteration: int | None = None,
-    compatible: bool = False,
-    allow_fresh: bool = False,
-    method: _core.ReadMethod = "auto",
     threads: int | None = None,
     timeout: float = 1800.0,
 ) -> tuple[ResumeDecision, T | None]:
-    """What `load` is made of: `read` takes what it wants of the checkpoint that is chosen, or of the next best.
+    """Choose a checkpoint as `load` does, and let `read` read it; if it is damaged, the next one.
 
     Args:
         read: called with the open checkpoint and the decision, for one after the other until no rank finds damage. What
-            it returned of a damaged one is thrown away.
-        root: as in `load`, and so are the other arguments.
-        strategy: see `load`.
-        own_file: of a Checkpoint 1.0 tree this rank's own file alone is opened, as it is; None: all files, as one.
+            it returned of a damaged one is discarded.
+        wanted: which checkpoint is loaded.
         group: all its ranks call this.
         check: called first; what it raises is raised on all ranks.
-        scrub: compare all files with their sums first, shared out over the ranks.
-        config: see `load`.
-        run: see `load`.
-        iteration: see `load`.
-        compatible: see `load`.
-        allow_fresh: see `load`.
-        method: see `load`.
-        threads: see `load`.
-        timeout: see `load`.
+        scrub: compare all files with their checksums first, shared out over the ranks.
+        threads: threads of the comparison.
+        timeout: seconds that a rank waits for the others; the time to load is part of it.
 
     Returns:
         The decision, and what `read` returned; None for a fresh start.
@@ -281,7 +299,7 @@ def load_with(
     Example:
         >>> import numpy as np, reshard
         >>> _ = reshard.save("with", 100, {"w": np.arange(6.0)})
-        >>> decision, keys = load_with(lambda checkpoint, _: checkpoint.keys(), "with")
+        >>> decision, keys = load_with(lambda checkpoint, _: checkpoint.keys(), Wanted(root="with"))
         >>> decision.iteration, keys
         (100, ['w'])
     """
@@ -290,13 +308,13 @@ def load_with(
 
     def prepare() -> _Terms:
         check()
-        known = run or RunFacts()
+        known = wanted.run or RunFacts()
         if known.world_size is None:
             known = replace(known, world_size=members.world_size)
-        asked, cut, own = _asked(root, config, iteration), strategy, own_file
+        asked, cut, own = _asked(wanted.root, wanted.config, wanted.iteration), wanted.strategy, wanted.own_file
         if asked.auto_trans:
-            cut, own = strategy or asked.strategy or None, None
-        return _Terms(asked, known, compatible, allow_fresh, method, cut, own)
+            cut, own = wanted.strategy or asked.strategy or None, None
+        return _Terms(asked, known, wanted.compatible, wanted.allow_fresh, wanted.method, cut, own)
 
     states: dict[str, str] = {}  # of folders, before their contents were read
 
@@ -331,7 +349,7 @@ def load_with(
 
 
 def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:
-    """What is to be loaded, in the words of a configuration."""
+    """What is to be loaded, as a configuration."""
     asked = Config(resume=True) if config is None else as_config(config)
     if not asked.load_path and not asked.resume and asked.model_path and _is_pretrained(asked.model_path):
         asked = replace(asked, load_path=asked.model_path)
@@ -353,7 +371,7 @@ def _is_pretrained(path: str) -> bool:
 
 
 def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout | None:
-    """How the run of a configuration cuts a Hugging Face model: as its family is cut, over the mesh that is told."""
+    """How the run of a configuration shards a Hugging Face model: by the preset of its family."""
     if not (config.use_parallel and config.model_path):
         return None
     n_ranks = math.prod(config.mesh.values())
@@ -365,12 +383,12 @@ def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout
     return ModelLayout.preset(config.model_path, **config.mesh)
 
 
-# -- together
+# -- collectively
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """What is chosen by."""
+    """What a checkpoint is chosen by: `Wanted`, resolved on this rank."""
 
     config: Config
     run: RunFacts
@@ -388,8 +406,8 @@ def _choose(
 
     Args:
         ranks: all of them call this.
-        terms: what is asked for, or why this rank cannot say.
-        faults: folders that have proven damaged while they were loaded, with the reason.
+        terms: what is asked for, or the error of this rank.
+        faults: folders in which damage was found while they were loaded, with the reason.
     """
     opened: dict[str, Checkpoint] = {}
 
@@ -427,7 +445,7 @@ def _choose(
 def _choose_save(
     ranks: Collective, terms: _Terms, tree: SavesRoot, faults: Mapping[str, str]
 ) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
-    """As `_choose`, of the saves of rank folders: all ranks look, and each may see its own folder alone."""
+    """As `_choose`, of the saves of rank folders: each rank reads the folders that it sees, maybe only its own."""
     facts = gather_saves(terms.config, terms.run, tree, ranks=ranks, method=terms.method, faults=faults)
     decision = _decide(terms, facts)
     n_ranks = next((one.world_size or 0 for one in facts.candidates if one.path == decision.path), 0)
@@ -445,7 +463,7 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
             f"{show(root)} was saved by {n_ranks} ranks, and this is rank {own} of {world_size}: its own file is not "
             "what it needs",
             path=root,
-            hint="give `layout=`, what this run holds, and `strategy=`, how the saved one was cut",
+            hint="give `layout=`, the layout of this run, and `strategy=`, that of the saved one",
         )
     checkpoint = open_own(path_of(root, save, own), terms.method)
     if is_deduplicated(checkpoint, default=terms.config.dedup):
@@ -453,7 +471,7 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
         raise MismatchError(
             f"{show(root)} was saved without replicas: the own file of rank {own} lacks what other ranks wrote for it",
             path=root,
-            hint="give `strategy=`, how it was cut, and as `layout=` the same or what this run holds",
+            hint="give `strategy=`, that of the saved run, and as `layout=` the same or the layout of this run",
         )
     return checkpoint
 
@@ -492,7 +510,7 @@ def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: flo
 
 
 def _damage_of(error: ReshardError) -> str | None:
-    """Why a checkpoint is no good, if that is what an error says."""
+    """Why a checkpoint is damaged, if the error is about damage; else None."""
     is_about_files = isinstance(error, DamagedFileError | CoverageError | CheckpointNotFoundError | StorageError)
     return opening.reason_of(error) if is_about_files and opening.is_damage(error) else None
 
@@ -510,18 +528,18 @@ def _record(path: Path, state: str) -> None:
 
 
 def _note(path: Path) -> None:
-    """Remember which newer iterations were passed over: the first save after this load records it."""
+    """Remember which newer iterations were skipped: the first save after this load records it."""
     number = checkpoint2.parse_iteration_folder(path.name)
     if number is not None and checkpoint2.is_root(path.parent):
         pass_over(path.parent, number)
 
 
 def pass_over(root: Path, number: int) -> None:
-    """Go on from an iteration of a root on purpose: the first save records which newer ones are passed over.
+    """Resume from an older iteration of a root on purpose: the first save records which newer ones are skipped.
 
     Args:
         root: the checkpoint root.
-        number: the iteration; -1: all are passed over.
+        number: the iteration; -1: all are skipped.
 
     Example:
         >>> pass_over(Path("no/such/root"), 400)
@@ -529,7 +547,7 @@ def pass_over(root: Path, number: int) -> None:
     newer = opening.newer_than(root, number) if root.is_dir() else ()
     if newer:
         pending_rollback.record(root, number, newer)
-        # What is saved from here on is another line of saves, told from what was passed over by its epoch.
+        # Saves from here on get a new generation number, which tells them from the skipped iterations.
         protocol.release(root)
     else:
         pending_rollback.forget(root)

@@ -1,7 +1,7 @@
-"""Retention by hand: which iterations of a root go, and which are kept whatever happens.
+"""Retention by hand: which iterations of a root are removed, and which are kept in any case.
 
-The rules are those of `save(..., keep=...)`, told at `write.retention`; here a checkpoint of the original, which has no
-manifest, counts as complete only if it can be opened.
+The rules are those of `save(..., keep=...)`, see `write.retention`. A checkpoint of MindSpore Transformers, which has
+no manifest, counts as complete only if it can be opened.
 """
 
 from __future__ import annotations
@@ -11,53 +11,53 @@ from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
+from reshard.options import explains_moved, retention_of
 from reshard.small_files import show
-from reshard.write import retention
-from reshard.write.retention import Removed, pin, unpin
+from reshard.write.retention import Removed, pin, remove, unpin
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard import _core
+    from reshard.options import RetentionLike
 
 __all__ = ["Removed", "pin", "prune", "unpin"]
 
 
+@explains_moved
 @checked
 def prune(
     root: str | os.PathLike[str],
-    keep: int,
+    keep: int | None = None,
     *,
-    keep_every: int | None = None,
-    keep_best: tuple[str, int] | None = None,
+    retention: RetentionLike | None = None,
     dry_run: bool = False,
     progress: _core.Progress | None = None,
 ) -> Removed:
     """Remove the iterations of a root that are not to be kept.
 
-    Never removed are the tracker's iteration, what is pinned, what is above the tracker, what is not complete or was
-    found damaged, the newest verified one, and what somebody reads. Nothing is removed unless one that stays and is
-    newer has been verified since it was written, by `verify`, by `verify_after_save` or by `load(verify="full")`. If
-    none has, the newest one that stays is verified first, and the next one if it is damaged.
+    These are never removed: the iteration that the tracker names, pinned iterations, iterations above the tracker,
+    incomplete and damaged ones, the newest verified one, and those that a process reads. Nothing is removed unless a
+    newer iteration that stays has been verified since it was written, by `verify`, by `Verify(after_save=True)` or by
+    `load(verify="full")`. If there is none, the newest one that stays is verified first, and the next one if it is
+    damaged.
 
     Args:
         root: the checkpoint root.
-        keep: how many complete iterations to keep, the newest; at least 1.
-        keep_every: keep every iteration that this number divides, too.
-        keep_best: a metric of the saves, and how many iterations with its lowest values to keep; with a `-` before the
-            name, those with its highest.
-        dry_run: remove nothing and verify nothing, and tell what would go.
+        keep: how many complete iterations to keep, the newest; short for `retention=Retention(keep=...)`.
+        retention: which iterations are kept: a `Retention` or a mapping of its fields. It or `keep` is needed.
+        dry_run: remove nothing and verify nothing, and report what would be removed.
         progress: called as `progress(done_bytes, total_bytes)` while an iteration is verified.
 
     Returns:
-        What went, and of the others why they stay.
+        What was removed, and why the others stay.
 
     Raises:
-        ArgumentError: a number is below 1.
+        ArgumentError: a number is below 1; neither `keep` nor `retention` is given, or both are.
         CheckpointNotFoundError: there is no such root.
         DamagedFileError: no iteration has the metric.
         StorageError: the root cannot be listed or locked, for want of permission for example. Nothing is removed.
@@ -70,13 +70,14 @@ def prune(
         >>> reshard.prune("pruned", keep=1).iterations
         (2,)
     """
+    known = retention_of(keep, retention)
+    if known is None:
+        raise ArgumentError("`prune` needs `keep` or `retention`", hint="for example `keep=5`")
     if not checkpoint2.list_iterations(root):
         raise CheckpointNotFoundError(f"{show(os.fspath(root))} holds no iteration folder", path=os.fspath(root))
-    return retention.remove(
+    return remove(
         root,
-        keep=keep,
-        keep_every=keep_every,
-        keep_best=keep_best,
+        known,
         dry_run=dry_run,
         original_fault=_fault,
         progress=progress,
@@ -84,7 +85,7 @@ def prune(
 
 
 def _fault(folder: Path) -> str | None:
-    """Why an iteration folder without a manifest is no complete checkpoint; None if it is."""
+    """Why an iteration folder without a manifest is not a complete checkpoint; None if it is."""
     try:
         Checkpoint(open_folder(folder, "auto")).close()
     except ReshardError as error:

@@ -1,7 +1,7 @@
 """Roll a checkpoint root back: the next restart resumes from a given iteration.
 
 The tracker is moved to that iteration. Newer iterations are marked as tracked, so that the reading rules of
-`checkpoint2.candidates` skip them; none is deleted. The first save after the restart records them as passed over.
+`checkpoint2.candidates` skip them; none is deleted. The first save after the restart records them as skipped.
 """
 
 from __future__ import annotations
@@ -93,16 +93,16 @@ def rollback(
         200
     """
     path = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
-    checkpoint2.iteration_folder_name(iteration)  # refuses what is no iteration
+    checkpoint2.iteration_folder_name(iteration)  # refuses an invalid iteration
     if dry_run:
         is_verified = _check(_folder(path, iteration), verify=verify, threads=threads, progress=progress)
         return _changes(path, iteration, verified=is_verified)
-    checkpoint2.list_iterations(path)  # refuses what is no folder, before anything is made in it
+    checkpoint2.list_iterations(path)  # refuses a path that is not a folder, before anything is made in it
     if not checkpoint2.is_root(path):
         raise _not_found(path, iteration)
     is_ours = claims.held(path) is not None
     try:
-        # A save that was sealed and not published is published first: it is newer, and is not to be lost.
+        # A save that was sealed and not published is published first: it is newer and must not be lost.
         for line in recovery.recover(path):
             _log.warning("%s: %s", path, line)
         claim = claims.hold(path)

@@ -1,6 +1,6 @@
 """What a run starts from: its own newest checkpoint, if it has saved one, else what its configuration loads.
 
-Nothing is changed, and nothing is loaded.
+This module changes nothing and loads no tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["own_config", "start_of"]
 
 
 def own_config(config: Config, root: Path) -> Config:
-    """What to load to go on from the newest checkpoint that the run itself has saved.
+    """The configuration that resumes from the newest checkpoint that the run itself has saved.
 
     Example:
         >>> from reshard.config import Config
@@ -35,11 +35,11 @@ def own_config(config: Config, root: Path) -> Config:
 
 
 def start_of(config: Config, root: Path, facts: RunFacts) -> tuple[bool, str | None]:
-    """What a run starts from that saves into `root`: its own newest checkpoint, if there is one, else what is given.
+    """What a run that saves into `root` starts from: its own newest checkpoint, or what its configuration loads.
 
     A configuration names what the first start loads, such as pretrained weights. The same configuration is used for
     the restart after a crash, when the run has checkpoints of its own, and the root would refuse a second start at a
-    lower step. One rank calls this, and tells the others.
+    lower step. One rank calls this and sends the result to the others.
 
     Args:
         config: what is to be loaded.
@@ -50,7 +50,7 @@ def start_of(config: Config, root: Path, facts: RunFacts) -> tuple[bool, str | N
         Whether it starts from its own checkpoint (see `own_config`), and why; None where there is no choice.
 
     Raises:
-        StorageError: something cannot be looked at.
+        StorageError: a file or folder cannot be read.
 
     Example:
         >>> import numpy as np, reshard

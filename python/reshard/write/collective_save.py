@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from reshard.formats.save_log import SaveRecord
     from reshard.group import Group
     from reshard.layout import ModelLayout
+    from reshard.options import Retention
     from reshard.write.arrays import LocalArray
     from reshard.write.iteration import IterationPlan
     from reshard.write.rank_facts import RankFacts
@@ -105,9 +106,7 @@ class Terms:
     takeover: bool
     timeout: float
     threads: int | None
-    keep: int | None
-    keep_every: int | None
-    keep_best: tuple[str, int] | None
+    retention: Retention | None
     private: bool = False
 
     @property
@@ -365,8 +364,8 @@ class _Coordinator:
             takeover=terms.takeover,
             folder_mode=terms.folder_mode,
         )
-        if terms.keep is not None and not terms.verify:
-            self.is_read_back = retention.must_read_back(terms.root, terms.iteration, terms.keep)
+        if terms.retention is not None and not terms.verify:
+            self.is_read_back = retention.must_read_back(terms.root, terms.iteration, terms.retention.keep)
         return str(self.attempt.staging), self.is_read_back
 
     def publish(self, reports: list[Any]) -> dict[str, Any]:
@@ -435,13 +434,11 @@ def _aftermath(
             proofs.write(attempt.folder, proven, proofs.state_of(attempt.folder, proven), None)
         except ReshardError as error:
             warnings.append(f"that the save was read back is not recorded: {error.message}")
-    if terms.keep is not None:
+    if terms.retention is not None:
         try:
             removed = retention.apply(
                 terms.root,
-                keep=terms.keep,
-                keep_every=terms.keep_every,
-                keep_best=terms.keep_best,
+                terms.retention,
                 durable=terms.durable,
                 verify=False,
                 verified=() if proven is None else (proven.digest,),

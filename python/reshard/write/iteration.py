@@ -356,7 +356,9 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
         "They are described in tiles.json, which MindSpore Transformers ignores: there they keep their initial values"
     )
     if strict:
-        raise UnsupportedError(text, key=key, hint="choose another layout for them, or leave out `strict_format=`")
+        raise UnsupportedError(
+            text, key=key, hint="choose another layout for them, or leave out `files=Files(strict_format=True)`"
+        )
     return (text,)
 
 

@@ -143,7 +143,7 @@ class Replicas:
                 f"{show(name)}: the copies on the ranks that hold it differ: {copies}{more}",
                 key=name,
                 hint="replicas must be equal: find out where they drifted apart. Arrays that differ on purpose are "
-                'listed in `may_differ=["<pattern>"]`: then each rank\'s copy is kept',
+                'listed in `verify=Verify(may_differ=["<pattern>"])`: then each rank\'s copy is kept',
             )
         return found
 
@@ -272,7 +272,9 @@ def is_any_of(patterns: Collection[str]) -> Callable[[str], bool]:
         (True, True, False)
     """
     if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
-        raise ArgumentError("`may_differ` is not a collection of patterns", hint='write `may_differ=["<pattern>"]`')
+        raise ArgumentError(
+            "`may_differ` is not a collection of patterns", hint='write `verify=Verify(may_differ=["<pattern>"])`'
+        )
     exact = frozenset(patterns)
     try:
         compiled = [Pattern.compile(one) for one in patterns if glob_of(one) != one]

@@ -2,21 +2,21 @@
 
 `plan` decides, from facts alone. Kept are: the newest `keep` complete ones, what the tracker names, what is pinned,
 every Nth and the best if asked for. Not removed either, whatever is asked for: what is incomplete or not understood
-(evidence, and nobody's to judge), what lies above the tracker (left by a roll-back, or newer than this program knows),
+(it may be evidence), what is above the tracker (left by a rollback, or newer than this program knows),
 and the newest verified one. Whatever is in memory of earlier saves plays no part: the facts come from the directory.
 
 An iteration is verified if all its bytes have been compared with its manifest since it was written: before a save was
-published (`verify_after_save`), by `verify`, by a load with `verify="full"`, or here. The result is recorded beside it
+published (`Verify.after_save`), by `verify`, by a load with `verify="full"`, or here. The result is recorded beside it
 (`formats.proofs`); one that was found damaged does not count. Nothing is removed unless a verified one stays.
 
-- `remove` (`prune`) compares the newest iteration that stays, if nothing newer than what goes is verified, and the next
-  one if that is damaged. `apply`, which follows a save, reads nothing: it removes nothing until one is verified.
+- `remove` (`prune`) compares the newest iteration that stays, if no newer one than those removed is verified, and the
+  next one if that is damaged. `apply`, which follows a save, reads nothing: it removes nothing until one is verified.
 - So that this is the case, a save whose `keep` would remove something while none of the newest is verified is read back
   by every rank before it is published (`must_read_back`): one save in `keep`. With `keep=1` it is every save.
 - Where no iteration has a manifest, as MindSpore Transformers saves, the structure is all that can be checked.
 
-An iteration goes by a rename into the trash, one after the other, the oldest first, and is removed there. One that is
-being read is passed over. `apply` never fails a save: what the system refuses is a warning.
+An iteration is removed by a rename into the trash, one after the other, the oldest first, and is deleted there. One
+that is being read is skipped. `apply` never fails a save: what the system refuses is a warning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.arguments import checked
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs, save_log
 from reshard.formats.checkpoint2 import candidates
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard.formats.manifest import Manifest
+    from reshard.options import Retention
 
 __all__ = ["Facts", "Removed", "apply", "must_read_back", "pin", "plan", "remove", "to_verify", "unpin"]
 
@@ -66,10 +67,10 @@ class Facts:
         name: its folder.
         fault: why it is not complete; None: it is.
         is_verified: whether its bytes have been compared with its manifest since it was written, and found right.
-        is_pinned: whether somebody pinned it.
+        is_pinned: whether it is pinned.
         is_passed_over: whether a later save recorded that it was refused at a roll-back.
         is_debris: whether it is what is left of one that was being removed, in place.
-        is_unknown: whether `fault` says that it could not be looked at, which is no damage.
+        is_unknown: whether `fault` says that it could not be read, which is not damage.
         has_manifest: whether there is a valid manifest: it can be verified.
         metrics: those in its manifest.
     """
@@ -106,38 +107,27 @@ class Removed:
 
 
 def plan(
-    facts: Sequence[Facts],
-    *,
-    tracker: int | None,
-    keep: int,
-    keep_every: int | None = None,
-    best: Collection[int] = (),
+    facts: Sequence[Facts], retention: Retention, *, tracker: int | None, best: Collection[int] = ()
 ) -> tuple[list[Facts], dict[int, str]]:
-    """Decide what goes.
+    """Decide which iterations are removed.
 
     Args:
-        facts: one entry an iteration.
+        facts: one entry for each iteration.
+        retention: which iterations are kept; its metric is not looked at.
         tracker: the iteration that the tracker names, or None.
-        keep: how many complete ones to keep, the newest; at least 1.
-        keep_every: keep every iteration that this number divides, too.
         best: iterations to keep for their metrics.
 
     Returns:
-        What goes, oldest first; and by iteration why the others stay.
-
-    Raises:
-        ArgumentError: `keep` or `keep_every` is below 1.
+        The iterations that are removed, oldest first; and by iteration why the others stay.
 
     Example:
+        >>> from reshard.options import Retention
         >>> facts = [Facts(n, f"iteration_{n:08d}", is_verified=True) for n in (100, 200, 300, 400)]
-        >>> gone, kept = plan(facts, tracker=400, keep=2, keep_every=100_000, best=[100])
+        >>> gone, kept = plan(facts, Retention(keep=2, keep_every=100_000), tracker=400, best=[100])
         >>> [one.iteration for one in gone], kept
         ([200], {100: 'one of the best', 300: 'one of the newest 2', 400: 'the tracker names it'})
     """
-    for name, value in (("keep", keep), ("keep_every", keep_every)):
-        is_left_out = value is None and name == "keep_every"
-        if not is_left_out and (type(value) is not int or value < 1):
-            raise ArgumentError(f"`{name}` is a number of iterations from 1 on, not {value!r}")
+    keep, keep_every = retention.keep, retention.keep_every
     ordered = sorted(facts, key=lambda one: one.iteration)
     counted = _counted(ordered, tracker)
     newest = {one.iteration for one in counted[-keep:]}
@@ -194,8 +184,9 @@ def to_verify(
         verified and nothing that stays is, all that can be.
 
     Example:
+        >>> from reshard.options import Retention
         >>> facts = [Facts(n, f"iteration_{n:08d}", has_manifest=True) for n in (100, 200, 300)]
-        >>> gone, kept = plan(facts, tracker=300, keep=2)
+        >>> gone, kept = plan(facts, Retention(keep=2), tracker=300)
         >>> [one.iteration for one in to_verify(facts, gone, kept, tracker=300)]
         [300, 200]
     """
@@ -222,7 +213,7 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
         keep: as in `apply`.
 
     Returns:
-        True if there would be more than `keep` iterations, or some that were passed over, and none of the newest
+        True if there would be more than `keep` iterations, or some that were skipped, and none of the newest
         `keep - 1` that are there is verified.
 
     Raises:
@@ -253,7 +244,7 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
 
 
 def _has_passed_over(root: Path, there: Sequence[tuple[int, str]]) -> bool:
-    """Whether one of these iterations says that another one was refused when a run resumed below it."""
+    """Whether one of these iterations records that another one was skipped when a run resumed below it."""
     numbers = {number for number, _ in there}
     for _, name in there:
         with contextlib.suppress(ReshardError):
@@ -271,10 +262,8 @@ def _proof(folder: Path) -> proofs.Proof | None:
 
 def apply(
     root: str | os.PathLike[str],
+    retention: Retention,
     *,
-    keep: int,
-    keep_every: int | None = None,
-    keep_best: tuple[str, int] | None = None,
     dry_run: bool = False,
     durable: bool = True,
     original_fault: Callable[[Path], str | None] | None = None,
@@ -285,31 +274,27 @@ def apply(
 
     Args:
         root: the checkpoint root.
-        keep: see `remove`, and so are the other arguments.
-        keep_every: see `remove`.
-        keep_best: see `remove`.
-        dry_run: see `remove`.
+        retention: which iterations are kept.
+        dry_run: see `remove`, and so are the other arguments.
         durable: see `remove`.
         original_fault: see `remove`.
         verify: see `remove`.
         verified: see `remove`.
 
     Raises:
-        ArgumentError: a number is below 1.
         CheckpointNotFoundError: there is no such root.
 
     Example:
         >>> import tempfile
+        >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     apply(root, keep=2).iterations
+        ...     apply(root, Retention(keep=2)).iterations
         ()
     """
     try:
         removed = remove(
             root,
-            keep=keep,
-            keep_every=keep_every,
-            keep_best=keep_best,
+            retention,
             dry_run=dry_run,
             durable=durable,
             original_fault=original_fault,
@@ -325,10 +310,8 @@ def apply(
 
 def remove(
     root: str | os.PathLike[str],
+    retention: Retention,
     *,
-    keep: int,
-    keep_every: int | None = None,
-    keep_best: tuple[str, int] | None = None,
     dry_run: bool = False,
     durable: bool = True,
     original_fault: Callable[[Path], str | None] | None = None,
@@ -340,28 +323,25 @@ def remove(
 
     Args:
         root: the checkpoint root.
-        keep: how many complete ones to keep, the newest; at least 1.
-        keep_every: keep every iteration that this number divides, too.
-        keep_best: a metric of the saves, and how many iterations with its lowest values to keep; with a `-` before the
-            name, those with its highest.
+        retention: which iterations are kept.
         dry_run: remove nothing, and read no contents.
         durable: sync every change.
-        original_fault: says of an iteration folder without manifest why it is not complete, or None. By default it is
+        original_fault: returns why an iteration folder without manifest is not complete, or None. By default it is
             complete if every shard file that it names is there.
         verify: compare the newest that stays with its manifest, if nothing is removed otherwise.
         verified: digests of manifests whose files this process has just compared.
         progress: called as `progress(done_bytes, total_bytes)` while an iteration is compared.
 
     Raises:
-        ArgumentError: a number is below 1.
         CheckpointNotFoundError: there is no such root.
         DamagedFileError: no iteration has the metric.
         StorageError: the root cannot be listed or locked. Nothing is removed.
 
     Example:
         >>> import tempfile
+        >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     remove(root, keep=2).iterations
+        ...     remove(root, Retention(keep=2)).iterations
         ()
     """
     path = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
@@ -371,8 +351,8 @@ def remove(
 
     def decide() -> _Decision:
         facts, tracker = _look(path, judge, known, faults)
-        best = _best(path, facts, *keep_best) if keep_best else []
-        gone, kept = plan(facts, tracker=tracker, keep=keep, keep_every=keep_every, best=best)
+        best = _best(path, facts, *retention.best) if retention.best else []
+        gone, kept = plan(facts, retention, tracker=tracker, best=best)
         first = to_verify(facts, gone, kept, tracker=tracker)
         counted = {one.iteration for one in _counted(facts, tracker) if one.is_verified}
         return _Decision(gone, kept, first, has_verified=bool(counted & kept.keys()))
@@ -406,7 +386,7 @@ def remove(
     else:
         done.warnings.append("no iteration is removed: the root changed each time it was looked at; try again")
     if done.iterations:
-        # Outside the lock: deleting takes long, and what is in the trash is nobody's.
+        # Outside the lock: deleting takes long, and no other process uses the trash.
         done.warnings += trash.empty(path, durable=durable)
         proofs.sweep(path)
     kept = dict(sorted({**decision.kept, **done.kept}.items()))
@@ -415,7 +395,7 @@ def remove(
 
 @checked
 def pin(root: str | os.PathLike[str], iteration: int) -> None:
-    """Keep an iteration whatever retention is asked for; once is enough.
+    """Keep an iteration whatever the retention; a second call has no effect.
 
     Raises:
         CheckpointNotFoundError: there is no such iteration.
@@ -429,7 +409,7 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
 
 @checked
 def unpin(root: str | os.PathLike[str], iteration: int) -> None:
-    """Let an iteration go the way of all others again.
+    """Undo `pin`: retention may remove the iteration again.
 
     Raises:
         CheckpointNotFoundError: there is no such iteration.
@@ -544,7 +524,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _original_fault(folder: Path) -> str | None:
-    """Why an iteration without manifest is not complete, by what is there; its payload proves nothing."""
+    """Why an iteration without manifest is not complete, by the files that are there; their contents are not read."""
     metadata = folder / checkpoint2.METADATA_FILE
     if os.path.lexists(metadata):
         index = _core.Index.from_metadata(str(metadata))
@@ -563,8 +543,6 @@ def _original_fault(folder: Path) -> str | None:
 
 
 def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
-    if type(n) is not int or n < 1:
-        raise ArgumentError(f"`keep_best` names a metric and a number from 1 on, not {n!r}")
     complete = {one.iteration for one in facts if one.fault is None}
     name = metric.removeprefix("-")
     # A manifest without metrics may be of a release that wrote them to the log alone.
@@ -576,7 +554,7 @@ def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
         if math.isfinite(value):
             values[iteration] = -value if metric != name else value
     if complete and not values.keys() & complete:
-        # Then the best cannot be told from the rest: all are kept.
+        # Then the best are not known: all are kept.
         raise DamagedFileError(
             f"the log of saves in {show(str(root))} tells of no metric {show(name)} of any iteration that is there, "
             "and no manifest holds it",
@@ -591,7 +569,7 @@ def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Decision:
-    """What goes, why the rest stays, what has to be verified before, and whether a verified one stays."""
+    """What is removed, why the rest stays, what has to be verified before, and whether a verified one stays."""
 
     gone: list[Facts]
     kept: dict[int, str]
@@ -612,7 +590,7 @@ def _verify(
     folder: Path, known: set[str], faults: dict[str, str], warnings: list[str], progress: _core.Progress | None
 ) -> None:
     """Compare an iteration with its manifest, and record the result: in `known` or `faults`, and beside it."""
-    handle = manifests.read_lock(folder)  # nobody else removes it meanwhile
+    handle = manifests.read_lock(folder)  # no other process removes it meanwhile
     try:
         manifest = manifests.read(folder)
         state = proofs.state_of(folder, manifest)

@@ -149,8 +149,8 @@ class AssumedReplicas:
             f"{self._reasons[key]}, but the bytes on rank {listed(others)} differ from those on rank {first}",
             path=str(self._files[others[0]].path),
             key=key,
-            hint="list the tensor in the strategy files, or leave it out with `drop=`; `Checkpoint.stored(rank)` "
-            "reads the array of one rank",
+            hint="list the tensor in the strategy files, or leave it out with `select=Select(drop=...)`; "
+            "`Checkpoint.stored(rank)` reads the array of one rank",
         )
 
 

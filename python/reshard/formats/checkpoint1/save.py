@@ -73,10 +73,9 @@ class How:
 
     def agreed(self) -> dict[str, object]:
         """The options by name, to be compared among ranks."""
-        return {"prefix": self.prefix, "dedup": self.dedup} | self._own()
-
-    def _own(self) -> dict[str, object]:
         return {
+            "prefix": self.prefix,
+            "dedup": self.dedup,
             "sink_size": self.sink_size,
             "steps_per_epoch": self.steps_per_epoch,
             "save_network_params": self.network,
@@ -84,21 +83,8 @@ class How:
             "only_save_strategy": self.only_strategy,
         }
 
-    def check(self, model: Mapping[str, object], *, is_chosen: bool) -> None:
-        """Refuse options that cannot be meant.
-
-        Args:
-            model: what this rank gave.
-            is_chosen: whether it is saved in this format.
-
-        Raises:
-            ArgumentError: an option is not what it can be, or is one of this format and another is chosen.
-        """
-        if not is_chosen:
-            given = [name for name, value in self._own().items() if value not in (None, False)]
-            if given:
-                raise ArgumentError(f'`{given[0]}` is for `format="checkpoint1"`')
-            return
+    def check(self, model: Mapping[str, object]) -> None:
+        """Refuse options that do not fit the model. Raises ArgumentError."""
         rank_plan.check_prefix(self.prefix)
         self.position(1, None)
         unknown = sorted((self.trainable or frozenset()) - model.keys())
@@ -382,7 +368,8 @@ class _Coordinator:
         files: list[FileName] = []
         with contextlib.suppress(CheckpointNotFoundError):
             files = checkpoint1.list_files(folder_of(terms.root, 0))
-        outdated = () if how.only_strategy else tuple(rank_plan.outdated(files, naming, terms.keep))
+        keep = None if terms.retention is None else terms.retention.keep
+        outdated = () if how.only_strategy else tuple(rank_plan.outdated(files, naming, keep))
         return _Agreed(
             naming,
             assignment,
@@ -423,7 +410,8 @@ class _Coordinator:
                 f"{len(of_hosts)} hosts save together, each into a folder of its own: what is kept once would be on "
                 "one of them",
                 path=str(self.terms.root),
-                hint="`dedup=False` makes each rank's file complete; a folder that they share is named in SHARED_PATHS",
+                hint="`files=Files(dedup=False)` makes each rank's file complete; a folder that they share is named in "
+                "SHARED_PATHS",
             )
         return list(of_hosts.values())
 

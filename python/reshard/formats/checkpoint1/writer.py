@@ -150,7 +150,7 @@ def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
             raise UnsupportedError(
                 f"{show(key)} would be stored {how}, which a strategy cannot express",
                 key=key,
-                hint="choose another layout for it; `drop=` leaves it out",
+                hint="choose another layout for it; `select=Select(drop=...)` leaves it out",
             )
     return None if len(bound.ranks) == 1 else strategy_of(replace(bound, specs=specs, joins=[]))
 
@@ -163,8 +163,8 @@ def _file_name(job: Job, prefix: str | None, iteration: int | None) -> FileName 
     if prefix is None:
         if iteration is not None:
             raise ArgumentError(
-                "`iteration` is part of the names of rank files only together with `prefix`",
-                hint=f"pass `prefix=` too; without both the files are `rank_<r>/{_FILE}`",
+                "`iteration` stands in the names of rank files only together with `prefix`",
+                hint=f"give `files=Files(prefix=...)` too; without both the files are `rank_<r>/{_FILE}`",
             )
         return None
     epoch, step = rank_plan.position(iteration) if iteration is not None else _position(job)
@@ -248,7 +248,7 @@ def _check_counters(job: Job) -> None:
                 f"the cast to {job.options.dtype} would change the counter `{name}` from {array.item()} to "
                 f"{cast.item()}",
                 key=name,
-                hint=f'choose another dtype; `drop=["{name}"]` leaves it out',
+                hint=f'choose another dtype; `select=Select(drop=["{name}"])` leaves it out',
             )
 
 

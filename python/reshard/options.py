@@ -1,0 +1,629 @@
+"""The options of `save`, `load`, `convert`, `prune` and `Checkpointer`, in groups: one frozen dataclass for each group.
+
+Each option is a field of one class and is documented there. A class checks its values when it is made. A function takes
+an object of the class or a mapping of its fields, as a configuration file holds it:
+
+    reshard.save(root, 100, model, retention=Retention(keep=5, keep_every=1000), commit={"durable": False})
+
+`dataclasses.replace` makes a changed copy. The printed form shows the fields that differ from their defaults. Here
+values are only checked by themselves; whether an option fits a format or another option is checked where it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, get_args
+
+from reshard.arguments import check_given
+from reshard.errors import ArgumentError
+from reshard.words import nearest, show
+
+if TYPE_CHECKING:
+    import os
+
+    import numpy as np
+
+    from reshard import _core
+
+__all__ = [
+    "Checkpoint1Options",
+    "Commit",
+    "CommitLike",
+    "Files",
+    "FilesLike",
+    "FormatLike",
+    "Interrupts",
+    "Options",
+    "Reading",
+    "Retention",
+    "RetentionLike",
+    "SaveOptions",
+    "Select",
+    "Verify",
+    "VerifyLike",
+    "VerifyMode",
+    "explains_moved",
+    "format_of",
+    "retention_of",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+VerifyMode: TypeAlias = Literal["full", "touched", "structure"]
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Options:
+    """A group of options.
+
+    Attributes:
+        keyword: the parameter of the functions that take the group.
+    """
+
+    keyword: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                check_given(**{field.name: value})
+
+    def __repr__(self) -> str:
+        given = ((field, getattr(self, field.name)) for field in fields(self))
+        shown = ", ".join(f"{field.name}={value!r}" for field, value in given if _differs(field, value))
+        return f"{type(self).__name__}({shown})"
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, object] | None) -> Self:
+        """The options that an argument means: an object of the class, a mapping of its fields, or None: the defaults.
+
+        Raises:
+            ArgumentError: it is none of these, or a field is not known, or has a value that is not accepted.
+
+        Example:
+            >>> Commit.of({"durable": False}), Commit.of(None)
+            (Commit(durable=False), Commit())
+            >>> Commit.of({"durabel": False})
+            Traceback (most recent call last):
+            reshard.errors.ArgumentError: `commit`: `Commit` has no field `durabel`
+            hint: did you mean `durable`?
+        """
+        return cls() if value is None else cls().updated(value)
+
+    def updated(self, value: Self | Mapping[str, object]) -> Self:
+        """A copy with the fields of a mapping; or the object that is given instead.
+
+        Raises:
+            ArgumentError: as `of`.
+
+        Example:
+            >>> Files(prefix="run", dedup=False).updated({"prefix": "other"})
+            Files(prefix='other', dedup=False)
+        """
+        cls = type(self)
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ArgumentError(
+                f"`{cls.keyword}` is of type {type(value).__name__}, expected a `{cls.__name__}` or a mapping of its "
+                "fields"
+            )
+        names = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in names:
+                near = nearest(str(name), names, n=1)
+                known = ", ".join(f"`{one}`" for one in names)
+                raise ArgumentError(
+                    f"`{cls.keyword}`: `{cls.__name__}` has no field {show(str(name))}",
+                    hint=f"did you mean `{near[0]}`?" if near else f"its fields are {known}",
+                )
+        return replace(self, **value)
+
+    def _normalise(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _differs(field: Field[object], value: object) -> bool:
+    default = field.default if field.default is not MISSING else None
+    return value is not default and not (isinstance(value, str | int | float | tuple) and value == default)
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Retention(Options):
+    """Which iterations of a checkpoint root are kept when a save has been published; older ones are removed.
+
+    The iteration that the tracker names, pinned iterations and the newest verified one are never removed. `keep=5` of
+    `save` and `Checkpointer` is short for `retention=Retention(keep=5)`.
+
+    Attributes:
+        keep: how many complete iterations to keep, the newest; at least 1. Default 5. Nothing is removed before one
+            that stays has been verified, so about one save in `keep` is read back; with 1 it is every save. Choose more
+            where a fault of the training, such as a diverged loss, can stay unnoticed for several saves.
+        keep_every: also keep every iteration that is a multiple of this number. Default: none. Give it to keep a
+            history of the run, for evaluations or to restart from an early step.
+        best: `(metric, n)`: also keep the `n` iterations with the lowest values of a metric of `save(metrics=...)`, or
+            with the highest values if the name begins with `-`. Default: none. The metric "loss" is recorded by
+            `Checkpointer.step`.
+
+    Raises:
+        ArgumentError: a number is below 1, or `best` is not a name and a number.
+
+    Example:
+        >>> import pathlib
+        >>> import numpy as np, reshard
+        >>> retention = Retention(keep=2, keep_every=1000, best=("loss", 1))
+        >>> retention
+        Retention(keep=2, keep_every=1000, best=('loss', 1))
+        >>> for step, loss in ((1000, 3.0), (1100, 1.0), (1200, 2.0), (1300, 1.5), (1400, 1.6)):
+        ...     _ = reshard.save("kept", step, {"w": np.zeros(4)}, metrics={"loss": loss}, retention=retention)
+        >>> sorted(path.name for path in pathlib.Path("kept").glob("iteration_*"))
+        ['iteration_00001000', 'iteration_00001100', 'iteration_00001300', 'iteration_00001400']
+    """
+
+    keyword: ClassVar[str] = "retention"
+
+    keep: int = 5
+    keep_every: int | None = None
+    best: tuple[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "keep_every"):
+            value = getattr(self, name)
+            is_left_out = value is None and name == "keep_every"
+            if not is_left_out and (type(value) is not int or value < 1):
+                raise ArgumentError(f"`{name}` is a number of iterations from 1 on, not {value!r}")
+        super().__post_init__()
+        if self.best is not None:
+            if type(self.best[1]) is not int or self.best[1] < 1:
+                raise ArgumentError(
+                    f"`best` is {self.best!r}, expected the name of a metric and a number from 1 on",
+                    hint='for example `retention=Retention(best=("loss", 3))`',
+                )
+            self._normalise("best", tuple(self.best))
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Verify(Options):
+    """What is compared, and when, so that damage and wrong data are found.
+
+    `verify="full"` of `load` and `Checkpointer` is short for `verify=Verify(on_load="full")`.
+
+    Attributes:
+        on_load: what is compared with its checksums when a checkpoint is loaded. "touched" (default): every block of
+            256 KiB that is read. "full": all files first, shared out over the ranks; choose it where what other ranks
+            read must be known to be undamaged, too. "structure": sizes and headers only; choose it where loading must
+            be as fast as the disk and something else checks the bytes.
+        after_save: read back every file past the page cache before the save is published. Default False: one save in
+            `Retention.keep` is read back. Choose True where the storage is not trusted; a save takes about twice as
+            long.
+        check_replicas: compare the checksums of all copies of a shard, and refuse the save if they differ. Default
+            True. With False one of the copies is saved and no difference is found; it saves the time of the checksums.
+        may_differ: patterns of keys whose copies may differ between ranks on purpose. Default: none. Where copies
+            differ, one is saved, and each rank's own copy is kept in `checkpoint.extra(rank)["rank_local"]`; another
+            number of ranks cannot resume from it.
+
+    Raises:
+        ArgumentError: a value is not accepted.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> verify = Verify(on_load="full", after_save=True)
+        >>> report = reshard.save("verified", 1, {"w": np.zeros(4)}, verify=verify)
+        >>> reshard.load("verified", verify=verify).iteration
+        1
+    """
+
+    keyword: ClassVar[str] = "verify"
+
+    on_load: VerifyMode = "touched"
+    after_save: bool = False
+    check_replicas: bool = True
+    may_differ: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._normalise("may_differ", tuple(self.may_differ))
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, object] | str | None) -> Self:
+        """As `Options.of`; text is the value of `on_load`.
+
+        Example:
+            >>> Verify.of("full")
+            Verify(on_load='full')
+        """
+        if isinstance(value, str):
+            if value not in get_args(VerifyMode):
+                accepted = ", ".join(f'"{one}"' for one in get_args(VerifyMode))
+                raise ArgumentError(f"`verify` is {value!r}, expected {accepted} or a `Verify`")
+            return super().of({"on_load": value})
+        return super().of(value)
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Commit(Options):
+    """How a save or a conversion is published, and in whose name.
+
+    Attributes:
+        durable: sync all files and folders before the checkpoint is published. Default True: it survives a loss of
+            power. False survives the end of the process only; choose it for tests and for storage that loses its
+            content anyway.
+        private: make files and folders for their owner alone (0600, 0700). Default False: as the umask says. A folder
+            that exists keeps its permissions. The weight files of Checkpoint 1.0 are read-only in both cases.
+        rollback: allow an iteration below the one that the tracker names. Default False. Choose True where a run goes
+            back on purpose. For a `Checkpointer`: the run is meant to start below the newest iteration of the root,
+            and iterations above its first step are passed over from its first save on; with `from_config` it starts
+            from what the configuration names, whatever the root holds. Not for `convert`.
+        takeover: claim the root even if another process that writes into it seems to be alive. Default False. The saves
+            of the other process fail from then on. Not for `convert`.
+
+    Raises:
+        ArgumentError: a value is not True or False.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> commit = Commit(durable=False, rollback=True)
+        >>> for iteration in (200, 100):
+        ...     _ = reshard.save("back", iteration, {"w": np.zeros(4)}, commit=commit)
+        >>> reshard.open("back").iteration
+        100
+    """
+
+    keyword: ClassVar[str] = "commit"
+
+    durable: bool = True
+    private: bool = False
+    rollback: bool = False
+    takeover: bool = False
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Files(Options):
+    """Which files hold the tensors, how they are called and what is written into them.
+
+    Attributes:
+        prefix: first part of the names of the shard files. Default: the name of the format. In Checkpoint 1.0 files are
+            named as a training run names them, `<prefix>_rank_<r>-<epoch>_<step>.safetensors`; a conversion without a
+            prefix writes `net.safetensors`.
+        dedup: write each shard once, balanced over the ranks that hold it, instead of once for each of them. Default
+            None: yes, except that a conversion to rank folders writes all copies, as each rank of MindSpore
+            Transformers reads its own file.
+        strict_format: refuse tensors whose layout metadata.json cannot express. Default False: they are described in
+            tiles.json, which only this package reads. Choose True where other programs must read the checkpoint.
+        max_shard_size: largest file of whole weights, in bytes or as text such as "4GiB"; a larger tensor gets a file
+            of its own. Default: 4 GiB for Hugging Face; for "mindspore" as many files as MindSpore Transformers makes,
+            about 3 GiB each. For `convert` only.
+        model_files: a folder whose other files (configuration, tokenizer, templates, code) are copied beside the
+            weights of a Hugging Face folder. Default: the source, if it is such a folder. A file that the destination
+            has already is left as it is if it is equal, and refused if it is not. For `convert` only.
+        modes: "original" gives files the permissions that MindSpore Transformers gives (shard files 0400), in its
+            formats. Default: as the umask says. For `convert` only.
+
+    Raises:
+        ArgumentError: a value has the wrong type.
+
+    Example:
+        >>> import pathlib
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("named", 1, {"w": np.zeros(4)}, files=Files(prefix="qwen"))
+        >>> sorted(path.name for path in pathlib.Path("named/iteration_00000001").glob("*.safetensors"))
+        ['qwen-model-0000000-0000001.safetensors']
+    """
+
+    keyword: ClassVar[str] = "files"
+
+    prefix: str | None = None
+    dedup: bool | None = None
+    strict_format: bool = False
+    max_shard_size: str | int | None = None
+    model_files: str | os.PathLike[str] | None = None
+    modes: Literal["original"] | None = None
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Checkpoint1Options(Options):
+    """Save in Checkpoint 1.0 (`use_legacy_format`): a file for each rank, under a name that says epoch and step.
+
+    Given as `format=`; `format="checkpoint1"` is short for the defaults. The fields but `steps_per_epoch` are named as
+    the keys of a MindSpore Transformers configuration.
+
+    Attributes:
+        sink_size: steps of a sink, if the training loop runs in sinks: the names of the files then count sinks as
+            epochs. Default: no sinks.
+        steps_per_epoch: steps of an epoch, for the names of the files. Default: `common` says the epoch and the step is
+            the iteration. A `Checkpointer` takes it from an `ElasticSampler`.
+        save_network_params: write the weights a second time, alone, into `<root>_network`. Default False.
+        save_trainable_params: write the weights that are trained a second time, alone, into `<root>_trainable`. For
+            `save` their names. For a `Checkpointer` True: the parameters that require gradients. Default: not.
+        only_save_strategy: write the strategy files, that is how the tensors are sharded, and nothing else. Default
+            False.
+
+    Raises:
+        ArgumentError: a value has the wrong type.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save("legacy", 40, {"w": np.zeros(2)}, format=Checkpoint1Options(sink_size=2)).suffix
+        '20_2'
+    """
+
+    keyword: ClassVar[str] = "format"
+    name: ClassVar[str] = "checkpoint1"
+
+    sink_size: int | None = None
+    steps_per_epoch: int | None = None
+    save_network_params: bool = False
+    save_trainable_params: bool | Collection[str] = False
+    only_save_strategy: bool = False
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Interrupts(Options):
+    """What a `Checkpointer` does when a signal or an exception ends the training.
+
+    Attributes:
+        grace_s: seconds from a signal until ranks stop waiting for each other. Default 25, as schedulers often kill
+            after 30. When the block ends in an exception, also the seconds without progress after which a save in the
+            background is given up: other ranks may be gone.
+        drift: steps by which the host of one rank can be ahead of another's. Default 1: a step waits for all ranks, as
+            on the CPU, or `step` gets each loss. Where hosts run ahead of their devices, give the number of steps from
+            one wait to the next.
+        save_on_exception: also save when the block ends in an exception, if the blocks of all ranks end within
+            `grace_s` and no optimizer was in the midst of its step. Default False. Such a checkpoint is of the last
+            complete step, but random streams and buffers may be those of the step that failed; a run that resumes from
+            it says so.
+
+    Raises:
+        ArgumentError: a number is out of its range.
+
+    Example:
+        >>> Interrupts(grace_s=110.0)
+        Interrupts(grace_s=110.0)
+    """
+
+    keyword: ClassVar[str] = "interrupts"
+
+    grace_s: float = 25.0
+    drift: int = 1
+    save_on_exception: bool = False
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Select(Options):
+    """Which tensors of the source a conversion takes, and under which names, before `names` is applied.
+
+    Attributes:
+        drop: leave out the tensors whose names begin with this text, or with one of several. Default: none. They are
+            nowhere in the destination.
+        rename: how names begin, and how they begin instead: `{"model.": "", "lm_head.": "head."}`. The longest
+            beginning that fits is replaced; "" puts text before every name. The state of a parameter follows it.
+            Default: no change.
+        suffix: of rank folders, which file of each rank is read, by the end of its name: "20_2", of a later run
+            "1-20_2". Default: the newest that all ranks have.
+
+    Raises:
+        ArgumentError: a value has the wrong type.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"model.w": np.zeros(4), "adam_m.w": np.zeros(4)}, "all.safetensors")
+        >>> select = Select(drop="adam_", rename={"model.": ""})
+        >>> _ = reshard.convert("all.safetensors", "weights.safetensors", select=select)
+        >>> reshard.open("weights.safetensors").keys()
+        ['w']
+    """
+
+    keyword: ClassVar[str] = "select"
+
+    drop: str | Sequence[str] = ()
+    rename: Mapping[str, str] | None = None
+    suffix: str | None = None
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Reading(Options):
+    """How `load` reads files and where it puts the arrays.
+
+    Attributes:
+        out: arrays by key that are filled instead of new ones, as in `Checkpoint.load`. Default: new arrays. Give it to
+            load into memory that exists, such as a pinned buffer.
+        copy: False gives copy-on-write views of the files where possible, as in `Checkpoint.load`. Default True.
+        method: "map" maps the files, "read" reads them piece by piece. Default "auto": by the file system.
+
+    Raises:
+        ArgumentError: a value has the wrong type.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("filled", 1, {"w": np.arange(3.0)})
+        >>> w = np.empty(3)
+        >>> _ = reshard.load("filled", reading=Reading(out={"w": w}))
+        >>> w
+        array([0., 1., 2.])
+    """
+
+    keyword: ClassVar[str] = "reading"
+
+    out: Mapping[str, np.ndarray] | None = None
+    copy: bool = True
+    method: _core.ReadMethod = "auto"
+
+
+RetentionLike: TypeAlias = Retention | Mapping[str, object]
+VerifyLike: TypeAlias = Verify | Mapping[str, object] | VerifyMode
+CommitLike: TypeAlias = Commit | Mapping[str, object]
+FilesLike: TypeAlias = Files | Mapping[str, object]
+FormatLike: TypeAlias = Literal["checkpoint2", "checkpoint1"] | Checkpoint1Options | Mapping[str, object]
+
+
+# -- what a function makes of them
+
+
+def retention_of(keep: int | None, retention: RetentionLike | None) -> Retention | None:
+    """What `keep=` and `retention=` mean together; None: nothing is removed.
+
+    Args:
+        keep: the short form, or None.
+        retention: a `Retention` or a mapping of its fields, or None.
+
+    Raises:
+        ArgumentError: both are given, or a value is not accepted.
+
+    Example:
+        >>> retention_of(5, None), retention_of(None, {"keep": 3, "best": ["loss", 2]})
+        (Retention(), Retention(keep=3, best=('loss', 2)))
+    """
+    if keep is None:
+        return None if retention is None else Retention.of(retention)
+    if retention is not None:
+        raise ArgumentError(
+            "`keep` and `retention` are both given: `keep` is short for `retention=Retention(keep=...)`",
+            hint="leave one of them out",
+        )
+    return Retention(keep=keep)
+
+
+def format_of(value: FormatLike) -> tuple[str, Checkpoint1Options]:
+    """The name of the format that `format=` means, and the options of Checkpoint 1.0.
+
+    Args:
+        value: the name of a format, a `Checkpoint1Options`, or a mapping of `name` and the fields of the options.
+
+    Raises:
+        ArgumentError: it is none of these.
+
+    Example:
+        >>> format_of("checkpoint2"), format_of({"name": "checkpoint1", "sink_size": 2})
+        (('checkpoint2', Checkpoint1Options()), ('checkpoint1', Checkpoint1Options(sink_size=2)))
+    """
+    if isinstance(value, Checkpoint1Options):
+        return value.name, value
+    if not isinstance(value, Mapping):
+        return _format_name(value), Checkpoint1Options()
+    options = {key: one for key, one in value.items() if key != "name"}
+    if "name" not in value:
+        raise ArgumentError(
+            "`format` is a mapping without `name`, the name of the format",
+            hint=f"for example `format={{'name': '{Checkpoint1Options.name}', 'sink_size': 2}}`",
+        )
+    name = _format_name(value["name"])
+    if options and name != Checkpoint1Options.name:
+        raise ArgumentError(f"`format`: {show(name)} has no options, found {show(str(next(iter(options))))}")
+    return name, Checkpoint1Options.of(options)
+
+
+def _format_name(value: object) -> str:
+    if not isinstance(value, str):
+        raise ArgumentError(
+            f"`format` is of type {type(value).__name__}, expected the name of a format or its options",
+            hint='for example `format="checkpoint2"`',
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """The options of a save, parsed: what `save` and a `Checkpointer` are given.
+
+    Attributes:
+        retention: which iterations are kept; None: all.
+        verify: what is compared.
+        commit: how the save is published.
+        files: which files hold the tensors.
+        format: the name of the format.
+        checkpoint1: the options of Checkpoint 1.0; the defaults for other formats.
+        threads: threads of the copies; None: all processors.
+    """
+
+    retention: Retention | None = None
+    verify: Verify = Verify()
+    commit: Commit = Commit()
+    files: Files = Files()
+    format: str = "checkpoint2"
+    checkpoint1: Checkpoint1Options = Checkpoint1Options()
+    threads: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        keep: int | None,
+        retention: RetentionLike | None,
+        verify: VerifyLike | None,
+        commit: CommitLike | None,
+        files: FilesLike | None,
+        format: FormatLike,  # noqa: A002
+        threads: int | None,
+    ) -> Self:
+        """Parse the arguments of `save` and `Checkpointer`, which have these names.
+
+        Args:
+            keep: short for `retention`.
+            retention: see `Retention`.
+            verify: see `Verify`.
+            commit: see `Commit`.
+            files: see `Files`; those for `convert` only are refused.
+            format: see `format_of`.
+            threads: threads of the copies.
+
+        Raises:
+            ArgumentError: an option has a value that is not accepted, or does not go with another one.
+        """
+        name, checkpoint1 = format_of(format)
+        known = Files.of(files)
+        for one in ("max_shard_size", "model_files", "modes"):
+            if getattr(known, one) is not None:
+                raise ArgumentError(f"`{one}` of `Files` is an option of `convert`, and this is a save")
+        return cls(
+            retention_of(keep, retention),
+            Verify.of(verify),
+            Commit.of(commit),
+            known,
+            name,
+            checkpoint1,
+            threads,
+        )
+
+
+# -- keywords of earlier releases
+
+_GROUPS: tuple[type[Options], ...] = (
+    Retention, Verify, Commit, Files, Checkpoint1Options, Interrupts, Select, Reading,
+)  # fmt: skip
+_RENAMED = {"keep_best": "best", "verify_after_save": "after_save"}
+_MOVED: dict[str, type[Options]] = {field.name: group for group in _GROUPS for field in fields(group)}
+
+
+def explains_moved(function: Callable[P, T]) -> Callable[P, T]:
+    """Say of a keyword that is a field of a group of options where it is given, instead of Python's message.
+
+    Example:
+        >>> @explains_moved
+        ... def save(root: str, commit: Commit | None = None) -> None: ...
+        >>> save("root", durable=False)
+        Traceback (most recent call last):
+        reshard.errors.ArgumentError: `durable` is a field of `Commit`
+        hint: write `commit=Commit(durable=False)`
+    """
+    parameters = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name, value in kwargs.items():
+            field = _RENAMED.get(name, name)
+            group = _MOVED.get(field)
+            if name not in parameters and group is not None and group.keyword in parameters:
+                given = f"{field}={str(value)[:80] if isinstance(value, bool | int) else '...'}"
+                if isinstance(value, tuple | str):
+                    given = f"{field}={repr(value)[:80]}"
+                raise ArgumentError(
+                    f"`{name}` is a field of `{group.__name__}`",
+                    hint=f"write `{group.keyword}={group.__name__}({given})`",
+                )
+        return function(*args, **kwargs)
+
+    return call
