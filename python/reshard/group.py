@@ -16,11 +16,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard import errors
 from reshard.errors import ArgumentError, GroupError, ReshardError
+from reshard.messages import decode, encode
 from reshard.torch_group import TorchGroup, TorchSession, torch_distributed, torch_group
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["Group", "SingleProcess", "TorchGroup", "agree", "resolve", "session"]
 
@@ -177,21 +182,23 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
     end = time.monotonic() + timeout
     # Both steps in one session: who waits in the second then learns who was missing in the first.
     channel: Group = group.session("agree") if isinstance(group, TorchGroup) else group
-    own = {"error": _error_record(outcome)} if isinstance(outcome, BaseException) else {"value": outcome}
+    own = {"error": encode(_ErrorRecord.of(outcome))} if isinstance(outcome, BaseException) else {"value": outcome}
     reports = channel.gather(own, timeout=timeout)
     verdict: dict[str, Any] | None = None
     if reports is not None:
         failures = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
         values = [report.get("value") for report in reports]
         if failures:
-            verdict = {"failed": [[rank, record] for rank, record in sorted(failures.items())]}
+            verdict = {"failed": encode(failures)}
         elif len({json.dumps(value) for value in values}) == 1:
-            verdict = {"same": values[0]}  # mostly nothing at all: 16,384 ranks need not be told 16,384 times
+            verdict = {"same": values[0]}  # mostly None: 16,384 ranks are not sent 16,384 values
         else:
             verdict = {"values": values}
     verdict = channel.broadcast(verdict, timeout=max(end - time.monotonic(), 0.0))
     if "failed" in verdict:
-        raise _joint_error(dict(verdict["failed"])) from (outcome if isinstance(outcome, BaseException) else None)
+        raise _joint_error(decode(dict[int, _ErrorRecord], verdict["failed"])) from (
+            outcome if isinstance(outcome, BaseException) else None
+        )
     return [verdict["same"]] * group.world_size if "same" in verdict else list(verdict["values"])
 
 
@@ -256,28 +263,42 @@ def _refuse_lonely_rank() -> None:
             )
 
 
-def _error_record(error: BaseException) -> dict[str, Any]:
-    """An exception as a JSON value."""
-    if not isinstance(error, ReshardError):
-        return {"class": None, "message": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE], "facts": {}}
-    facts = {
-        name: value[:_MAX_MESSAGE] if isinstance(value, str) else value
-        for name, value in [*error.__dict__.items(), ("errno", getattr(error, "errno", None))]
-        if name != "message" and isinstance(value, str | int)
-    }
-    return {"class": type(error).__name__, "message": error.message[:_MAX_MESSAGE], "facts": facts}
+@dataclass(frozen=True)
+class _ErrorRecord:
+    """An exception of a rank.
+
+    Attributes:
+        name: its class, if it is one of `reshard.errors`.
+        message: its text.
+        facts: its other attributes that are texts or integers, such as path and key.
+    """
+
+    name: str | None
+    message: str
+    facts: dict[str, str | int | bool]
+
+    @classmethod
+    def of(cls, error: BaseException) -> _ErrorRecord:
+        if not isinstance(error, ReshardError):
+            return cls(None, f"{type(error).__name__}: {error}"[:_MAX_MESSAGE], {})
+        facts = {
+            name: value[:_MAX_MESSAGE] if isinstance(value, str) else value
+            for name, value in [*error.__dict__.items(), ("errno", getattr(error, "errno", None))]
+            if name != "message" and isinstance(value, str | int)
+        }
+        return cls(type(error).__name__, error.message[:_MAX_MESSAGE], facts)
 
 
-def _joint_error(records: dict[int, dict[str, Any]]) -> ReshardError:
+def _joint_error(records: Mapping[int, _ErrorRecord]) -> ReshardError:
     """One error for what several ranks met."""
-    named = [f"rank {rank}: {record['message']}" for rank, record in list(records.items())[:_MAX_NAMED]]
+    named = [f"rank {rank}: {record.message}" for rank, record in list(records.items())[:_MAX_NAMED]]
     if len(records) > _MAX_NAMED:
         named.append(f"and {len(records) - _MAX_NAMED} more ranks")
-    classes = {record["class"] for record in records.values()}
+    classes = {record.name for record in records.values()}
     name = classes.pop() if len(classes) == 1 else None
     cls = getattr(errors, name) if name in errors.__all__ else ReshardError
     error: ReshardError = cls("\n".join(named))
-    first, *others = (record["facts"] for record in records.values())
+    first, *others = (record.facts for record in records.values())
     for fact, value in first.items():
         if all(other.get(fact) == value for other in others):
             setattr(error, fact, value)
