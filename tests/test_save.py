@@ -416,7 +416,7 @@ def test_a_write_that_is_not_what_comes_back_fails_the_save(tmp_path: Path, monk
             file.write(b"\xff")
         return written
 
-    monkeypatch.setattr("reshard.write.save._core.write_arrays", damaging)
+    monkeypatch.setattr("reshard.write.shard_files._core.write_arrays", damaging)
     reshard.save(tmp_path, 1, {"w": SQUARE})
     with pytest.raises(DamagedFileError, match="read back"):
         reshard.save(tmp_path, 2, {"w": SQUARE}, verify_after_save=True)

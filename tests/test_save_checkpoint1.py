@@ -28,6 +28,7 @@ from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import FileName, parse_file_name
 from reshard.formats.checkpoint1.save_plan import Naming, RankView
+from reshard.messages import decode, encode
 from reshard.storage import protocol
 from reshard.write import background
 
@@ -613,7 +614,7 @@ def test_runs_of_ranks_that_have_diverged() -> None:
     assert rank_plan.run_number(views, None) == 5
     assert rank_plan.run_number([RankView(runs=(0,), taken=(0,)), RankView()], 0) == 1
     for view in views:
-        assert RankView.from_json(json.loads(json.dumps(view.to_json()))) == view
+        assert decode(RankView, json.loads(json.dumps(encode(view)))) == view
 
 
 def test_files_of_a_save_are_parsed_back() -> None:

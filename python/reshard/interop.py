@@ -177,7 +177,7 @@ def save_file(
     for key, text in (metadata or {}).items():
         check_text(key, "key of the metadata")
         check_text(text, f"value of the metadata `{key}`")
-    entries.sort(key=lambda entry: (-dtypes.bits(entry[1]), entry[0]))
+    entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))
     # The mode of a file that `open` makes: 0666 less umask.
     _core.write_arrays(os.fsdecode(filename), entries, metadata=metadata, mode=0o666)
 

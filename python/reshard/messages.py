@@ -41,13 +41,13 @@ def encode(value: object) -> Any:
         >>> encode({3: (1, b"ab")})
         {'3': [1, 'YWI=']}
     """
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _SCALARS or kind is float:
         return value
     if isinstance(value, list | tuple):
         return [encode(one) for one in value]
     if dataclasses.is_dataclass(value):
-        return {name: encode(getattr(value, name)) for name in _field_names(kind)}  # type: ignore[arg-type]  mypy takes no class for hashable
+        return {name: encode(getattr(value, name)) for name in _field_names(kind)}
     if isinstance(value, Mapping):
         return {str(key) if type(key) is int else key: encode(one) for key, one in value.items()}
     if isinstance(value, bytes):

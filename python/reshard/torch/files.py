@@ -127,8 +127,7 @@ def save_file(
             raise UnsupportedError(f"saving `{name}`: {error.message}", key=name, hint=error.hint) from error
         # The buffer protocol has no word for bfloat16 and the narrow floats: the bytes travel as integers.
         entries.append((name, dtype, dtypes.tensor_shape(dtype, array.shape), array.view(f"u{array.itemsize}")))
-    # The order that stock files have: wide dtypes first, and each dtype by name.
-    entries.sort(key=lambda entry: (-dtypes.bits(entry[1]), entry[0]))
+    entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))
     # The mode of a file that `open` makes: 0666 less umask.
     _core.write_arrays(os.fsdecode(filename), entries, metadata=texts if aliases else metadata, mode=0o666)
 

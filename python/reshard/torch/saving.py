@@ -22,7 +22,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats import state
-from reshard.formats.savable import save_traits
+from reshard.formats.savable import save_format
 from reshard.formats.state import per_rank
 from reshard.group import session
 from reshard.torch import rng
@@ -235,7 +235,7 @@ class Saver:
     @property
     def has_rank_folders(self) -> bool:
         """Whether each rank saves into a folder of its own."""
-        return save_traits(self.options["format"]).rank_folders
+        return save_format(self.options["format"]).traits.rank_folders
 
     def of_format(self, described: Described, saving: Mapping[str, Any]) -> dict[str, Any]:
         """What Checkpoint 1.0 alone is told."""

@@ -35,7 +35,6 @@ __all__ = [
     "RankFile",
     "WholeTensor",
     "describe_cut",
-    "file_order",
     "plan_boxes",
     "plan_layout",
     "write_descriptions",
@@ -245,17 +244,6 @@ def write_descriptions(plan: IterationPlan, folder: Path, *, mode: int, durable:
         tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=durable)
 
 
-def file_order(arrays: Collection[str], dtype_of: Mapping[str, str]) -> tuple[str, ...]:
-    """The order of arrays in a file: wide elements first, as safetensors has it, so that every tensor begins on a
-    multiple of its element.
-
-    Example:
-        >>> file_order(["a", "b", "c"], {"a": "U8", "b": "F32", "c": "F32"})
-        ('b', 'c', 'a')
-    """  # noqa: D205  the reason belongs to the sentence
-    return tuple(sorted(arrays, key=lambda name: (-dtypes.bits(dtype_of[name]), name)))
-
-
 def describe_cut(
     builder: tiles.Builder,
     bound: BoundLayout,
@@ -361,7 +349,14 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
 
 
 def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[RankFile, ...]:
-    return tuple(RankFile(file.name(prefix), file.rank, file_order(file.keys, dtype_of)) for file in assigned.files)
+    return tuple(
+        RankFile(
+            file.name(prefix),
+            file.rank,
+            tuple(sorted(file.keys, key=lambda name: dtypes.file_order(name, dtype_of[name]))),
+        )
+        for file in assigned.files
+    )
 
 
 def _holders(shards: Iterable[Shard]) -> dict[str, list[tuple[int, ...]]]:

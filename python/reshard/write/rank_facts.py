@@ -11,10 +11,12 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, LayoutError, MismatchError
+from reshard.formats.checkpoint2.names import Part  # noqa: TC001  messages are decoded by their type hints
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
 from reshard.layout.resolve import is_counter
 from reshard.layout.strategy import box_of
@@ -25,7 +27,6 @@ from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from reshard.formats.checkpoint2.names import Part
     from reshard.layout import ModelLayout
     from reshard.layout.strategy import Strategy
     from reshard.write.arrays import LocalArray
@@ -39,6 +40,7 @@ __all__ = [
     "check_state",
     "facts_of",
     "plan_iteration",
+    "plan_key",
     "planned_bytes",
 ]
 
@@ -46,6 +48,7 @@ Shape = tuple[int, ...]
 T = TypeVar("T")
 
 _MAX_NAMED = 3
+_FACT = attrgetter("name", "part", "dtype", "shape", "offset", "may_differ")
 
 
 @dataclass(frozen=True)
@@ -83,34 +86,11 @@ class RankFacts:
     """
 
     host: str
-    options: Mapping[str, object]
+    options: dict[str, Any]
     arrays: tuple[Fact, ...]
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    state: Mapping[str, str] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The facts as a value that ranks can exchange."""
-        rows = [[f.name, f.part, f.dtype, list(f.shape), _listed(f.offset), f.may_differ] for f in self.arrays]
-        shapes = {key: list(shape) for key, shape in self.shapes.items()}
-        return {
-            "host": self.host,
-            "options": dict(self.options),
-            "arrays": rows,
-            "shapes": shapes,
-            "state": dict(self.state),
-            "copies": list(self.copies),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RankFacts:
-        """What `to_json` of a rank gave."""
-        arrays = tuple(
-            Fact(name, part, dtype, tuple(shape), None if offset is None else tuple(offset), may_differ)
-            for name, part, dtype, shape, offset, may_differ in value["arrays"]
-        )
-        shapes = {key: tuple(shape) for key, shape in value["shapes"].items()}
-        return cls(value["host"], value["options"], arrays, shapes, value["state"], tuple(value["copies"]))
 
 
 def facts_of(
@@ -165,7 +145,7 @@ def facts_of(
                     key=array.name,
                 )
         facts.append(Fact(array.name, array.part, array.dtype, array.shape, array.offset, may_differ(array.name)))
-    return RankFacts(host, options, tuple(facts), told, state, tuple(copies))
+    return RankFacts(host, dict(options), tuple(facts), told, dict(state), tuple(copies))
 
 
 def plan_iteration(
@@ -406,8 +386,9 @@ def check_state(ranks: Sequence[RankFacts]) -> None:
             raise MismatchError(f"{show(name)} in `extra` differs between ranks: {told}", key=name, hint=hint)
 
 
-def _listed(numbers: Shape | None) -> list[int] | None:
-    return None if numbers is None else list(numbers)
+def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:
+    """What the plan of a save follows from, as a JSON value: the facts of all ranks without host, options and state."""
+    return [[list(map(_FACT, one.arrays)), one.shapes, one.copies] for one in ranks]
 
 
 def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:

@@ -9,7 +9,6 @@ What the arrays mean, and how files are written, is not known here.
 
 from __future__ import annotations
 
-import base64
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -102,15 +101,6 @@ class Replicas:
     def names(self, rank: int) -> list[str]:
         """The arrays of a rank that others hold copies of, in an order that all ranks know."""
         return [name for names, groups, _ in self.rows if any(rank in group for group in groups) for name in names]
-
-    def to_json(self) -> list[Any]:
-        """The replicas as a value that ranks can exchange."""
-        return [[list(names), [list(group) for group in groups], may] for names, groups, may in self.rows]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Replicas:
-        """What `to_json` gave."""
-        return cls(tuple((tuple(names), tuple(map(tuple, groups)), may) for names, groups, may in value))
 
     def differing(self, sums: Sequence[Mapping[str, int]]) -> list[str]:
         """The arrays whose copies differ, and may.
@@ -216,17 +206,16 @@ class Copies:
     def _compare(self, channel: Group, timeout: float) -> list[str]:
         """The arrays whose copies differ, and may: decided by rank 0."""
         own = capture(lambda: self._summed(channel.rank)) if self._sums is None else self._sums
-        told: str | dict[str, int] | BaseException = own
-        if not isinstance(own, BaseException):
-            told = base64.b64encode(np.array(list(own.values()), "<u4").tobytes()).decode()
-        differing: list[str] = Collective(channel, timeout).combine(told, self._decide if channel.rank == 0 else None)
-        return differing
+        packed = own if isinstance(own, BaseException) else np.array(list(own.values()), "<u4").tobytes()
+        decide = self._decide if channel.rank == 0 else None
+        return Collective(channel, timeout).combine(packed, decide, bytes, list[str])
 
-    def _decide(self, told: list[str]) -> list[str]:
-        sums = []
-        for rank, one in enumerate(told):
-            numbers = np.frombuffer(base64.b64decode(one), "<u4").tolist()
-            sums.append(dict(zip(self.replicas.names(rank), numbers, strict=True)))
+    def _decide(self, packed: list[bytes]) -> list[str]:
+        """The arrays whose copies differ, given the checksums of each rank's copies, 4 bytes each."""
+        sums = [
+            dict(zip(self.replicas.names(rank), np.frombuffer(one, "<u4").tolist(), strict=True))
+            for rank, one in enumerate(packed)
+        ]
         return self.replicas.differing(sums)
 
     def _summed(self, rank: int) -> dict[str, int]:

@@ -10,7 +10,6 @@ background. Here stands what one rank brings along; nothing is known of how fold
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import socket
@@ -21,40 +20,36 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from reshard import _core
 from reshard.arguments import check, check_given, check_texts
-from reshard.collective import Collective, capture
+from reshard.collective import capture
 from reshard.errors import ArgumentError
 from reshard.formats import state
-from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
-from reshard.formats.savable import save_traits
+from reshard.formats.savable import save_format
 from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
 from reshard.small_files import show
-from reshard.storage import mounts
 from reshard.write import background, retention
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
-from reshard.write.collective_save import Own, Planned, SaveReport, Share, Terms, carry_out
-from reshard.write.rank_facts import (
-    LastMade,
-    RankFacts,
-    check_options,
-    check_state,
-    facts_of,
-    plan_iteration,
-    planned_bytes,
+from reshard.write.collective_save import (
+    FormatOptions,
+    RankInput,
+    SaveFormat,
+    SaveOptions,
+    SaveReport,
+    save_collectively,
 )
-from reshard.write.replicas import Copies, RankLocal, Replicas, is_any_of
-from reshard.write.shard_files import maker
+from reshard.write.rank_facts import facts_of
+from reshard.write.replicas import Copies, RankLocal, is_any_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from reshard import _core
     from reshard.layout import ModelLayout
     from reshard.layout.model import LayoutLike
     from reshard.write.arrays import LocalArray
@@ -62,7 +57,6 @@ if TYPE_CHECKING:
 __all__ = ["PendingSave", "SaveReport", "Shard", "check_save_options", "save"]
 
 _EPOCH = "1970-01-01T00:00:00+00:00"
-_METADATA = {"format": "ms", "reshard": _core.__version__}
 _COMMON_KEYS = tuple(name for name in CommonInfo.__dataclass_fields__ if name != "unknown")
 
 
@@ -336,7 +330,7 @@ def save(  # noqa: PLR0917
         check_texts("save_trainable_params", save_trainable_params)  # a flag elsewhere
     members = resolve(group, rank)
     channel = session(members, f"save {iteration}"[:200])
-    terms = Terms(
+    options = SaveOptions(
         root=Path(root),
         iteration=iteration,
         durable=durable,
@@ -350,29 +344,20 @@ def save(  # noqa: PLR0917
         keep_best=keep_best,
         private=private,
     )
-    how = checkpoint1.How(
+    format_options = FormatOptions(
         prefix=prefix,
         dedup=dedup,
+        strict=strict_format,
+        check_replicas=check_replicas,
         sink_size=sink_size,
         steps_per_epoch=steps_per_epoch,
         network=save_network_params,
         trainable=None if save_trainable_params is None else frozenset(save_trainable_params),
         only_strategy=only_save_strategy,
-        check_replicas=check_replicas,
     )
-    agreed = {
-        "format": format,
-        "blocking": blocking,
-        "strict_format": strict_format,
-        "check_replicas": check_replicas,
-        **how.agreed(),
-    }
+    agreed = {"format": format, "blocking": blocking, **format_options.by_name()}
 
-    own_files = False  # whether each rank has files of its own, which hold all that the rank needs
-
-    def prepare() -> Own:
-        nonlocal own_files
-        own_files = save_traits(format).rank_folders
+    def prepare() -> SaveFormat:
         check_given(model=model, may_differ=may_differ)
         check(
             optimizer=optimizer,
@@ -395,7 +380,9 @@ def save(  # noqa: PLR0917
         if not dry_run:
             background.finish_previous(timeout)
         checkpoint2.iteration_folder_name(iteration)
-        _check_options(format, how, model, keep=keep, keep_every=keep_every, keep_best=keep_best)
+        of = save_format(format)
+        _check_options(of, format_options, model, keep=keep, keep_every=keep_every, keep_best=keep_best)
+        is_alone = of.traits.rank_folders  # each rank has files of its own, which hold all that the rank needs
         own_layout = None if layout is None else as_layout(layout)
         arrays = local_arrays(model, optimizer)
         if ready is not None:
@@ -404,8 +391,8 @@ def save(  # noqa: PLR0917
         copies = Copies.of(
             arrays,
             rank_local,
-            extra=_extra(extra, members.rank, copy=not blocking, is_alone=own_files),
-            is_alone=own_files,
+            extra=_extra(extra, members.rank, copy=not blocking, is_alone=is_alone),
+            is_alone=is_alone,
             ready=ready,
             threads=threads,
         )
@@ -414,7 +401,7 @@ def save(  # noqa: PLR0917
             arrays.values(),
             {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
             host=_host(),
-            options=agreed | _agreed(terms, own_layout),
+            options=agreed | _agreed(options, own_layout),
             has_layout=own_layout is not None,
             may_differ=is_any_of(allowed),
             state=_digests(extra) if members.world_size > 1 else {},
@@ -423,51 +410,21 @@ def save(  # noqa: PLR0917
         counters = _common_info(common, iteration)
         # Made now, so that a metric that is no number is refused before anything is written.
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
-        return Own(arrays, facts, own_layout, counters, record, copies)
+        own = RankInput(arrays, facts, own_layout, counters, record, copies)
+        return of(options, format_options, channel, own)
 
-    # What fails on this rank alone must reach the others as a value: they are waiting.
-    own = capture(prepare)
-    if own_files:
-        if dry_run:
-            checkpoint1.check_ranks(terms, how, channel, own)
-            return None
-        return checkpoint1.save_ranks(
-            terms, how, channel, own, started=started, blocking=blocking, ready=ready, progress=progress, after=after
-        )
-    planned: Planned | None = None
-
-    def decide(told: list[Any]) -> dict[str, Any]:
-        nonlocal planned
-        assert isinstance(own, Own)
-        facts = [RankFacts.from_json(one) for one in told]
-        check_options(facts)
-        check_state(facts)
-        _check_shared(terms.root, facts)
-        planned = _plan(
-            facts, told, own.layout, check_replicas=check_replicas, prefix=prefix, dedup=dedup, strict=strict_format
-        )
-        files = [(file.rank, file.name, file.arrays) for file in planned.plan.files]
-        return {"files": files, "replicas": planned.replicas.to_json()}
-
-    brought = own.facts.to_json() if isinstance(own, Own) else own
-    answer = Collective(channel, timeout).combine(brought, decide)
-    assert isinstance(own, Own)
-    if dry_run:
-        return None
-    own.copies.replicas = Replicas.from_json(answer["replicas"])
-    arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in answer["files"] if of == members.rank}
-    make = maker(_METADATA, threads, blocking=blocking, ready=ready)
-    files = capture(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
-    if not blocking and ready is None:
-        own.copies.freeze(members.rank)
-    share = Share(files, own.common, own.record, own.copies)
-    if blocking:
-        return carry_out(terms, channel, share, planned, started=started, progress=progress, after=after)
-    stall_seconds = time.monotonic() - started
-    work = functools.partial(
-        carry_out, terms, channel, share, planned, started=started, stall_seconds=stall_seconds, after=after
+    # The other ranks wait for this one: they must receive its error.
+    return save_collectively(
+        capture(prepare),
+        options,
+        channel,
+        started=started,
+        blocking=blocking,
+        dry_run=dry_run,
+        ready=ready,
+        progress=progress,
+        after=after,
     )
-    return background.start(iteration, work, progress, exit_seconds=timeout)
 
 
 def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
@@ -484,29 +441,12 @@ def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
         )
 
 
-_plans = LastMade[Planned]()
-
-
-def _plan(
-    facts: Sequence[RankFacts], told: Sequence[Any], layout: ModelLayout | None, *, check_replicas: bool, **options: Any
-) -> Planned:
-    """The plan of this save, which mostly is that of the last one."""
-
-    def make() -> Planned:
-        plan = plan_iteration(facts, layout, **options)
-        replicas = Replicas.of(plan.holders if check_replicas else {}, facts)
-        return Planned(plan, planned_bytes(plan, facts), replicas)
-
-    of_ranks = [[one["arrays"], one["shapes"], one["copies"]] for one in told]
-    return _plans.get([of_ranks, str(layout), check_replicas, options], make)
-
-
-def _agreed(terms: Terms, layout: ModelLayout | None) -> dict[str, object]:
+def _agreed(options: SaveOptions, layout: ModelLayout | None) -> dict[str, object]:
     """What must be the same on all ranks."""
     return {
-        "root": os.fspath(terms.root),
-        "iteration": terms.iteration,
-        "durable": terms.durable,
+        "root": os.fspath(options.root),
+        "iteration": options.iteration,
+        "durable": options.durable,
         "layout": None if layout is None else hashlib.blake2b(str(layout).encode()).hexdigest()[:16],
     }
 
@@ -537,35 +477,31 @@ def check_save_options(
     Raises:
         ArgumentError: an option has a value that is not accepted, or does not go with another one.
     """
-    how = checkpoint1.How(
+    options = FormatOptions(
         prefix=prefix,
         dedup=True,
+        strict=False,
+        check_replicas=True,
         sink_size=sink_size,
         steps_per_epoch=None,
         network=save_network_params,
         trainable=None,
         only_strategy=only_save_strategy,
-        check_replicas=True,
     )
-    _check_options(format, how, {}, keep=keep, keep_every=keep_every, keep_best=keep_best)
+    _check_options(save_format(format), options, {}, keep=keep, keep_every=keep_every, keep_best=keep_best)
 
 
 def _check_options(
-    format: str,  # noqa: A002
-    how: checkpoint1.How,
+    of: type[SaveFormat],
+    options: FormatOptions,
     model: Mapping[str, object],
     *,
     keep: int | None,
     keep_every: int | None,
     keep_best: tuple[str, int] | None,
 ) -> None:
-    own_files = save_traits(format).rank_folders
     _check_retention(keep, keep_every, keep_best)
-    how.check(is_chosen=own_files, model=model)
-    if not own_files:
-        checkpoint2.check_prefix(how.prefix)
-    elif keep_every is not None or keep_best is not None:
-        raise ArgumentError("`keep_every` and `keep_best` are for Checkpoint 2.0; of 1.0 the newest `keep` are kept")
+    of.check_options(options, model, keeps_more=keep_every is not None or keep_best is not None)
 
 
 def _check_retention(keep: int | None, keep_every: int | None, keep_best: tuple[str, int] | None) -> None:
@@ -639,13 +575,3 @@ def _host() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()} {boot}"
-
-
-def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:
-    hosts = {one.host for one in facts}
-    if len(hosts) > 1 and not mounts.is_shared(root, os.environ.get("SHARED_PATHS")):
-        raise ArgumentError(
-            f"{len(hosts)} hosts save together, and {root} is not on a file system that they are known to share",
-            path=str(root),
-            hint="save to a network file system, or name the folder in the environment variable SHARED_PATHS",
-        )

@@ -11,7 +11,7 @@ Everything here is pure: facts in, a plan out.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint1.names import FileName, parse_file_name
@@ -82,16 +82,6 @@ class RankView:
     runs: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
 
-    def to_json(self) -> list[Any]:
-        """The view as a value that ranks can exchange."""
-        return [self.has_folder, self.has_meta, self.has_more, list(self.runs), list(self.taken)]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> RankView:
-        """What `to_json` of a rank gave."""
-        has_folder, has_meta, has_more, runs, taken = value
-        return cls(has_folder, has_meta, has_more, tuple(runs), tuple(taken))
-
 
 @dataclass(frozen=True)
 class ShardAssignment:
@@ -116,15 +106,6 @@ class ShardAssignment:
                 at = ranks.index(rank)
                 found.update(name for number, name in enumerate(names) if number % len(ranks) != at)
         return found
-
-    def to_json(self) -> list[Any]:
-        """The groups as a value that ranks can exchange."""
-        return [[list(ranks), list(names)] for ranks, names in self.groups]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> ShardAssignment:
-        """What `to_json` gave."""
-        return cls(tuple((tuple(ranks), tuple(names)) for ranks, names in value))
 
 
 def check_prefix(prefix: str | None) -> str:

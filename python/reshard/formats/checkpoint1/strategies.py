@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Shapes", "Strategies", "make", "strategy_folder"]
 
-Shapes: TypeAlias = "Mapping[str, tuple[tuple[int, ...], bool]]"
+Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], bool]]
 """Of each tensor the global shape, and whether it belongs to the optimizer."""
 
 _ROOT = "checkpoint"  # what the original calls a root

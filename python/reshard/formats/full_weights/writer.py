@@ -23,7 +23,6 @@ from reshard.conversion.writer import Settings, Writer
 from reshard.formats import scalars
 from reshard.formats.full_weights import names as full_weights
 from reshard.small_files import write_file_atomically
-from reshard.write.iteration import file_order
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -63,8 +62,9 @@ def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Wri
     arrays = job.plan(whole_request(job.source, job.keys)).arrays
     dtype_of = {name: dtype for name, dtype, _, _ in arrays}
     parts = full_weights.plan_parts([(name, n_bytes) for name, _, _, n_bytes in arrays], max_part_bytes)
+    order = {name: dtypes.file_order(name, dtype) for name, dtype in dtype_of.items()}.__getitem__
     files = [
-        File(full_weights.file_name(number), whole_request(job.source, list(file_order(names, dtype_of))))
+        File(full_weights.file_name(number), whole_request(job.source, sorted(names, key=order)))
         for number, names in enumerate(parts)
     ]
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
