@@ -119,6 +119,8 @@ class Collective:
         Returns:
             What `decide` returned, on every rank; raises as `share`.
         """
+        if self.world_size == 1 and decide is not None:
+            return decide(self.share(outcome))
         encoded = self._encoded(outcome)
         failed = isinstance(encoded, BaseException)
         with _interrupt_stays(outcome):

@@ -98,7 +98,7 @@ class _MismatchError(Exception):
 
 @functools.cache
 def _field_names(message: type) -> tuple[str, ...]:
-    return tuple(one.name for one in dataclasses.fields(message) if one.compare)
+    return tuple(one.name for one in dataclasses.fields(message) if one.init)
 
 
 @functools.cache

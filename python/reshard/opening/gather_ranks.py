@@ -9,9 +9,9 @@ the counters are read.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
 from reshard.collective import ALONE, capture
@@ -24,7 +24,7 @@ from reshard.formats.checkpoint1.agreement import FileFacts, faults_of
 from reshard.formats.checkpoint1.candidates import RankFolder, Save, SaveOrder, name_of_rank, order_saves
 from reshard.formats.checkpoint1.reader import look_at, open_rank_files, rank_files
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  messages are decoded by their type hints
 from reshard.formats.checkpoint2.root import is_damage, reason_of
 from reshard.formats.full_weights import names as full_weights
 from reshard.resume import CandidateFacts, Facts, RankView, RunFacts, evaluate
@@ -139,23 +139,19 @@ def gather_saves(
     views: list[RankView] = []
     root, exact = tree.path, tree.iteration
 
-    def combine(seen: list[dict[str, Any]]) -> dict[str, Any]:
-        folders = {int(rank): folder for one in seen for rank, folder in one.items()}
-        found = {rank: _folder_from(value) for rank, value in sorted(folders.items())}
+    def combine(seen: list[dict[int, RankFolder]]) -> _Found:
+        found = dict(sorted((rank, folder) for one in seen for rank, folder in one.items()))
         order = order_saves(found, by_time=config.by_timestamp, extension=config.load_format, named=tree.named)
         statuses, warning = _health(root) if config.healthy_only else ({}, None)
         views.extend(_view(rank, folder) for rank, folder in found.items())
-        told = {**asdict(order), "statuses": {one.name: statuses.get(one.name) for one in order.candidates}}
-        return {**told, "warnings": [*order.warnings, *([warning] if warning else [])]}
+        if warning is not None:
+            order = replace(order, warnings=(*order.warnings, warning))
+        return _Found(order, {one.name: statuses[one.name] for one in order.candidates if one.name in statuses})
 
     own = (ranks.rank, ranks.world_size)
-    told = ranks.combine(capture(lambda: _look(root, own)), combine)
-    order = SaveOrder(
-        tuple(Save(**one) for one in told["candidates"]),
-        tuple(Save(**one) for one in told["refused"]),
-        told["n_ranks"],
-        tuple(told["warnings"]),
-    )
+    seen = capture(lambda: _look(root, own))
+    saves = ranks.combine(seen, combine, dict[int, RankFolder], _Found)
+    order = saves.order
     facts = Facts(root, "rank_folders", run=run, warnings=order.warnings)
     refused = tuple(
         CandidateFacts(str(path_of(root, one.name, 0)), why=one.reason, refusal=one.reason) for one in order.refused
@@ -166,8 +162,8 @@ def gather_saves(
         one = _candidate(root, save, order.n_ranks, known)
         if one.fault is None:
             try:
-                reports = ranks.each(lambda: _check(root, save.name, own, method))  # noqa: B023  done at once
-                one = _checked(one, reports, told["statuses"].get(save.name))
+                reports = ranks.each(lambda: _check(root, save.name, own, method), _Report)  # noqa: B023  done at once
+                one = _checked(one, reports, saves.statuses.get(save.name))
             except ReshardError as error:
                 if not keep_going or is_damage(error):
                     raise
@@ -182,30 +178,39 @@ def gather_saves(
     return replace(facts, candidates=(*found, *refused), ranks=_with_faults(views, found))
 
 
-def _look(root: str, own: tuple[int, int]) -> dict[str, Any]:
-    """What this process sees of the rank folders that are its own, as JSON."""
+@dataclass(frozen=True)
+class _Found:
+    """The saves of a tree in the order in which they are tried, and the health that is recorded of some, by name."""
+
+    order: SaveOrder
+    statuses: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a process found in its own files of a save.
+
+    Attributes:
+        faults: why the files of some ranks are damaged.
+        files: what is compared of the other files.
+        common: the counters in the first of these; None: it has none.
+        has_optimizer: whether any of them holds state of the optimizer.
+    """
+
+    faults: dict[int, str]
+    files: dict[int, FileFacts]
+    common: CommonInfo | None
+    has_optimizer: bool
+
+
+def _look(root: str, own: tuple[int, int]) -> dict[int, RankFolder]:
+    """The rank folders that belong to this process."""
     number, count = own
     try:
         folders = checkpoint1.rank_folders(root)
     except CheckpointNotFoundError:
-        return {}  # another host's ranks; whoever finds that theirs are missing tells it
-    seen: dict[str, Any] = {}
-    for rank, folder in folders.items():
-        if rank % count != number:
-            continue
-        found = look_at(folder)
-        meta = None if found.meta is None else asdict(found.meta)
-        seen[str(rank)] = {"files": found.files, "meta": meta, "fault": found.meta_fault}
-    return seen
-
-
-def _folder_from(value: dict[str, Any]) -> RankFolder:
-    meta = value["meta"]
-    return RankFolder(
-        tuple((name, time) for name, time in value["files"]),
-        None if meta is None else checkpoint1.Meta(**meta),
-        value["fault"],
-    )
+        return {}  # the folders are those of another host's ranks; missing ones are found when all are combined
+    return {rank: look_at(folder) for rank, folder in folders.items() if rank % count == number}
 
 
 def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> CandidateFacts:
@@ -219,55 +224,53 @@ def _candidate(root: str, save: Save, n_ranks: int, fault: str | None) -> Candid
     )
 
 
-def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> dict[str, Any]:
-    """Open this process's own files of a save: what is wrong with them, and what they say of the run."""
+def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> _Report:
+    """Open this process's own files of a save."""
     number, count = own
-    told: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "files": []}
+    faults: dict[int, str] = {}
+    files: dict[int, FileFacts] = {}
+    common: CommonInfo | None = None
+    has_optimizer = False
     try:
         ranks = [rank for rank in checkpoint1.rank_folders(root) if rank % count == number]
     except CheckpointNotFoundError:
-        return told
+        ranks = []
     for rank in ranks:
-        path = path_of(root, save, rank)
         try:
-            checkpoint = open_own(path, method)
+            checkpoint = open_own(path_of(root, save, rank), method)
         except ReshardError as error:
             if not is_damage(error):
                 raise
-            told["faults"].append([rank, reason_of(error)])
+            faults[rank] = reason_of(error)
             continue
         with checkpoint:
-            if not told["files"]:
-                told["common"] = None if checkpoint.common is None else asdict(checkpoint.common)
-            told["has_optimizer"] |= holds_optimizer(checkpoint)
+            if not files:
+                common = checkpoint.common
+            has_optimizer |= holds_optimizer(checkpoint)
             (file,) = rank_files(checkpoint).values()
-            told["files"].append([rank, FileFacts.of(checkpoint.common, has_sum=file.has_sum).to_value()])
-    return told
+            files[rank] = FileFacts.of(checkpoint.common, has_sum=file.has_sum)
+    return _Report(faults, files, common, has_optimizer)
 
 
-def _checked(candidate: CandidateFacts, reports: Sequence[dict[str, Any]], status: int | None) -> CandidateFacts:
+def _checked(candidate: CandidateFacts, reports: Sequence[_Report], status: int | None) -> CandidateFacts:
     """A candidate with what all processes found of it."""
-    faults = sorted((int(rank), fault) for report in reports for rank, fault in report["faults"])
-    common: dict[str, Any] | None = next((report["common"] for report in reports if report["files"]), None)
+    faults = sorted((rank, fault) for report in reports for rank, fault in report.faults.items())
+    common = next((report.common for report in reports if report.files), None)
     if not faults:
-        files = {int(rank): FileFacts.from_value(value) for report in reports for rank, value in report["files"]}
+        files = dict(sorted((rank, file) for report in reports for rank, file in report.files.items()))
         save = Path(candidate.path).name
-        faults = [
-            (rank, f"{name_of_rank(save, rank)}: {fault}")
-            for rank, fault in faults_of(dict(sorted(files.items()))).items()
-        ]
+        faults = [(rank, f"{name_of_rank(save, rank)}: {fault}") for rank, fault in faults_of(files).items()]
     if faults:
         rank, fault = faults[0]
         more = f", and {len(faults) - 1} more ranks' files" if len(faults) > 1 else ""
         return replace(candidate, fault=f"rank {rank}: {fault}{more}", rank_faults=tuple(faults))
-    made = None if common is None else CommonInfo(**{**common, "unknown": ()})
-    if made is not None and status is not None:
-        made = replace(made, ckpt_status=status)
+    if common is not None:
+        common = replace(common, unknown=(), ckpt_status=common.ckpt_status if status is None else status)
     return replace(
         candidate,
-        iteration=None if made is None else made.step_num,
-        common=made,
-        has_optimizer=any(report["has_optimizer"] for report in reports),
+        iteration=None if common is None else common.step_num,
+        common=common,
+        has_optimizer=any(report.has_optimizer for report in reports),
     )
 
 

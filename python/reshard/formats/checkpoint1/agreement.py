@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.formats import scalars
 from reshard.words import listed, show
@@ -35,7 +35,7 @@ class FileFacts:
         has_sum: whether it ends with a sum of itself; None: its format has none.
     """
 
-    counters: Mapping[str, int | float]
+    counters: dict[str, int | float]
     has_sum: bool | None = None
 
     @classmethod
@@ -43,15 +43,6 @@ class FileFacts:
         """Those of a file with these counters."""
         values = {name: None if common is None else getattr(common, name) for name in scalars.NAMES}
         return cls({name: value for name, value in values.items() if value is not None}, has_sum)
-
-    def to_value(self) -> list[Any]:
-        """As JSON has it, for a message between ranks."""
-        return [dict(self.counters), self.has_sum]
-
-    @classmethod
-    def from_value(cls, value: list[Any]) -> FileFacts:
-        """What `to_value` gave."""
-        return cls(value[0], value[1])
 
 
 def faults_of(files: Mapping[int, FileFacts]) -> dict[int, str]:

@@ -68,21 +68,6 @@ class Chosen:
     digest: str
     unlisted: Unlisted = ()
 
-    def to_value(self) -> list[Any]:
-        """As JSON has it, for a message between ranks."""
-        return [self.folder, self.iteration, self.digest, [list(one) for one in self.unlisted]]
-
-    @classmethod
-    def from_value(cls, value: list[Any]) -> Chosen:
-        """What `to_value` gave."""
-        folder, iteration, digest, unlisted = value
-        return cls(
-            folder,
-            iteration,
-            digest,
-            tuple((name, dtype, tuple(shape), tuple(files)) for name, dtype, shape, files in unlisted),
-        )
-
 
 CHECKPOINT2 = Traits("checkpoint2", expects_manifest=True, has_metadata=True)
 TILED = Traits("safetensors")
