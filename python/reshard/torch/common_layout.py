@@ -18,12 +18,13 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from reshard.collective import Collective
+from reshard.collective import Collective, capture
 from reshard.errors import LayoutError, MismatchError
 from reshard.group import session
 from reshard.layout.file import LayoutFile
 from reshard.layout.patterns import Pattern, glob_of
 from reshard.layout.resolve import resolve
+from reshard.messages import decode, encode
 from reshard.torch.placements import Partition, Row, digits_of, part_of
 from reshard.words import listed, show
 
@@ -42,12 +43,13 @@ _Place: TypeAlias = tuple[tuple[str, ...], int]
 V = TypeVar("V")
 
 
-def distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float) -> list[Known]:
+def distinct(group: Group, parts: Sequence[Any] | BaseException, types: Sequence[Any], timeout: float) -> list[Known]:
     """What the ranks know, part by part: each value once, with the ranks that have it.
 
     Args:
         group: all its ranks call this.
-        parts: JSON-able values, as many on every rank; or the error that this rank met, which is then raised on all.
+        parts: messages, as many on every rank; or the error that this rank met, which is then raised on all.
+        types: the type of each part, see `messages`.
         timeout: seconds that ranks wait for each other.
 
     Raises:
@@ -56,38 +58,51 @@ def distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float)
 
     Example:
         >>> from reshard.group import SingleProcess
-        >>> distinct(SingleProcess(), [{"w": 1}, 7], timeout=10)
+        >>> distinct(SingleProcess(), [{"w": 1}, 7], [dict[str, int], int], timeout=10)
         [[({'w': 1}, [0])], [(7, [0])]]
     """
     if group.world_size == 1:
         if isinstance(parts, BaseException):
             raise parts
         return [[(part, [0])] for part in parts]
-    channel = session(group, "what ranks hold")
-    digests: list[list[str]] = Collective(channel, timeout).share(
-        parts if isinstance(parts, BaseException) else [_digest(part) for part in parts]
+    collective = Collective(session(group, "what ranks hold"), timeout)
+    encoded = parts if isinstance(parts, BaseException) else capture(lambda: [encode(part) for part in parts])
+    digests = collective.share(
+        encoded if isinstance(encoded, BaseException) else [_digest(part) for part in encoded], list[str]
     )
     assert not isinstance(parts, BaseException)
+    assert not isinstance(encoded, BaseException)
     ranks_of: list[dict[str, list[int]]] = [{} for _ in parts]
     for rank, of_rank in enumerate(digests):
         for known, digest in zip(ranks_of, of_rank, strict=True):
             known.setdefault(digest, []).append(rank)
-    # A part that is the same everywhere is sent by nobody.
+    # A part that is the same on all ranks is not sent.
     asked = [len(known) > 1 for known in ranks_of]
+    values: dict[tuple[int, str], Any] = {}
     if any(asked):
         own = [
-            [number, digest, parts[number]]
+            _Entry(number, digest, encoded[number])
             for number, known in enumerate(ranks_of)
             for digest, ranks in known.items()
             if asked[number] and ranks[0] == group.rank
         ]
-        gathered = channel.gather(own, timeout=timeout)
-        sent = None if gathered is None else [entry for of_rank in gathered for entry in of_rank]
-        values = {(number, digest): value for number, digest, value in channel.broadcast(sent, timeout=timeout)}
+        entries = collective.combine(
+            own, lambda of_ranks: list(itertools.chain.from_iterable(of_ranks)), list[_Entry], list[_Entry]
+        )
+        values = {(one.part, one.digest): decode(types[one.part], one.value) for one in entries}
     return [
         [(values[number, digest] if asked[number] else part, ranks) for digest, ranks in ranks_of[number].items()]
         for number, part in enumerate(parts)
     ]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A part that ranks hold, by its number and digest."""
+
+    part: int
+    digest: str
+    value: Any
 
 
 def layout_of(
