@@ -10,15 +10,15 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard import _core
 from reshard.conversion.shares import assign, committing, missing, place, record, told
 from reshard.errors import DestinationExistsError, ReshardError
-from reshard.formats import weight_map
+from reshard.formats import weight_map, writer_mark
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
 from reshard.formats.full_weights import names as full_weights
 from reshard.formats.huggingface import names as huggingface
 from reshard.formats.tiled import names as tiles
 from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.outputs import whole_request
 from reshard.storage.filling import filled_folder, is_staging
 from reshard.storage.publication import as_storage_error, made_folder, published_folder
 from reshard.write.iteration import JointProgress, RankFile, WholeTensor
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from reshard import _core
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.shares import Shared
     from reshard.storage.protocol import FileRecord
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SHARED_PREFIX",
-    "WRITER_KEY",
     "File",
     "Job",
     "Options",
@@ -52,13 +52,10 @@ __all__ = [
     "produced",
     "set_original_modes",
     "settled_mapping",
-    "whole_request",
     "whole_tensors",
     "write_files",
 ]
 
-# Named in the `__metadata__` of what is written: by it an earlier conversion is known again.
-WRITER_KEY = "reshard"
 SHARED_PREFIX = "share-"
 # What makes files a checkpoint, in the order in which it is published. Readers find no checkpoint without it.
 _COMMITS = (
@@ -118,6 +115,10 @@ class Job:
     counters: Mapping[str, np.ndarray] = field(default_factory=dict)
     shared: Shared | None = None
     left_out: Collection[str] = ()
+
+    def whole_request(self, keys: Collection[str]) -> _core.Request:
+        """The request for some of the source's tensors, whole and in this order."""
+        return whole_request({key: self.source.shape(key) for key in keys})
 
     def plan(self, request: _core.Request) -> _core.Plan:
         """The copies of a request for some of the tensors that are written."""
@@ -211,18 +212,9 @@ def n_bytes_of(written: Mapping[str, FileRecord]) -> int:
     return sum(one.n_bytes for one in written.values())
 
 
-def whole_request(source: Checkpoint, keys: list[str]) -> _core.Request:
-    """The tensors whole, in their order."""
-    request = _core.Request()
-    for key in keys:
-        shape = source.shape(key)
-        request.add_region(key, key, (0,) * len(shape), shape)
-    return request
-
-
 def whole_tensors(job: Job) -> dict[str, WholeTensor]:
     """What is known of the tensors that are written, after a cast. Casts and keys are checked here, for all of them."""
-    plan = job.plan(whole_request(job.source, job.keys))
+    plan = job.plan(job.whole_request(job.keys))
     optimizer = set(job.source.keys("optimizer"))
     return {
         key: WholeTensor(dtype, job.source.shape(key), "optimizer" if key in optimizer else "model")
@@ -289,13 +281,7 @@ def is_our_file(entry: Path) -> bool:
         return False
     if entry.name in (huggingface.INDEX_FILE, full_weights.MAP_FILE):
         return weight_map.writer(entry) is not None
-    if entry.suffix != ".safetensors":
-        return False
-    try:
-        index = _core.Index()
-        return WRITER_KEY in (index.file_metadata(index.add_file(str(entry), follow_links=False)) or {})
-    except ReshardError:
-        return False
+    return entry.suffix == ".safetensors" and writer_mark.is_ours(entry)
 
 
 def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _: False) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import manifest as manifests
-from reshard.formats import state_files
+from reshard.formats import state_files, writer_mark
 from reshard.formats.base import CheckpointData, Shapes, Traits
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
@@ -390,10 +390,10 @@ def _warn_of_strangers(folder: Path, manifest: Manifest) -> None:
 def _refuse_unfinished(index: _core.Index, folder: Path, proof: Proof) -> None:
     for file in range(index.n_files):
         try:
-            metadata = index.file_metadata(file)
+            is_ours = writer_mark.is_marked(index, file)
         except ReshardError:
-            continue  # what is wrong with the file is found out next
-        if checkpoint2.WRITER_KEY in (metadata or {}):
+            continue  # the next step reports what is wrong with the file
+        if is_ours:
             raise unfinished(folder, Path(index.file_path(file)).name, proof)
 
 

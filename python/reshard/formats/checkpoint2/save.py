@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ArgumentError, ReshardError, StorageError
-from reshard.formats import proofs
+from reshard.formats import proofs, writer_mark
 from reshard.formats import state as state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import CHECKPOINT2
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint2Save"]
 
-_METADATA = {"format": "ms", checkpoint2.WRITER_KEY: _core.__version__}
+_METADATA = {"format": "ms", **writer_mark.MARK}
 _LAST_SLEEP_S = 1.0
 _VISIBLE_SECONDS = 60.0  # for which a network file system may not show a folder that another host made
 

@@ -17,7 +17,6 @@ from reshard.conversion.destinations import (
     n_bytes_of,
     produced,
     set_original_modes,
-    whole_request,
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.formats import scalars
@@ -59,12 +58,12 @@ def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Wri
         DestinationExistsError, UnsupportedError, StorageError: as told at `convert`.
     """
     check_folder_free(job)
-    arrays = job.plan(whole_request(job.source, job.keys)).arrays
+    arrays = job.plan(job.whole_request(job.keys)).arrays
     dtype_of = {name: dtype for name, dtype, _, _ in arrays}
     parts = full_weights.plan_parts([(name, n_bytes) for name, _, _, n_bytes in arrays], max_part_bytes)
     order = {name: dtypes.file_order(name, dtype) for name, dtype in dtype_of.items()}.__getitem__
     files = [
-        File(full_weights.file_name(number), whole_request(job.source, sorted(names, key=order)))
+        File(full_weights.file_name(number), job.whole_request(sorted(names, key=order)))
         for number, names in enumerate(parts)
     ]
     with produced(job, job.target, files, file_sizes(job, files)) as fill:

@@ -17,7 +17,6 @@ from reshard.conversion.destinations import (
     n_bytes_of,
     produced,
     settled_mapping,
-    whole_request,
     whole_tensors,
     write_files,
 )
@@ -61,7 +60,7 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
                 job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes
             ) as path,
         ):
-            files = [File(path.name, whole_request(job.source, job.keys))]
+            files = [File(path.name, job.whole_request(job.keys))]
             n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
         return Written(job.target, 1, n_bytes)
     check_folder_free(job)
