@@ -51,7 +51,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object:
         return JSON
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         fields = {one.name: values_of(hints[one.name]) for one in dataclasses.fields(hint) if one.init}
         return st.builds(hint, **fields)

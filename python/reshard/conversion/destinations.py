@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard.conversion.shares import assign, committing, missing, place, record, told
+from reshard.conversion.shares import assign, committing, missing, place, read_record, write_record
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import weight_map, writer_mark
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
@@ -193,11 +193,11 @@ def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> 
     share, gathered = job.shared.share, job.shared.folder
     with as_storage_error("make", gathered):
         gathered.mkdir(mode=job.options.folder_mode, parents=True, exist_ok=True)
-    own: Mapping[str, FileRecord] | None = told(gathered, share)
+    own: Mapping[str, FileRecord] | None = read_record(gathered, share)
     if own is None:
         chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
         own = written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
-        record(gathered, share, written, mode=job.options.file_mode, durable=job.options.durable)
+        write_record(gathered, share, written, mode=job.options.file_mode, durable=job.options.durable)
     report = Written(published, len(own), n_bytes_of(own), missing(gathered, share.count))
     if report.pending:
         yield report

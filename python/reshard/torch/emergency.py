@@ -245,7 +245,7 @@ class Rendezvous:
         left_s = notice.seconds - (time.monotonic() - seen)
         try:
             # However late it is: the others may come at once.
-            steps = Collective(session(self._group, "notice"), min(timeout, max(left_s, LAST_WORDS_S))).share(step)
+            steps = Collective(session(self._group, "notice"), min(timeout, max(left_s, LAST_WORDS_S))).share(step, int)
         except BaseException:
             self._target = None
             self._number += 1

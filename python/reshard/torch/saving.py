@@ -272,7 +272,7 @@ class Saver:
             loss, metrics = run.loss, run.metrics
             if by_rank and members.world_size > 1:
                 text, _ = state.dump([loss, metrics])
-                loss, metrics = state.load(Collective(session(members, "run"), self.timeout).share(text)[0], {})
+                loss, metrics = state.load(Collective(session(members, "run"), self.timeout).share(text, str)[0], {})
             extra["trainer"] = described.extra
             extra["run"] = {
                 "step": step,

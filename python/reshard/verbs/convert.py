@@ -322,7 +322,7 @@ def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None
         yield members.rank, members.world_size
     except Exception as error:  # noqa: BLE001  every rank learns of it, and raises it
         outcome = error
-    Collective(session(members, "convert"), timeout).share(outcome)
+    Collective(session(members, "convert"), timeout).share(outcome, None)
 
 
 def _check_options(
