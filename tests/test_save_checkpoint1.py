@@ -27,7 +27,7 @@ from reshard.errors import ArgumentError, MismatchError, ReshardError, Unsupport
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import FileName, parse_file_name
-from reshard.formats.checkpoint1.save_plan import Naming, RankView
+from reshard.formats.checkpoint1.save_plan import FolderView, Naming
 from reshard.messages import decode, encode
 from reshard.storage import protocol
 from reshard.write import background
@@ -610,11 +610,11 @@ def test_hosts_with_roots_of_their_own(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_runs_of_ranks_that_have_diverged() -> None:
-    views = [RankView(runs=(0, 1)), RankView(runs=(0,)), RankView(runs=(0, 1, 4))]
+    views = [FolderView(runs=(0, 1)), FolderView(runs=(0,)), FolderView(runs=(0, 1, 4))]
     assert rank_plan.run_number(views, None) == 5
-    assert rank_plan.run_number([RankView(runs=(0,), taken=(0,)), RankView()], 0) == 1
+    assert rank_plan.run_number([FolderView(runs=(0,), taken=(0,)), FolderView()], 0) == 1
     for view in views:
-        assert decode(RankView, json.loads(json.dumps(encode(view)))) == view
+        assert decode(FolderView, json.loads(json.dumps(encode(view)))) == view
 
 
 def test_files_of_a_save_are_parsed_back() -> None:

@@ -32,7 +32,7 @@ __all__ = [
     "Box",
     "IterationPlan",
     "JointProgress",
-    "RankFile",
+    "PlannedFile",
     "WholeTensor",
     "describe_cut",
     "plan_boxes",
@@ -60,7 +60,7 @@ class WholeTensor:
 
 
 @dataclass(frozen=True)
-class RankFile:
+class PlannedFile:
     """One shard file to be.
 
     Attributes:
@@ -90,7 +90,7 @@ class IterationPlan:
         warnings: what deserves a look.
     """
 
-    files: tuple[RankFile, ...]
+    files: tuple[PlannedFile, ...]
     records: tuple[TensorRecord, ...]
     world: World
     assigned: FilePlan
@@ -248,7 +248,7 @@ def describe_cut(
     builder: tiles.Builder,
     bound: BoundLayout,
     tensors: Mapping[str, WholeTensor],
-    file: RankFile,
+    file: PlannedFile,
     described: Collection[str],
 ) -> None:
     """Tell tiles.json of the arrays in a file that hold a part of a key in `described`."""
@@ -348,9 +348,9 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
     return (text,)
 
 
-def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[RankFile, ...]:
+def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[PlannedFile, ...]:
     return tuple(
-        RankFile(
+        PlannedFile(
             file.name(prefix),
             file.rank,
             tuple(sorted(file.keys, key=lambda name: dtypes.file_order(name, dtype_of[name]))),

@@ -29,7 +29,7 @@ from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import strategies
 from reshard.formats.checkpoint1.reader import TRAITS
-from reshard.formats.checkpoint1.save_plan import Naming, RankView, ShardAssignment
+from reshard.formats.checkpoint1.save_plan import FolderView, Naming, ShardAssignment
 from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arrays_by_kind, folder_of, look, n_bytes_of
 from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messages are decoded by their type hints
 from reshard.small_files import show
@@ -60,7 +60,7 @@ class _Report:
     """What a rank holds, and what is in its folder."""
 
     facts: RankFacts
-    view: RankView
+    view: FolderView
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class _Checked:
     """
 
     facts: list[RankFacts]
-    views: list[RankView]
+    views: list[FolderView]
     firsts: list[int]
     assignment: ShardAssignment
     shapes: Shapes

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_PREFIX",
+    "FolderView",
     "Naming",
-    "RankView",
     "ShardAssignment",
     "assign",
     "check_prefix",
@@ -65,7 +65,7 @@ class Naming:
 
 
 @dataclass(frozen=True)
-class RankView:
+class FolderView:
     """What a rank finds in its own folders before a save.
 
     Attributes:
@@ -166,24 +166,24 @@ def position(
 
 def view_of(
     files: Iterable[FileName], prefix: str, at: tuple[int, int], *, has_folder: bool, has_meta: bool, has_more: bool
-) -> RankView:
+) -> FolderView:
     """What a rank tells of the files in its folders.
 
     Args:
         files: of all kinds.
         prefix: of the save to be.
         at: its epoch and step.
-        has_folder: as in `RankView`.
+        has_folder: as in `FolderView`.
         has_meta: as there.
         has_more: as there.
     """
     own = [file for file in files if file.prefix == prefix]
     runs = {file.run or 0 for file in own}
     taken = {file.run or 0 for file in own if (file.epoch, file.step) == at}
-    return RankView(has_folder, has_meta, has_more, tuple(sorted(runs)), tuple(sorted(taken)))
+    return FolderView(has_folder, has_meta, has_more, tuple(sorted(runs)), tuple(sorted(taken)))
 
 
-def run_number(views: Sequence[RankView], current: int | None) -> int:
+def run_number(views: Sequence[FolderView], current: int | None) -> int:
     """The number of the run that a save belongs to; 0 is the first.
 
     Args:
@@ -191,9 +191,9 @@ def run_number(views: Sequence[RankView], current: int | None) -> int:
         current: the number that this run has already; None: it has not saved yet.
 
     Example:
-        >>> run_number([RankView()], None), run_number([RankView(runs=(0, 1)), RankView(runs=(0,))], None)
+        >>> run_number([FolderView()], None), run_number([FolderView(runs=(0, 1)), FolderView(runs=(0,))], None)
         (0, 2)
-        >>> run_number([RankView(runs=(0,))], 0), run_number([RankView(runs=(0,), taken=(0,))], 0)
+        >>> run_number([FolderView(runs=(0,))], 0), run_number([FolderView(runs=(0,), taken=(0,))], 0)
         (0, 1)
     """
     if current is not None and not any(current in view.taken for view in views):
@@ -201,7 +201,7 @@ def run_number(views: Sequence[RankView], current: int | None) -> int:
     return max((run for view in views for run in view.runs), default=-1) + 1
 
 
-def check_world(views: Sequence[RankView], root: str, *, is_shared: bool) -> None:
+def check_world(views: Sequence[FolderView], root: str, *, is_shared: bool) -> None:
     """Refuse to save into a root that holds saves of another number of ranks.
 
     The original counts the folders of ranks: of a tree with too many or too few it would resume nothing, or the wrong

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.formats.checkpoint1.names import FileKind, FileName
-    from reshard.formats.checkpoint1.save_plan import Naming, RankView
+    from reshard.formats.checkpoint1.save_plan import FolderView, Naming
     from reshard.formats.checkpoint1.strategies import Strategies
     from reshard.write.arrays import LocalArray
     from reshard.write.collective_save import RankInput, SaveOptions
@@ -65,7 +65,7 @@ def folder_of(root: Path, rank: int, kind: FileKind = "full") -> Path:
     return root.with_name(root.name + _ROOTS[kind]) / rank_folder_name(rank)
 
 
-def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) -> RankView:
+def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) -> FolderView:
     """What a rank finds in its folders before a save.
 
     Args:
