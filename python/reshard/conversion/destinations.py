@@ -21,7 +21,7 @@ from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.outputs import whole_request
 from reshard.storage.filling import filled_folder, is_staging
 from reshard.storage.publication import as_storage_error, made_folder, published_folder
-from reshard.write.iteration import JointProgress, PlannedFile, WholeTensor
+from reshard.write.iteration import FileContent, JointProgress, WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -222,7 +222,7 @@ def whole_tensors(job: Job) -> dict[str, WholeTensor]:
     }
 
 
-def as_file(bound: BoundLayout, file: PlannedFile) -> File:
+def as_file(bound: BoundLayout, file: FileContent) -> File:
     """A planned file as what the core is asked for."""
     return File(file.name, bound.request_of(file.rank, file.arrays))
 

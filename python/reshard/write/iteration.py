@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Box",
+    "FileContent",
     "IterationPlan",
     "JointProgress",
-    "PlannedFile",
     "WholeTensor",
     "describe_cut",
     "plan_boxes",
@@ -60,7 +60,7 @@ class WholeTensor:
 
 
 @dataclass(frozen=True)
-class PlannedFile:
+class FileContent:
     """One shard file to be.
 
     Attributes:
@@ -90,7 +90,7 @@ class IterationPlan:
         warnings: what deserves a look.
     """
 
-    files: tuple[PlannedFile, ...]
+    files: tuple[FileContent, ...]
     records: tuple[TensorRecord, ...]
     world: World
     assigned: FilePlan
@@ -248,7 +248,7 @@ def describe_cut(
     builder: tiles.Builder,
     bound: BoundLayout,
     tensors: Mapping[str, WholeTensor],
-    file: PlannedFile,
+    file: FileContent,
     described: Collection[str],
 ) -> None:
     """Tell tiles.json of the arrays in a file that hold a part of a key in `described`."""
@@ -348,9 +348,9 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
     return (text,)
 
 
-def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[PlannedFile, ...]:
+def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[FileContent, ...]:
     return tuple(
-        PlannedFile(
+        FileContent(
             file.name(prefix),
             file.rank,
             tuple(sorted(file.keys, key=lambda name: dtypes.file_order(name, dtype_of[name]))),

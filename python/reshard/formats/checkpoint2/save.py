@@ -25,7 +25,7 @@ from reshard.storage import mounts, protocol
 from reshard.write import pending_rollback, retention
 from reshard.write.arrays import local_arrays
 from reshard.write.collective_save import Published, SaveFormat
-from reshard.write.iteration import JointProgress, PlannedFile, write_descriptions
+from reshard.write.iteration import FileContent, JointProgress, write_descriptions
 from reshard.write.rank_facts import (
     LastMade,
     RankFacts,
@@ -68,7 +68,7 @@ class _Planned:
 class _Plan:
     """The answer of rank 0: who writes what, and which ranks hold copies of what."""
 
-    files: tuple[PlannedFile, ...]
+    files: tuple[FileContent, ...]
     replicas: Replicas
 
 

@@ -24,7 +24,7 @@ from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError
 from reshard.formats.tiled import names as tiles
 from reshard.storage.publication import made_folder, published_file
-from reshard.write.iteration import PlannedFile, describe_cut
+from reshard.write.iteration import FileContent, describe_cut
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
         names = bound.local_names(rank, job.keys)
         if names:
             ordered = sorted(names, key=lambda name: dtypes.file_order(name, dtype_of[name]))
-            file = PlannedFile(f"rank_{rank}.safetensors", rank, tuple(ordered))
+            file = FileContent(f"rank_{rank}.safetensors", rank, tuple(ordered))
             describe_cut(builder, bound, tensors, file, tensors)
             files.append(as_file(bound, file))
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
