@@ -1,10 +1,10 @@
-"""Copies of an array that several ranks hold: compared by their sums before anything is written.
+"""Copies of an array that several ranks hold: compared by their checksums before anything is written.
 
-A layout says which ranks hold the same part of a tensor. That the bytes are the same is checked here: every rank sums
-its copies, and rank 0 compares the sums. Copies that differ are an error on all ranks. Where the caller allows them to
-differ, every rank keeps its own copy in its state, beside what else is rank-local.
+A layout says which ranks hold the same part of a tensor. This module checks that the bytes are the same: every rank
+computes checksums of its copies, and rank 0 compares them. Copies that differ are an error on all ranks. Where the
+caller allows them to differ, every rank keeps its own copy in its state, beside other rank-local state.
 
-What the arrays mean, and how files are written, is not known here.
+This module knows neither what the arrays mean nor how files are written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Copies", "RankLocal", "Replicas", "State", "is_any_of"]
 State: TypeAlias = "tuple[str, Mapping[str, np.ndarray]] | None"
 """Text and arrays of a rank's state files; None: it has none."""
 
-_THREADS = 4  # that sum at the same time, unless the caller says how many
+_THREADS = 4  # that compute checksums, unless the caller gives a number
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Replicas:
 
     @classmethod
     def of(cls, holders: Mapping[str, Sequence[tuple[int, ...]]], ranks: Sequence[RankFacts]) -> Replicas:
-        """The replicas of a plan, and the further copies that ranks have told of.
+        """The replicas of a plan, and the further copies that ranks have reported.
 
         Example:
             >>> from reshard.write.rank_facts import Fact, RankFacts
@@ -106,7 +106,7 @@ class Replicas:
         """The arrays whose copies differ, and may.
 
         Args:
-            sums: of each rank's copies, by name.
+            sums: the checksums of the copies of each rank, by name.
 
         Raises:
             MismatchError: others differ; the message names the first of them, the ranks and the sums.
@@ -149,7 +149,7 @@ class Copies:
         is_alone: whether the state is that of Checkpoint 1.0.
         replicas: which ranks hold copies of what, once that is known.
         ready: waits until the arrays have their content; None: they have it.
-        threads: threads that sum.
+        threads: threads that compute checksums.
     """
 
     arrays: dict[str, LocalArray]
@@ -178,7 +178,7 @@ class Copies:
         return cls(arrays | copies, own=None if rank_local is None else rank_local.state, **options)
 
     def freeze(self, rank: int) -> None:
-        """Sum and copy what the caller may change after the call."""
+        """Compute checksums and copy what the caller may change after the call."""
         if self.own:
             text, arrays = state.dump(self.own)
             self.own = state.load(text, {name: array.copy() for name, array in arrays.items()})
@@ -187,7 +187,7 @@ class Copies:
         self.arrays = {name: replace(one, array=one.array.copy()) for name, one in self.arrays.items() if name in may}
 
     def settle(self, channel: Group, timeout: float) -> State | BaseException:
-        """Compare the copies, all ranks together; the state that this rank writes.
+        """Compare the copies of all ranks, and make the state that this rank writes.
 
         Args:
             channel: the session of the save.

@@ -1,11 +1,7 @@
-"""Saving a checkpoint: every rank gives what it holds, and the iteration appears whole or not at all.
+"""`reshard.save`: every rank saves its arrays, and all ranks end with one iteration that is published or none.
 
-The ranks meet three times. First each tells rank 0 its names, dtypes and shapes, and rank 0 answers who writes what
-(`facts`, `iteration`). Then rank 0 claims the root and makes a staging folder, into which each rank writes its files.
-Last each tells the sums of what it wrote, and rank 0 describes, seals and publishes (`together`, `protocol`).
-
-With `blocking=False` a save returns after the first meeting and a snapshot of the files to be; the rest goes on in the
-background. Here stands what one rank brings along; nothing is known of how folders are published.
+This module checks the arguments and collects what one rank holds (`RankInput`). The steps of a save by all ranks are in
+`collective_save`; what a format does in each step is in `formats.checkpoint2.save` and `formats.checkpoint1.save`.
 """
 
 from __future__ import annotations
@@ -428,7 +424,7 @@ def save(  # noqa: PLR0917
 
 
 def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
-    """Refuse what was copied to be looked at: before `ready`, that is before it has its content."""
+    """Refuse an array that was copied to make it readable: before `ready` it does not have its content."""
     one: Any = given.array if isinstance(given, Shard) else given
     place = one.data_ptr() if callable(getattr(one, "data_ptr", None)) else None
     if isinstance(one, np.ndarray):
@@ -442,7 +438,7 @@ def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
 
 
 def _agreed(options: SaveOptions, layout: ModelLayout | None) -> dict[str, object]:
-    """What must be the same on all ranks."""
+    """Options that must be the same on all ranks."""
     return {
         "root": os.fspath(options.root),
         "iteration": options.iteration,
@@ -462,7 +458,7 @@ def check_save_options(
     save_network_params: bool,
     only_save_strategy: bool,
 ) -> None:
-    """Refuse options of `save` that no save could have, before there is anything to save.
+    """Refuse options that no save can have, before there is anything to save.
 
     Args:
         format: as in `save`, and so are the others.
@@ -505,7 +501,7 @@ def _check_options(
 
 
 def _check_retention(keep: int | None, keep_every: int | None, keep_best: tuple[str, int] | None) -> None:
-    """Refuse what would be a mere warning once the iteration is saved."""
+    """Refuse wrong options of retention: once the iteration is saved they would only be a warning."""
     if keep is None:
         if keep_every is not None or keep_best is not None:
             raise ArgumentError("`keep_every` and `keep_best` say what is kept besides the newest: give `keep`, too")
@@ -539,9 +535,9 @@ def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: in
 def _extra(
     extra: Mapping[str, object] | None, rank: int, *, copy: bool, is_alone: bool
 ) -> tuple[str, dict[str, np.ndarray]] | None:
-    """This rank's share of `extra`, as it is written: rank 0 everything, the others what is kept for each rank.
+    """The part of `extra` that this rank writes: rank 0 all of it, the others what is kept for each rank.
 
-    One that `is_alone`, in a folder that may be all that it will see, keeps what all share, too.
+    A rank that `is_alone` has a folder of its own and writes the values that all ranks share, too.
     """
     if not isinstance(extra, Mapping | None):
         raise ArgumentError(f"`extra` is a {type(extra).__name__}, expected a mapping of names to state")
@@ -569,7 +565,7 @@ def _digests(extra: Mapping[str, object] | None) -> dict[str, str]:
 
 
 def _host() -> str:
-    """What tells one machine from another: the name alone may be that of every container."""
+    """The identity of this machine: the host name alone may be that of every container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -377,7 +377,7 @@ class Checkpoint1Save(SaveFormat):
 
 
 def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:
-    """The global shape of each tensor, and whether it is the optimizer's; counters are not cut, and not told of."""
+    """The global shape of each tensor, and whether it is the optimizer's; without counters."""
     shapes = {record.key: (record.shape, record.part == "optimizer") for record in plan.records}
     if plan.tiles is not None:
         parts = {fact.name: fact.part for one in facts for fact in one.arrays}

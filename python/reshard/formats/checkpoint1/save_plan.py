@@ -1,11 +1,10 @@
-"""What a save in Checkpoint 1.0 consists of: names, epoch and step, who keeps which tensor, what goes afterwards.
+"""The plan of a save in Checkpoint 1.0: names, epoch and step, who keeps which tensor, and what is removed afterwards.
 
-One idea holds it together: a name is never used twice. All ranks' files of one save differ in the rank alone, so a
-group of them is of one save or it is incomplete; were a name used again, a crash could leave new files of some ranks
-beside old ones of others. Therefore a run that finds files of its prefix takes the next number `_<k>`, as the original
-does, and one that would write a name again takes the next number, too.
+A name is never used twice. The names of all files of one save differ in the rank alone; if a name were used again, a
+crash could leave new files of some ranks beside old ones of others. So a run that finds files of its prefix takes the
+next number `_<k>`, as MindSpore Transformers does, and so does a run that would write a name again.
 
-Everything here is pure: facts in, a plan out.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ DEFAULT_PREFIX = "CKP"
 
 @dataclass(frozen=True)
 class Naming:
-    """What the names of a save's files say, but for the rank and the kind.
+    """What the names of the files of a save have in common.
 
     Attributes:
-        prefix: what stands before `_rank_`.
+        prefix: the text before `_rank_`.
         run: number of the run in this root; None: the first.
         epoch: the loop's epoch, of sinks in sink mode.
         step: the step in it.
@@ -66,7 +65,7 @@ class Naming:
 
 @dataclass(frozen=True)
 class FolderView:
-    """What a rank finds in its own folders before a save.
+    """What a rank found in its own folders before a save.
 
     Attributes:
         has_folder: whether its `rank_<r>` is there.
@@ -112,7 +111,7 @@ def check_prefix(prefix: str | None) -> str:
     """The prefix of the names of files; `CKP` if none is given.
 
     Raises:
-        ArgumentError: it cannot be part of such a name, or the original would find a rank's number in it.
+        ArgumentError: it cannot be part of such a name, or MindSpore Transformers finds a rank's number in it.
 
     Example:
         >>> check_prefix(None), check_prefix("llama2_7b")
@@ -167,7 +166,7 @@ def position(
 def view_of(
     files: Iterable[FileName], prefix: str, at: tuple[int, int], *, has_folder: bool, has_meta: bool, has_more: bool
 ) -> FolderView:
-    """What a rank tells of the files in its folders.
+    """What a rank reports of the files in its folders.
 
     Args:
         files: of all kinds.
@@ -204,7 +203,7 @@ def run_number(views: Sequence[FolderView], current: int | None) -> int:
 def check_world(views: Sequence[FolderView], root: str, *, is_shared: bool) -> None:
     """Refuse to save into a root that holds saves of another number of ranks.
 
-    The original counts the folders of ranks: of a tree with too many or too few it would resume nothing, or the wrong
+    MindSpore Transformers counts the folders of ranks: with too many or too few it would resume nothing or the wrong
     save.
 
     Args:
@@ -231,13 +230,13 @@ def check_world(views: Sequence[FolderView], root: str, *, is_shared: bool) -> N
 
 
 def assign(holders: Mapping[str, Sequence[tuple[int, ...]]], stage_of: Sequence[int]) -> ShardAssignment:
-    """Who keeps what, if every shard is kept once: inside each group of ranks the arrays go round, in order of names.
+    """Who keeps what, if every shard is kept once: each group of ranks takes turns, in the order of names.
 
     Args:
         holders: by array, the groups of ranks whose copies hold the same bytes; only of those that the strategy lists.
-            The original does not look for others elsewhere: they stay with every rank.
-        stage_of: the pipeline stage of each rank: what two stages hold is kept by both, since the original looks for a
-            copy only in the stage.
+            MindSpore Transformers does not read others from other ranks: every rank keeps them.
+        stage_of: the pipeline stage of each rank: what two stages hold is kept by both, since MindSpore
+            Transformers looks for a copy only in the stage.
 
     Example:
         >>> assign({"norm": [(0, 1, 2, 3)], "w": [(0, 2), (1, 3)], "a": [(0, 2), (1, 3)]}, [0, 0, 0, 0]).groups
@@ -258,7 +257,7 @@ def assign(holders: Mapping[str, Sequence[tuple[int, ...]]], stage_of: Sequence[
 def outdated(files: Iterable[FileName], naming: Naming, keep: int | None) -> list[tuple[int, int]]:
     """Epochs and steps of this run that are not kept once the save is complete; the oldest first.
 
-    Earlier runs' files do not count, as with the original.
+    Files of earlier runs do not count, as in MindSpore Transformers.
 
     Args:
         files: those of one rank, before the save.

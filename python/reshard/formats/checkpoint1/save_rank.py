@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankSide", "WrittenWeights", "arrays_by_kind", "folder_of", "look", "n_bytes_of"]
 
-_WEIGHTS_MODE = 0o444  # weights are read-only, as the original's are
+_WEIGHTS_MODE = 0o444  # weights are read-only, as those of MindSpore Transformers
 
 _ROOTS: dict[FileKind, str] = {"full": "", "network": "_network", "trainable": "_trainable"}
 
@@ -55,7 +55,7 @@ class WrittenWeights:
 
 
 def folder_of(root: Path, rank: int, kind: FileKind = "full") -> Path:
-    """Where a rank's files of a kind lie.
+    """The folder of a rank's files of a kind.
 
     Example:
         >>> import pathlib
@@ -66,7 +66,7 @@ def folder_of(root: Path, rank: int, kind: FileKind = "full") -> Path:
 
 
 def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) -> FolderView:
-    """What a rank finds in its folders before a save.
+    """Look into the folders of a rank before a save.
 
     Args:
         root: the checkpoint root.
@@ -239,11 +239,11 @@ class RankSide:
         try:
             checkpoint1.write_meta(folder, meta, self.options.file_mode, durable=self.options.durable)
         except ReshardError as error:
-            error.message = f"all files are written, but it is not told that the save is complete: {error.message}"
+            error.message = f"all files are written, but the save could not be marked as complete: {error.message}"
             raise
 
     def remove(self, outdated: Iterable[tuple[int, int]]) -> list[str]:
-        """Remove this rank's files of older saves; what failed."""
+        """Remove this rank's files of older saves. Returns warnings."""
         warnings = []
         for epoch, step in outdated:
             old = replace(self.naming, epoch=epoch, step=step).file(self.rank)
@@ -261,7 +261,7 @@ class RankSide:
 
 
 def _sweep(folder: Path, file: FileName) -> None:
-    """Remove what a writer that was killed has left half-written, under hidden names: the root is ours alone."""
+    """Remove partial files, under hidden names, of a writer that was killed: no other process has a claim."""
     weights = rf"{re.escape(file.prefix)}_rank_{file.rank}[-_].*"
     debris = re.compile(rf"\.(?:{weights}|{re.escape(checkpoint1.META_FILE)}\..*)\.tmp")
     for name in filesystem.names(folder):
