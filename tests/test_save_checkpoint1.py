@@ -606,6 +606,12 @@ def test_hosts_with_roots_of_their_own(tmp_path: Path, monkeypatch: pytest.Monke
         assert len(list((root.parent / "strategy").iterdir())) == 4
 
 
+def test_every_rank_reports_that_the_health_of_earlier_saves_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "health_ckpts.json").write_text("{")
+    reports = save_tp2(tmp_path / "checkpoint", 1, TENSORS, common={"ckpt_status": 0})
+    assert [any("health of earlier saves is lost" in text for text in one.warnings) for one in reports] == [True, True]
+
+
 # -- views
 
 

@@ -145,6 +145,7 @@ class Checkpoint1Save(SaveFormat):
         self._naming: Naming | None = None
         self._claim: claims.Claim | None = None
         self._reads_back = False
+        self._warnings: tuple[str, ...] = ()
 
     @staticmethod
     def check_options(options: FormatOptions, model: Mapping[str, object], *, keeps_more: bool) -> None:
