@@ -1,6 +1,6 @@
-"""Destinations of a conversion: which file holds which arrays; how Hugging Face folders and plain files are written.
+"""Destinations of a conversion: the files that are written, and the folder that they are published in.
 
-A `Job` is the source and where it goes; its files are planned first, then streamed one after the other by the core.
+A `Job` is the source and the destination. Its files are planned first; then the core streams them one by one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class File:
-    """One shard file to be: its name, in a folder of its own or not, and what the core is asked for."""
+    """One shard file: its name, with a subfolder or without, and the request for its arrays."""
 
     name: str
     request: _core.Request
@@ -79,7 +79,7 @@ class File:
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for every file."""
+    """Options of every file."""
 
     metadata: dict[str, str]
     dtype: str | None
@@ -99,12 +99,12 @@ class Job:
     Attributes:
         source: the opened source.
         keys: its tensors that are written.
-        target: where to.
-        options: what holds for every file.
-        overwrite: whether what an earlier conversion wrote is replaced.
-        counters: those that the source knows and has no tensors of, as tensors: formats that keep them so write them.
-        shared: which share of the work this is.
-        left_out: names of tensors that were left out, of which a layout may speak.
+        target: the destination.
+        options: options of every file.
+        overwrite: whether files of an earlier conversion are replaced.
+        counters: counters of the source that are not tensors there, as tensors, for formats that store them so.
+        shared: this share of the work; None: all of it.
+        left_out: names of tensors that were left out; a layout may have rules for them.
     """
 
     source: Checkpoint
@@ -127,7 +127,7 @@ class Job:
 
 @dataclass
 class Written:
-    """What was written where; `pending`: shares that others have yet to write before anything is published."""
+    """What was written; `pending`: shares that must be written before anything is published."""
 
     path: Path
     n_files: int
@@ -138,10 +138,10 @@ class Written:
 
 
 def bind(job: Job, layout: LayoutLike | None) -> BoundLayout:
-    """The layout laid over the source; none: everything whole on one rank.
+    """The layout bound to the source; None: whole tensors on one rank.
 
     Raises:
-        LayoutError: it does not fit the tensors, or a rule or a place of it matches none.
+        LayoutError: it does not fit the tensors, or a rule or a place of it matches no tensor.
     """
     bound = job.source.bind(ModelLayout.replicated() if layout is None else layout)
     bound.refuse_unused(job.left_out)
@@ -149,18 +149,18 @@ def bind(job: Job, layout: LayoutLike | None) -> BoundLayout:
 
 
 def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]:
-    """The layout as a mapping that is right for the tensors of the source: it is kept beside them."""
+    """The layout as a mapping that describes the tensors of the source, to be stored beside them."""
     return as_layout(layout).settled({key: source.shape(key) for key in source.keys()}).to_mapping()  # noqa: SIM118
 
 
 def file_sizes(job: Job, files: list[File]) -> list[int]:
     """Bytes of the arrays of each file."""
-    # Plans are cheap and hold what they open: they are made one by one, and once more to be carried out.
+    # Plans are cheap and keep files open: they are made one by one, and made again when they are executed.
     return [sum(array[3] for array in job.plan(file.request).arrays) for file in files]
 
 
 def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
-    """Stream the files; what was written, by name."""
+    """Write the files; returns the record of each, by name."""
     options = job.options
     progress = JointProgress(options.progress, sum(sizes))
     for name in {file.name.rpartition("/")[0] for file in files} - {""}:
@@ -182,10 +182,16 @@ def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> 
 
 @contextlib.contextmanager
 def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
-    """How the folder that is published gets its files: a function that fills it, or what to report instead.
+    """How the folder that is published gets its files: a function that fills it, or the report if nothing is published.
 
-    Not shared: they are streamed into it. Shared: our share is written first, unless it is there, into the folder where
-    shares gather; if it was the last, all have their place. `published` is what the report names.
+    Without shares the files are written into it. With shares this one is written first, unless it has a record, into
+    the folder of the shares; if it was the last, the files of all are linked.
+
+    Args:
+        job: the conversion.
+        published: the path in the report.
+        files: all files of the conversion.
+        sizes: bytes of the arrays of each file.
     """
     if job.shared is None:
         yield lambda folder: write_files(job, folder, files, sizes)
@@ -213,7 +219,7 @@ def n_bytes_of(written: Mapping[str, FileRecord]) -> int:
 
 
 def whole_tensors(job: Job) -> dict[str, WholeTensor]:
-    """What is known of the tensors that are written, after a cast. Casts and keys are checked here, for all of them."""
+    """Dtype, shape and part of the tensors that are written, after a cast. Checks casts and keys of all of them."""
     plan = job.plan(job.whole_request(job.keys))
     optimizer = set(job.source.keys("optimizer"))
     return {
@@ -223,7 +229,7 @@ def whole_tensors(job: Job) -> dict[str, WholeTensor]:
 
 
 def as_file(bound: BoundLayout, file: FileContent) -> File:
-    """A planned file as what the core is asked for."""
+    """A planned file with the request for its arrays."""
     return File(file.name, bound.request_of(file.rank, file.arrays))
 
 
@@ -243,7 +249,7 @@ def destination_folder(
 ) -> Iterator[Path]:
     """A folder whose entries are those of the destination when the block ends well.
 
-    A destination that exists is filled and keeps its mode and owner; what an earlier conversion wrote there goes.
+    A destination that exists is filled and keeps its mode and owner; files of an earlier conversion are removed.
 
     Args:
         job: the conversion.
@@ -285,7 +291,7 @@ def is_our_file(entry: Path) -> bool:
 
 
 def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _: False) -> None:
-    """Refuse a destination folder that holds what is not to be replaced, or not to be mixed up with what is written.
+    """Refuse a destination folder with files that must not be replaced, or that would be mixed up with new ones.
 
     Args:
         job: the conversion.
@@ -316,7 +322,7 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _
 
 
 def _is_left_over(entry: Path) -> bool:
-    """Whether an entry is of a conversion that was killed, or is not yet ended. Told, and not touched."""
+    """Whether an entry is of a conversion that was killed or still runs. It is logged and left alone."""
     if not is_staging(entry.name):
         return False
     if SHARED_PREFIX not in entry.name:

@@ -1,11 +1,12 @@
 """One layout file for all ranks, from what each of them knows of its own tensors.
 
-Ranks that hold the same keys in the same partitions know the same: they compare digests, and only one of each kind
-sends what it knows. From that every rank makes the same layout by itself. The mesh is the coarsest in which every mesh
-dim that any rank knows, and every set of ranks that holds a key, is a run of axes. Patterns are then found for keys
-that are cut alike; what comes out is resolved before it is given out, so a pattern can be clumsy, never wrong.
+Ranks that hold the same keys in the same partitions have equal parts: they compare digests, and only one rank of each
+kind sends its part. From the parts every rank computes the same layout. The mesh is the coarsest in which every mesh
+dim that any rank knows, and every set of ranks that holds a key, is a run of axes. Then patterns are found for keys
+with the same partition. The layout is resolved and compared before it is returned, so its patterns are correct.
 
-Where no layout file can say it, the reason is told instead. Nothing here knows of torch or of what is in tensors.
+Where no layout file can express the partitions, the reason is returned. This module does not use torch or the content
+of tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ V = TypeVar("V")
 
 
 def distinct(group: Group, parts: Sequence[Any] | BaseException, types: Sequence[Any], timeout: float) -> list[Known]:
-    """What the ranks know, part by part: each value once, with the ranks that have it.
+    """The parts of all ranks: of each part every value once, with the ranks that have it.
 
     Args:
         group: all its ranks call this.
@@ -117,10 +118,10 @@ def layout_of(
         rows: each row that ranks know, and the ranks that know it.
         model: partitions by key, and the ranks that hold tensors in just these.
         optimizer: the same of the state of the optimizer.
-        aliases: other names of keys, which a checkpoint may have instead: they are cut like their tensor.
+        aliases: other names of keys, which a checkpoint may have instead: they have the partition of their tensor.
 
     Raises:
-        MismatchError: ranks hold tensors of different shape or cut under one key.
+        MismatchError: ranks hold tensors of different shape or partition under one key.
 
     Example:
         >>> row = Row(2, spans=frozenset({(2, 1, "tp")}))
@@ -136,7 +137,7 @@ def layout_of(
 
 
 class _UnsaidError(Exception):
-    """No layout file can say it."""
+    """No layout file can express the partitions."""
 
 
 def _digest(value: Any) -> str:
