@@ -25,12 +25,12 @@ from torch.optim import lr_scheduler
 
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, GroupError, MismatchError, ReshardError, StorageError
+from reshard.formats.checkpoint2.save import Checkpoint2Save
 from reshard.group import SingleProcess
 from reshard.resume import EpochStep
 from reshard.torch import Checkpointer, ElasticSampler, LossHealth
 from reshard.torch.run import interval
 from reshard.torch.state import describe
-from reshard.write import collective_save as together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -770,7 +770,7 @@ def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
 
     def work(group: TorchGroup) -> str:
         if group.rank == 1:
-            monkeypatch.setattr(together, "_write_own", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            monkeypatch.setattr(Checkpoint2Save, "write", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         try:
             with make(tmp_path, save_every=1, timeout=600, interrupts={"grace_s": 0.3}) as made:
                 made.resume(model=Trainer().model)
@@ -790,7 +790,7 @@ def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
 
 
 def test_save_that_moves_is_waited_for_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = together._write_own
+    real = Checkpoint2Save.write
 
     def slowly(*args: Any) -> Any:
         for done in range(8):
@@ -803,7 +803,7 @@ def test_save_that_moves_is_waited_for_after_an_error(tmp_path: Path, monkeypatc
             trainer.run(made, 1, 1)
             raise KeyError
 
-    monkeypatch.setattr(together, "_write_own", slowly)
+    monkeypatch.setattr(Checkpoint2Save, "write", slowly)
     with pytest.raises(KeyError):
         fail()
     assert reshard.open(tmp_path).iteration == 1

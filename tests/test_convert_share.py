@@ -91,7 +91,7 @@ def test_a_share_that_was_cut_short_is_written_again_and_one_that_is_there_is_no
     assert victim.stat().st_size > 9
     # Lost after it was told of: whoever publishes finds it out, and it can be written again.
     victim.unlink()
-    with pytest.raises(DamagedFileError, match=r"share 0 of 2 .* told of"):
+    with pytest.raises(DamagedFileError, match=r"share 0 of 2 .* of its record"):
         reshard.convert(source, dst, share=(1, 2), **options)
     assert not dst.exists() or content(dst) == {}
     assert reshard.convert(source, dst, share=(0, 2), **options).pending == ()

@@ -371,7 +371,7 @@ def test_a_rank_that_sees_another_checkpoint_waits_and_then_fails(root: Path, mo
     from reshard.opening.gather import gather as real
     from reshard.verbs import load as module
 
-    monkeypatch.setattr(module, "_SIGHT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_VISIBLE_SECONDS", 0.05)
 
     def late(*args: Any, **options: Any) -> Any:
         facts = real(*args, **options)

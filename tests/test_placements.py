@@ -36,23 +36,11 @@ def told(group: TorchGroup, tensors: Mapping[str, torch.Tensor], mesh: DeviceMes
     try:
         placed = {key: p for key, tensor in tensors.items() if (p := place(tensor, row, key)) is not None}
     except UnsupportedError as error:
-        gather_distinct(group, error, LONG)
+        gather_distinct(group, error, (), LONG)
         raise
     partitions = {key: p.partition for key, p in placed.items()}
-    raw = {key: [p.shape, p.cuts, p.unsaid] for key, p in partitions.items()}
-    rows, held = gather_distinct(group, [row.to_json(), raw], LONG)
-    return placed, layout_of(
-        [(Row.from_json(group.world_size, value), ranks) for value, ranks in rows],
-        [({key: partition(*p) for key, p in value.items()}, ranks) for value, ranks in held],
-    )
-
-
-def partition(shape: Any, cuts: Any, unsaid: str) -> Partition:
-    return Partition(
-        tuple(shape),
-        tuple(tuple(tuple((o, i) for o, i in line) for line in lines) for lines in cuts),
-        unsaid,
-    )
+    rows, held = gather_distinct(group, [row, partitions], [Row, dict[str, Partition]], LONG)
+    return placed, layout_of(rows, held)
 
 
 def shown(value: Any) -> dict[str, Any]:
@@ -378,9 +366,9 @@ def test_parts_are_those_of_torch_chunk() -> None:
 
 
 def test_one_process_knows_everything() -> None:
-    assert gather_distinct(SingleProcess(), [1, "a"], LONG) == [[(1, [0])], [("a", [0])]]
+    assert gather_distinct(SingleProcess(), [1, "a"], [int, str], LONG) == [[(1, [0])], [("a", [0])]]
     with pytest.raises(MismatchError):
-        gather_distinct(SingleProcess(), MismatchError("no"), LONG)
+        gather_distinct(SingleProcess(), MismatchError("no"), (), LONG)
 
 
 def test_only_one_rank_of_each_kind_sends_what_it_knows() -> None:
@@ -397,7 +385,10 @@ def test_only_one_rank_of_each_kind_sends_what_it_knows() -> None:
 
         def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
             if not answers:
-                return [[1, digests[1], "more"], [1, digests[0], "some"]]
+                some, more = (
+                    {"part": 1, "digest": digests[n], "value": text} for n, text in enumerate(["some", "more"])
+                )
+                return {"values": [[more, some], None, None]}
             return answers.pop(0)
 
         def session(self, label: str) -> Watched:
@@ -408,8 +399,6 @@ def test_only_one_rank_of_each_kind_sends_what_it_knows() -> None:
     digests = [_digest("some"), _digest("more")]
     same = _digest("same")
     answers = [{"values": [[same, digests[0]], [same, digests[0]], [same, digests[1]]]}]
-    assert gather_distinct(Watched(), ["same", "some"], LONG) == [
-        [("same", [0, 1, 2])],
-        [("some", [0, 1]), ("more", [2])],
-    ]
-    assert sent[-1] == []
+    known = gather_distinct(Watched(), ["same", "some"], [str, str], LONG)
+    assert known == [[("same", [0, 1, 2])], [("some", [0, 1]), ("more", [2])]]
+    assert sent == [{"value": [same, digests[0]]}, {"value": []}, {"value": None}]

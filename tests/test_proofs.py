@@ -22,7 +22,7 @@ from reshard.formats import proofs
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import save_rank as rank_side
 from reshard.storage import protocol
-from reshard.write import collective_save as together
+from reshard.write import shard_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -263,7 +263,7 @@ def test_a_save_removes_nothing_while_what_stays_may_be_damaged(root: Path) -> N
 def test_saves_of_checkpoint_1_are_read_back_before_older_ones_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, read = together.read_back, list[str]()
+    real, read = shard_files.read_back, list[str]()
 
     def spy(path: str, *more: Any) -> None:
         read.append(Path(path).name.rpartition("_")[2].partition(".")[0])

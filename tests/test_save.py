@@ -427,7 +427,7 @@ def test_a_write_that_is_not_what_comes_back_fails_the_save(tmp_path: Path, monk
             file.write(b"\xff")
         return written
 
-    monkeypatch.setattr("reshard.write.save._core.write_arrays", damaging)
+    monkeypatch.setattr("reshard.write.shard_files._core.write_arrays", damaging)
     reshard.save(tmp_path, 1, {"w": SQUARE})
     with pytest.raises(DamagedFileError, match="read back"):
         reshard.save(tmp_path, 2, {"w": SQUARE}, verify={"after_save": True})
@@ -461,8 +461,8 @@ def test_no_room_leaves_the_old_checkpoint_and_no_debris(small_disk: Path, monke
     before = {path: path.stat().st_ino for path in small_disk.rglob("*") if path.is_file()}
     with pytest.raises(StorageError, match="bytes free"):  # seen before a byte is written
         reshard.save(small_disk, 2, big)
-    monkeypatch.setattr("reshard.write.save._plans", LastMade())
-    monkeypatch.setattr("reshard.write.save.planned_bytes", lambda plan, facts: 0)
+    monkeypatch.setattr("reshard.formats.checkpoint2.save._plans", LastMade())
+    monkeypatch.setattr("reshard.formats.checkpoint2.save.planned_bytes", lambda plan, facts: 0)
     with pytest.raises(StorageError) as error:  # and met while writing
         reshard.save(small_disk, 2, big)
     assert error.value.errno == 28
@@ -821,7 +821,7 @@ def test_ranks_that_write_nothing(tmp_path: Path) -> None:
 
 
 def test_a_plan_serves_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard.write import save as module
+    from reshard.formats.checkpoint2 import save as module
 
     made: list[int] = []
     real = plan_iteration

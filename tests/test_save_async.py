@@ -359,12 +359,12 @@ def test_an_error_in_the_background_is_told_on_all_ranks(tmp_path: Path) -> None
         return told
 
     def fail_writing(group: Any) -> None:
-        from reshard.write import collective_save as together
+        from reshard.formats.checkpoint2.save import Checkpoint2Save
 
         def write(*args: Any) -> None:
             raise StorageError("the disk is gone")
 
-        together._write_own = write  # type: ignore[assignment]
+        Checkpoint2Save.write = write  # type: ignore[assignment, method-assign]
 
     with Job(4, work) as job:
         for told in job.values():

@@ -27,7 +27,8 @@ from reshard.errors import ArgumentError, MismatchError, ReshardError, Unsupport
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import FileName, parse_file_name
-from reshard.formats.checkpoint1.save_plan import Naming, RankView
+from reshard.formats.checkpoint1.save_plan import FolderView, Naming
+from reshard.messages import decode, encode
 from reshard.storage import protocol
 from reshard.write import background
 
@@ -642,15 +643,21 @@ def test_hosts_with_roots_of_their_own(tmp_path: Path, monkeypatch: pytest.Monke
         assert len(list((root.parent / "strategy").iterdir())) == 4
 
 
+def test_every_rank_reports_that_the_health_of_earlier_saves_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "health_ckpts.json").write_text("{")
+    reports = save_tp2(tmp_path / "checkpoint", 1, TENSORS, common={"ckpt_status": 0})
+    assert [any("health of earlier saves is lost" in text for text in one.warnings) for one in reports] == [True, True]
+
+
 # -- views
 
 
 def test_runs_of_ranks_that_have_diverged() -> None:
-    views = [RankView(runs=(0, 1)), RankView(runs=(0,)), RankView(runs=(0, 1, 4))]
+    views = [FolderView(runs=(0, 1)), FolderView(runs=(0,)), FolderView(runs=(0, 1, 4))]
     assert rank_plan.run_number(views, None) == 5
-    assert rank_plan.run_number([RankView(runs=(0,), taken=(0,)), RankView()], 0) == 1
+    assert rank_plan.run_number([FolderView(runs=(0,), taken=(0,)), FolderView()], 0) == 1
     for view in views:
-        assert RankView.from_json(json.loads(json.dumps(view.to_json()))) == view
+        assert decode(FolderView, json.loads(json.dumps(encode(view)))) == view
 
 
 def test_files_of_a_save_are_parsed_back() -> None:

@@ -33,6 +33,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats import manifest as manifests
+from reshard.messages import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -552,8 +553,8 @@ def test_other_ranks_open_the_very_same_and_only_what_they_use(root: Path) -> No
         with reshard.open(sample) as opened:
             known = chosen(opened)
             assert known is not None
-            value = json.loads(json.dumps(known.to_value()))
-            with reshard.Checkpoint(open_chosen(Chosen.from_value(value))) as same:
+            value = json.loads(json.dumps(encode(known)))
+            with reshard.Checkpoint(open_chosen(decode(Chosen, value))) as same:
                 assert (same.keys(), same.iteration, same.verified) == (
                     opened.keys(),
                     opened.iteration,

@@ -32,7 +32,7 @@ from reshard.formats.scrub import scrub_share
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.names import as_names, config_beside
-from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all
+from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all, whole_request
 from reshard.small_files import close_read, show
 from reshard.words import check_text, listed
 
@@ -443,11 +443,7 @@ class Checkpoint:
             if rank is not None:
                 raise ArgumentError("`rank` was given without `layout`: whole tensors are the same on every rank")
             self._check_placed(*wanted)
-            request = _core.Request()
-            for key in wanted:
-                shape = self._index.shape(key)
-                request.add_region(key, key, (0,) * len(shape), shape)
-            return request, wanted, wanted
+            return whole_request({key: self._index.shape(key) for key in wanted}), wanted, wanted
         bound = self.bind(layout)
         if rank is None:
             if len(bound.ranks) != 1:
@@ -707,10 +703,7 @@ class Checkpoint:
                     f"rank {rank} of {self.path} holds no {show(missing[0])}", key=missing[0], path=str(self.path)
                 )
             wanted = [key for key in wanted if key in chosen]
-        request = _core.Request()
-        for key in wanted:
-            shape = index.shape(key)
-            request.add_region(key, key, (0,) * len(shape), shape)
+        request = whole_request({key: index.shape(key) for key in wanted})
         return load_all(index.plan(request, verify=verify != "structure"))
 
     def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -2,18 +2,20 @@
 
 An error on one rank must not leave the others waiting. Therefore a step that fails is not raised where it happens: its
 exception is the outcome that this rank reports, and it is raised on all ranks once all have reported. `Collective` is
-the one place that does this; `group` has the messages below it.
+the one place that does this. What ranks send are messages (`messages`), and a `Group` carries them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.group import SingleProcess, agree
+from reshard.messages import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reshard.group import Group
 
@@ -21,6 +23,7 @@ __all__ = ["ALONE", "Collective", "capture"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+Sent = TypeVar("Sent")
 
 
 def capture(work: Callable[[], T]) -> T | BaseException:
@@ -46,14 +49,16 @@ def capture(work: Callable[[], T]) -> T | BaseException:
 class Collective:
     """Steps that all ranks of a channel take in the same order.
 
-    Values are JSON-able and small: every rank receives those of all.
+    Values are small messages, see `messages`: every rank receives those of all. Where a step has values, the type of
+    the message is an argument (`of`), and a value of another type is an error that names the field. A process without
+    others gets its values as they are.
 
     Attributes:
         channel: the group, or a session of one.
         timeout: seconds that a rank waits for the others at each step.
 
     Example:
-        >>> ALONE.each(lambda: 7), ALONE.combine(7, sum), ALONE.first(lambda: "x")
+        >>> ALONE.each(lambda: 7, int), ALONE.combine(7, sum, int, int), ALONE.first(lambda: "x", str)
         ([7], 7, 'x')
     """
 
@@ -70,58 +75,91 @@ class Collective:
         """The number of processes."""
         return self.channel.world_size
 
-    def share(self, outcome: object) -> list[Any]:
+    def share(self, outcome: T | BaseException, of: Any = Any) -> list[T]:
         """Exchange outcomes that were captured before.
 
         Args:
             outcome: this rank's value, or the exception that it met.
+            of: the type of the values; `Any`: JSON values.
 
         Returns:
             The values of all ranks in rank order.
 
         Raises:
-            GroupError: a rank did not answer in time.
+            GroupError: a rank did not answer in time, or its value is of another type.
             ReshardError: what ranks met, the same on all. An interrupt of this process stays what it is.
         """
-        try:
-            return agree(self.channel, outcome, self.timeout)
-        except Exception:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
-                raise outcome from None
-            raise
+        with _interrupt_stays(outcome):
+            return self._decoded(of, agree(self.channel, self._encoded(outcome), self.timeout))
 
-    def each(self, step: Callable[[], Any]) -> list[Any]:
+    def each(self, step: Callable[[], T], of: Any = Any) -> list[T]:
         """Run a step on every rank. Returns the values of all ranks in rank order; raises as `share`."""
-        return self.share(capture(step))
+        return self.share(capture(step), of)
 
-    def first(self, step: Callable[[], T]) -> T:
+    def first(self, step: Callable[[], T], of: Any = Any) -> T:
         """Run a step on rank 0 alone. Returns its value on every rank; raises as `share`."""
-        result: T = self.share(capture(step) if self.rank == 0 else None)[0]
+        result: T = self._of_first(capture(step) if self.rank == 0 else None, of)
         return result
 
-    def combine(self, outcome: object, decide: Callable[[list[Any]], R] | None) -> R:
+    def combine(
+        self,
+        outcome: Sent | BaseException,
+        decide: Callable[[list[Sent]], R] | None,
+        sent: Any = Any,
+        decided: Any = Any,
+    ) -> R:
         """Let rank 0 decide from the outcomes of all ranks.
 
         Args:
             outcome: this rank's value, or the exception that it met.
             decide: is called on rank 0 with the values of all ranks, unless one of them failed; not used elsewhere.
+            sent: the type of the values of the ranks; `Any`: JSON values.
+            decided: the type of what `decide` returns; `Any`: a JSON value.
 
         Returns:
             What `decide` returned, on every rank; raises as `share`.
         """
-        failed = isinstance(outcome, BaseException)
-        try:
-            brought = self.channel.gather({"failed": True} if failed else {"value": outcome}, timeout=self.timeout)
-        except Exception:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
-                raise outcome from None
-            raise
-        decided: object = outcome if failed else None
-        if brought is not None and decide is not None and not any("failed" in one for one in brought):
-            values = [one["value"] for one in brought]
-            decided = capture(lambda: decide(values))
-        result: R = self.share(decided)[0]
+        if self.world_size == 1 and decide is not None:
+            return decide(self.share(outcome))
+        encoded = self._encoded(outcome)
+        failed = isinstance(encoded, BaseException)
+        with _interrupt_stays(outcome):
+            messages = self.channel.gather({"failed": True} if failed else {"value": encoded}, timeout=self.timeout)
+        answer: object = encoded if failed else None
+        if messages is not None and decide is not None and not any("failed" in one for one in messages):
+            values = [one["value"] for one in messages]
+            answer = capture(lambda: decide(self._decoded(sent, values)))
+        result: R = self._of_first(answer, decided)
         return result
+
+    def _of_first(self, outcome: object, of: Any) -> Any:
+        """Rank 0's value; the other ranks have None, or the exception that they met."""
+        with _interrupt_stays(outcome):
+            values = agree(self.channel, self._encoded(outcome), self.timeout)
+        return self._decoded(of, values[:1])[0]
+
+    def _encoded(self, outcome: object) -> Any:
+        if self.world_size == 1 or isinstance(outcome, BaseException):
+            return outcome
+        return capture(lambda: encode(outcome))
+
+    def _decoded(self, of: Any, values: list[Any]) -> list[Any]:
+        if self.world_size == 1:
+            return values
+        if all(value is values[0] for value in values):
+            return [decode(of, values[0])] * len(values)
+        return [decode(of, value) for value in values]
+
+
+@contextlib.contextmanager
+def _interrupt_stays(outcome: object) -> Iterator[None]:
+    """An interrupt that was captured is raised as itself, whatever the ranks have agreed on."""
+    try:
+        yield
+    except Exception:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+            raise outcome from None
+        raise
 
 
 ALONE = Collective(SingleProcess(), 0.0)

@@ -24,6 +24,7 @@ __all__ = [
     "NAMES",
     "array_shape",
     "bits",
+    "file_order",
     "from_mindspore",
     "is_packed",
     "name_of",
@@ -114,6 +115,18 @@ def bits(dtype: str) -> int:
     if dtype in _PACKED_BITS:
         return _PACKED_BITS[dtype]
     return 8 * numpy_dtype(dtype).itemsize
+
+
+def file_order(name: str, dtype: str) -> tuple[int, str]:
+    """The sort key of a tensor within a file: wide elements first, then by name.
+
+    So every tensor begins at a multiple of the size of its elements. The safetensors package has the same order.
+
+    Example:
+        >>> sorted([("a", "U8"), ("b", "F32"), ("c", "F32")], key=lambda one: file_order(*one))
+        [('b', 'F32'), ('c', 'F32'), ('a', 'U8')]
+    """
+    return -bits(dtype), name
 
 
 def is_packed(dtype: str) -> bool:

@@ -1,14 +1,14 @@
-"""How the ranks of one job meet: `Group`, its form for one process, and its form over torch.distributed.
+"""Messages between the ranks of a job: `Group`, its form for one process, and its form over torch.distributed.
 
-The one idea: ranks exchange small JSON values through the rendezvous *store* of torch.distributed, a key-value server
-that every job has, and not through its collectives. No thread meets another's collectives, no device is touched, a dead
-rank is a deadline that passes and not a hang, and after a failure there is nothing to rebuild. MPI, JAX, MindSpore or
-anything else can take part with an object of four members, see `Group`.
+Ranks exchange small JSON values through the rendezvous *store* of torch.distributed, a key-value server that every job
+has, and not through its collectives. So threads do not interfere with other collectives, no device is used, a dead rank
+causes a timeout and not a hang, and nothing has to be rebuilt after a failure. MPI, JAX, MindSpore or any other
+framework can be used through an object with five members, see `Group`.
 
-What is done together is a *session*: `session(group, "save 500")` on every rank. Nothing that a failed session left
-behind is ever read by the next one.
+A piece of work by all ranks is a *session*: `session(group, "save 500")` on every rank. A session never reads what a
+failed one has left.
 
-This module knows nothing of checkpoints, and it never imports torch; how the store is used stands in `torch_group`.
+This module knows no checkpoint and does not import torch. `torch_group` uses the store.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard import errors
 from reshard.errors import ArgumentError, GroupError, ReshardError
+from reshard.messages import decode, encode
 from reshard.torch_group import TorchGroup, TorchSession, torch_distributed, torch_group
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["Group", "SingleProcess", "TorchGroup", "agree", "resolve", "session"]
 
@@ -30,7 +35,7 @@ _MAX_MESSAGE = 2000
 
 
 class Group(Protocol):
-    """What ranks need to work together; anyone can implement it.
+    """What ranks need to exchange messages; users can implement it.
 
     Values are JSON-able: None, bool, int, float, str, lists, and dicts with text as keys. All ranks make the same
     calls in the same order, and a call that does not end within `timeout` seconds raises `GroupError`. An
@@ -102,7 +107,7 @@ def resolve(group: object = None, rank: int | None = None) -> Group:
         if distributed is not None and distributed.is_initialized():
             found = torch_group(distributed.group.WORLD)
         else:
-            _refuse_lonely_rank()
+            _refuse_standalone_rank()
             found = SingleProcess()
     elif distributed is not None and isinstance(group, distributed.ProcessGroup):
         found = torch_group(group)
@@ -124,7 +129,7 @@ def resolve(group: object = None, rank: int | None = None) -> Group:
 
 
 def session(group: Group, label: str) -> Group:
-    """A channel of its own for one piece of work, into which nothing of a failed piece can come.
+    """A separate channel for one piece of work, which receives no messages of another one.
 
     Sessions of one group can be used at once, each in a thread of its own. A label may come again, one session after
     the other.
@@ -151,12 +156,12 @@ def session(group: Group, label: str) -> Group:
 
 
 def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
-    """Learn how all ranks fared: every rank's value, or one error of whoever failed, raised on all.
+    """Exchange the outcomes of all ranks: the value of every rank, or one error of those that failed, raised on all.
 
     Args:
         group: all its ranks call this.
         outcome: this rank's value (JSON-able, small: all ranks receive those of all), or the exception it ended in.
-        timeout: seconds until a rank that has not answered is given up.
+        timeout: seconds to wait for a rank that has not answered.
 
     Returns:
         The values in rank order.
@@ -175,28 +180,30 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
             raise outcome
         return [outcome]
     end = time.monotonic() + timeout
-    # Both steps in one session: who waits in the second then learns who was missing in the first.
+    # Both steps in one session: a rank that waits in the second learns which one was missing in the first.
     channel: Group = group.session("agree") if isinstance(group, TorchGroup) else group
-    own = {"error": _error_record(outcome)} if isinstance(outcome, BaseException) else {"value": outcome}
+    own = {"error": encode(_ErrorRecord.of(outcome))} if isinstance(outcome, BaseException) else {"value": outcome}
     reports = channel.gather(own, timeout=timeout)
     verdict: dict[str, Any] | None = None
     if reports is not None:
         failures = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
         values = [report.get("value") for report in reports]
         if failures:
-            verdict = {"failed": [[rank, record] for rank, record in sorted(failures.items())]}
+            verdict = {"failed": encode(failures)}
         elif len({json.dumps(value) for value in values}) == 1:
-            verdict = {"same": values[0]}  # mostly nothing at all: 16,384 ranks need not be told 16,384 times
+            verdict = {"same": values[0]}  # mostly None: 16,384 ranks are not sent 16,384 values
         else:
             verdict = {"values": values}
     verdict = channel.broadcast(verdict, timeout=max(end - time.monotonic(), 0.0))
     if "failed" in verdict:
-        raise _joint_error(dict(verdict["failed"])) from (outcome if isinstance(outcome, BaseException) else None)
+        raise _joint_error(decode(dict[int, _ErrorRecord], verdict["failed"])) from (
+            outcome if isinstance(outcome, BaseException) else None
+        )
     return [verdict["same"]] * group.world_size if "same" in verdict else list(verdict["values"])
 
 
 class _MarkedGroup:
-    """A group of somebody else, each message marked with session and number: a stray one is an error, not a value."""
+    """A group of a user. Each message has the session and a number: one of another session is an error."""
 
     def __init__(self, group: Group, label: str) -> None:
         self.rank = group.rank
@@ -241,8 +248,8 @@ def _is_group(group: object) -> bool:
     )
 
 
-def _refuse_lonely_rank() -> None:
-    """Refuse to work alone where the launcher started several processes."""
+def _refuse_standalone_rank() -> None:
+    """Refuse to run as a single process where the launcher started several."""
     sizes = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"]
     if "SLURM_PROCID" in os.environ:
         sizes.append("SLURM_NTASKS")
@@ -256,28 +263,42 @@ def _refuse_lonely_rank() -> None:
             )
 
 
-def _error_record(error: BaseException) -> dict[str, Any]:
-    """An exception as a JSON value."""
-    if not isinstance(error, ReshardError):
-        return {"class": None, "message": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE], "facts": {}}
-    facts = {
-        name: value[:_MAX_MESSAGE] if isinstance(value, str) else value
-        for name, value in [*error.__dict__.items(), ("errno", getattr(error, "errno", None))]
-        if name != "message" and isinstance(value, str | int)
-    }
-    return {"class": type(error).__name__, "message": error.message[:_MAX_MESSAGE], "facts": facts}
+@dataclass(frozen=True)
+class _ErrorRecord:
+    """An exception of a rank.
+
+    Attributes:
+        name: its class, if it is one of `reshard.errors`.
+        message: its text.
+        facts: its other attributes that are texts or integers, such as path and key.
+    """
+
+    name: str | None
+    message: str
+    facts: dict[str, str | int | bool]
+
+    @classmethod
+    def of(cls, error: BaseException) -> _ErrorRecord:
+        if not isinstance(error, ReshardError):
+            return cls(None, f"{type(error).__name__}: {error}"[:_MAX_MESSAGE], {})
+        facts = {
+            name: value[:_MAX_MESSAGE] if isinstance(value, str) else value
+            for name, value in [*error.__dict__.items(), ("errno", getattr(error, "errno", None))]
+            if name != "message" and isinstance(value, str | int)
+        }
+        return cls(type(error).__name__, error.message[:_MAX_MESSAGE], facts)
 
 
-def _joint_error(records: dict[int, dict[str, Any]]) -> ReshardError:
+def _joint_error(records: Mapping[int, _ErrorRecord]) -> ReshardError:
     """One error for what several ranks met."""
-    named = [f"rank {rank}: {record['message']}" for rank, record in list(records.items())[:_MAX_NAMED]]
+    named = [f"rank {rank}: {record.message}" for rank, record in list(records.items())[:_MAX_NAMED]]
     if len(records) > _MAX_NAMED:
         named.append(f"and {len(records) - _MAX_NAMED} more ranks")
-    classes = {record["class"] for record in records.values()}
+    classes = {record.name for record in records.values()}
     name = classes.pop() if len(classes) == 1 else None
     cls = getattr(errors, name) if name in errors.__all__ else ReshardError
     error: ReshardError = cls("\n".join(named))
-    first, *others = (record["facts"] for record in records.values())
+    first, *others = (record.facts for record in records.values())
     for fact, value in first.items():
         if all(other.get(fact) == value for other in others):
             setattr(error, fact, value)

@@ -176,7 +176,7 @@ def save_file(
     for key, text in (metadata or {}).items():
         check_text(key, "key of the metadata")
         check_text(text, f"value of the metadata `{key}`")
-    entries.sort(key=lambda entry: (-dtypes.bits(entry[1]), entry[0]))
+    entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))
     # The default mode of a new file: 0666 minus the umask.
     _core.write_arrays(os.fsdecode(filename), entries, metadata=metadata, mode=0o666)
 

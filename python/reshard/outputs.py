@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from reshard.indexing import Box
 
-__all__ = ["as_array", "check_out", "check_outs", "fill", "keeps_order", "load_all"]
+__all__ = ["as_array", "check_out", "check_outs", "fill", "keeps_order", "load_all", "whole_request"]
 
 
 def as_array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -27,6 +27,19 @@ def as_array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ..
         shape: the shape of the tensor, in elements.
     """
     return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
+
+
+def whole_request(shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str] | None = None) -> _core.Request:
+    """The request for whole tensors, in the order of `shapes`.
+
+    Args:
+        shapes: the shape of each tensor in elements, by the name of the array that it becomes.
+        keys: the key of each, by that name; None: the name is the key.
+    """
+    request = _core.Request()
+    for name, shape in shapes.items():
+        request.add_region(name, name if keys is None else keys[name], (0,) * len(shape), shape)
+    return request
 
 
 def load_all(plan: _core.Plan) -> dict[str, np.ndarray]:

@@ -1,12 +1,11 @@
 """The ranks of a torch.distributed job, over its rendezvous store: the group that most users have.
 
-The store is a key-value server that every such job has; who sends sets a key, who receives asks for it until it is
-there. What is done together is a session, see `reshard.group`. Rank 0 opens it under a name that was never used before,
-and the others find that name under the label; so what a failed session left behind is never read by the next one, and
-a rank that missed a session meets the others in the next. A session that failed on one rank has failed on all that
-still wait in it.
+The store is a key-value server that every such job has. The sender sets a key, and the receiver polls for it. A piece
+of work by all ranks is a session, see `reshard.group`. Rank 0 opens it under a name that was never used before, and the
+others find that name under the label. So a session never reads what a failed one has left, and a rank that missed a
+session takes part in the next. A session that failed on one rank has failed on all that wait in it.
 
-This module never imports torch: it looks at the one that is there.
+This module does not import torch: it uses the module that the caller has imported.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _LAST_SLEEP_S = 0.01  # of a wait that lasts: what a save loses at a meeting
 _RANKS_PER_SLEEP = 128  # more ranks ask more rarely: one server answers them all
 _GRACE_S = 1.0  # who waits for a root gives it this much more, so that the root can say for whom it waited in vain
 _LINGER_S = 1.0  # for which the root of a broadcast stays to see it fetched
-_SILENCE_S = 1.5  # a store that has not answered at this time after the deadline is given up
+_SILENCE_S = 1.5  # to wait for the store after the deadline
 _MAX_MESSAGE = 2000
 
 
@@ -144,13 +143,13 @@ class TorchSession:
         self._longest_sleep_s = _LAST_SLEEP_S * max(1.0, group.world_size / _RANKS_PER_SLEEP)
 
     def barrier(self, *, timeout: float) -> None:
-        """As told at `TorchGroup`."""
+        """As `TorchGroup`."""
         end = time.monotonic() + timeout
         self.gather(None, timeout=timeout)
         self.broadcast(None, timeout=max(end - time.monotonic(), 0.0))
 
     def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:
-        """As told at `TorchGroup`."""
+        """As `TorchGroup`."""
         self._check_root(root)
         if self.world_size == 1:
             return [value]
@@ -175,7 +174,7 @@ class TorchSession:
         return result
 
     def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
-        """As told at `TorchGroup`."""
+        """As `TorchGroup`."""
         self._check_root(root)
         if self.world_size == 1:
             return value
@@ -306,16 +305,16 @@ class TorchSession:
         )
 
     def _post_failure(self, error: BaseException) -> None:
-        """Tell whoever waits in this session that it is over."""
+        """End the session for all ranks that wait in it."""
         if self._token is None:
             return
-        told = error if isinstance(error, ReshardError) else ReshardError(f"{type(error).__name__}: {error}")
+        known = error if isinstance(error, ReshardError) else ReshardError(f"{type(error).__name__}: {error}")
         record = {
-            "message": told.message,
-            "hint": told.hint,
-            "ranks": list(told.ranks) if isinstance(told, GroupError) else [self.rank],
+            "message": known.message,
+            "hint": known.hint,
+            "ranks": list(known.ranks) if isinstance(known, GroupError) else [self.rank],
         }
-        store = self._group._store  # noqa: SLF001  given up or not
+        store = self._group._store  # noqa: SLF001  also of an abandoned session
         try:
             store.compare_set(f"{self._token}/failed", "", json.dumps(record))  # the first one is the cause
             if self.rank == 0:

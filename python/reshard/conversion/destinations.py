@@ -1,6 +1,6 @@
-"""Destinations of a conversion: which file holds which arrays; how Hugging Face folders and plain files are written.
+"""Destinations of a conversion: the files that are written, and the folder that they are published in.
 
-A `Job` is the source and where it goes; its files are planned first, then streamed one after the other by the core.
+A `Job` is the source and the destination. Its files are planned first; then the core streams them one by one.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard import _core
-from reshard.conversion.shares import assign, committing, missing, place, record, told
+from reshard.conversion.shares import assign, committing, missing, place, read_record, write_record
 from reshard.errors import DestinationExistsError, ReshardError
-from reshard.formats import weight_map
+from reshard.formats import weight_map, writer_mark
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
 from reshard.formats.full_weights import names as full_weights
 from reshard.formats.huggingface import names as huggingface
 from reshard.formats.tiled import names as tiles
 from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.outputs import whole_request
 from reshard.storage.filling import filled_folder, is_staging
 from reshard.storage.publication import as_storage_error, made_folder, published_folder
-from reshard.write.iteration import JointProgress, RankFile, WholeTensor
+from reshard.write.iteration import FileContent, JointProgress, WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from reshard import _core
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.shares import Shared
     from reshard.storage.protocol import FileRecord
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SHARED_PREFIX",
-    "WRITER_KEY",
     "File",
     "Job",
     "Options",
@@ -52,13 +52,10 @@ __all__ = [
     "produced",
     "set_original_modes",
     "settled_mapping",
-    "whole_request",
     "whole_tensors",
     "write_files",
 ]
 
-# Named in the `__metadata__` of what is written: by it an earlier conversion is known again.
-WRITER_KEY = "reshard"
 SHARED_PREFIX = "share-"
 # What makes files a checkpoint, in the order in which it is published. Readers find no checkpoint without it.
 _COMMITS = (
@@ -74,7 +71,7 @@ _log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class File:
-    """One shard file to be: its name, in a folder of its own or not, and what the core is asked for."""
+    """One shard file: its name, with a subfolder or without, and the request for its arrays."""
 
     name: str
     request: _core.Request
@@ -82,7 +79,7 @@ class File:
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for every file."""
+    """Options of every file."""
 
     metadata: dict[str, str]
     dtype: str | None
@@ -102,12 +99,12 @@ class Job:
     Attributes:
         source: the opened source.
         keys: its tensors that are written.
-        target: where to.
-        options: what holds for every file.
-        overwrite: whether what an earlier conversion wrote is replaced.
-        counters: those that the source knows and has no tensors of, as tensors: formats that keep them so write them.
-        shared: which share of the work this is.
-        left_out: names of tensors that were left out, of which a layout may speak.
+        target: the destination.
+        options: options of every file.
+        overwrite: whether files of an earlier conversion are replaced.
+        counters: counters of the source that are not tensors there, as tensors, for formats that store them so.
+        shared: this share of the work; None: all of it.
+        left_out: names of tensors that were left out; a layout may have rules for them.
     """
 
     source: Checkpoint
@@ -119,6 +116,10 @@ class Job:
     shared: Shared | None = None
     left_out: Collection[str] = ()
 
+    def whole_request(self, keys: Collection[str]) -> _core.Request:
+        """The request for some of the source's tensors, whole and in this order."""
+        return whole_request({key: self.source.shape(key) for key in keys})
+
     def plan(self, request: _core.Request) -> _core.Plan:
         """The copies of a request for some of the tensors that are written."""
         return self.source.plan(request, dtype=self.options.dtype, keys=self.keys)
@@ -126,7 +127,7 @@ class Job:
 
 @dataclass
 class Written:
-    """What was written where; `pending`: shares that others have yet to write before anything is published."""
+    """What was written; `pending`: shares that must be written before anything is published."""
 
     path: Path
     n_files: int
@@ -137,10 +138,10 @@ class Written:
 
 
 def bind(job: Job, layout: LayoutLike | None) -> BoundLayout:
-    """The layout laid over the source; none: everything whole on one rank.
+    """The layout bound to the source; None: whole tensors on one rank.
 
     Raises:
-        LayoutError: it does not fit the tensors, or a rule or a place of it matches none.
+        LayoutError: it does not fit the tensors, or a rule or a place of it matches no tensor.
     """
     bound = job.source.bind(ModelLayout.replicated() if layout is None else layout)
     bound.refuse_unused(job.left_out)
@@ -148,18 +149,18 @@ def bind(job: Job, layout: LayoutLike | None) -> BoundLayout:
 
 
 def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]:
-    """The layout as a mapping that is right for the tensors of the source: it is kept beside them."""
+    """The layout as a mapping that describes the tensors of the source, to be stored beside them."""
     return as_layout(layout).settled({key: source.shape(key) for key in source.keys()}).to_mapping()  # noqa: SIM118
 
 
 def file_sizes(job: Job, files: list[File]) -> list[int]:
     """Bytes of the arrays of each file."""
-    # Plans are cheap and hold what they open: they are made one by one, and once more to be carried out.
+    # Plans are cheap and keep files open: they are made one by one, and made again when they are executed.
     return [sum(array[3] for array in job.plan(file.request).arrays) for file in files]
 
 
 def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
-    """Stream the files; what was written, by name."""
+    """Write the files; returns the record of each, by name."""
     options = job.options
     progress = JointProgress(options.progress, sum(sizes))
     for name in {file.name.rpartition("/")[0] for file in files} - {""}:
@@ -181,10 +182,16 @@ def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> 
 
 @contextlib.contextmanager
 def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
-    """How the folder that is published gets its files: a function that fills it, or what to report instead.
+    """How the folder that is published gets its files: a function that fills it, or the report if nothing is published.
 
-    Not shared: they are streamed into it. Shared: our share is written first, unless it is there, into the folder where
-    shares gather; if it was the last, all have their place. `published` is what the report names.
+    Without shares the files are written into it. With shares this one is written first, unless it has a record, into
+    the folder of the shares; if it was the last, the files of all are linked.
+
+    Args:
+        job: the conversion.
+        published: the path in the report.
+        files: all files of the conversion.
+        sizes: bytes of the arrays of each file.
     """
     if job.shared is None:
         yield lambda folder: write_files(job, folder, files, sizes)
@@ -192,11 +199,11 @@ def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> 
     share, gathered = job.shared.share, job.shared.folder
     with as_storage_error("make", gathered):
         gathered.mkdir(mode=job.options.folder_mode, parents=True, exist_ok=True)
-    own: Mapping[str, FileRecord] | None = told(gathered, share)
+    own: Mapping[str, FileRecord] | None = read_record(gathered, share)
     if own is None:
         chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
         own = written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
-        record(gathered, share, written, mode=job.options.file_mode, durable=job.options.durable)
+        write_record(gathered, share, written, mode=job.options.file_mode, durable=job.options.durable)
     report = Written(published, len(own), n_bytes_of(own), missing(gathered, share.count))
     if report.pending:
         yield report
@@ -211,18 +218,9 @@ def n_bytes_of(written: Mapping[str, FileRecord]) -> int:
     return sum(one.n_bytes for one in written.values())
 
 
-def whole_request(source: Checkpoint, keys: list[str]) -> _core.Request:
-    """The tensors whole, in their order."""
-    request = _core.Request()
-    for key in keys:
-        shape = source.shape(key)
-        request.add_region(key, key, (0,) * len(shape), shape)
-    return request
-
-
 def whole_tensors(job: Job) -> dict[str, WholeTensor]:
-    """What is known of the tensors that are written, after a cast. Casts and keys are checked here, for all of them."""
-    plan = job.plan(whole_request(job.source, job.keys))
+    """Dtype, shape and part of the tensors that are written, after a cast. Checks casts and keys of all of them."""
+    plan = job.plan(job.whole_request(job.keys))
     optimizer = set(job.source.keys("optimizer"))
     return {
         key: WholeTensor(dtype, job.source.shape(key), "optimizer" if key in optimizer else "model")
@@ -230,8 +228,8 @@ def whole_tensors(job: Job) -> dict[str, WholeTensor]:
     }
 
 
-def as_file(bound: BoundLayout, file: RankFile) -> File:
-    """A planned file as what the core is asked for."""
+def as_file(bound: BoundLayout, file: FileContent) -> File:
+    """A planned file with the request for its arrays."""
     return File(file.name, bound.request_of(file.rank, file.arrays))
 
 
@@ -251,7 +249,7 @@ def destination_folder(
 ) -> Iterator[Path]:
     """A folder whose entries are those of the destination when the block ends well.
 
-    A destination that exists is filled and keeps its mode and owner; what an earlier conversion wrote there goes.
+    A destination that exists is filled and keeps its mode and owner; files of an earlier conversion are removed.
 
     Args:
         job: the conversion.
@@ -289,17 +287,11 @@ def is_our_file(entry: Path) -> bool:
         return False
     if entry.name in (huggingface.INDEX_FILE, full_weights.MAP_FILE):
         return weight_map.writer(entry) is not None
-    if entry.suffix != ".safetensors":
-        return False
-    try:
-        index = _core.Index()
-        return WRITER_KEY in (index.file_metadata(index.add_file(str(entry), follow_links=False)) or {})
-    except ReshardError:
-        return False
+    return entry.suffix == ".safetensors" and writer_mark.is_ours(entry)
 
 
 def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _: False) -> None:
-    """Refuse a destination folder that holds what is not to be replaced, or not to be mixed up with what is written.
+    """Refuse a destination folder with files that must not be replaced, or that would be mixed up with new ones.
 
     Args:
         job: the conversion.
@@ -330,7 +322,7 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _
 
 
 def _is_left_over(entry: Path) -> bool:
-    """Whether an entry is of a conversion that was killed, or is not yet ended. Told, and not touched."""
+    """Whether an entry is of a conversion that was killed or still runs. It is logged and left alone."""
     if not is_staging(entry.name):
         return False
     if SHARED_PREFIX not in entry.name:

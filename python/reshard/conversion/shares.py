@@ -1,10 +1,10 @@
-"""A conversion that several processes or machines share: each writes some of the files, whoever finds all publishes.
+"""A conversion that several processes or machines share: each writes some of the files, and the last one publishes.
 
-The shares meet in a folder on the destination's file system, named by a digest of the source and the options, so that
-only shares of one and the same conversion meet. Each leaves its files and then, last, `share-<i>.json`, which tells of
-their sizes and sums. Nobody waits for anybody: no claim is held, no message is sent. A share that was cut short is
-written again by giving it again, one that is there is not. The files get second names in the folder that is published,
-so that a crash in mid-publication costs no work.
+The shares write into one folder on the file system of the destination. Its name is a digest of the source and the
+options, so only shares of the same conversion use it. Each writes its files and then `share-<i>.json`, the record of
+their sizes and checksums. No process waits for another: no claim is held and no message is sent. A share that was
+interrupted is written by calling it again; one with a record is not written again. The files are linked into the
+folder that is published, so that a crash during publication costs no work.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
 from reshard.small_files import close_read, write_file_atomically
 from reshard.strict_json import read_json
+from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,17 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.checkpoint import Checkpoint
 
-__all__ = ["Share", "Shared", "WrittenFile", "assign", "committing", "digest_of", "missing", "place", "record", "told"]
+__all__ = [
+    "Share",
+    "Shared",
+    "assign",
+    "committing",
+    "digest_of",
+    "missing",
+    "place",
+    "read_record",
+    "write_record",
+]
 
 _MAX_SHARES = 65536
 _MAX_RECORD_BYTES = 1 << 30
@@ -65,13 +76,13 @@ class Share:
 
     @property
     def name(self) -> str:
-        """The file that tells of it."""
+        """The name of its record."""
         return _name(self.index)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A share and where it meets the others.
+    """A share, and the folder of all shares.
 
     Attributes:
         share: which one it is.
@@ -82,18 +93,8 @@ class Shared:
     folder: Path
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """What a share tells of a file that it has written: what `_core.Written` does."""
-
-    n_bytes: int
-    header_bytes: int
-    header_checksum: int
-    checksums: bytes
-
-
 def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
-    """What two shares must agree on: the source's files and everything that was asked for.
+    """A digest of what two shares must have in common: the files of the source, and all options.
 
     Args:
         source: the opened source.
@@ -107,7 +108,7 @@ def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
 
 
 def assign(sizes: Sequence[int], n_shares: int) -> list[int]:
-    """The share that writes each file: large ones first, each to the share with the least so far.
+    """The share that writes each file: large files first, each to the share with the fewest bytes so far.
 
     Example:
         >>> assign([10, 40, 30, 10], 2)
@@ -121,8 +122,15 @@ def assign(sizes: Sequence[int], n_shares: int) -> list[int]:
     return chosen
 
 
-def record(folder: Path, share: Share, written: Mapping[str, _core.Written], *, mode: int, durable: bool) -> None:
-    """Tell that a share is written: its files are synced already.
+def write_record(folder: Path, share: Share, written: Mapping[str, _core.Written], *, mode: int, durable: bool) -> None:
+    """Record that a share is written.
+
+    Args:
+        folder: where the shares gather.
+        share: the one that is written.
+        written: the record of each of its files, which are synced already.
+        mode: permission bits of the record, less the umask.
+        durable: whether the record is synced.
 
     Raises:
         StorageError: the system failed.
@@ -135,8 +143,8 @@ def record(folder: Path, share: Share, written: Mapping[str, _core.Written], *, 
     write_file_atomically(folder / share.name, text, mode, durable=durable)
 
 
-def told(folder: Path, share: Share) -> dict[str, WrittenFile] | None:
-    """What a share told of its files; None if it is not there, or its files are not.
+def read_record(folder: Path, share: Share) -> dict[str, WrittenFile] | None:
+    """The records of the files of a share; None: there are none, or the files are not there.
 
     Raises:
         StorageError: the system failed.
@@ -152,12 +160,12 @@ def told(folder: Path, share: Share) -> dict[str, WrittenFile] | None:
     except (StorageError, PermissionError):
         raise
     except (ReshardError, OSError, KeyError, TypeError, ValueError, AttributeError):
-        pass  # cut short, or something else: it is written again
+        pass  # truncated, or something else: it is written again
     return None
 
 
 def missing(folder: Path, n_shares: int) -> list[int]:
-    """The shares that have not told of their files yet."""
+    """The shares that are not recorded yet."""
     try:
         names = set(os.listdir(folder))  # noqa: PTH208  names alone
     except FileNotFoundError:
@@ -167,9 +175,9 @@ def missing(folder: Path, n_shares: int) -> list[int]:
 
 @contextlib.contextmanager
 def committing(folder: Path) -> Iterator[bool]:
-    """Whether it is up to this process to publish: nobody else is doing it, or has done it.
+    """Whether this process is to publish: no other one does so now, or has done so.
 
-    If the block ends well, the folder of the shares is removed.
+    If the block ends without an exception, the folder of the shares is removed.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -182,7 +190,7 @@ def committing(folder: Path) -> Iterator[bool]:
         except BlockingIOError:
             yield False
             return
-        if not os.path.lexists(folder):  # whoever had the lock before was quicker
+        if not os.path.lexists(folder):  # the process that had the lock before has published
             yield False
             return
         yield True
@@ -192,26 +200,35 @@ def committing(folder: Path) -> Iterator[bool]:
 
 
 def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> dict[str, WrittenFile]:
-    """Give the files of all shares a name in the folder that is published; what they told.
+    """Link the files of all shares into the folder that is published.
+
+    Args:
+        folder: where the shares gather.
+        target: the folder that is published.
+        names: the files that it is to have.
+        n_shares: how many shares there are.
+
+    Returns:
+        The record of each file.
 
     Raises:
-        DamagedFileError: a share does not hold what it told of; it is to be written again.
+        DamagedFileError: a share does not have the files of its record; it must be written again.
         StorageError: the system failed.
     """
-    all_told: dict[str, WrittenFile] = {}
+    records: dict[str, WrittenFile] = {}
     for index in range(n_shares):
-        share = told(folder, Share(index, n_shares))
+        share = read_record(folder, Share(index, n_shares))
         if share is None:
             with contextlib.suppress(OSError):
                 (folder / _name(index)).unlink()
             raise DamagedFileError(
-                f"share {index} of {n_shares} does not hold the files that it told of",
+                f"share {index} of {n_shares} does not have the files of its record",
                 path=str(folder / _name(index)),
                 hint=f"write it again: `share=({index}, {n_shares})`",
             )
-        all_told |= share
-    if set(all_told) != set(names):
-        odd = min(set(all_told) ^ set(names))
+        records |= share
+    if set(records) != set(names):
+        odd = min(set(records) ^ set(names))
         raise DamagedFileError(
             f"the shares in {folder} and this conversion disagree on {odd}",
             path=str(folder),
@@ -221,14 +238,14 @@ def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> di
         try:
             os.link(folder / name, target / name, follow_symlinks=False)
         except OSError:
-            # A file system without second names: then the file moves.
+            # The file system has no hard links: move the file.
             try:
                 (folder / name).rename(target / name)
             except OSError as error:
                 raise StorageError(
                     f"moving {folder / name}: {error.strerror}", path=str(folder / name), errno=error.errno
                 ) from error
-    return all_told
+    return records
 
 
 def _name(index: int) -> str:

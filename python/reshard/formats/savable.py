@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError
-from reshard.formats.checkpoint1.reader import TRAITS as CHECKPOINT1
-from reshard.formats.checkpoint2.reader import CHECKPOINT2
+from reshard.formats.checkpoint1.save import Checkpoint1Save
+from reshard.formats.checkpoint2.save import Checkpoint2Save
 
 if TYPE_CHECKING:
-    from reshard.formats.base import Traits
+    from reshard.write.collective_save import SaveFormat
 
-__all__ = ["save_traits"]
+__all__ = ["save_format"]
 
-_TRAITS = {one.name: one for one in (CHECKPOINT2, CHECKPOINT1)}
+_FORMATS: dict[str, type[SaveFormat]] = {one.traits.name: one for one in (Checkpoint2Save, Checkpoint1Save)}
 
 
-def save_traits(name: str) -> Traits:
-    """The traits of the format of a save.
+def save_format(name: str) -> type[SaveFormat]:
+    """How a format is saved.
 
     Args:
         name: "checkpoint2" or "checkpoint1".
@@ -26,10 +26,10 @@ def save_traits(name: str) -> Traits:
         ArgumentError: `save` has no format of this name.
 
     Example:
-        >>> save_traits("checkpoint1").rank_folders
+        >>> save_format("checkpoint1").traits.rank_folders
         True
     """
-    if name not in _TRAITS:
-        accepted = " and ".join(f'"{one}"' for one in _TRAITS)
+    if name not in _FORMATS:
+        accepted = " and ".join(f'"{one}"' for one in _FORMATS)
         raise ArgumentError(f"`format` is {name!r}; {accepted} are accepted")
-    return _TRAITS[name]
+    return _FORMATS[name]

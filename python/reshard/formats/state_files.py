@@ -13,7 +13,7 @@ from reshard import _core
 from reshard.errors import DamagedFileError
 from reshard.formats import manifest as manifests
 from reshard.formats import state
-from reshard.outputs import load_all
+from reshard.outputs import load_all, whole_request
 from reshard.small_files import show
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ def load_by_name(path: Path, text: bytes, arrays_path: Path | None, manifest: Ma
     """
     arrays: dict[str, np.ndarray] = {}
     if arrays_path is not None:
-        index, request = _core.Index(), _core.Request()
+        index = _core.Index()
         file = index.add_file(str(arrays_path), follow_links=False)
         if manifest is not None:
             manifests.set_checksums(index, arrays_path.parent, manifest)
-        for key, _, shape, *_ in index.file_tensors(file):
+        shapes = {key: shape for key, _, shape, *_ in index.file_tensors(file)}
+        for key in shapes:
             index.add_whole(key, file)
-            request.add_region(key, key, (0,) * len(shape), shape)
-        arrays = load_all(index.plan(request))
+        arrays = load_all(index.plan(whole_request(shapes)))
     value = state.load(text, arrays, str(path))
     if not isinstance(value, dict):
         raise DamagedFileError(f"{show(str(path))} does not hold a dict of state", path=str(path))

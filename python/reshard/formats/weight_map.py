@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.formats import writer_mark
 from reshard.small_files import component_fault, show
 from reshard.strict_json import read_json
 from reshard.words import listed
@@ -17,10 +18,7 @@ from reshard.words import listed
 if TYPE_CHECKING:
     import os
 
-__all__ = ["WRITER", "read", "writer"]
-
-WRITER = "reshard"
-"""Name in `metadata` of the version of this package that wrote the map."""
+__all__ = ["read", "writer"]
 
 _MAX_BYTES = 128 << 20
 _MAX_TENSORS = 1_000_000
@@ -78,7 +76,7 @@ def writer(path: str | os.PathLike[str]) -> str | None:
     except ReshardError:
         return None
     metadata = content.get("metadata") if isinstance(content, dict) else None
-    version = metadata.get(WRITER) if isinstance(metadata, dict) else None
+    version = metadata.get(writer_mark.KEY) if isinstance(metadata, dict) else None
     return version if isinstance(version, str) else None
 
 

@@ -8,9 +8,9 @@ by opening it. Of its content, only the counters are read.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
 from reshard.collective import ALONE, capture
@@ -23,7 +23,7 @@ from reshard.formats.checkpoint1.agreement import FileFacts, faults_of
 from reshard.formats.checkpoint1.candidates import RankFolder, SaveCandidate, SaveOrder, name_of_rank, order_saves
 from reshard.formats.checkpoint1.reader import look_at, open_rank_files, rank_files
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  messages are decoded by their type hints
 from reshard.formats.checkpoint2.root import is_damage, reason_of
 from reshard.formats.full_weights import names as full_weights
 from reshard.resume import CandidateFacts, RankFolderFacts, ResumeFacts, RunFacts, evaluate
@@ -143,23 +143,19 @@ def gather_saves(
     views: list[RankFolderFacts] = []
     root, exact = tree.path, tree.iteration
 
-    def combine(seen: list[dict[str, Any]]) -> dict[str, Any]:
-        folders = {int(rank): folder for one in seen for rank, folder in one.items()}
-        found = {rank: _folder_from(value) for rank, value in sorted(folders.items())}
+    def combine(seen: list[dict[int, RankFolder]]) -> _Found:
+        found = dict(sorted((rank, folder) for one in seen for rank, folder in one.items()))
         order = order_saves(found, by_time=config.by_timestamp, extension=config.load_format, named=tree.named)
         statuses, warning = _health(root) if config.healthy_only else ({}, None)
         views.extend(_view(rank, folder) for rank, folder in found.items())
-        message = {**asdict(order), "statuses": {one.name: statuses.get(one.name) for one in order.candidates}}
-        return {**message, "warnings": [*order.warnings, *([warning] if warning else [])]}
+        if warning is not None:
+            order = replace(order, warnings=(*order.warnings, warning))
+        return _Found(order, {one.name: statuses[one.name] for one in order.candidates if one.name in statuses})
 
     own = (ranks.rank, ranks.world_size)
-    message = ranks.combine(capture(lambda: _list_own(root, own)), combine)
-    order = SaveOrder(
-        tuple(SaveCandidate(**one) for one in message["candidates"]),
-        tuple(SaveCandidate(**one) for one in message["refused"]),
-        message["n_ranks"],
-        tuple(message["warnings"]),
-    )
+    seen = capture(lambda: _look(root, own))
+    saves = ranks.combine(seen, combine, dict[int, RankFolder], _Found)
+    order = saves.order
     facts = ResumeFacts(root, "rank_folders", run=run, warnings=order.warnings)
     refused = tuple(
         CandidateFacts(str(path_of(root, one.name, 0)), why=one.reason, refusal=one.reason) for one in order.refused
@@ -170,8 +166,8 @@ def gather_saves(
         one = _candidate(root, save, order.n_ranks, known)
         if one.fault is None:
             try:
-                reports = ranks.each(lambda: _check(root, save.name, own, method))  # noqa: B023  called at once
-                one = _checked(one, reports, message["statuses"].get(save.name))
+                reports = ranks.each(lambda: _check(root, save.name, own, method), _Report)  # noqa: B023  done at once
+                one = _checked(one, reports, saves.statuses.get(save.name))
             except ReshardError as error:
                 if not keep_going or is_damage(error):
                     raise
@@ -186,30 +182,39 @@ def gather_saves(
     return replace(facts, candidates=(*found, *refused), ranks=_with_faults(views, found))
 
 
-def _list_own(root: str, own: tuple[int, int]) -> dict[str, Any]:
-    """List this process's rank folders, as a JSON value."""
+@dataclass(frozen=True)
+class _Found:
+    """The saves of a tree in the order in which they are tried, and the health that is recorded of some, by name."""
+
+    order: SaveOrder
+    statuses: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a process found in its own files of a save.
+
+    Attributes:
+        faults: why the files of some ranks are damaged.
+        files: what is compared of the other files.
+        common: the counters in the first of these; None: it has none.
+        has_optimizer: whether any of them holds state of the optimizer.
+    """
+
+    faults: dict[int, str]
+    files: dict[int, FileFacts]
+    common: CommonInfo | None
+    has_optimizer: bool
+
+
+def _look(root: str, own: tuple[int, int]) -> dict[int, RankFolder]:
+    """The rank folders that belong to this process."""
     number, count = own
     try:
         folders = checkpoint1.rank_folders(root)
     except CheckpointNotFoundError:
-        return {}  # this host has no rank folders; missing ranks are reported later
-    seen: dict[str, Any] = {}
-    for rank, folder in folders.items():
-        if rank % count != number:
-            continue
-        found = look_at(folder)
-        meta = None if found.meta is None else asdict(found.meta)
-        seen[str(rank)] = {"files": found.files, "meta": meta, "fault": found.meta_fault}
-    return seen
-
-
-def _folder_from(value: dict[str, Any]) -> RankFolder:
-    meta = value["meta"]
-    return RankFolder(
-        tuple((name, time) for name, time in value["files"]),
-        None if meta is None else checkpoint1.Meta(**meta),
-        value["fault"],
-    )
+        return {}  # the folders are those of another host's ranks; missing ones are found when all are combined
+    return {rank: look_at(folder) for rank, folder in folders.items() if rank % count == number}
 
 
 def _candidate(root: str, save: SaveCandidate, n_ranks: int, fault: str | None) -> CandidateFacts:
@@ -223,55 +228,53 @@ def _candidate(root: str, save: SaveCandidate, n_ranks: int, fault: str | None) 
     )
 
 
-def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> dict[str, Any]:
-    """Open this process's files of a save; returns their faults and the counters, as a JSON value."""
+def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod) -> _Report:
+    """Open this process's own files of a save."""
     number, count = own
-    report: dict[str, Any] = {"faults": [], "common": None, "has_optimizer": False, "files": []}
+    faults: dict[int, str] = {}
+    files: dict[int, FileFacts] = {}
+    common: CommonInfo | None = None
+    has_optimizer = False
     try:
         ranks = [rank for rank in checkpoint1.rank_folders(root) if rank % count == number]
     except CheckpointNotFoundError:
-        return report
+        ranks = []
     for rank in ranks:
-        path = path_of(root, save, rank)
         try:
-            checkpoint = open_own(path, method)
+            checkpoint = open_own(path_of(root, save, rank), method)
         except ReshardError as error:
             if not is_damage(error):
                 raise
-            report["faults"].append([rank, reason_of(error)])
+            faults[rank] = reason_of(error)
             continue
         with checkpoint:
-            if not report["files"]:
-                report["common"] = None if checkpoint.common is None else asdict(checkpoint.common)
-            report["has_optimizer"] |= holds_optimizer(checkpoint)
+            if not files:
+                common = checkpoint.common
+            has_optimizer |= holds_optimizer(checkpoint)
             (file,) = rank_files(checkpoint).values()
-            report["files"].append([rank, FileFacts.of(checkpoint.common, has_crc=file.has_crc).to_value()])
-    return report
+            files[rank] = FileFacts.of(checkpoint.common, has_crc=file.has_crc)
+    return _Report(faults, files, common, has_optimizer)
 
 
-def _checked(candidate: CandidateFacts, reports: Sequence[dict[str, Any]], status: int | None) -> CandidateFacts:
-    """A candidate with the reports of all processes."""
-    faults = sorted((int(rank), fault) for report in reports for rank, fault in report["faults"])
-    common: dict[str, Any] | None = next((report["common"] for report in reports if report["files"]), None)
+def _checked(candidate: CandidateFacts, reports: Sequence[_Report], status: int | None) -> CandidateFacts:
+    """A candidate with what all processes found of it."""
+    faults = sorted((rank, fault) for report in reports for rank, fault in report.faults.items())
+    common = next((report.common for report in reports if report.files), None)
     if not faults:
-        files = {int(rank): FileFacts.from_value(value) for report in reports for rank, value in report["files"]}
+        files = dict(sorted((rank, file) for report in reports for rank, file in report.files.items()))
         save = Path(candidate.path).name
-        faults = [
-            (rank, f"{name_of_rank(save, rank)}: {fault}")
-            for rank, fault in faults_of(dict(sorted(files.items()))).items()
-        ]
+        faults = [(rank, f"{name_of_rank(save, rank)}: {fault}") for rank, fault in faults_of(files).items()]
     if faults:
         rank, fault = faults[0]
         more = f", and {len(faults) - 1} more ranks' files" if len(faults) > 1 else ""
         return replace(candidate, fault=f"rank {rank}: {fault}{more}", rank_faults=tuple(faults))
-    made = None if common is None else CommonInfo(**{**common, "unknown": ()})
-    if made is not None and status is not None:
-        made = replace(made, ckpt_status=status)
+    if common is not None:
+        common = replace(common, unknown=(), ckpt_status=common.ckpt_status if status is None else status)
     return replace(
         candidate,
-        iteration=None if made is None else made.step_num,
-        common=made,
-        has_optimizer=any(report["has_optimizer"] for report in reports),
+        iteration=None if common is None else common.step_num,
+        common=common,
+        has_optimizer=any(report.has_optimizer for report in reports),
     )
 
 

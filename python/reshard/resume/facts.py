@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from reshard.formats.checkpoint2.common import CommonInfo
+
 if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.resume.counters import EpochStep, Scaling

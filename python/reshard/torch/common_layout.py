@@ -19,12 +19,13 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from reshard.collective import Collective
+from reshard.collective import Collective, capture
 from reshard.errors import LayoutError, MismatchError
 from reshard.group import session
 from reshard.layout.file import LayoutFile
 from reshard.layout.patterns import Pattern, glob_of
 from reshard.layout.resolve import resolve
+from reshard.messages import decode, encode
 from reshard.torch.placements import Partition, Row, digits_of, part_of
 from reshard.words import listed, show
 
@@ -43,13 +44,15 @@ _Place: TypeAlias = tuple[tuple[str, ...], int]
 V = TypeVar("V")
 
 
-def gather_distinct(group: Group, parts: Sequence[Any] | BaseException, timeout: float) -> list[RankValues]:
+def gather_distinct(
+    group: Group, parts: Sequence[Any] | BaseException, types: Sequence[Any], timeout: float
+) -> list[RankValues]:
     """Gather values from all ranks. For each part, return every distinct value with the ranks that have it.
 
     Args:
         group: the group; all its ranks must call this function.
-        parts: JSON-serializable values, the same number on every rank; or an error of this rank, which is then raised
-            on all ranks.
+        parts: messages, the same number on every rank; or an error of this rank, which is then raised on all ranks.
+        types: the type of each part, see `messages`.
         timeout: seconds that ranks wait for each other.
 
     Raises:
@@ -58,38 +61,51 @@ def gather_distinct(group: Group, parts: Sequence[Any] | BaseException, timeout:
 
     Example:
         >>> from reshard.group import SingleProcess
-        >>> gather_distinct(SingleProcess(), [{"w": 1}, 7], timeout=10)
+        >>> gather_distinct(SingleProcess(), [{"w": 1}, 7], [dict[str, int], int], timeout=10)
         [[({'w': 1}, [0])], [(7, [0])]]
     """
     if group.world_size == 1:
         if isinstance(parts, BaseException):
             raise parts
         return [[(part, [0])] for part in parts]
-    channel = session(group, "what ranks hold")
-    digests: list[list[str]] = Collective(channel, timeout).share(
-        parts if isinstance(parts, BaseException) else [_digest(part) for part in parts]
+    collective = Collective(session(group, "what ranks hold"), timeout)
+    encoded = parts if isinstance(parts, BaseException) else capture(lambda: [encode(part) for part in parts])
+    digests = collective.share(
+        encoded if isinstance(encoded, BaseException) else [_digest(part) for part in encoded], list[str]
     )
     assert not isinstance(parts, BaseException)
+    assert not isinstance(encoded, BaseException)
     ranks_of: list[dict[str, list[int]]] = [{} for _ in parts]
     for rank, of_rank in enumerate(digests):
         for known, digest in zip(ranks_of, of_rank, strict=True):
             known.setdefault(digest, []).append(rank)
     # A part that is equal on all ranks is not sent.
     asked = [len(known) > 1 for known in ranks_of]
+    values: dict[tuple[int, str], Any] = {}
     if any(asked):
         own = [
-            [number, digest, parts[number]]
+            _Entry(number, digest, encoded[number])
             for number, known in enumerate(ranks_of)
             for digest, ranks in known.items()
             if asked[number] and ranks[0] == group.rank
         ]
-        gathered = channel.gather(own, timeout=timeout)
-        sent = None if gathered is None else [entry for of_rank in gathered for entry in of_rank]
-        values = {(number, digest): value for number, digest, value in channel.broadcast(sent, timeout=timeout)}
+        entries = collective.combine(
+            own, lambda of_ranks: list(itertools.chain.from_iterable(of_ranks)), list[_Entry], list[_Entry]
+        )
+        values = {(one.part, one.digest): decode(types[one.part], one.value) for one in entries}
     return [
         [(values[number, digest] if asked[number] else part, ranks) for digest, ranks in ranks_of[number].items()]
         for number, part in enumerate(parts)
     ]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A part that ranks hold, by its number and digest."""
+
+    part: int
+    digest: str
+    value: Any
 
 
 def layout_of(

@@ -254,7 +254,7 @@ class Rendezvous:
         left_s = notice.seconds - (time.monotonic() - seen)
         try:
             # Always wait a minimum time, even after the limit: the other ranks may arrive in a moment.
-            steps = Collective(session(self._group, "notice"), min(timeout, max(left_s, EXIT_GRACE_S))).share(step)
+            steps = Collective(session(self._group, "notice"), min(timeout, max(left_s, EXIT_GRACE_S))).share(step, int)
         except BaseException:
             self._target = None
             self._number += 1

@@ -129,8 +129,7 @@ def save_file(
             raise UnsupportedError(f"saving `{name}`: {error.message}", key=name, hint=error.hint) from error
         # The buffer protocol has no format for bfloat16 and the narrow floats: pass the bytes as integers.
         entries.append((name, dtype, dtypes.tensor_shape(dtype, array.shape), array.view(f"u{array.itemsize}")))
-    # The order of the safetensors package: wide dtypes first, and each dtype by name.
-    entries.sort(key=lambda entry: (-dtypes.bits(entry[1]), entry[0]))
+    entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))
     # The default mode of a new file: 0666 minus the umask.
     _core.write_arrays(os.fsdecode(filename), entries, metadata=texts if aliases else metadata, mode=0o666)
 

@@ -92,10 +92,10 @@ def save_after(saver: Saver, error: BaseException, seconds: float) -> None:
     run = saver.run
     if run.last == run.saved:
         return
-    own = [run.last, run.n_updates == 0 and not run.is_updating]
+    own = (run.last, run.n_updates == 0 and not run.is_updating)  # the last step, and whether no other has begun
     what = f"{type(error).__name__} in the step after {run.last}"
-    states = Collective(session(saver.group, "exception"), seconds).share(own)
-    if any(state != [run.last, True] for state in states):
+    states = Collective(session(saver.group, "exception"), seconds).share(own, tuple[int, bool])
+    if any(state != (run.last, True) for state in states):
         _log.error("%s: nothing is saved, the ranks are not at the end of the same step: %s", what, states)
         return
     saver.wait(seconds)

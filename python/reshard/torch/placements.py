@@ -43,27 +43,13 @@ class Row:
         n_ranks: how many ranks there are.
         order: the rank at each position; None: 0, 1, 2, ...
         spans: `(outer, inner, name)` of every digit of every mesh dim; None for a dim without a name.
-        seen: the dims of each mesh as digits, once they were asked for.
+        seen: the dims of each `DeviceMesh` as digits, once they were computed.
     """
 
     n_ranks: int
     order: tuple[int, ...] | None = None
     spans: frozenset[tuple[int, int, str | None]] = frozenset()
-    seen: dict[DeviceMesh, tuple[Line | None, ...]] = field(default_factory=dict, repr=False, compare=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as a value that ranks can exchange."""
-        return {
-            "order": self.order and list(self.order),
-            "spans": sorted([o, i, name or ""] for o, i, name in self.spans),
-        }
-
-    @classmethod
-    def from_json(cls, n_ranks: int, value: Mapping[str, Any]) -> Row:
-        """What `to_json` gave."""
-        order = value["order"]
-        spans = frozenset((outer, inner, name or None) for outer, inner, name in value["spans"])
-        return cls(n_ranks, None if order is None else tuple(order), spans)
+    seen: dict[Any, tuple[Line | None, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def lines(self, mesh: DeviceMesh) -> tuple[Line | None, ...]:
         """The dims of a mesh as digits, as this rank sees them; None for a dim that is none."""

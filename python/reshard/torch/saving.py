@@ -22,7 +22,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats import state
-from reshard.formats.savable import save_traits
+from reshard.formats.savable import save_format
 from reshard.formats.state import per_rank
 from reshard.group import session
 from reshard.torch import rng
@@ -233,7 +233,7 @@ class Saver:
     @property
     def has_rank_folders(self) -> bool:
         """Whether each rank saves into a folder of its own."""
-        return save_traits(self.options.format).rank_folders
+        return save_format(self.options.format).traits.rank_folders
 
     def format_of(self, described: Described, saving: Mapping[str, Any]) -> FormatLike:
         """The `format` of `reshard.save`: of Checkpoint 1.0 with the options that follow from the run.
@@ -275,7 +275,7 @@ class Saver:
             loss, metrics = run.loss, run.metrics
             if by_rank and members.world_size > 1:
                 text, _ = state.dump([loss, metrics])
-                loss, metrics = state.load(Collective(session(members, "run"), self.timeout).share(text)[0], {})
+                loss, metrics = state.load(Collective(session(members, "run"), self.timeout).share(text, str)[0], {})
             extra["trainer"] = described.extra
             extra["run"] = {
                 "step": step,

@@ -10,7 +10,6 @@ This module reads and writes no files, and does not choose checkpoints.
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -255,46 +254,45 @@ def describe(
     members = resolve(group)
     try:
         own = _RankState.of(model, optimizer, objects or {}, mesh, members)
-        parts: Any = own.parts(compare=compare) if members.world_size > 1 else []
+        parts = own.parts(compare=compare) if members.world_size > 1 else []
     except ReshardError as error:
         if members.world_size > 1:
-            gather_distinct(members, error, timeout)
+            gather_distinct(members, error, (), timeout)
         raise
     if members.world_size == 1:
         local = _local_keys([own.beside])
         record = _with_local(own.record, local)
         return own.described(_Agreed(record, own.own_state(), dict(own.live.named.aliases), local=local), members)
-    rows, models, optimizers, records, states, besides, digests = gather_distinct(members, parts, timeout)
+    rows, models, optimizers, records, states, besides, digests = gather_distinct(members, parts, _PARTS, timeout)
     if compare:
         _check_objects(digests, object_name, members.world_size)
     aliases: dict[str, str] = {}
     for value, _ in records:
-        aliases |= value["aliases"]
-    known_rows = [(Row.from_json(members.world_size, value), ranks) for value, ranks in rows]
-    of_model = [(_partitions(value["tensors"]), ranks) for value, ranks in models]
+        aliases |= value.aliases
+    of_model = [(value.tensors, ranks) for value, ranks in models]
     local = _local_keys([value for value, _ in besides])
     of_optimizer = [
-        ({key: one for key, one in _partitions(value).items() if key not in local}, ranks)
-        for value, ranks in optimizers
+        ({key: one for key, one in value.items() if key not in local}, ranks) for value, ranks in optimizers
     ]
     first: dict[str, int] = {}  # the rank that saves a buffer
     for value, ranks in models:
-        for key in value["buffers"]:
+        for key in value.buffers:
             first[key] = min(first.get(key, ranks[0]), ranks[0])
-    layout, reason = layout_of(known_rows, of_model, of_optimizer, aliases)
+    layout, reason = layout_of(rows, of_model, of_optimizer, aliases)
     save_layout = layout
     if layout is not None and first:
-        save_layout, reason = layout_of(known_rows, _from_first(of_model, first), of_optimizer, aliases)
+        save_layout, reason = layout_of(rows, _from_first(of_model, first), of_optimizer, aliases)
         layout = layout if save_layout is not None else None
     differing: dict[str, list[str]] = {}
     if len(states) > 1:
         sharded = {key for held, _ in of_model for key, one in held.items() if one.cuts or one.unsaid}
         differing = _differing(
-            gather_distinct(members, [own.state_digests()], timeout)[0], sharded if compare else None
+            gather_distinct(members, [own.state_digests()], [dict[str, dict[str, str]]], timeout)[0],
+            sharded if compare else None,
         )
     agreed = _Agreed(
         record=_with_local(
-            merge_records([OptimizerRecord.from_value(_unpacked(value["record"])) for value, _ in records]), local
+            merge_records([OptimizerRecord.from_value(value.record.unpacked()) for value, _ in records]), local
         ),
         state=_states(states, own, members.rank),
         aliases=aliases,
@@ -308,7 +306,85 @@ def describe(
     return own.described(agreed, members)
 
 
-# ------------------------------------------------------------------------------------------------ state of this rank
+# ---------------------------------------------------------------------------------------------------- what ranks send
+
+
+@dataclass(frozen=True)
+class _PackedArray:
+    """A small array: its safetensors dtype, its shape in elements, and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A value as the state files have it: text, and arrays by name."""
+
+    text: str
+    arrays: dict[str, _PackedArray]
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> _Packed | None:
+        """The value packed; None: its arrays are too large to be sent. Messages call it `name`."""
+        text, arrays = state_format.dump(value, name)
+        if sum(array.nbytes for array in arrays.values()) > _MAX_SENT_BYTES:
+            return None
+        packed = {
+            name: _PackedArray(dtypes.name_of(array.dtype), array.shape, array.tobytes())
+            for name, array in arrays.items()
+        }
+        return cls(text, packed)
+
+    def unpacked(self) -> Any:
+        """The value."""
+        arrays = {
+            name: np.frombuffer(bytearray(one.content), dtypes.numpy_dtype(one.dtype)).reshape(one.shape)
+            for name, one in self.arrays.items()
+        }
+        return state_format.load(self.text, arrays)
+
+
+@dataclass(frozen=True)
+class _ModelPart:
+    """The tensors of a rank's model: partitions by key, and which of them are buffers, saved or received."""
+
+    tensors: dict[str, Partition]
+    buffers: tuple[str, ...]
+    received: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _RecordPart:
+    """The record of a rank's optimizers, and other names of its tensors with their keys."""
+
+    record: _Packed
+    aliases: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _StatePart:
+    """State of a rank besides tensors: names of either kind, the values if they are small, and a digest of them."""
+
+    names: dict[str, tuple[str, ...]]
+    values: _Packed | None
+    digest: str
+
+
+_PARTS: tuple[Any, ...] = (
+    Row,
+    _ModelPart,
+    dict[str, Partition],
+    _RecordPart,
+    _StatePart,
+    dict[str, list[str]],
+    dict[str, str],
+)
+"""The types of what `_RankState.parts` returns."""
+
+
+# ------------------------------------------------------------------------------------------------- what one rank has
 
 
 @dataclass(frozen=True, eq=False)
@@ -387,26 +463,27 @@ class _RankState:
     def parts(self, *, compare: bool) -> list[Any]:
         """The values that ranks compare and exchange."""
         distributed = {key for key, tensor in self.live.named.tensors.items() if hasattr(tensor, "device_mesh")}
-        model = {
-            "tensors": {key: _partition_value(lies.partition) for key, lies in self.model.items()},
-            "buffers": sorted(self.live.named.buffers - distributed - self.live.named.received),
-            "received": sorted(self.live.named.received),
-        }
-        optimizer = {key: _partition_value(lies.partition) for key, lies in self.optimizer.items()}
+        model = _ModelPart(
+            {key: lies.partition for key, lies in self.model.items()},
+            tuple(sorted(self.live.named.buffers - distributed - self.live.named.received)),
+            tuple(sorted(self.live.named.received)),
+        )
+        optimizer = {key: lies.partition for key, lies in self.optimizer.items()}
         record = OptimizerRecord(self.record.groups, self.record.slots, plain=self.record.plain).to_value()
+        packed = _Packed.of(record, "options of the optimizer")
+        if packed is None:
+            raise UnsupportedError(f"the options of the optimizer hold arrays of more than {_MAX_SENT_BYTES} bytes")
         state = self.own_state()
+        names = {kind: tuple(sorted(of_kind)) for kind, of_kind in state.items()}
+        objects = self.object_states.items() if compare else ()
         return [
-            self.row.to_json(),
+            self.row,
             model,
             optimizer,
-            {"record": _packed(record, "options of the optimizer"), "aliases": self.live.named.aliases},
-            {
-                "names": {kind: sorted(of_kind) for kind, of_kind in state.items()},
-                "values": _packed(state, None),
-                "digest": state_format.digest_of(state),
-            },
+            _RecordPart(packed, dict(self.live.named.aliases)),
+            _StatePart(names, _Packed.of(state, "state"), state_format.digest_of(state)),
             self.beside,
-            {name: state_format.digest_of(one, name) for name, one in self.object_states.items()} if compare else {},
+            {name: state_format.digest_of(one, name) for name, one in objects},
         ]
 
     def described(self, agreed: _Agreed, members: Group) -> Described:
@@ -584,22 +661,6 @@ def _differing(known: RankValues, sharded: set[str] | None) -> dict[str, list[st
     return found
 
 
-def _partition_value(partition: Partition) -> list[Any]:
-    return [partition.shape, partition.cuts, partition.unsaid]
-
-
-def _partitions(value: Mapping[str, list[Any]]) -> dict[str, Partition]:
-    # JSON turns tuples into lists: convert them back.
-    return {
-        key: Partition(
-            tuple(shape),
-            tuple(tuple(tuple((outer, inner) for outer, inner in line) for line in lines) for lines in cuts),
-            unsaid,
-        )
-        for key, (shape, cuts, unsaid) in value.items()
-    }
-
-
 def _from_first(
     known: Sequence[tuple[dict[str, Partition], Sequence[int]]], first: Mapping[str, int]
 ) -> list[tuple[dict[str, Partition], Sequence[int]]]:
@@ -613,41 +674,19 @@ def _from_first(
     return split
 
 
-def _packed(value: Any, what: str | None) -> dict[str, Any] | None:
-    """A value of `extra` as JSON with its arrays. Large arrays are an error, or without a name `what`, None."""
-    text, arrays = state_format.dump(value, what or "state")
-    if sum(array.nbytes for array in arrays.values()) > _MAX_SENT_BYTES:
-        if what is None:
-            return None
-        raise UnsupportedError(f"the {what} hold arrays of more than {_MAX_SENT_BYTES} bytes")
-    packed = {
-        name: [dtypes.name_of(array.dtype), list(array.shape), base64.b64encode(array.tobytes()).decode()]
-        for name, array in arrays.items()
-    }
-    return {"text": text, "arrays": packed}
-
-
-def _unpacked(packed: Mapping[str, Any]) -> Any:
-    arrays = {
-        name: np.frombuffer(bytearray(base64.b64decode(data)), dtypes.numpy_dtype(dtype)).reshape(shape)
-        for name, (dtype, shape, data) in packed["arrays"].items()
-    }
-    return state_format.load(packed["text"], arrays)
-
-
 def _states(known: RankValues, own: _RankState, rank: int) -> dict[str, dict[str, Any]]:
-    """State besides tensors of all ranks: for each name the value of the first rank that has it.
+    """State besides tensors of all ranks: of each name the first rank's, as everything in `extra` is.
 
     Large values are not sent. This is possible if rank 0 has them, because rank 0 saves them.
     """
     whole: dict[str, dict[str, Any]] = {"parameters": {}, "modules": {}}
     for value, ranks in known:
-        for kind, names in value["names"].items():
+        for kind, names in value.names.items():
             new = [name for name in names if name not in whole[kind]]
             if not new:
                 continue
-            if value["values"] is not None:
-                values = _unpacked(value["values"])[kind]
+            if value.values is not None:
+                values = value.values.unpacked()[kind]
             elif ranks[0] != 0:
                 raise UnsupportedError(
                     f"rank {ranks[0]} has large lists of tensors in the state of {show(new[0])}, which rank 0 does not "

@@ -17,11 +17,12 @@ from reshard import _core, dtypes, opening
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
-from reshard.conversion.destinations import SHARED_PREFIX, WRITER_KEY, Job, Options
+from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
 from reshard.conversion.selection import select as selected
 from reshard.conversion.shares import Share, Shared, digest_of
 from reshard.conversion.writer import Settings
 from reshard.errors import ArgumentError, CheckpointNotFoundError
+from reshard.formats import writer_mark
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.writers import WRITERS, writer_for
@@ -179,7 +180,7 @@ def convert(
             target = Path(os.path.realpath(target))
         model_folder = None if written_as.model_files is None else Path(written_as.model_files)
         options = Options(
-            metadata={**writer.metadata, WRITER_KEY: _core.__version__},
+            metadata={**writer.metadata, **writer_mark.MARK},
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),
             buffers=_core.Buffers(parse_size(memory)),
             threads=threads,
@@ -307,7 +308,7 @@ def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None
         yield members.rank, members.world_size
     except Exception as error:  # noqa: BLE001  every rank learns of it, and raises it
         outcome = error
-    Collective(session(members, "convert"), timeout).share(outcome)
+    Collective(session(members, "convert"), timeout).share(outcome, None)
 
 
 def _check_options(

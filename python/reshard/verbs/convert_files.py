@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.arguments import checked
-from reshard.conversion.destinations import WRITER_KEY
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -26,9 +25,11 @@ from reshard.errors import (
     DestinationExistsError,
     StorageError,
 )
+from reshard.formats import writer_mark
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.ckpt import names as ckpt
 from reshard.formats.rank_file import OpenedRankFile, add_rank_file
+from reshard.outputs import whole_request
 from reshard.small_files import parse_size, show
 from reshard.storage.publication import made_folder
 from reshard.strict_yaml import read_yaml
@@ -303,11 +304,9 @@ def _warnings(planned: Sequence[_Planned], renamed: Mapping[str, str]) -> list[s
 
 
 def _requested(index: _core.Index, opened: OpenedRankFile, names: Sequence[tuple[str, str]]) -> _core.Plan:
-    request = _core.Request()
-    for old, new in names:
+    for old, _ in names:
         index.add_whole(old, opened.file)
-        shape = opened.tensors[old].shape
-        request.add_region(new, old, (0,) * len(shape), shape)
+    request = whole_request({new: opened.tensors[old].shape for old, new in names}, {new: old for old, new in names})
     return index.plan(request)
 
 
@@ -332,7 +331,7 @@ def _write(
         with made_folder(file.target.parent, mode=0o777, durable=durable):
             written = _requested(index, opened, file.names).write(
                 str(file.target),
-                metadata={"format": "ms", WRITER_KEY: _core.__version__},
+                metadata={"format": "ms", **writer_mark.MARK},
                 buffers=buffers,
                 threads=threads,
                 durable=durable,

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -39,14 +39,13 @@ from reshard.formats import manifest as manifests
 from reshard.formats import proofs, registry
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.names import CommonInfo
 from reshard.formats.scrub import scrub_plain
 from reshard.group import resolve, session
 from reshard.layout import ModelLayout
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.options import Reading, Verify, explains_moved
-from reshard.resume import CandidateFacts, ResumeDecision, ResumeFacts, RunFacts, decide
+from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, decide
 from reshard.small_files import show
 from reshard.storage import protocol
 from reshard.verbs.pending_load import PendingLoad
@@ -61,13 +60,14 @@ if TYPE_CHECKING:
     from reshard.checkpoint import LayoutLike, Part
     from reshard.config import ConfigLike
     from reshard.formats.base import StrategyLike
+    from reshard.formats.checkpoint2.names import CommonInfo
     from reshard.options import VerifyLike
 
 __all__ = ["Loaded", "Wanted", "load", "load_async", "load_with"]
 
 _log = logging.getLogger("reshard")
 
-_SIGHT_SECONDS = 30.0  # for which a file system may show another rank something older
+_VISIBLE_SECONDS = 30.0  # for which a file system may show another rank something older
 _FIRST_SLEEP_S, _LAST_SLEEP_S = 0.01, 1.0
 
 P = ParamSpec("P")
@@ -334,8 +334,8 @@ def load_with(
             return decision, None
         loaded = capture(lambda: read_from(open_it(), decision))  # noqa: B023  done before the next round
         damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
-        told = ranks.share(damage or (loaded if isinstance(loaded, BaseException) else None))
-        found = [(number, reason) for number, reason in enumerate(told) if reason is not None]
+        reasons = ranks.share(damage or (loaded if isinstance(loaded, BaseException) else None), str | None)
+        found = [(number, reason) for number, reason in enumerate(reasons) if reason is not None]
         if not found:
             assert not isinstance(loaded, BaseException)
             if decision.path in states:
@@ -399,6 +399,15 @@ class _Terms:
     own_file: int | None
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What rank 0 found: a tree of which every rank looks at its own folder, or the facts and what it has opened."""
+
+    tree: SavesRoot | None
+    facts: ResumeFacts | None = None
+    chosen: opening.Chosen | None = None
+
+
 def _choose(
     ranks: Collective, terms: _Terms | BaseException, faults: Mapping[str, str]
 ) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
@@ -411,35 +420,33 @@ def _choose(
     """
     opened: dict[str, Checkpoint] = {}
 
-    def look(terms: _Terms) -> list[Any]:
+    if isinstance(terms, BaseException):
+        ranks.share(terms)  # raises it, and an error on the other ranks
+        raise terms
+
+    def look() -> _Choice:
         tree = saves_root(terms.config, ranks.world_size)
         if tree is not None:
-            return [None, asdict(tree)]
+            return _Choice(tree)
         facts = gather(terms.config, terms.run, method=terms.method, faults=faults, opened=opened)
         path = _decide(terms, facts).path
-        chosen = None if path is None else opening.chosen(opened[path])
-        return [asdict(facts), None if chosen is None else chosen.to_value()]
+        return _Choice(None, facts, None if path is None else opening.chosen(opened[path]))
 
-    outcome: object = terms if isinstance(terms, BaseException) else None
-    if ranks.rank == 0 and not isinstance(terms, BaseException):
-        outcome = capture(lambda: look(terms))
-    value, chosen = ranks.share(outcome)[0]
-    assert isinstance(terms, _Terms)
-    if value is None:
+    choice = ranks.first(look, _Choice)
+    if choice.facts is None:
         # A host may have its ranks' folders under a path of its own.
-        tree = capture(lambda: saves_root(terms.config, ranks.world_size) or SavesRoot(**chosen))
-        ranks.share(tree if isinstance(tree, BaseException) else None)
+        tree = capture(lambda: saves_root(terms.config, ranks.world_size) or choice.tree)
+        ranks.share(tree if isinstance(tree, BaseException) else None, None)
         assert isinstance(tree, SavesRoot)
         return _choose_save(ranks, terms, tree, faults)
-    decision = _decide(terms, _facts(value))
+    decision = _decide(terms, choice.facts)
     path = str(decision.path)
     if path in opened:
         return decision, lambda: opened[path]
+    chosen = choice.chosen
     if chosen is None:
         return decision, lambda: opening.open(path, method=terms.method)
-    return decision, lambda: _open_same(
-        opening.Chosen.from_value(chosen), terms.method, min(_SIGHT_SECONDS, ranks.timeout / 2)
-    )
+    return decision, lambda: _open_same(chosen, terms.method, min(_VISIBLE_SECONDS, ranks.timeout / 2))
 
 
 def _choose_save(
@@ -478,18 +485,6 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
 
 def _decide(terms: _Terms, facts: ResumeFacts) -> ResumeDecision:
     return decide(terms.config, facts, compatible=terms.compatible, allow_fresh=terms.allow_fresh)
-
-
-def _facts(value: dict[str, Any]) -> ResumeFacts:
-    """Facts that came as JSON."""
-    candidates = []
-    for one in value["candidates"]:
-        common = one["common"]
-        if common is not None:
-            common = CommonInfo(**{**common, "unknown": tuple(common["unknown"])})
-        candidates.append(CandidateFacts(**{**one, "common": common, "rank_faults": ()}))
-    run, warnings = RunFacts(**value["run"]), tuple(value["warnings"])
-    return ResumeFacts(**{**value, "candidates": tuple(candidates), "run": run, "warnings": warnings, "ranks": ()})
 
 
 def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: float) -> Checkpoint:

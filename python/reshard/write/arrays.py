@@ -1,7 +1,7 @@
-"""What a caller hands over to be saved, as memory with a dtype and a shape: nothing is copied where that can be.
+"""The arrays of a caller as memory with a dtype and a shape; copied only where that is necessary.
 
-numpy arrays, torch tensors, whatever speaks DLPack or the buffer protocol. A `Shard` says besides where an array lies
-in its tensor. torch is never imported here: who hands over a tensor has imported it.
+An array is a numpy array, a torch tensor, or any object with DLPack or the buffer protocol. A `Shard` adds the offset
+of an array in its tensor. This module does not import torch: a caller that has a tensor has imported it.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class LocalArray:
         dtype: its safetensors name.
         shape: in elements.
         array: the memory, as unsigned integers of the element's width: the buffer protocol has no word for bfloat16.
-        global_shape: what a `Shard` told, or None.
-        offset: what a `Shard` told, or None.
+        global_shape: that of a `Shard`, or None.
+        offset: that of a `Shard`, or None.
     """
 
     name: str
@@ -97,10 +97,10 @@ class LocalArray:
 
 
 def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, object] | None) -> dict[str, LocalArray]:
-    """What this rank gave, by name: the model's arrays, then the optimizer's.
+    """The arrays of this rank by name: those of the model, then those of the optimizer.
 
     Raises:
-        ArgumentError: a name that cannot stand in a file or stands in both, or a value that is no array.
+        ArgumentError: a name that a file cannot have or that is in both, or a value that is not an array.
         UnsupportedError: a dtype that the format lacks; a sparse, quantized or distributed tensor.
         MismatchError: a shard that leaves its tensor.
 
@@ -198,8 +198,8 @@ def _local_array(name: object, value: object, part: Part) -> LocalArray:
                 key=name,
             )
     integers = array.view(f"u{array.itemsize}")
-    told = (None, None) if shard is None else (shard.global_shape, shard.offset)
-    return LocalArray(name, part, dtype, shape, integers, *told)
+    place = (None, None) if shard is None else (shard.global_shape, shard.offset)
+    return LocalArray(name, part, dtype, shape, integers, *place)
 
 
 def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:

@@ -1,9 +1,9 @@
-"""A save that goes on in the background: one thread, at most one pending save a process, no error lost.
+"""A save in the background: one thread, at most one pending save a process, and no error is lost.
 
-Knows threads, forks and the end of the process, and nothing of checkpoints: it runs what it is given. The error of a
-pending save surfaces where somebody can act on it: at `result`, at the next save, or in the log when the process ends.
-A forked child has none of the parent's threads: for it the parent's save does not exist, and asking for it is an error.
-A process that ends by `os._exit` or by a signal runs no exit function (`process_end`): its pending save is lost.
+This module runs a function that it is given, and knows threads, forks and the end of the process. The error of a
+pending save is raised by `result` or by the next save, or is logged when the process ends. A forked child has none of
+the parent's threads: there the parent's save does not exist, and using it is an error. A process that ends by
+`os._exit` or by a signal runs no exit functions (`process_end`): its pending save is lost.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PendingSave(Pending[T]):
         self._progress = (0, 0)
 
     def let_go(self) -> None:
-        """Do not wait for it at the end of the process: unless it ends before, it is lost.
+        """Do not wait for it at the end of the process. If it has not ended by then, it is lost.
 
         Raises:
             ArgumentError: this process was forked from the one that saves.
@@ -77,13 +77,13 @@ class PendingSave(Pending[T]):
         return self._progress
 
     def has_ended(self, timeout: float) -> bool:
-        """Wait for the end at most so many seconds; whether it has come. Its error stays unseen."""
+        """Wait for the end, at most `timeout` seconds. Returns whether it has ended; its error stays unseen."""
         self._refuse_own_thread()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def unseen_error(self) -> BaseException | None:
-        """The error of a save that has ended, unless somebody has seen it; it counts as seen from now on."""
+        """The error of a save that has ended, unless a caller has seen it; it counts as seen from now on."""
         error = None if self.is_error_seen else Future.exception(self, 0)
         self.is_error_seen = True
         return error
@@ -125,7 +125,7 @@ def start(
 
 
 def finish_previous(timeout: float) -> None:
-    """Wait for the pending save, if there is one, and raise its error unless somebody has seen that already.
+    """Wait for the pending save, if there is one, and raise its error unless a caller has seen it.
 
     Raises:
         ReshardError: it failed, or it has not ended in time.
@@ -147,13 +147,13 @@ def finish_previous(timeout: float) -> None:
     error = previous.unseen_error()
     if error is not None:
         error.add_note(
-            f"(the save of iteration {previous.iteration} failed in the background; this is told at the next save)"
+            f"(the save of iteration {previous.iteration} failed in the background; the next save reports this)"
         )
         raise error
 
 
 def snapshot_pool() -> _core.SnapshotPool:
-    """The memory that snapshots take and give back, kept from save to save."""
+    """The memory of snapshots, kept from save to save."""
     global _pool  # noqa: PLW0603
     with _lock:
         if _pool is None:
@@ -162,7 +162,7 @@ def snapshot_pool() -> _core.SnapshotPool:
 
 
 def _finish_at_exit() -> None:
-    """The last chance: wait for the pending save, and tell of an error that nobody has seen."""
+    """Wait for the pending save at the end of the process, and log an error that no caller has seen."""
     global _pending
     with _lock:
         pending, _pending = _pending, None  # it is called twice in some processes
@@ -180,7 +180,7 @@ def _finish_at_exit() -> None:
 
 
 def _forget_after_fork() -> None:
-    """A child has no thread of its parent's save, must not wait for a lock that died with one, and shares no memory."""
+    """A forked child has no thread of its parent's save: it gets a new lock, no pending save and no pool."""
     global _lock, _pending, _pool  # noqa: PLW0603
     _lock = threading.Lock()
     _pending = None

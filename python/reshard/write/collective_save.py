@@ -1,68 +1,64 @@
-"""Carrying out a planned save, all ranks together: claim, write, seal, publish; then the log and retention.
+"""A save by all ranks of a group: one sequence of steps, which a format of saving completes.
 
-Rank 0 is the coordinator. What fails on one rank travels to the next meeting as a value and is raised on all, so that
-nobody waits for a rank that has already given up, and rank 0 removes what was written.
+    1. every rank reports what it holds; rank 0 checks the reports and answers with a plan
+    2. every rank prepares its files; with `blocking=False` that copies their content, and the rest is done in the
+       background
+    3. the copies of an array on several ranks are compared
+    4. rank 0 claims the root and begins
+    5. every rank writes its files; rank 0 publishes what all have written
+    6. every rank confirms, in a format in which a restart finds the save by a file of each rank
+    7. rank 0 appends to the log; older saves are removed; `after` is called
+
+The error of one rank is sent in place of its next message and is raised on all ranks, so that no rank waits for one
+that has failed. `SaveFormat` is what a format does in each step.
 """
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
 import functools
 import logging
-import os
-import socket
 import time
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from reshard import _core
 from reshard.collective import Collective, capture
-from reshard.errors import ArgumentError, DamagedFileError, GroupError, ReshardError, StorageError
-from reshard.formats import proofs, save_log, state
-from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.small_files import show, write_file_atomically
-from reshard.storage import mounts, protocol
-from reshard.write import pending_rollback, retention
-from reshard.write.arrays import local_arrays
-from reshard.write.iteration import JointProgress, write_descriptions
+from reshard.errors import ArgumentError, GroupError, ReshardError
+from reshard.formats import save_log
+from reshard.storage import mounts
+from reshard.write import background
+from reshard.write.shard_files import shard_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
+    from reshard import _core
+    from reshard.formats.base import Traits
     from reshard.formats.checkpoint2.common import CommonInfo
-    from reshard.formats.manifest import Manifest
     from reshard.formats.save_log import SaveRecord
     from reshard.group import Group
     from reshard.layout import ModelLayout
     from reshard.options import Retention
     from reshard.write.arrays import LocalArray
-    from reshard.write.iteration import IterationPlan
+    from reshard.write.background import PendingSave
     from reshard.write.rank_facts import RankFacts
     from reshard.write.replicas import Copies, Replicas, State
-    from reshard.write.shard_files import ShardFile
+    from reshard.write.shard_files import ShardFileMaker
 
 __all__ = [
-    "Own",
-    "Planned",
+    "FormatOptions",
+    "Published",
+    "RankInput",
+    "SaveFormat",
     "SaveReport",
-    "Share",
-    "Terms",
-    "append_to_log",
-    "carry_out",
+    "SaveTask",
     "log_once",
-    "read_back",
-    "report_of",
+    "save_collectively",
 ]
 
 _log = logging.getLogger("reshard")
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-_LAST_SLEEP_S = 1.0
-_SIGHT_SECONDS = 60.0  # for which a network file system may remember that a folder was not there
 
 
 @dataclass(frozen=True)
@@ -76,10 +72,10 @@ class SaveReport:
         n_files: shard files of all ranks.
         seconds: from the call to the end of the save.
         stall_seconds: how long the caller waited in `save`.
-        durable: whether the iteration survives a loss of power: asked for, and within the file system's means.
-        digest: of its manifest, or of its files' sums: it names this content of the iteration and no other.
-        warnings: what deserves a look.
-        suffix: of Checkpoint 1.0, what the names of its files end in, such as "20_2" or, of a later run, "1-20_2".
+        durable: whether the iteration survives a loss of power: this was requested, and the file system is capable.
+        digest: of the manifest, or of the checksums of the files: it identifies this content of the iteration.
+        warnings: what deserves attention.
+        suffix: of Checkpoint 1.0, the end of the names of its files, such as "20_2" or, of a later run, "1-20_2".
     """
 
     path: str
@@ -95,8 +91,8 @@ class SaveReport:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """How it is saved, the same on all ranks; see the arguments of `save`."""
+class SaveTask:
+    """What is saved where, with the options that every format has; the same on all ranks. See `save`."""
 
     root: Path
     iteration: int
@@ -121,16 +117,48 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Own:
-    """What this rank brings along.
+class FormatOptions:
+    """Options of a save whose meaning depends on the format, the same on all ranks; see the arguments of `save`.
+
+    Only whether there is a `trainable` must be the same: its names may differ.
+    """
+
+    prefix: str | None
+    dedup: bool
+    strict: bool
+    check_replicas: bool
+    sink_size: int | None
+    steps_per_epoch: int | None
+    network: bool
+    trainable: frozenset[str] | None
+    only_strategy: bool
+
+    def by_name(self) -> dict[str, object]:
+        """The options by their names in `save`, to be compared between ranks."""
+        return {
+            "prefix": self.prefix,
+            "dedup": self.dedup,
+            "strict_format": self.strict,
+            "check_replicas": self.check_replicas,
+            "sink_size": self.sink_size,
+            "steps_per_epoch": self.steps_per_epoch,
+            "save_network_params": self.network,
+            "save_trainable_params": self.trainable is not None,
+            "only_save_strategy": self.only_strategy,
+        }
+
+
+@dataclass(frozen=True)
+class RankInput:
+    """What this rank holds.
 
     Attributes:
-        arrays: what it holds, by name.
-        facts: what it tells of them.
-        layout: how they are cut; None: they say it themselves.
-        common: the counters.
-        record: the line of the log, but for what is known at the end.
-        copies: what it holds copies of; and its state.
+        arrays: its arrays, by name.
+        facts: what it reports of them.
+        layout: how they are partitioned; None: the arrays are shards that say it themselves.
+        common: the counters; rank 0's are saved.
+        record: the line of the log, except for what is known at the end; rank 0's is written.
+        copies: its copies of arrays of other ranks, and its state.
     """
 
     arrays: dict[str, LocalArray]
@@ -142,336 +170,318 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What rank 0 decided, how many bytes it makes, and which ranks hold copies of what."""
-
-    plan: IterationPlan
-    n_bytes: int
-    replicas: Replicas
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank contributes.
+class Published:
+    """What rank 0 has published.
 
     Attributes:
-        files: its shard files, or the exception in which making them ended.
-        common: the counters; rank 0's are written.
-        record: the line of the log, but for what is known at the end; rank 0's is written.
-        copies: what this rank holds copies of; and its state.
-        extra: text and arrays of its state files, once copies were compared; None: it has none. Or the exception in
-            which making them ended.
+        path: see `SaveReport`, also for the attributes that follow.
+        n_bytes: see there.
+        n_files: see there.
+        durable: see there.
+        digest: see there.
+        warnings: see there.
+        suffix: see there.
+        generation: the number of the claim.
+        attempt_id: 32 hex digits for the log of saves; None: this save has no line there.
     """
 
-    files: list[ShardFile] | BaseException
-    common: CommonInfo
-    record: SaveRecord
-    copies: Copies
-    extra: State | BaseException = None
-
-
-@dataclass(frozen=True)
-class _WrittenFile:
-    """`_core.Written` of another rank."""
-
+    path: str
     n_bytes: int
-    header_bytes: int
-    header_checksum: int
-    checksums: bytes = field(repr=False)
+    n_files: int
+    durable: bool
+    digest: str
+    warnings: tuple[str, ...]
+    suffix: str | None
+    generation: int
+    attempt_id: str | None
 
 
-def report_of(terms: Terms, summary: dict[str, Any], started: float, stall_seconds: float | None) -> SaveReport:
-    """The report of a save that rank 0 has summed up.
+class SavePlan(Protocol):
+    """What rank 0 answers; each format has a message of its own."""
+
+    @property
+    def replicas(self) -> Replicas:
+        """Which ranks hold copies of what."""
+
+
+class SaveFormat(ABC):
+    """One rank's part of one save in a format. `save_collectively` calls the methods in the order in which they stand.
+
+    Attributes:
+        traits: of the format.
+        report_type: the message of each rank to rank 0.
+        plan_type: the answer of rank 0, a `SavePlan`.
+        begun_type: the message of rank 0 once it has begun.
+        written_type: the message of each rank once its files are on the disk.
+        confirms: whether step 6 takes place.
+    """
+
+    traits: ClassVar[Traits]
+    report_type: ClassVar[Any]
+    plan_type: ClassVar[Any]
+    begun_type: ClassVar[Any]
+    written_type: ClassVar[Any]
+
+    def __init__(self, options: SaveTask, format_options: FormatOptions, channel: Group, own: RankInput) -> None:
+        """Begin one save.
+
+        Args:
+            options: as in every format.
+            format_options: as in this one.
+            channel: the session of the save.
+            own: what this rank holds.
+        """
+        self.options = options
+        self.format_options = format_options
+        self.rank = channel.rank
+        self.world_size = channel.world_size
+        self.own = own
+        self.confirms = False
+
+    @staticmethod
+    @abstractmethod
+    def check_options(options: FormatOptions, model: Mapping[str, object], *, keeps_more: bool) -> None:
+        """Refuse options that the format does not have. Raises ArgumentError.
+
+        Args:
+            options: those of this format and of others.
+            model: what this rank saves, by key.
+            keeps_more: whether iterations beside the newest are kept, see `Retention`.
+        """
+
+    @abstractmethod
+    def report(self) -> Any:
+        """What this rank sends to rank 0."""
+
+    @abstractmethod
+    def check(self, reports: list[Any]) -> Any:
+        """On rank 0: check that what the ranks reported can be saved; writes nothing. Raises ReshardError."""
+
+    @abstractmethod
+    def plan(self, reports: list[Any]) -> Any:
+        """On rank 0: check, and make the plan; writes nothing. Raises ReshardError."""
+
+    @abstractmethod
+    def prepare(self, plan: Any, make: ShardFileMaker) -> None:
+        """Make the files of this rank ready to be written."""
+
+    @abstractmethod
+    def begin(self) -> Any:
+        """On rank 0: claim the root."""
+
+    @abstractmethod
+    def write(self, begun: Any, state: State, progress: _core.Progress | None) -> Any:
+        """Write the files of this rank, and sync them.
+
+        Args:
+            begun: the message of rank 0.
+            state: text and arrays of this rank's state files; None: it has none.
+            progress: called as `progress(done_bytes, total_bytes)`.
+        """
+
+    @abstractmethod
+    def publish(self, written: list[Any], *, durable: bool) -> Published:
+        """On rank 0: publish what all ranks have written.
+
+        Args:
+            written: the messages of the ranks.
+            durable: whether what is published survives a loss of power.
+        """
+
+    def confirm(self) -> None:  # noqa: B027  most formats have no such step
+        """On every rank, if the format `confirms`: from now on a restart may find the save."""
+
+    def confirmed(self) -> tuple[str, ...]:
+        """On rank 0: all ranks have confirmed. Returns warnings."""
+        return ()
+
+    @abstractmethod
+    def withdraw(self, *, is_known: bool) -> None:
+        """The save has failed: leave nothing of it. Never raises.
+
+        Args:
+            is_known: whether all ranks know that it failed. If not, the others may have gone on.
+        """
+
+    @abstractmethod
+    def remove_older(self) -> list[str]:
+        """Remove what is no longer kept, once the save has succeeded. Returns warnings: nothing is raised."""
+
+
+def save_collectively(
+    save: SaveFormat | BaseException,
+    options: SaveTask,
+    channel: Group,
+    *,
+    started: float,
+    blocking: bool,
+    dry_run: bool = False,
+    ready: Callable[[], object] | None = None,
+    progress: _core.Progress | None = None,
+    after: Callable[[SaveReport], list[str]] | None = None,
+) -> SaveReport | PendingSave[SaveReport] | None:
+    """Save; all ranks call this. No rank raises unless nothing is published, except for `GroupError`.
 
     Args:
-        terms: how it was saved.
-        summary: path, bytes, files, durability, digest and warnings, by the names that the report has for them.
-        started: when `save` was called, on the monotonic clock.
-        stall_seconds: how long the caller waited; None: it is waiting.
+        save: this rank's part, or the exception that it met while it was made.
+        options: those of every format.
+        channel: the session of this save.
+        started: when `reshard.save` was called, on the monotonic clock.
+        blocking: whether to wait for the end.
+        dry_run: check without claiming the root or writing.
+        ready: as in `reshard.save`.
+        progress: as in `reshard.save`.
+        after: as in `reshard.save`.
+
+    Returns:
+        The report; with `blocking=False` what waits for it; with `dry_run` None.
+
+    Raises:
+        GroupError: a rank did not answer in time. Nothing is published, unless only the last message was lost.
+        ReshardError: what a rank met.
     """
-    seconds = time.monotonic() - started
-    return SaveReport(
-        **{**summary, "warnings": tuple(summary["warnings"])},
-        iteration=terms.iteration,
-        seconds=seconds,
-        stall_seconds=seconds if stall_seconds is None else stall_seconds,
-    )
+    ranks = Collective(channel, options.timeout)
+    if isinstance(save, BaseException):
+        ranks.combine(save, None)  # raises it, and an error on the other ranks
+        raise save
+    report = capture(save.report)
+    if dry_run:
+        ranks.combine(report, functools.partial(_check, save), save.report_type, None)
+        return None
+    plan = ranks.combine(report, save.plan, save.report_type, save.plan_type)
+    save.own.copies.replicas = plan.replicas
+    make = functools.partial(shard_file, threads=options.threads, blocking=blocking, ready=ready)
+    error = capture(lambda: save.prepare(plan, make))
+    if not blocking and ready is None:
+        save.own.copies.freeze(ranks.rank)
+    finish = functools.partial(_finish, save, error, ranks, started=started, after=after)
+    if blocking:
+        return finish(progress=progress)
+    finish = functools.partial(finish, stall_seconds=time.monotonic() - started)
+    return background.start(options.iteration, finish, progress, exit_seconds=options.timeout)
 
 
-def carry_out(
-    terms: Terms,
-    channel: Group,
-    share: Share,
-    planned: Planned | None,
+def _check(save: SaveFormat, reports: list[Any]) -> None:
+    save.check(reports)
+
+
+def _finish(
+    save: SaveFormat,
+    error: BaseException | None,
+    ranks: Collective,
     *,
     started: float,
     stall_seconds: float | None = None,
     progress: _core.Progress | None = None,
     after: Callable[[SaveReport], list[str]] | None = None,
 ) -> SaveReport:
-    """Save what was planned. All ranks call this; none raises unless nothing is published, but see `GroupError`.
+    """Steps 3 to 7.
 
     Args:
-        terms: how.
-        channel: the session of this save.
-        share: what this rank contributes.
-        planned: rank 0's plan; None on the others.
-        started: when `save` was called, on the monotonic clock.
+        save: this rank's part.
+        error: what this rank met in step 2; the other ranks do not know of it.
+        ranks: all ranks of the save.
+        started: when `reshard.save` was called, on the monotonic clock.
         stall_seconds: how long the caller waited; None: it is waiting.
-        progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes.
-        after: as in `save`.
-
-    Raises:
-        GroupError: a rank did not answer in time. Nothing is published, unless only rank 0's last word was lost.
-        ReshardError: whatever a rank met.
+        progress: as in `reshard.save`.
+        after: as in `reshard.save`.
     """
-    coordinator = None if planned is None else _Coordinator(terms, share, planned, channel.world_size)
-    ranks = Collective(channel, terms.timeout)
-    is_heard = True
-    # Before the root is touched: what differs is not saved.
-    share = replace(share, extra=share.copies.settle(channel, terms.timeout))
-    try:
-        begun = None if coordinator is None else capture(coordinator.begin)
-        staging, is_read_back = ranks.share(begun)[0]
-        own_terms = replace(terms, verify=is_read_back)
-        written = capture(lambda: _write_own(Path(staging), channel.rank, own_terms, share, progress))
-        summary = ranks.combine(written, None if coordinator is None else coordinator.publish)
-    except GroupError as error:
-        if coordinator is None or coordinator.summary is None:
-            raise
-        # It is published, whoever has not heard of it.
-        summary = coordinator.summary
-        summary["warnings"].append(f"not every rank learned that the save succeeded: {error.message}")
-        is_heard = False
-    finally:
-        if coordinator is not None:
-            coordinator.clean_up()
-    report = report_of(terms, summary, started, stall_seconds)
-    if coordinator is not None and coordinator.attempt is not None:
-        report = _aftermath(terms, coordinator.attempt, coordinator.proven, share.record, report)
-    if after is None or not is_heard:
-        return report
-    told = after(report)
-    if told is not None and not (isinstance(told, list | tuple) and all(isinstance(text, str) for text in told)):
-        raise ArgumentError(
-            f"iteration {terms.iteration} is saved, but `after` returned a {type(told).__name__}, expected a list of "
-            "texts that become warnings of the report"
-        )
-    return replace(report, warnings=(*report.warnings, *(told or ())))
+    options = save.options
+    state = save.own.copies.settle(ranks.channel, options.timeout)
+    written: object = None
+    published: Published | None = None  # on rank 0, once a restart finds the save
 
+    def write() -> Any:
+        for failed in (error, state):
+            if isinstance(failed, BaseException):
+                raise failed
+        return save.write(begun, state, progress)  # type: ignore[arg-type]
 
-# -- every rank
-
-
-def _write_own(
-    staging: Path, rank: int, terms: Terms, share: Share, progress: _core.Progress | None
-) -> list[tuple[str, int, int, int, str]]:
-    """Write this rank's files; what rank 0 must know of each that has sums, the arrays beside its state among them."""
-    if isinstance(share.files, BaseException):
-        raise share.files
-    if isinstance(share.extra, BaseException):
-        raise share.extra
-    if not share.files and share.extra is None:
-        return []
-    # Not as long as rank 0 waits for this rank: it is to hear the reason.
-    _wait_for(staging, min(_SIGHT_SECONDS, terms.timeout / 2))
-    joint = JointProgress(progress, sum(file.n_bytes for file in share.files))
-    rows = []
-    for file in share.files:
-        path = str(staging / file.name)
-        written = file.write(path, durable=terms.durable, mode=terms.file_mode, progress=joint.of_file(file.n_bytes))
-        rows.append(_row(path, written, terms))
-    if share.extra is not None:
-        text, arrays = share.extra
-        if arrays:
-            path = str(staging / state.arrays_file_name(rank))
-            own = [
-                (array.name, array.dtype, array.shape, array.buffer()) for array in local_arrays(arrays, None).values()
-            ]
-            rows.append(_row(path, _core.write_arrays(path, own, durable=terms.durable, mode=terms.file_mode), terms))
-        write_file_atomically(staging / state.file_name(rank), text, terms.file_mode, durable=terms.durable)
-    return rows
-
-
-def _row(path: str, written: _core.Written, terms: Terms) -> tuple[str, int, int, int, str]:
-    """What rank 0 must know of a file that is written, read back if that is asked for."""
-    if terms.verify:
-        read_back(path, written, terms.threads)
-    checksums = base64.b64encode(written.checksums).decode()
-    return Path(path).name, written.n_bytes, written.header_bytes, written.header_checksum, checksums
-
-
-def read_back(path: str, written: _core.Written, threads: int | None) -> None:
-    """Read a file past the page cache. Raises DamagedFileError: it is not what was written."""
-    damaged = _core.scrub(path, written.n_bytes, written.checksums, threads=threads)
-    if damaged:
-        first, end = damaged[0]
-        raise DamagedFileError(
-            f"{show(path)}: bytes {first} to {end}, read back, are not what was written",
-            path=path,
-            hint="the disk or the memory fails: save elsewhere",
-        )
-
-
-def _wait_for(staging: Path, timeout: float) -> None:
-    """Wait until the folder that rank 0 made is seen here: a network file system may remember that it was not there."""
-    deadline, sleep_s = time.monotonic() + timeout, 0.001
-    while True:
-        try:
-            os.close(os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        except FileNotFoundError:
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"{staging}, which rank 0 made, did not appear on {socket.gethostname()} within {timeout:g} s",
-                    path=str(staging),
-                    hint="is the checkpoint root on a file system that all hosts share?",
-                ) from None
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, _LAST_SLEEP_S)
-        except OSError as error:
-            raise StorageError(f"opening {staging}: {error.strerror}", path=str(staging), errno=error.errno) from None
-        else:
-            return
-
-
-# -- rank 0
-
-
-class _Coordinator:
-    """Rank 0's side of one attempt."""
-
-    def __init__(self, terms: Terms, share: Share, planned: Planned, world_size: int) -> None:
-        self.terms = terms
-        self.common = share.common
-        self.metrics = share.record.metrics
-        self.planned = planned
-        self.world_size = world_size
-        self.resumed = pending_rollback.get(terms.root)
-        self.attempt: protocol.Attempt | None = None
-        self.is_read_back = terms.verify
-        self.proven: Manifest | None = None  # once it is published, if it was read back
-        self.summary: dict[str, Any] | None = None  # once it is published
-
-    def begin(self) -> tuple[str, bool]:
-        """Claim the root and make the staging folder; its path, and whether what is written is to be read back."""
-        terms = self.terms
-        self.attempt = protocol.begin(
-            terms.root,
-            terms.iteration,
-            planned_bytes=self.planned.n_bytes,
-            durable=terms.durable,
-            rollback=terms.rollback or self.resumed is not None,
-            takeover=terms.takeover,
-            folder_mode=terms.folder_mode,
-        )
-        if terms.retention is not None and not terms.verify:
-            self.is_read_back = retention.must_read_back(terms.root, terms.iteration, terms.retention.keep)
-        return str(self.attempt.staging), self.is_read_back
-
-    def publish(self, reports: list[Any]) -> dict[str, Any]:
-        """Describe, seal and publish what the ranks have written."""
-        terms, plan = self.terms, self.planned.plan
-        assert self.attempt is not None
-        shards: dict[str, tuple[Any, int]] = {}
-        for rank, rows in enumerate(reports):
-            for name, n_bytes, header_bytes, header_checksum, checksums in rows:
-                shards[name] = (_WrittenFile(n_bytes, header_bytes, header_checksum, base64.b64decode(checksums)), rank)
-        planned = {file.name: file.rank for file in plan.files}
-        told = {name: rank for name, (_, rank) in shards.items() if name != state.arrays_file_name(rank)}
-        if told != planned:
-            raise ReshardError(f"the ranks wrote {sorted(shards)}, planned were {sorted(planned)}")
-        staging = self.attempt.staging
-        write_descriptions(plan, staging, mode=terms.file_mode, durable=terms.durable)
-        self.common.write(staging / checkpoint2.COMMON_FILE, terms.file_mode, durable=terms.durable)
-        manifest = protocol.seal(
-            self.attempt,
-            shards,
-            world_size=self.world_size,
-            passed_over=() if self.resumed is None else self.resumed.passed_over,
-            ckpt_status=self.common.ckpt_status,
-            metrics=self.metrics,
-            file_mode=terms.file_mode,
-        )
-        warnings = list(plan.warnings)
-        volatile = mounts.volatile(terms.root) if terms.durable else None
+    def publish(messages: list[Any]) -> Published:
+        nonlocal published
+        volatile = mounts.volatile(options.root) if options.durable else None
+        done = save.publish(messages, durable=options.durable and volatile is None)
         if volatile is not None:
-            warnings.append(f"{terms.root} lies on {volatile}, which forgets everything when the power is lost")
-        warnings += protocol.publish(self.attempt, manifest)
-        if self.resumed is not None:
-            pending_rollback.forget(terms.root)
-        self.proven = manifest if self.is_read_back else None
-        self.summary = {
-            "path": str(terms.root / checkpoint2.iteration_folder_name(terms.iteration)),
-            "n_bytes": manifest.n_bytes,
-            "n_files": len(planned),
-            "durable": terms.durable and volatile is None,
-            "digest": manifest.digest,
-            "warnings": warnings,
-        }
-        return self.summary
+            warning = f"{options.root} is on {volatile}, which is volatile: its content is lost with the power"
+            done = replace(done, warnings=(*done.warnings, warning))
+        if not save.confirms:
+            published = done
+        return done
 
-    def clean_up(self) -> None:
-        """Leave no debris of an attempt that was not published."""
-        if self.attempt is not None and self.summary is None:
-            protocol.abandon(self.attempt)
+    def confirmed(_: list[None]) -> tuple[str, ...]:
+        nonlocal published
+        warnings = save.confirmed()
+        published = replace(result, warnings=(*result.warnings, *warnings))
+        return warnings
 
-
-def _aftermath(
-    terms: Terms, attempt: protocol.Attempt, proven: Manifest | None, record: SaveRecord, report: SaveReport
-) -> SaveReport:
-    """The log and retention. The save has succeeded: what fails here is a warning.
-
-    Args:
-        terms: how it was saved.
-        attempt: the one that was published.
-        proven: its manifest, if its files were read back.
-        record: the line of the log, but for what is known at the end.
-        report: what is told of the save.
-    """
-    warnings = append_to_log(terms, record, report, attempt.epoch, attempt.id)
-    if proven is not None:
-        try:
-            proofs.write(attempt.folder, proven, proofs.state_of(attempt.folder, proven), None)
-        except ReshardError as error:
-            warnings.append(f"that the save was read back is not recorded: {error.message}")
-    if terms.retention is not None:
-        try:
-            removed = retention.apply(
-                terms.root,
-                terms.retention,
-                durable=terms.durable,
-                verify=False,
-                verified=() if proven is None else (proven.digest,),
-            )
-            warnings += removed.warnings
-        except (ReshardError, OSError) as error:
-            warnings.append(f"older iterations are not removed: {error}")
-            _log.warning("%s: %s", terms.root, error)
-    return replace(report, warnings=(*report.warnings, *warnings))
+    is_heard = True
+    try:
+        begun = ranks.first(save.begin, save.begun_type)
+        written = capture(write)
+        result = ranks.combine(written, publish, save.written_type, Published)
+        if save.confirms:
+            done = capture(save.confirm)
+            more = ranks.combine(done, confirmed, None, tuple[str, ...])
+            result = replace(result, warnings=(*result.warnings, *more))
+    except BaseException as failure:
+        if not isinstance(failure, GroupError) or published is None:
+            is_known = isinstance(failure, ReshardError) and not isinstance(failure, GroupError)
+            save.withdraw(is_known=is_known or isinstance(written, BaseException))
+            raise
+        # It is published, although not every rank was told.
+        warning = f"not every rank learned that the save succeeded: {failure.message}"
+        result, is_heard = replace(published, warnings=(*published.warnings, warning)), False
+    report = _report_of(options, result, started, stall_seconds)
+    warnings = _append_to_log(save, result, report) if ranks.rank == 0 else []
+    warnings += save.remove_older()
+    report = replace(report, warnings=(*report.warnings, *warnings))
+    if ranks.rank == 0:
+        for warning in report.warnings:
+            log_once(warning)
+    return report if after is None or not is_heard else _call_after(after, report)
 
 
-def append_to_log(terms: Terms, record: SaveRecord, report: SaveReport, epoch: int, attempt: str) -> list[str]:
-    """A line in the log of saves, and what the report warns of in that of the program; what failed."""
-    warnings: list[str] = []
+def _report_of(options: SaveTask, published: Published, started: float, stall_seconds: float | None) -> SaveReport:
+    seconds = time.monotonic() - started
+    known = asdict(published)
+    del known["generation"], known["attempt_id"]
+    stall_seconds = seconds if stall_seconds is None else stall_seconds
+    return SaveReport(iteration=options.iteration, seconds=seconds, stall_seconds=stall_seconds, **known)
+
+
+def _append_to_log(save: SaveFormat, published: Published, report: SaveReport) -> list[str]:
+    """A line in the log of saves. Returns warnings."""
+    options = save.options
+    if published.attempt_id is None:
+        return []
     try:
         line = replace(
-            record,
+            save.own.record,
             saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             wall_s=round(report.seconds, 3),
             stall_s=round(report.stall_seconds, 3),
             n_bytes=report.n_bytes,
-            epoch=epoch,
-            attempt=attempt,
+            epoch=published.generation,
+            attempt=published.attempt_id,
         )
-        save_log.append(terms.root, line, durable=terms.durable, mode=terms.file_mode)
+        save_log.append(options.root, line, durable=options.durable, mode=options.file_mode)
     except (ReshardError, OSError) as error:
-        warnings.append(f"the save is not in the log: {error}")
-    for warning in (*report.warnings, *warnings):
-        log_once(warning)
-    return warnings
+        return [f"the save is not in the log: {error}"]
+    return []
+
+
+def _call_after(after: Callable[[SaveReport], list[str]], report: SaveReport) -> SaveReport:
+    warnings = after(report)
+    is_list = isinstance(warnings, list | tuple) and all(isinstance(text, str) for text in warnings)
+    if warnings is not None and not is_list:
+        raise ArgumentError(
+            f"iteration {report.iteration} is saved, but `after` returned a {type(warnings).__name__}, expected a list "
+            "of texts that become warnings of the report"
+        )
+    return replace(report, warnings=(*report.warnings, *(warnings or ())))
 
 
 @functools.lru_cache(maxsize=1024)
 def log_once(warning: str) -> None:
-    """What is said of a layout or a disk at every save needs to be read once; every report has it."""
+    """Log a warning of a report the first time that it is given: a layout or a disk causes it at every save."""
     _log.warning("save: %s", warning)

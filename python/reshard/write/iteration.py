@@ -1,8 +1,8 @@
-"""What goes into which file of a Checkpoint 2.0 iteration: planned once, then carried out by `save` and by `convert`.
+"""The files of a Checkpoint 2.0 iteration and their content, planned for `save` and for `convert`.
 
-A plan says which rank writes which arrays into which file of which name, and how `metadata.json` and, where that one
-has no words, `tiles.json` describe them. It is made from dtypes, global shapes and either a bound layout or the boxes
-that ranks hold. Where the arrays' bytes come from, and how folders are published, is not known here.
+A plan says which rank writes which arrays into which file, and how `metadata.json` describes them; `tiles.json`
+describes those that it cannot express. A plan follows from dtypes, global shapes and either a bound layout or the boxes
+that ranks hold. It knows neither the bytes of the arrays nor how folders are published.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Box",
+    "FileContent",
     "IterationPlan",
     "JointProgress",
-    "RankFile",
     "WholeTensor",
     "describe_cut",
-    "file_order",
     "plan_boxes",
     "plan_layout",
     "write_descriptions",
@@ -47,7 +46,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """What is known of a tensor before it is cut.
+    """What is known of a tensor before it is partitioned.
 
     Attributes:
         dtype: its safetensors name.
@@ -61,13 +60,13 @@ class WholeTensor:
 
 
 @dataclass(frozen=True)
-class RankFile:
+class FileContent:
     """One shard file to be.
 
     Attributes:
         name: its name.
         rank: the rank that writes it.
-        arrays: names of the arrays in it, in the order in which they lie.
+        arrays: names of the arrays in it, in the order in which they are stored.
     """
 
     name: str
@@ -85,13 +84,13 @@ class IterationPlan:
         world: the mesh it describes them on.
         assigned: the files, as metadata.json needs them.
         prefix: first part of the names of the files.
-        tiles: the content of tiles.json; None where there is nothing to tell.
+        tiles: the content of tiles.json; None where metadata.json describes everything.
         holders: by array name, the groups of ranks whose copies hold the same bytes.
         not_expressible: tensors that are only in tiles.json, with the reason.
         warnings: what deserves a look.
     """
 
-    files: tuple[RankFile, ...]
+    files: tuple[FileContent, ...]
     records: tuple[TensorRecord, ...]
     world: World
     assigned: FilePlan
@@ -111,7 +110,7 @@ def plan_layout(
     strict: bool = False,
     mapping: Mapping[str, Any] | None = None,
 ) -> IterationPlan:
-    """Plan tensors that are cut by a layout.
+    """Plan tensors that a layout partitions.
 
     Args:
         tensors: those that are written, by key; the layout may be bound to more.
@@ -172,7 +171,7 @@ def plan_boxes(
     dedup: bool = True,
     strict: bool = False,
 ) -> IterationPlan:
-    """Plan tensors of which each rank holds a box, by no layout. What every rank holds whole, metadata.json describes.
+    """Plan tensors of which each rank holds a box, without a layout. metadata.json describes those that are whole.
 
     Args:
         tensors: those that are written, by key.
@@ -220,14 +219,14 @@ def plan_boxes(
                 stored = tiles.StoredArray(file.name, key, shape, own)
                 builder.add(key, tensors[key].dtype, tensors[key].shape, stored)
     content = builder.build() if len(builder) else None
-    _prove(content)
+    _check_coverage(content)
     warnings = _inexpressible(reasons, strict=strict)
     described = tuple(record for record in records if record.key not in reasons)
     return IterationPlan(files, described, world, assigned, prefix, content, _holders(shards), reasons, warnings)
 
 
 def write_descriptions(plan: IterationPlan, folder: Path, *, mode: int, durable: bool) -> None:
-    """Write metadata.json, and tiles.json if there is something to tell in it.
+    """Write metadata.json, and tiles.json where the plan has one.
 
     Raises:
         StorageError: the system failed.
@@ -245,25 +244,22 @@ def write_descriptions(plan: IterationPlan, folder: Path, *, mode: int, durable:
         tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=durable)
 
 
-def file_order(arrays: Collection[str], dtype_of: Mapping[str, str]) -> tuple[str, ...]:
-    """The order of arrays in a file: wide elements first, as safetensors has it, so that every tensor begins on a
-    multiple of its element.
-
-    Example:
-        >>> file_order(["a", "b", "c"], {"a": "U8", "b": "F32", "c": "F32"})
-        ('b', 'c', 'a')
-    """  # noqa: D205  the reason belongs to the sentence
-    return tuple(sorted(arrays, key=lambda name: (-dtypes.bits(dtype_of[name]), name)))
-
-
 def describe_cut(
     builder: tiles.Builder,
     bound: BoundLayout,
     tensors: Mapping[str, WholeTensor],
-    file: RankFile,
+    file: FileContent,
     described: Collection[str],
 ) -> None:
-    """Tell tiles.json of the arrays in a file that hold a part of a key in `described`."""
+    """Add the arrays of a file that hold a part of a key in `described` to tiles.json.
+
+    Args:
+        builder: makes tiles.json.
+        bound: the layout, bound to the tensors.
+        tensors: the tensors that are written, by key.
+        file: the content of the file.
+        described: the keys that tiles.json describes.
+    """
     members = {join.name: join.keys for join in bound.joins}
     for array in file.arrays:
         keys = [key for key in members.get(array, (array,)) if key in described]
@@ -280,7 +276,7 @@ def describe_cut(
             for key, tile in tiles_of_all:
                 by_key[key].append(tile)
         for key, own in by_key.items():
-            # Flattened blocks that share an uncut block are cut at different places of it.
+            # Flattened blocks that share a block which is not split may overlap in it.
             overlapping = bool(bound.specs[key].flat)
             stored = tiles.StoredArray(file.name, array, shape, tuple(own))
             builder.add(key, tensors[key].dtype, tensors[key].shape, stored, overlapping=overlapping)
@@ -295,7 +291,7 @@ class JointProgress:
         self._before = 0
 
     def of_file(self, n_bytes: int) -> Callable[[int, int], object] | None:
-        """The callback for the next file."""
+        """The callback for the next file, which has so many bytes."""
         start, call = self._before, self._call
         self._before += n_bytes
         return None if call is None else lambda done, _: call(start + done, self._total_bytes)
@@ -346,7 +342,7 @@ def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> li
 
 
 def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ...]:
-    """The one warning for tensors that the original will not see, or the error. Who carries out the plan logs it."""
+    """The warning for tensors that MindSpore Transformers will not read, or the error."""
     if not reasons:
         return ()
     key, reason = next(iter(reasons.items()))
@@ -362,8 +358,15 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
     return (text,)
 
 
-def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[RankFile, ...]:
-    return tuple(RankFile(file.name(prefix), file.rank, file_order(file.keys, dtype_of)) for file in assigned.files)
+def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[FileContent, ...]:
+    return tuple(
+        FileContent(
+            file.name(prefix),
+            file.rank,
+            tuple(sorted(file.keys, key=lambda name: dtypes.file_order(name, dtype_of[name]))),
+        )
+        for file in assigned.files
+    )
 
 
 def _holders(shards: Iterable[Shard]) -> dict[str, list[tuple[int, ...]]]:
@@ -385,8 +388,8 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _prove(content: tiles.TilesFile | None) -> None:
-    """Prove that what the boxes store covers every tensor: the same proof that a reader will ask for."""
+def _check_coverage(content: tiles.TilesFile | None) -> None:
+    """Check that the boxes cover every tensor and do not overlap, as a reader does."""
     if content is None:
         return
     index = _core.Index()

@@ -1,8 +1,8 @@
-"""What each rank tells of its arrays, and the plan of an iteration that follows from what all of them told.
+"""What each rank reports of its arrays, and the plan of an iteration that follows from the reports of all ranks.
 
-The facts of a rank are one JSON value: names, dtypes and shapes, never contents. Rank 0 gathers them, finds the global
-shapes (told, or by the layout read backwards), proves that every rank has what it should, and plans. Everything here is
-pure; where ranks disagree, the error names the key and the ranks.
+The facts of a rank are a message: names, dtypes and shapes, never contents. Rank 0 gathers them, finds the global
+shapes (given, or computed from local shapes by the layout), checks that every rank has the arrays that it should have,
+and plans. All functions are pure. Where ranks disagree, the error names the key and the ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, LayoutError, MismatchError
+from reshard.formats.checkpoint2.names import Part  # noqa: TC001  messages are decoded by their type hints
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
 from reshard.layout.resolve import is_counter
 from reshard.layout.strategy import box_of
@@ -25,7 +27,6 @@ from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from reshard.formats.checkpoint2.names import Part
     from reshard.layout import ModelLayout
     from reshard.layout.strategy import Strategy
     from reshard.write.arrays import LocalArray
@@ -39,6 +40,7 @@ __all__ = [
     "check_state",
     "facts_of",
     "plan_iteration",
+    "plan_key",
     "planned_bytes",
 ]
 
@@ -46,18 +48,19 @@ Shape = tuple[int, ...]
 T = TypeVar("T")
 
 _MAX_NAMED = 3
+_FACT = attrgetter("name", "part", "dtype", "shape", "offset", "may_differ")
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a rank tells of one array.
+    """What a rank reports of one array.
 
     Attributes:
         name: its key, or the name of a join.
         part: "model" or "optimizer".
         dtype: its safetensors name.
         shape: in elements.
-        offset: its first element in the tensor, where a `Shard` told that.
+        offset: its first element in the tensor, where a `Shard` has it.
         may_differ: whether copies of it may differ between ranks.
     """
 
@@ -71,46 +74,23 @@ class Fact:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank tells.
+    """What one rank reports.
 
     Attributes:
         host: the machine; different ones need a folder that they share.
         options: what must be the same on all ranks, by name.
         arrays: its arrays.
-        shapes: the global shapes that it was told.
+        shapes: the global shapes that the caller gave.
         state: a digest of each value of `extra` that all ranks share.
         copies: names of arrays of which it has copies that another rank saves.
     """
 
     host: str
-    options: Mapping[str, object]
+    options: dict[str, Any]
     arrays: tuple[Fact, ...]
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    state: Mapping[str, str] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The facts as a value that ranks can exchange."""
-        rows = [[f.name, f.part, f.dtype, list(f.shape), _listed(f.offset), f.may_differ] for f in self.arrays]
-        shapes = {key: list(shape) for key, shape in self.shapes.items()}
-        return {
-            "host": self.host,
-            "options": dict(self.options),
-            "arrays": rows,
-            "shapes": shapes,
-            "state": dict(self.state),
-            "copies": list(self.copies),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RankFacts:
-        """What `to_json` of a rank gave."""
-        arrays = tuple(
-            Fact(name, part, dtype, tuple(shape), None if offset is None else tuple(offset), may_differ)
-            for name, part, dtype, shape, offset, may_differ in value["arrays"]
-        )
-        shapes = {key: tuple(shape) for key, shape in value["shapes"].items()}
-        return cls(value["host"], value["options"], arrays, shapes, value["state"], tuple(value["copies"]))
 
 
 def facts_of(
@@ -128,21 +108,21 @@ def facts_of(
 
     Args:
         arrays: what it gave.
-        shapes: the global shapes that the caller told.
+        shapes: the global shapes that the caller gave.
         host: the machine.
         options: what must be the same on all ranks.
-        has_layout: whether a layout says where arrays lie; else their shards do.
+        has_layout: whether a layout gives the offsets of arrays; else their shards do.
         may_differ: whether copies of an array may differ between ranks, by its name.
         state: a digest of each value of `extra` that all ranks share.
         copies: names of arrays of which it has copies that another rank saves.
 
     Raises:
-        ArgumentError: an array says too much or too little about where it lies.
-        MismatchError: a shard and `shapes` tell different shapes.
+        ArgumentError: an array has an offset besides a layout, or neither.
+        MismatchError: a shard and `shapes` have different shapes.
     """
     if shapes and not has_layout:
         raise ArgumentError("`shapes` was given without `layout`", hint="give `reshard.Shard(array, shape, offset)`")
-    told = dict(shapes)
+    given = dict(shapes)
     facts = []
     for array in arrays:
         if array.offset is not None and has_layout:
@@ -158,14 +138,14 @@ def facts_of(
                     key=array.name,
                     hint="write `reshard.Shard(array, global_shape, offset)`, or give `layout=`",
                 )
-            if told.setdefault(array.name, array.global_shape) != array.global_shape:
+            if given.setdefault(array.name, array.global_shape) != array.global_shape:
                 raise MismatchError(
-                    f"{show(array.name)} is of shape {told[array.name]} in `shapes`, and {array.global_shape} in its "
+                    f"{show(array.name)} is of shape {given[array.name]} in `shapes`, and {array.global_shape} in its "
                     "shard",
                     key=array.name,
                 )
         facts.append(Fact(array.name, array.part, array.dtype, array.shape, array.offset, may_differ(array.name)))
-    return RankFacts(host, options, tuple(facts), told, state, tuple(copies))
+    return RankFacts(host, dict(options), tuple(facts), given, dict(state), tuple(copies))
 
 
 def plan_iteration(
@@ -175,14 +155,14 @@ def plan_iteration(
 
     Args:
         ranks: the facts of rank 0, 1, 2, ...
-        layout: how the tensors are cut; None: the shards say it, or there is one rank and its arrays are whole.
+        layout: how the tensors are partitioned; None: the shards say it, or one rank holds whole tensors.
         prefix: first part of the names of the shard files.
         dedup: write each shard once instead of once for every rank that holds it.
         strict: refuse a tensor whose layout metadata.json cannot express.
 
     Raises:
-        ArgumentError, LayoutError, MismatchError, CoverageError, UnsupportedError: what the ranks told does not make
-            whole tensors, or they disagree; the message names key and ranks.
+        ArgumentError, LayoutError, MismatchError, CoverageError, UnsupportedError: the arrays of the ranks do not make
+            whole tensors, or the ranks disagree; the message names key and ranks.
 
     Example:
         >>> facts = RankFacts("host", {}, (Fact("w", "model", "F32", (2, 3)),))
@@ -196,17 +176,17 @@ def plan_iteration(
     for name, of_ranks in found.items():
         _check_same(name, {rank: fact.part for rank, fact in of_ranks.items()}, "of the {}")
         _check_same(name, {rank: fact.dtype for rank, fact in of_ranks.items()}, "{}")
-    told: dict[str, tuple[Shape, int]] = {}
+    given: dict[str, tuple[Shape, int]] = {}
     for rank, facts in enumerate(ranks):
         for name, shape in facts.shapes.items():
-            other, first = told.setdefault(name, (shape, rank))
+            other, first = given.setdefault(name, (shape, rank))
             if other != shape:
                 raise MismatchError(
                     f"the global shape of {show(name)} is {other} on rank {first} and {shape} on rank {rank}", key=name
                 )
     # The model's keys first, in the order in which ascending ranks first name them.
     found = dict(sorted(found.items(), key=lambda item: next(iter(item[1].values())).part != "model"))
-    shapes = {name: shape for name, (shape, _) in told.items()}
+    shapes = {name: shape for name, (shape, _) in given.items()}
     if layout is None:
         return _by_boxes(found, shapes, len(ranks), prefix=prefix, dedup=dedup, strict=strict)
     return _by_layout(found, shapes, len(ranks), layout, prefix=prefix, dedup=dedup, strict=strict)
@@ -235,7 +215,7 @@ def _by_boxes(
 
 
 def _by_layout(
-    found: Mapping[str, Mapping[int, Fact]], told: Mapping[str, Shape], n_ranks: int, layout: ModelLayout, *,
+    found: Mapping[str, Mapping[int, Fact]], given: Mapping[str, Shape], n_ranks: int, layout: ModelLayout, *,
     prefix: str | None, dedup: bool, strict: bool,
 ) -> IterationPlan:  # fmt: skip
     ranks = sorted(layout.ranks or range(math.prod(layout.mesh.values())))
@@ -245,11 +225,11 @@ def _by_layout(
             hint="every rank of the layout calls `save`, with what it holds",
         )
     parts: dict[str, Part] = {name: next(iter(of_ranks.values())).part for name, of_ranks in found.items()}
-    told, members = _with_members(layout, found, parts, told)
-    unknown = [key for key in told if key not in found and not any(key in keys for keys in members.values())]
+    given, members = _with_members(layout, found, parts, given)
+    unknown = [key for key in given if key not in found and not any(key in keys for keys in members.values())]
     if unknown:
         some = ", ".join(show(key) for key in unknown[:_MAX_NAMED])
-        raise ArgumentError(f"`shapes` tells of {some}, of which no rank gave an array", key=unknown[0])
+        raise ArgumentError(f"`shapes` has {some}, of which no rank gave an array", key=unknown[0])
     for name, keys in members.items():
         parts |= dict.fromkeys(keys, parts[name])
     optimizer_keys = {key for key, part in parts.items() if part == "optimizer"} - members.keys()
@@ -259,11 +239,11 @@ def _by_layout(
         if name not in members
     }
     if layout.strategy is not None:
-        # A strategy speaks of each tensor by its name, and tells a shape by that of any part.
-        told = {
+        # A strategy lists each tensor by its name, and gives its shape by that of any part.
+        given = {
             name: shape for name, of_ranks in alone.items() if (shape := _shape_by(layout.strategy, name, of_ranks))
-        } | told
-    shapes = global_shapes(layout, alone, told, optimizer_keys)
+        } | given
+    shapes = global_shapes(layout, alone, given, optimizer_keys)
     bound = layout.bind(shapes, optimizer_keys=optimizer_keys)
     layout = layout.settled(shapes)
     check_local_shapes(
@@ -285,50 +265,52 @@ def _shape_by(strategy: Strategy, key: str, local_shapes: Mapping[int, Shape]) -
 
 
 def _with_members(
-    layout: ModelLayout, found: Mapping[str, object], parts: Mapping[str, Part], told: Mapping[str, Shape]
+    layout: ModelLayout, found: Mapping[str, object], parts: Mapping[str, Part], given: Mapping[str, Shape]
 ) -> tuple[dict[str, Shape], dict[str, list[str]]]:
     """The shapes that are known, and the keys of each array that is a join.
 
-    State that is joined has its parameters' shapes, which need not be told once more. Where they are, that says which
-    parameters of the join have state.
+    State that is joined has the shapes of its parameters, which need not be given again. Where they are given, they
+    say which parameters of the join have state.
     """
     joins = {rule.flat.join for rule in layout.rules if rule.flat is not None and rule.flat.join is not None}
-    alone = [key for key in told if key not in found]
-    slots = _slots(joins, found, parts, told) if layout.optimizer.follow else {}
+    alone = [key for key in given if key not in found]
+    slots = _slots(joins, found, parts, given) if layout.optimizer.follow else {}
     states = {
-        name: [state for key in join_members(layout, name[len(slot) :], told) if (state := slot + key) in alone]
+        name: [state for key in join_members(layout, name[len(slot) :], given) if (state := slot + key) in alone]
         for name, slot in slots.items()
     }
     of_states = {state for named in states.values() for state in named}
-    parameters = [key for key in alone if key not in of_states and not is_counter(key, told[key])]
-    shapes = dict(told)
+    parameters = [key for key in alone if key not in of_states and not is_counter(key, given[key])]
+    shapes = dict(given)
     members: dict[str, list[str]] = {}
     for name in found:
         if name in slots:
             slot = slots[name]
             keys = join_members(layout, name[len(slot) :], parameters)
             members[name] = states[name] or [slot + key for key in keys if slot + key not in found]
-            shapes |= {slot + key: told[key] for key in keys if slot + key in members[name] and slot + key not in told}
-        elif name in joins and name not in told:
+            shapes |= {
+                slot + key: given[key] for key in keys if slot + key in members[name] and slot + key not in given
+            }
+        elif name in joins and name not in given:
             members[name] = join_members(layout, name, parameters)
         else:
             continue
         if not members[name]:
             raise ArgumentError(
-                f"{show(name)} is several tensors joined into one array, and it does not tell which",
+                f"{show(name)} is several tensors joined into one array, and it does not say which",
                 key=name,
-                hint="tell the global shape of each of them in `shapes=`",
+                hint="give the global shape of each of them in `shapes=`",
             )
     return shapes, members
 
 
 def _slots(
-    joins: Collection[str], found: Iterable[str], parts: Mapping[str, Part], told: Mapping[str, Shape]
+    joins: Collection[str], found: Iterable[str], parts: Mapping[str, Part], given: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """What stands before the name of the join, its dot included, in that of each array that is joined state."""
+    """The prefix of the name of each array of joined state: what precedes the name of the join, with the dot."""
     slots = {}
     for name in found:
-        if parts[name] == "optimizer" and not (name in joins and name not in told):
+        if parts[name] == "optimizer" and not (name in joins and name not in given):
             fitting = [name[: -len(join)] for join in joins if name.endswith(f".{join}")]
             if fitting:
                 slots[name] = min(fitting, key=len)  # the longest name of a join
@@ -336,7 +318,7 @@ def _slots(
 
 
 class LastMade(Generic[T]):
-    """The last of values that can be made again at any time: a step apart, a run saves the same tensors.
+    """The last value that was made, kept for the next call: a run saves the same tensors again and again.
 
     Example:
         >>> plans = LastMade[list[int]]()
@@ -348,7 +330,7 @@ class LastMade(Generic[T]):
         self._last: tuple[bytes, T] | None = None
 
     def get(self, made_of: object, make: Callable[[], T]) -> T:
-        """The value that is made of this, which is JSON-able; `make` is called if it was something else before."""
+        """The value that follows from `made_of`, a JSON value; `make` is called if the last one was another."""
         key = hashlib.blake2b(json.dumps(made_of).encode()).digest()
         last = self._last
         if last is None or last[0] != key:
@@ -357,7 +339,7 @@ class LastMade(Generic[T]):
 
 
 def check_options(ranks: Sequence[RankFacts]) -> None:
-    """Refuse ranks that do not mean the same save. Raises ArgumentError, which names the option and the ranks."""
+    """Refuse ranks with different options. Raises ArgumentError, which names the option and the ranks."""
     for name, value in ranks[0].options.items():
         for rank, facts in enumerate(ranks):
             other = facts.options.get(name)
@@ -378,7 +360,7 @@ def _check_same(name: str, values: Mapping[int, str], text: str) -> None:
 
 
 def check_state(ranks: Sequence[RankFacts]) -> None:
-    """Refuse values of `extra` that all ranks are to share, and that differ. Raises MismatchError.
+    """Refuse values of `extra` that all ranks share and that differ. Raises MismatchError.
 
     Rank 0's are saved, so it may be the only one that gives a value.
 
@@ -402,12 +384,13 @@ def check_state(ranks: Sequence[RankFacts]) -> None:
                 hint=hint,
             )
         if len(of_name) > 1:
-            told = "; ".join(f"digest {one} on {ranks_named(ranks_with)}" for one, ranks_with in of_name.items())
-            raise MismatchError(f"{show(name)} in `extra` differs between ranks: {told}", key=name, hint=hint)
+            digests = "; ".join(f"digest {one} on {ranks_named(ranks_with)}" for one, ranks_with in of_name.items())
+            raise MismatchError(f"{show(name)} in `extra` differs between ranks: {digests}", key=name, hint=hint)
 
 
-def _listed(numbers: Shape | None) -> list[int] | None:
-    return None if numbers is None else list(numbers)
+def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:
+    """What the plan of a save follows from, as a JSON value: the facts of all ranks without host, options and state."""
+    return [[list(map(_FACT, one.arrays)), one.shapes, one.copies] for one in ranks]
 
 
 def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:

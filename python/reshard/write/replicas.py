@@ -1,15 +1,14 @@
-"""Copies of an array that several ranks hold: compared by their sums before anything is written.
+"""Copies of an array that several ranks hold: compared by their checksums before anything is written.
 
-A layout says which ranks hold the same part of a tensor. That the bytes are the same is checked here: every rank sums
-its copies, and rank 0 compares the sums. Copies that differ are an error on all ranks. Where the caller allows them to
-differ, every rank keeps its own copy in its state, beside what else is rank-local.
+A layout says which ranks hold the same part of a tensor. This module checks that the bytes are the same: every rank
+computes checksums of its copies, and rank 0 compares them. Copies that differ are an error on all ranks. Where the
+caller allows them to differ, every rank keeps its own copy in its state, beside other rank-local state.
 
-What the arrays mean, and how files are written, is not known here.
+This module knows neither what the arrays mean nor how files are written.
 """
 
 from __future__ import annotations
 
-import base64
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -38,7 +37,7 @@ __all__ = ["Copies", "RankLocal", "Replicas", "State", "is_any_of"]
 State: TypeAlias = "tuple[str, Mapping[str, np.ndarray]] | None"
 """Text and arrays of a rank's state files; None: it has none."""
 
-_THREADS = 4  # that sum at the same time, unless the caller says how many
+_THREADS = 4  # that compute checksums, unless the caller gives a number
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Replicas:
 
     @classmethod
     def of(cls, holders: Mapping[str, Sequence[tuple[int, ...]]], ranks: Sequence[RankFacts]) -> Replicas:
-        """The replicas of a plan, and the further copies that ranks have told of.
+        """The replicas of a plan, and the further copies that ranks have reported.
 
         Example:
             >>> from reshard.write.rank_facts import Fact, RankFacts
@@ -103,20 +102,11 @@ class Replicas:
         """The arrays of a rank that others hold copies of, in an order that all ranks know."""
         return [name for names, groups, _ in self.rows if any(rank in group for group in groups) for name in names]
 
-    def to_json(self) -> list[Any]:
-        """The replicas as a value that ranks can exchange."""
-        return [[list(names), [list(group) for group in groups], may] for names, groups, may in self.rows]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Replicas:
-        """What `to_json` gave."""
-        return cls(tuple((tuple(names), tuple(map(tuple, groups)), may) for names, groups, may in value))
-
     def differing(self, sums: Sequence[Mapping[str, int]]) -> list[str]:
         """The arrays whose copies differ, and may.
 
         Args:
-            sums: of each rank's copies, by name.
+            sums: the checksums of the copies of each rank, by name.
 
         Raises:
             MismatchError: others differ; the message names the first of them, the ranks and the sums.
@@ -159,7 +149,7 @@ class Copies:
         is_alone: whether the state is that of Checkpoint 1.0.
         replicas: which ranks hold copies of what, once that is known.
         ready: waits until the arrays have their content; None: they have it.
-        threads: threads that sum.
+        threads: threads that compute checksums.
     """
 
     arrays: dict[str, LocalArray]
@@ -188,7 +178,7 @@ class Copies:
         return cls(arrays | copies, own=None if rank_local is None else rank_local.state, **options)
 
     def freeze(self, rank: int) -> None:
-        """Sum and copy what the caller may change after the call."""
+        """Compute checksums and copy what the caller may change after the call."""
         if self.own:
             text, arrays = state.dump(self.own)
             self.own = state.load(text, {name: array.copy() for name, array in arrays.items()})
@@ -197,7 +187,7 @@ class Copies:
         self.arrays = {name: replace(one, array=one.array.copy()) for name, one in self.arrays.items() if name in may}
 
     def settle(self, channel: Group, timeout: float) -> State | BaseException:
-        """Compare the copies, all ranks together; the state that this rank writes.
+        """Compare the copies of all ranks, and make the state that this rank writes.
 
         Args:
             channel: the session of the save.
@@ -216,17 +206,16 @@ class Copies:
     def _compare(self, channel: Group, timeout: float) -> list[str]:
         """The arrays whose copies differ, and may: decided by rank 0."""
         own = capture(lambda: self._summed(channel.rank)) if self._sums is None else self._sums
-        told: str | dict[str, int] | BaseException = own
-        if not isinstance(own, BaseException):
-            told = base64.b64encode(np.array(list(own.values()), "<u4").tobytes()).decode()
-        differing: list[str] = Collective(channel, timeout).combine(told, self._decide if channel.rank == 0 else None)
-        return differing
+        packed = own if isinstance(own, BaseException) else np.array(list(own.values()), "<u4").tobytes()
+        decide = self._decide if channel.rank == 0 else None
+        return Collective(channel, timeout).combine(packed, decide, bytes, list[str])
 
-    def _decide(self, told: list[str]) -> list[str]:
-        sums = []
-        for rank, one in enumerate(told):
-            numbers = np.frombuffer(base64.b64decode(one), "<u4").tolist()
-            sums.append(dict(zip(self.replicas.names(rank), numbers, strict=True)))
+    def _decide(self, packed: list[bytes]) -> list[str]:
+        """The arrays whose copies differ, given the checksums of each rank's copies, 4 bytes each."""
+        sums = [
+            dict(zip(self.replicas.names(rank), np.frombuffer(one, "<u4").tolist(), strict=True))
+            for rank, one in enumerate(packed)
+        ]
         return self.replicas.differing(sums)
 
     def _summed(self, rank: int) -> dict[str, int]:

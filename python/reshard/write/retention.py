@@ -34,7 +34,7 @@ from reshard import _core
 from reshard.arguments import checked
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import manifest as manifests
-from reshard.formats import proofs, save_log
+from reshard.formats import proofs, save_log, writer_mark
 from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE, TRACKED_FILE
@@ -537,7 +537,7 @@ def _original_fault(folder: Path) -> str | None:
     if missing is not None:
         return f"there is no file {show(missing.name)}"
     index = _core.Index()
-    if "reshard" in (index.file_metadata(index.add_file(str(paths[0]), follow_links=False)) or {}):
+    if writer_mark.is_marked(index, index.add_file(str(paths[0]), follow_links=False)):
         return "it holds shard files of ours, and no manifest"
     return None
 

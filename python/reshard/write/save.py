@@ -1,17 +1,11 @@
-"""Saving a checkpoint: every rank gives the arrays that it holds; the iteration is published completely or not at all.
+"""`reshard.save`: every rank saves its arrays, and all ranks end with one iteration that is published or none.
 
-The ranks exchange messages three times. First each reports its names, dtypes and shapes, and rank 0 answers who writes
-what (`rank_facts`, `iteration`). Then rank 0 claims the root and makes a staging folder, into which each rank writes
-its files. Last each reports the checksums of its files, and rank 0 describes, seals and publishes (`collective_save`,
-`protocol`).
-
-With `blocking=False` a save returns after the first exchange and a snapshot of the arrays; the rest runs in the
-background. This module prepares the contribution of one rank. It does not know how folders are published.
+This module checks the arguments and collects what one rank holds (`RankInput`). The steps of a save by all ranks are in
+`collective_save`; what a format does in each step is in `formats.checkpoint2.save` and `formats.checkpoint1.save`.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import socket
@@ -22,41 +16,37 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
-from reshard import _core
 from reshard.arguments import check, check_given
-from reshard.collective import Collective, capture
+from reshard.collective import capture
 from reshard.errors import ArgumentError
 from reshard.formats import state
-from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
-from reshard.formats.savable import save_traits
+from reshard.formats.savable import save_format
 from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
 from reshard.options import SaveOptions, explains_moved
 from reshard.small_files import show
-from reshard.storage import mounts
 from reshard.write import background
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
-from reshard.write.collective_save import Own, Planned, SaveReport, Share, Terms, carry_out
-from reshard.write.rank_facts import (
-    LastMade,
-    RankFacts,
-    check_options,
-    check_state,
-    facts_of,
-    plan_iteration,
-    planned_bytes,
+from reshard.write.collective_save import (
+    FormatOptions,
+    RankInput,
+    SaveFormat,
+    SaveReport,
+    SaveTask,
+    save_collectively,
 )
-from reshard.write.replicas import Copies, RankLocal, Replicas, is_any_of
-from reshard.write.shard_files import maker
+from reshard.write.rank_facts import facts_of
+from reshard.write.replicas import Copies, RankLocal, is_any_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reshard import _core
     from reshard.layout import ModelLayout
     from reshard.layout.model import LayoutLike
     from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
@@ -65,7 +55,6 @@ if TYPE_CHECKING:
 __all__ = ["PendingSave", "SaveReport", "Shard", "check_save_options", "save"]
 
 _EPOCH = "1970-01-01T00:00:00+00:00"
-_METADATA = {"format": "ms", "reshard": _core.__version__}
 _COMMON_KEYS = tuple(name for name in CommonInfo.__dataclass_fields__ if name != "unknown")
 
 
@@ -235,7 +224,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
     check(rank=rank)
     members = resolve(group, rank)
     channel = session(members, f"save {iteration}"[:200])
-    # An error of one rank's options must reach the others as a value: they are waiting.
+    # The other ranks wait for this one: they must receive the error of its options.
     parsed = capture(
         lambda: SaveOptions.of(
             keep=keep,
@@ -248,8 +237,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         )
     )
     options = parsed if isinstance(parsed, SaveOptions) else SaveOptions()
-    is_compared = options.verify.check_replicas
-    terms = Terms(
+    task = SaveTask(
         root=Path(root),
         iteration=iteration,
         durable=options.commit.durable,
@@ -261,22 +249,12 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         retention=options.retention,
         private=options.commit.private,
     )
-    how = _how(options)
-    agreed = {
-        "format": options.format,
-        "blocking": blocking,
-        "strict_format": options.files.strict_format,
-        "check_replicas": is_compared,
-        **how.agreed(),
-    }
+    format_options = _format_options(options)
+    agreed = {"format": options.format, "blocking": blocking, **format_options.by_name()}
 
-    own_files = False  # whether each rank has files of its own, which hold all that the rank needs
-
-    def prepare() -> Own:
-        nonlocal own_files
+    def prepare() -> SaveFormat:
         if isinstance(parsed, BaseException):
             raise parsed
-        own_files = save_traits(options.format).rank_folders
         check_given(model=model)
         check(
             optimizer=optimizer,
@@ -293,7 +271,9 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         if not dry_run:
             background.finish_previous(timeout)
         checkpoint2.iteration_folder_name(iteration)
+        of = save_format(options.format)
         _check_options(options, model)
+        is_alone = of.traits.rank_folders  # each rank has files of its own, which hold all that the rank needs
         own_layout = None if layout is None else as_layout(layout)
         arrays = local_arrays(model, optimizer)
         if ready is not None:
@@ -302,8 +282,8 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         copies = Copies.of(
             arrays,
             rank_local,
-            extra=_extra(extra, members.rank, copy=not blocking, is_alone=own_files),
-            is_alone=own_files,
+            extra=_extra(extra, members.rank, copy=not blocking, is_alone=is_alone),
+            is_alone=is_alone,
             ready=ready,
             threads=threads,
         )
@@ -312,7 +292,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
             arrays.values(),
             {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
             host=_host(),
-            options=agreed | _agreed(terms, own_layout),
+            options=agreed | _agreed(task, own_layout),
             has_layout=own_layout is not None,
             may_differ=is_any_of(allowed),
             state=_digests(extra) if members.world_size > 1 else {},
@@ -321,61 +301,25 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         counters = _common_info(common, iteration)
         # Made now, so that a metric that is no number is refused before anything is written.
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
-        return Own(arrays, facts, own_layout, counters, record, copies)
+        own = RankInput(arrays, facts, own_layout, counters, record, copies)
+        return of(task, format_options, channel, own)
 
-    # What fails on this rank alone must reach the others as a value: they are waiting.
-    own = capture(prepare)
-    if own_files:
-        if dry_run:
-            checkpoint1.check_ranks(terms, how, channel, own)
-            return None
-        return checkpoint1.save_ranks(
-            terms, how, channel, own, started=started, blocking=blocking, ready=ready, progress=progress, after=after
-        )
-    planned: Planned | None = None
-
-    def decide(told: list[Any]) -> dict[str, Any]:
-        nonlocal planned
-        assert isinstance(own, Own)
-        facts = [RankFacts.from_json(one) for one in told]
-        check_options(facts)
-        check_state(facts)
-        _check_shared(terms.root, facts)
-        planned = _plan(
-            facts,
-            told,
-            own.layout,
-            check_replicas=is_compared,
-            prefix=how.prefix,
-            dedup=how.dedup,
-            strict=options.files.strict_format,
-        )
-        files = [(file.rank, file.name, file.arrays) for file in planned.plan.files]
-        return {"files": files, "replicas": planned.replicas.to_json()}
-
-    brought = own.facts.to_json() if isinstance(own, Own) else own
-    answer = Collective(channel, timeout).combine(brought, decide)
-    assert isinstance(own, Own)
-    if dry_run:
-        return None
-    own.copies.replicas = Replicas.from_json(answer["replicas"])
-    arrays_of = {name: [own.arrays[one] for one in names] for of, name, names in answer["files"] if of == members.rank}
-    make = maker(_METADATA, threads, blocking=blocking, ready=ready)
-    shard_files = capture(lambda: [make(name, arrays) for name, arrays in arrays_of.items()])
-    if not blocking and ready is None:
-        own.copies.freeze(members.rank)
-    share = Share(shard_files, own.common, own.record, own.copies)
-    if blocking:
-        return carry_out(terms, channel, share, planned, started=started, progress=progress, after=after)
-    stall_seconds = time.monotonic() - started
-    work = functools.partial(
-        carry_out, terms, channel, share, planned, started=started, stall_seconds=stall_seconds, after=after
+    # The other ranks wait for this one: they must receive its error.
+    return save_collectively(
+        capture(prepare),
+        task,
+        channel,
+        started=started,
+        blocking=blocking,
+        dry_run=dry_run,
+        ready=ready,
+        progress=progress,
+        after=after,
     )
-    return background.start(iteration, work, progress, exit_seconds=timeout)
 
 
 def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
-    """Refuse an array that had to be copied: `ready` has not been called, so the copy has no content."""
+    """Refuse an array that was copied to make it readable: before `ready` it does not have its content."""
     one: Any = given.array if isinstance(given, Shard) else given
     place = one.data_ptr() if callable(getattr(one, "data_ptr", None)) else None
     if isinstance(one, np.ndarray):
@@ -388,29 +332,12 @@ def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
         )
 
 
-_plans = LastMade[Planned]()
-
-
-def _plan(
-    facts: Sequence[RankFacts], told: Sequence[Any], layout: ModelLayout | None, *, check_replicas: bool, **options: Any
-) -> Planned:
-    """The plan of this save. It mostly equals that of the last save, which is kept."""
-
-    def make() -> Planned:
-        plan = plan_iteration(facts, layout, **options)
-        replicas = Replicas.of(plan.holders if check_replicas else {}, facts)
-        return Planned(plan, planned_bytes(plan, facts), replicas)
-
-    of_ranks = [[one["arrays"], one["shapes"], one["copies"]] for one in told]
-    return _plans.get([of_ranks, str(layout), check_replicas, options], make)
-
-
-def _agreed(terms: Terms, layout: ModelLayout | None) -> dict[str, object]:
-    """The options that must be the same on all ranks."""
+def _agreed(task: SaveTask, layout: ModelLayout | None) -> dict[str, object]:
+    """Options that must be the same on all ranks."""
     return {
-        "root": os.fspath(terms.root),
-        "iteration": terms.iteration,
-        "durable": terms.durable,
+        "root": os.fspath(task.root),
+        "iteration": task.iteration,
+        "durable": task.durable,
         "layout": None if layout is None else hashlib.blake2b(str(layout).encode()).hexdigest()[:16],
     }
 
@@ -427,36 +354,33 @@ def check_save_options(options: SaveOptions) -> None:
     _check_options(options, None)
 
 
-def _how(options: SaveOptions) -> checkpoint1.How:
+def _format_options(options: SaveOptions) -> FormatOptions:
     own, trained = options.checkpoint1, options.checkpoint1.save_trainable_params
-    return checkpoint1.How(
+    return FormatOptions(
         prefix=options.files.prefix,
         dedup=options.files.dedup is not False,
+        strict=options.files.strict_format,
+        check_replicas=options.verify.check_replicas,
         sink_size=own.sink_size,
         steps_per_epoch=own.steps_per_epoch,
         network=own.save_network_params,
         trainable=None if isinstance(trained, bool) else frozenset([trained] if isinstance(trained, str) else trained),
         only_strategy=own.only_save_strategy,
-        check_replicas=options.verify.check_replicas,
     )
 
 
 def _check_options(options: SaveOptions, model: Mapping[str, object] | None) -> None:
     """Refuse options that do not fit the format or the model; None: the model is not known yet."""
-    how = _how(options)
-    if not save_traits(options.format).rank_folders:
-        checkpoint2.check_prefix(how.prefix)
-        return
-    how.check({} if model is None else model)
+    retention = options.retention
+    save_format(options.format).check_options(
+        _format_options(options),
+        {} if model is None else model,
+        keeps_more=retention is not None and (retention.keep_every is not None or retention.best is not None),
+    )
     if model is not None and options.checkpoint1.save_trainable_params is True:
         raise ArgumentError(
             "`save_trainable_params` is True, and `save` needs the names of the weights that are trained",
             hint='for example `format=Checkpoint1Options(save_trainable_params=["head.weight"])`',
-        )
-    retention = options.retention
-    if retention is not None and (retention.keep_every is not None or retention.best is not None):
-        raise ArgumentError(
-            "`keep_every` and `best` of `Retention` are for Checkpoint 2.0; of 1.0 the newest `keep` are kept"
         )
 
 
@@ -479,9 +403,9 @@ def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: in
 def _extra(
     extra: Mapping[str, object] | None, rank: int, *, copy: bool, is_alone: bool
 ) -> tuple[str, dict[str, np.ndarray]] | None:
-    """This rank's share of `extra`, as it is written: all values on rank 0, only rank-local values on others.
+    """The part of `extra` that this rank writes: rank 0 all of it, the others what is kept for each rank.
 
-    A rank that `is_alone`, whose folder may be all that it will see, writes the shared values too.
+    A rank that `is_alone` has a folder of its own and writes the values that all ranks share, too.
     """
     if not isinstance(extra, Mapping | None):
         raise ArgumentError(f"`extra` is a {type(extra).__name__}, expected a mapping of names to state")
@@ -509,19 +433,9 @@ def _digests(extra: Mapping[str, object] | None) -> dict[str, str]:
 
 
 def _host() -> str:
-    """An identifier of this machine. The name is not enough, as all containers may have the same."""
+    """The identity of this machine: the host name alone may be that of every container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = ""
     return f"{socket.gethostname()} {boot}"
-
-
-def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:
-    hosts = {one.host for one in facts}
-    if len(hosts) > 1 and not mounts.is_shared(root, os.environ.get("SHARED_PATHS")):
-        raise ArgumentError(
-            f"{len(hosts)} hosts save together, and {root} is not on a file system that they are known to share",
-            path=str(root),
-            hint="save to a network file system, or name the folder in the environment variable SHARED_PATHS",
-        )

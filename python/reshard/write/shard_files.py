@@ -1,29 +1,56 @@
-"""This rank's shard files, ready to be written: straight from the caller's memory, or from a copy of it.
+"""Shard files of this rank: prepared, then written, from the caller's memory or from a copy of it; and their records.
 
-A save that waits writes what it was given. One that goes on in the background first takes an image of each file, after
-which the caller may change its arrays. Where the files lie and what they are called is not known here.
+A save that waits writes the arrays of the caller. A save in the background first copies the content of each file; after
+that the caller may change its arrays. Paths and names of files are not known here.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reshard import _core
+from reshard.errors import DamagedFileError
+from reshard.small_files import show
 from reshard.write import background
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy as np
 
+    from reshard.storage.protocol import FileRecord
     from reshard.write.arrays import LocalArray
 
-__all__ = ["ShardFile", "maker"]
+    ShardFileMaker: TypeAlias = Callable[[str, Sequence[LocalArray], Mapping[str, str]], "ShardFile"]
+
+__all__ = ["ShardFile", "ShardFileMaker", "WrittenFile", "read_back", "shard_file", "tensors_of"]
 
 _BUFFERS_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """The record of a shard file that another process has written, as `_core.Written` is that of this one.
+
+    Attributes:
+        n_bytes: its size.
+        header_bytes: size of its header.
+        header_checksum: CRC-32C of its header.
+        checksums: checksums of its chunks.
+    """
+
+    n_bytes: int
+    header_bytes: int
+    header_checksum: int
+    checksums: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, written: FileRecord) -> WrittenFile:
+        """The record of a file as a value that can be sent."""
+        return cls(written.n_bytes, written.header_bytes, written.header_checksum, written.checksums)
 
 
 @dataclass(frozen=True)
@@ -35,50 +62,72 @@ class ShardFile:
     write: Callable[..., _core.Written]
 
 
-def maker(
+def shard_file(
+    name: str,
+    arrays: Sequence[LocalArray],
     metadata: Mapping[str, str],
-    threads: int | None = None,
     *,
+    threads: int | None = None,
     blocking: bool,
     ready: Callable[[], object] | None = None,
-) -> Callable[[str, Sequence[LocalArray]], ShardFile]:
-    """What makes a file of a name and arrays.
+) -> ShardFile:
+    """Prepare a shard file.
 
     Args:
-        metadata: text that stands in the header.
+        name: its name.
+        arrays: the arrays in it, in the order in which they are stored.
+        metadata: the `__metadata__` of its header.
         threads: threads of the copies.
-        blocking: whether the arrays stay as they are until the file is written; else a copy is taken now.
-        ready: waits until the arrays have their content; with it they belong to the save, and nothing is copied.
+        blocking: whether the arrays stay unchanged until the file is written; if not, they are copied now.
+        ready: waits until the arrays have their content. With it the arrays belong to the save and are not copied.
     """
-
-    def straight(name: str, arrays: Sequence[LocalArray]) -> ShardFile:
-        def write(path: str, **options: Any) -> _core.Written:
-            if ready is not None:
-                ready()
-            # Arrays that must be copied to be written are copied here, a file at a time.
-            return _core.write_arrays(
-                path, _tensors(arrays), metadata=metadata, buffers=_buffers(), threads=threads, **options
-            )
-
-        return ShardFile(name, sum(array.n_bytes for array in arrays), write)
-
-    def image(name: str, arrays: Sequence[LocalArray]) -> ShardFile:
-        snapshot = background.snapshot_pool().take(_tensors(arrays), metadata=metadata, threads=threads)
+    if not blocking and ready is None:
+        snapshot = background.snapshot_pool().take(tensors_of(arrays), metadata=metadata, threads=threads)
         return ShardFile(name, snapshot.n_bytes, functools.partial(snapshot.write, threads=threads))
 
-    return straight if blocking or ready is not None else image
+    def write(path: str, **options: Any) -> _core.Written:
+        if ready is not None:
+            ready()
+        # Arrays that must be copied to be written are copied here, a file at a time.
+        return _core.write_arrays(
+            path, tensors_of(arrays), metadata=metadata, buffers=_buffers(), threads=threads, **options
+        )
+
+    return ShardFile(name, sum(array.n_bytes for array in arrays), write)
+
+
+def read_back(path: str, written: _core.Written, threads: int | None) -> None:
+    """Read a file past the page cache.
+
+    Args:
+        path: the file.
+        written: its record.
+        threads: threads that read.
+
+    Raises:
+        DamagedFileError: its content is not what was written.
+    """
+    damaged = _core.scrub(path, written.n_bytes, written.checksums, threads=threads)
+    if damaged:
+        first, end = damaged[0]
+        raise DamagedFileError(
+            f"{show(path)}: bytes {first} to {end}, read back, are not what was written",
+            path=path,
+            hint="the disk or the memory fails: save elsewhere",
+        )
 
 
 _kept = threading.local()
 
 
 def _buffers() -> _core.Buffers:
-    """This thread's buffers, kept from save to save: touching fresh memory costs more than filling it."""
+    """This thread's buffers, kept from save to save: touching new memory costs more than filling it."""
     if not hasattr(_kept, "buffers"):
         _kept.buffers = _core.Buffers(_BUFFERS_BYTES)
     buffers: _core.Buffers = _kept.buffers
     return buffers
 
 
-def _tensors(arrays: Sequence[LocalArray]) -> list[tuple[str, str, tuple[int, ...], np.ndarray]]:
+def tensors_of(arrays: Iterable[LocalArray]) -> list[tuple[str, str, tuple[int, ...], np.ndarray]]:
+    """The arrays as the core writes them."""
     return [(array.name, array.dtype, array.shape, array.buffer()) for array in arrays]

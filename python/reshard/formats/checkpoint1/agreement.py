@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.formats import counter_tensors
 from reshard.words import listed, show
@@ -35,7 +35,7 @@ class FileFacts:
         has_crc: whether it ends with its CRC; None: the format has none.
     """
 
-    counters: Mapping[str, int | float]
+    counters: dict[str, int | float]
     has_crc: bool | None = None
 
     @classmethod
@@ -43,15 +43,6 @@ class FileFacts:
         """The facts of a file with these counters."""
         values = {name: None if common is None else getattr(common, name) for name in counter_tensors.NAMES}
         return cls({name: value for name, value in values.items() if value is not None}, has_crc)
-
-    def to_value(self) -> list[Any]:
-        """As a JSON value, for messages between ranks."""
-        return [dict(self.counters), self.has_crc]
-
-    @classmethod
-    def from_value(cls, value: list[Any]) -> FileFacts:
-        """The inverse of `to_value`."""
-        return cls(value[0], value[1])
 
 
 def faults_of(files: Mapping[int, FileFacts]) -> dict[int, str]:

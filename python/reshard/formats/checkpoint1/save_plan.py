@@ -1,17 +1,16 @@
-"""What a save in Checkpoint 1.0 consists of: names, epoch and step, who keeps which tensor, what goes afterwards.
+"""The plan of a save in Checkpoint 1.0: names, epoch and step, who keeps which tensor, and what is removed afterwards.
 
-One idea holds it together: a name is never used twice. All ranks' files of one save differ in the rank alone, so a
-group of them is of one save or it is incomplete; were a name used again, a crash could leave new files of some ranks
-beside old ones of others. Therefore a run that finds files of its prefix takes the next number `_<k>`, as the original
-does, and one that would write a name again takes the next number, too.
+A name is never used twice. The names of all files of one save differ in the rank alone; if a name were used again, a
+crash could leave new files of some ranks beside old ones of others. So a run that finds files of its prefix takes the
+next number `_<k>`, as MindSpore Transformers does, and so does a run that would write a name again.
 
-Everything here is pure: facts in, a plan out.
+All functions are pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint1.names import FileName, parse_file_name
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_PREFIX",
+    "FolderView",
     "Naming",
-    "RankView",
     "ShardAssignment",
     "assign",
     "check_prefix",
@@ -41,10 +40,10 @@ DEFAULT_PREFIX = "CKP"
 
 @dataclass(frozen=True)
 class Naming:
-    """What the names of a save's files say, but for the rank and the kind.
+    """What the names of the files of a save have in common.
 
     Attributes:
-        prefix: what stands before `_rank_`.
+        prefix: the text before `_rank_`.
         run: number of the run in this root; None: the first.
         epoch: the loop's epoch, of sinks in sink mode.
         step: the step in it.
@@ -65,8 +64,8 @@ class Naming:
 
 
 @dataclass(frozen=True)
-class RankView:
-    """What a rank finds in its own folders before a save.
+class FolderView:
+    """What a rank found in its own folders before a save.
 
     Attributes:
         has_folder: whether its `rank_<r>` is there.
@@ -81,16 +80,6 @@ class RankView:
     has_more: bool = False
     runs: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
-
-    def to_json(self) -> list[Any]:
-        """The view as a value that ranks can exchange."""
-        return [self.has_folder, self.has_meta, self.has_more, list(self.runs), list(self.taken)]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> RankView:
-        """What `to_json` of a rank gave."""
-        has_folder, has_meta, has_more, runs, taken = value
-        return cls(has_folder, has_meta, has_more, tuple(runs), tuple(taken))
 
 
 @dataclass(frozen=True)
@@ -117,21 +106,12 @@ class ShardAssignment:
                 found.update(name for number, name in enumerate(names) if number % len(ranks) != at)
         return found
 
-    def to_json(self) -> list[Any]:
-        """The groups as a value that ranks can exchange."""
-        return [[list(ranks), list(names)] for ranks, names in self.groups]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> ShardAssignment:
-        """What `to_json` gave."""
-        return cls(tuple((tuple(ranks), tuple(names)) for ranks, names in value))
-
 
 def check_prefix(prefix: str | None) -> str:
     """The prefix of the names of files; `CKP` if none is given.
 
     Raises:
-        ArgumentError: it cannot be part of such a name, or the original would find a rank's number in it.
+        ArgumentError: it cannot be part of such a name, or MindSpore Transformers finds a rank's number in it.
 
     Example:
         >>> check_prefix(None), check_prefix("llama2_7b")
@@ -185,24 +165,24 @@ def position(
 
 def view_of(
     files: Iterable[FileName], prefix: str, at: tuple[int, int], *, has_folder: bool, has_meta: bool, has_more: bool
-) -> RankView:
-    """What a rank tells of the files in its folders.
+) -> FolderView:
+    """What a rank reports of the files in its folders.
 
     Args:
         files: of all kinds.
         prefix: of the save to be.
         at: its epoch and step.
-        has_folder: as in `RankView`.
+        has_folder: as in `FolderView`.
         has_meta: as there.
         has_more: as there.
     """
     own = [file for file in files if file.prefix == prefix]
     runs = {file.run or 0 for file in own}
     taken = {file.run or 0 for file in own if (file.epoch, file.step) == at}
-    return RankView(has_folder, has_meta, has_more, tuple(sorted(runs)), tuple(sorted(taken)))
+    return FolderView(has_folder, has_meta, has_more, tuple(sorted(runs)), tuple(sorted(taken)))
 
 
-def run_number(views: Sequence[RankView], current: int | None) -> int:
+def run_number(views: Sequence[FolderView], current: int | None) -> int:
     """The number of the run that a save belongs to; 0 is the first.
 
     Args:
@@ -210,9 +190,9 @@ def run_number(views: Sequence[RankView], current: int | None) -> int:
         current: the number that this run has already; None: it has not saved yet.
 
     Example:
-        >>> run_number([RankView()], None), run_number([RankView(runs=(0, 1)), RankView(runs=(0,))], None)
+        >>> run_number([FolderView()], None), run_number([FolderView(runs=(0, 1)), FolderView(runs=(0,))], None)
         (0, 2)
-        >>> run_number([RankView(runs=(0,))], 0), run_number([RankView(runs=(0,), taken=(0,))], 0)
+        >>> run_number([FolderView(runs=(0,))], 0), run_number([FolderView(runs=(0,), taken=(0,))], 0)
         (0, 1)
     """
     if current is not None and not any(current in view.taken for view in views):
@@ -220,10 +200,10 @@ def run_number(views: Sequence[RankView], current: int | None) -> int:
     return max((run for view in views for run in view.runs), default=-1) + 1
 
 
-def check_world(views: Sequence[RankView], root: str, *, is_shared: bool) -> None:
+def check_world(views: Sequence[FolderView], root: str, *, is_shared: bool) -> None:
     """Refuse to save into a root that holds saves of another number of ranks.
 
-    The original counts the folders of ranks: of a tree with too many or too few it would resume nothing, or the wrong
+    MindSpore Transformers counts the folders of ranks: with too many or too few it would resume nothing or the wrong
     save.
 
     Args:
@@ -250,13 +230,13 @@ def check_world(views: Sequence[RankView], root: str, *, is_shared: bool) -> Non
 
 
 def assign(holders: Mapping[str, Sequence[tuple[int, ...]]], stage_of: Sequence[int]) -> ShardAssignment:
-    """Who keeps what, if every shard is kept once: inside each group of ranks the arrays go round, in order of names.
+    """Who keeps what, if every shard is kept once: each group of ranks takes turns, in the order of names.
 
     Args:
         holders: by array, the groups of ranks whose copies hold the same bytes; only of those that the strategy lists.
-            The original does not look for others elsewhere: they stay with every rank.
-        stage_of: the pipeline stage of each rank: what two stages hold is kept by both, since the original looks for a
-            copy only in the stage.
+            MindSpore Transformers does not read others from other ranks: every rank keeps them.
+        stage_of: the pipeline stage of each rank: what two stages hold is kept by both, since MindSpore
+            Transformers looks for a copy only in the stage.
 
     Example:
         >>> assign({"norm": [(0, 1, 2, 3)], "w": [(0, 2), (1, 3)], "a": [(0, 2), (1, 3)]}, [0, 0, 0, 0]).groups
@@ -277,7 +257,7 @@ def assign(holders: Mapping[str, Sequence[tuple[int, ...]]], stage_of: Sequence[
 def outdated(files: Iterable[FileName], naming: Naming, keep: int | None) -> list[tuple[int, int]]:
     """Epochs and steps of this run that are not kept once the save is complete; the oldest first.
 
-    Earlier runs' files do not count, as with the original.
+    Files of earlier runs do not count, as in MindSpore Transformers.
 
     Args:
         files: those of one rank, before the save.

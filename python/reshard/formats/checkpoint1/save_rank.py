@@ -1,6 +1,6 @@
-"""What one rank does in a Checkpoint 1.0 save: look what is in its folder, write its files, make them count, tidy up.
+"""What one rank does in a Checkpoint 1.0 save: look into its folder, write its files, write `meta.json`, remove files.
 
-Names and who keeps what are decided by `rank_plan`; when each of these steps comes, by `checkpoint1`.
+Names, and who keeps what, are decided by `save_plan`; the order of these steps is that of `save`.
 """
 
 from __future__ import annotations
@@ -23,34 +23,39 @@ from reshard.formats.checkpoint1.names import Meta, rank_folder_name
 from reshard.small_files import show, write_file_atomically
 from reshard.storage import filesystem, protocol
 from reshard.write.arrays import local_arrays
-from reshard.write.collective_save import read_back
 from reshard.write.iteration import JointProgress
+from reshard.write.shard_files import read_back, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from reshard.formats.checkpoint1.names import FileKind, FileName
-    from reshard.formats.checkpoint1.save_plan import Naming, RankView
+    from reshard.formats.checkpoint1.save_plan import FolderView, Naming
     from reshard.formats.checkpoint1.strategies import Strategies
-    from reshard.group import Group
     from reshard.write.arrays import LocalArray
-    from reshard.write.collective_save import Own, Terms
-    from reshard.write.replicas import Copies, State
+    from reshard.write.collective_save import RankInput, SaveTask
+    from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFile
 
-__all__ = ["RankSide", "Row", "arrays_by_kind", "folder_of", "look", "n_bytes_of"]
+__all__ = ["RankSide", "WrittenWeights", "arrays_by_kind", "folder_of", "look", "n_bytes_of"]
 
-_WEIGHTS_MODE = 0o444  # weights are read-only, as the original's are
+_WEIGHTS_MODE = 0o444  # weights are read-only, as those of MindSpore Transformers
 
 _ROOTS: dict[FileKind, str] = {"full": "", "network": "_network", "trainable": "_trainable"}
 
-Row = tuple[str, int, str]
-"""Name, size and digest of a file that was written."""
+
+@dataclass(frozen=True)
+class WrittenWeights:
+    """Name, size and digest of a file of weights that was written."""
+
+    name: str
+    n_bytes: int
+    digest: str
 
 
 def folder_of(root: Path, rank: int, kind: FileKind = "full") -> Path:
-    """Where a rank's files of a kind lie.
+    """The folder of a rank's files of a kind.
 
     Example:
         >>> import pathlib
@@ -60,8 +65,8 @@ def folder_of(root: Path, rank: int, kind: FileKind = "full") -> Path:
     return root.with_name(root.name + _ROOTS[kind]) / rank_folder_name(rank)
 
 
-def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) -> RankView:
-    """What a rank finds in its folders before a save.
+def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) -> FolderView:
+    """Look into the folders of a rank before a save.
 
     Args:
         root: the checkpoint root.
@@ -94,16 +99,16 @@ def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) 
 
 
 def arrays_by_kind(
-    own: Own, naming: Naming, left_out: set[str], *, network: bool, trainable: frozenset[str] | None
+    own: RankInput, naming: Naming, left_out: set[str], *, network: bool, trainable: frozenset[str] | None
 ) -> dict[FileKind, list[LocalArray]]:
-    """What stands in each file of this rank, the one that counts first.
+    """The arrays in each file of this rank; the file of all arrays first.
 
     Args:
-        own: what it brings along. A counter that it gave as a tensor is that; others are made of `own.common`.
-        naming: says the epoch, where `own.common` does not.
+        own: what this rank holds. A counter that it gave as a tensor is kept; others are made of `own.common`.
+        naming: gives the epoch, where `own.common` does not.
         left_out: what another rank keeps.
-        network: whether the weights are saved by themselves.
-        trainable: names of those that are trained, if these are; None: they are not.
+        network: whether the weights are saved a second time by themselves.
+        trainable: names of the weights that are trained, to be saved by themselves; None: they are not.
     """
     common = own.common if own.common.epoch_num is not None else replace(own.common, epoch_num=naming.epoch)
     counters = {name: array for name, array in counter_tensors.arrays_of(common).items() if name not in own.arrays}
@@ -114,9 +119,8 @@ def arrays_by_kind(
         found["network"] = weights
     if trainable is not None:
         found["trainable"] = [array for array in weights if array.name in trainable]
-    # Wide elements first, so that every tensor begins on a multiple of its element.
     return {
-        kind: sorted(of_kind, key=lambda array: (-dtypes.bits(array.dtype), array.name))
+        kind: sorted(of_kind, key=lambda array: dtypes.file_order(array.name, array.dtype))
         for kind, of_kind in found.items()
     }
 
@@ -133,83 +137,87 @@ def n_bytes_of(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
 
 @dataclass(eq=False)
 class RankSide:
-    """One rank's side of one save.
+    """What one rank does with its files in one save.
 
     Attributes:
-        terms: how.
+        options: those of the save.
         rank: this one.
         naming: what files are called.
-        files: its files by kind, ready to be written, or the exception in which making them ended.
-        copies: what it holds copies of; and its state.
-        strategy: what it writes of how tensors are cut; None: nothing.
+        files: its files by kind, ready to be written.
     """
 
-    terms: Terms
+    options: SaveTask
     rank: int
     naming: Naming
-    files: Mapping[FileKind, ShardFile] | BaseException
-    copies: Copies
-    strategy: Strategies | None
+    files: dict[FileKind, ShardFile] = field(default_factory=dict)
     _made: list[Path] = field(default_factory=list)
-    _state: State | BaseException = None
 
     @property
     def file(self) -> FileName:
-        """The file that counts."""
+        """The file from which a restart resumes."""
         return self.naming.file(self.rank)
 
-    def settle(self, channel: Group) -> None:
-        """Compare copies, all ranks together, before anything is written. Raises as `Copies.settle`."""
-        self._state = self.copies.settle(channel, self.terms.timeout)
+    def write(
+        self, state: State, strategy: Strategies | None, *, reads_back: bool, progress: _core.Progress | None
+    ) -> tuple[WrittenWeights, ...]:
+        """Write and sync everything but `meta.json`.
 
-    def write(self, progress: _core.Progress | None) -> list[Row]:
-        """Write everything but `meta.json`, and have it on the disk.
+        Args:
+            state: text and arrays of the state files; None: there are none.
+            strategy: what this rank writes of how tensors are partitioned; None: nothing.
+            reads_back: whether the files are read back.
+            progress: called as `progress(done_bytes, total_bytes)`.
 
         Raises:
-            ReshardError: a name is taken, or the system failed.
+            ReshardError: a file of that name exists, or the system failed.
         """
-        if isinstance(self.files, BaseException):
-            raise self.files
-        if isinstance(self._state, BaseException):
-            raise self._state
+        options = self.options
         joint = JointProgress(progress, sum(file.n_bytes for file in self.files.values()))
-        rows: list[Row] = []
+        written = []
         for kind, file in self.files.items():
-            folder = folder_of(self.terms.root, self.rank, kind)
-            protocol.make_root(folder, self.terms.folder_mode, durable=self.terms.durable)
+            folder = folder_of(options.root, self.rank, kind)
+            protocol.make_root(folder, options.folder_mode, durable=options.durable)
             _sweep(folder, self.file)
-            rows.append(self._write_weights(folder / file.name, file, joint.of_file(file.n_bytes)))
-        if self.files and self._state is not None:
-            self._write_state(*self._state)
-        if self.strategy is not None:
-            self.strategy.write(self.terms.file_mode, self.terms.folder_mode, durable=self.terms.durable)
-        return rows
+            written.append(self._write_weights(folder / file.name, file, joint.of_file(file.n_bytes), reads_back))
+        if self.files and state is not None:
+            self._write_state(*state)
+        if strategy is not None:
+            strategy.write(options.file_mode, options.folder_mode, durable=options.durable)
+        return tuple(written)
 
-    def _write_weights(self, path: Path, file: ShardFile, progress: Callable[[int, int], object] | None) -> Row:
+    def _write_weights(
+        self,
+        path: Path,
+        file: ShardFile,
+        progress: Callable[[int, int], object] | None,
+        reads_back: bool,  # noqa: FBT001
+    ) -> WrittenWeights:
         self._begin(path)
+        options = self.options
         written = file.write(
-            str(path), durable=self.terms.durable, mode=self.terms.file_mode & _WEIGHTS_MODE, progress=progress
+            str(path), durable=options.durable, mode=options.file_mode & _WEIGHTS_MODE, progress=progress
         )
-        if self.terms.verify:
-            read_back(str(path), written, self.terms.threads)
-        told = hashlib.blake2b(
+        if reads_back:
+            read_back(str(path), written, options.threads)
+        digest = hashlib.blake2b(
             written.header_checksum.to_bytes(4, "little") + written.checksums, digest_size=16
         ).hexdigest()
-        return f"{path.parent.parent.name}/{path.parent.name}/{path.name}", written.n_bytes, told
+        name = f"{path.parent.parent.name}/{path.parent.name}/{path.name}"
+        return WrittenWeights(name, written.n_bytes, digest)
 
     def _write_state(self, text: str, arrays: Mapping[str, object]) -> None:
-        folder = folder_of(self.terms.root, self.rank)
+        folder, options = folder_of(self.options.root, self.rank), self.options
         if arrays:
             path = folder / checkpoint1_state.arrays_file_name(self.file)
-            own = [(one.name, one.dtype, one.shape, one.buffer()) for one in local_arrays(arrays, None).values()]
             self._begin(path)
-            _core.write_arrays(str(path), own, durable=self.terms.durable, mode=self.terms.file_mode)
+            tensors = tensors_of(local_arrays(arrays, None).values())
+            _core.write_arrays(str(path), tensors, durable=options.durable, mode=options.file_mode)
         path = folder / checkpoint1_state.file_name(self.file)
         self._begin(path)
-        write_file_atomically(path, text, self.terms.file_mode, durable=self.terms.durable)
+        write_file_atomically(path, text, options.file_mode, durable=options.durable)
 
     def _begin(self, path: Path) -> None:
-        """Refuse a name that is taken: what stands under it is of another save."""
+        """Refuse a name that exists: the file is of another save."""
         filesystem.announce(f"write {path.name}")
         if os.path.lexists(path):
             raise ReshardError(
@@ -220,29 +228,29 @@ class RankSide:
         self._made.append(path)
 
     def withdraw(self) -> None:
-        """Leave nothing of a save that all know to have failed. Never raises."""
+        """Remove the files of a save that has failed on all ranks; not once it is confirmed. Never raises."""
         for path in self._made:
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def make_count(self) -> None:
+    def confirm(self) -> None:
         """Write `meta.json`: a restart may take this save from now on. Raises StorageError."""
+        self._made.clear()  # other ranks may confirm even if this one fails
         filesystem.announce(f"write {checkpoint1.META_FILE} of rank {self.rank}")
-        folder, meta = folder_of(self.terms.root, self.rank), Meta(self.file.epoch, self.file.step, self.file.name)
+        folder, meta = folder_of(self.options.root, self.rank), Meta(self.file.epoch, self.file.step, self.file.name)
         try:
-            checkpoint1.write_meta(folder, meta, self.terms.file_mode, durable=self.terms.durable)
+            checkpoint1.write_meta(folder, meta, self.options.file_mode, durable=self.options.durable)
         except ReshardError as error:
-            # Nothing is taken back: other ranks may have told by now, and the files are whole.
-            error.message = f"all files are written, but it is not told that the save is complete: {error.message}"
+            error.message = f"all files are written, but the save could not be marked as complete: {error.message}"
             raise
 
     def remove(self, outdated: Iterable[tuple[int, int]]) -> list[str]:
-        """Remove this rank's files of older saves; what failed."""
+        """Remove this rank's files of older saves. Returns warnings."""
         warnings = []
         for epoch, step in outdated:
             old = replace(self.naming, epoch=epoch, step=step).file(self.rank)
             for kind in _ROOTS:
-                folder = folder_of(self.terms.root, self.rank, kind)
+                folder = folder_of(self.options.root, self.rank, kind)
                 names = [replace(old, kind=kind).name]
                 if kind == "full":
                     names += [checkpoint1_state.file_name(old), checkpoint1_state.arrays_file_name(old)]
@@ -255,7 +263,7 @@ class RankSide:
 
 
 def _sweep(folder: Path, file: FileName) -> None:
-    """Remove what a writer that was killed has left half-written, under hidden names: the root is ours alone."""
+    """Remove partial files, under hidden names, of a writer that was killed: no other process has a claim."""
     weights = rf"{re.escape(file.prefix)}_rank_{file.rank}[-_].*"
     debris = re.compile(rf"\.(?:{weights}|{re.escape(checkpoint1.META_FILE)}\..*)\.tmp")
     for name in filesystem.names(folder):

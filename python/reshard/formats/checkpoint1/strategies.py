@@ -1,8 +1,8 @@
-"""The strategy files that a Checkpoint 1.0 root needs: without them nobody can put its tensors together again.
+"""The strategy files of a Checkpoint 1.0 root, without which its tensors cannot be put together.
 
-They lie where the original looks for them, in `strategy` beside a root that is called `checkpoint`; beside any other
-root there may be more roots, so there they lie in it. A root has one strategy: what is saved into it later must be cut
-as what is there, or an older save would be put together by a newer one's cuts.
+They are where MindSpore Transformers looks for them: in `strategy` beside a root that is called `checkpoint`. Beside
+any other root there may be more roots, so they are in the root. A root has one strategy: a later save must have the
+same partitions, or an older save would be read with the partitions of a newer one.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Shapes", "Strategies", "make", "strategy_folder"]
 
-Shapes: TypeAlias = "Mapping[str, tuple[tuple[int, ...], bool]]"
+Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], bool]]
 """Of each tensor the global shape, and whether it belongs to the optimizer."""
 
-_ROOT = "checkpoint"  # what the original calls a root
+_ROOT = "checkpoint"  # the name of a root in MindSpore Transformers
 _DEBRIS = re.compile(rf"\.{STRATEGY_FOLDER}\.[0-9a-f]{{16}}\.tmp(\.old\.tmp)?")
 _MAX_NAMED = 3
 _log = logging.getLogger("reshard")
 
 
 def strategy_folder(root: Path) -> Path:
-    """Where the strategy of a root lies.
+    """The folder of the strategy of a root.
 
     Example:
         >>> import pathlib
@@ -66,12 +66,12 @@ def make(layout: ModelLayout, shapes: Shapes, root: Path) -> Strategies:
     """The strategy of what is saved into a root.
 
     Args:
-        layout: how it is cut.
-        shapes: what it consists of.
+        layout: how the tensors are partitioned.
+        shapes: the tensors.
         root: the checkpoint root.
 
     Raises:
-        UnsupportedError: a strategy cannot say how a tensor is cut; the message names it and the reason.
+        UnsupportedError: a strategy cannot express the partition of a tensor; the message names it and the reason.
     """
     tensors = {key: shape for key, (shape, _) in shapes.items()}
     states = [key for key, (_, is_state) in shapes.items() if is_state]
@@ -80,7 +80,7 @@ def make(layout: ModelLayout, shapes: Shapes, root: Path) -> Strategies:
 
 @dataclass(eq=False)
 class Strategies:
-    """How everything that is saved is cut, and where that is written.
+    """The partitions of all tensors that are saved, and the folder of the strategy files.
 
     Attributes:
         folder: where.
@@ -91,7 +91,7 @@ class Strategies:
     folder: Path
     strategy: Strategy
     tensors: Mapping[str, tuple[int, ...]]
-    _written: tuple[int, int] | None = None  # the folder that said the same when it was looked at last
+    _written: tuple[int, int] | None = None  # the folder, when it last had the same content
 
     @property
     def devices_per_stage(self) -> int:
@@ -99,13 +99,13 @@ class Strategies:
         return self.strategy.devices_per_stage
 
     def check_same(self, *, is_used: bool) -> None:
-        """Refuse to save what is cut otherwise than what the root holds.
+        """Refuse tensors with other partitions than those in the root.
 
         Args:
             is_used: whether the root holds saves.
 
         Raises:
-            MismatchError: it is.
+            MismatchError: a tensor has another partition there.
         """
         there = None if self._is_known() else self._there()
         if not is_used or there is None:
@@ -123,7 +123,7 @@ class Strategies:
             )
 
     def write(self, mode: int, folder_mode: int, *, durable: bool) -> None:
-        """Write a file for each rank, unless the same is there.
+        """Write a file for each rank, unless the folder has the same content.
 
         Raises:
             StorageError: the system failed; what was there is as it was, or already the new.
@@ -184,7 +184,7 @@ class Strategies:
             filesystem.rename(old, new)
 
     def _there(self) -> Strategy | None:
-        """What lies in the folder; None if that is no strategy."""
+        """The strategy in the folder; None if it holds none."""
         try:
             return read_strategy(self.folder)
         except CheckpointNotFoundError:
@@ -194,7 +194,7 @@ class Strategies:
             return None
 
     def _is_as(self, there: Strategy) -> Callable[[str], bool]:
-        """Whether a tensor is cut there as here; one that is not listed there was not saved."""
+        """A function: does a tensor have the same partition there? One that is not listed there was not saved."""
         known: dict[tuple[DeviceCut | None, DeviceCut | None], bool] = {}
 
         def is_same(key: str) -> bool:

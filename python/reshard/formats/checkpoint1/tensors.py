@@ -20,7 +20,7 @@ from reshard.formats.checkpoint1.agreement import SAME_ON_ALL, FileFacts, faults
 from reshard.formats.checkpoint1.replicas import AssumedReplicas
 from reshard.formats.rank_file import add_rank_file, placed
 from reshard.layout.strategy import Strategy, box_of
-from reshard.outputs import load_all
+from reshard.outputs import load_all, whole_request
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -222,15 +222,13 @@ class RankTensors:
                 continue
             index = _core.Index()
             again = add_rank_file(index, file.path, method=method)
-            request = _core.Request()
-            for name in names:
-                shape = again.tensors[name].shape
+            shapes = {name: again.tensors[name].shape for name in names}
+            for name, shape in shapes.items():
                 if name in counters:
                     counter_tensors.check_shape(name, shape, str(file.path))  # before it is read: it can be of any size
                 index.add_tiles(name, again.tensors[name].dtype, shape, placed(again, name, (0,) * len(shape)))
-                request.add_region(name, name, (0,) * len(shape), shape)
-            # The CRC of a file is not compared yet, since that reads the whole file.
-            plan = index.plan(request, verify=False)
+            # The checksum of a whole file is not compared yet: that would read all of it.
+            plan = index.plan(whole_request(shapes), verify=False)
             arrays = load_all(plan)
             if counters:
                 found[rank] = counter_tensors.common_of(arrays, str(file.path))

@@ -40,7 +40,7 @@ from reshard.layout.strategy_file import read_strategy_file
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.small_files import show
 from reshard.storage.publication import as_storage_error
-from reshard.write.iteration import file_order, plan_layout
+from reshard.write.iteration import plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -197,7 +197,7 @@ def _request(
     left_out = assignment.left_out(rank)
     request = _core.Request()
     held = [name for name in bound.local_names(rank, job.keys) if name not in left_out]
-    for name in file_order([*held, *job.counters], dtype_of):
+    for name in sorted([*held, *job.counters], key=lambda name: dtypes.file_order(name, dtype_of[name])):
         if name in job.counters:
             shape = job.counters[name].shape
             request.add_region(name, name, (0,) * len(shape), shape)

@@ -31,7 +31,6 @@ __all__ = [
     "MAX_COMMON_BYTES",
     "METADATA_FILE",
     "TRACKER_FILE",
-    "WRITER_KEY",
     "Candidates",
     "CommonInfo",
     "Part",
@@ -52,7 +51,6 @@ __all__ = [
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.json"
 METADATA_FILE = "metadata.json"
-WRITER_KEY = "reshard"  # in the `__metadata__` of every shard file of ours: our version
 
 Part = Literal["model", "optimizer"]
 

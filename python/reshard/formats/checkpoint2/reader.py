@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import manifest as manifests
-from reshard.formats import state_files
+from reshard.formats import state_files, writer_mark
 from reshard.formats.base import CheckpointData, Shapes, Traits
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
@@ -67,21 +67,6 @@ class Chosen:
     iteration: int | None
     digest: str
     unlisted: Unlisted = ()
-
-    def to_value(self) -> list[Any]:
-        """As a JSON value, for messages between ranks."""
-        return [self.folder, self.iteration, self.digest, [list(one) for one in self.unlisted]]
-
-    @classmethod
-    def from_value(cls, value: list[Any]) -> Chosen:
-        """The inverse of `to_value`."""
-        folder, iteration, digest, unlisted = value
-        return cls(
-            folder,
-            iteration,
-            digest,
-            tuple((name, dtype, tuple(shape), tuple(files)) for name, dtype, shape, files in unlisted),
-        )
 
 
 CHECKPOINT2 = Traits("checkpoint2", expects_manifest=True, has_metadata=True)
@@ -418,10 +403,10 @@ def _warn_of_unlisted_files(folder: Path, manifest: Manifest) -> None:
 def _refuse_unfinished(index: _core.Index, folder: Path, locked: LockedManifest) -> None:
     for file in range(index.n_files):
         try:
-            metadata = index.file_metadata(file)
+            is_ours = writer_mark.is_marked(index, file)
         except ReshardError:
-            continue  # the next check reports the fault of the file
-        if checkpoint2.WRITER_KEY in (metadata or {}):
+            continue  # the next step reports what is wrong with the file
+        if is_ours:
             raise unfinished(folder, Path(index.file_path(file)).name, locked)
 
 

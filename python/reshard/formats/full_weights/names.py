@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError
 from reshard.formats import weight_map as maps
+from reshard.formats import writer_mark
 from reshard.small_files import show
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def map_text(weight_map: Mapping[str, str], total_size: int, version: str) -> st
             }
         }
     """
-    content = {"metadata": {"total_size": total_size, maps.WRITER: version}, "weight_map": dict(weight_map)}
+    content = {"metadata": {"total_size": total_size, writer_mark.KEY: version}, "weight_map": dict(weight_map)}
     return json.dumps(content, ensure_ascii=False, indent=4)
 
 

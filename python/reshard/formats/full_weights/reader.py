@@ -16,7 +16,7 @@ from reshard.errors import DamagedFileError
 from reshard.formats import counter_tensors
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.full_weights import names as full_weights
-from reshard.outputs import load_all
+from reshard.outputs import load_all, whole_request
 from reshard.small_files import show
 from reshard.words import listed
 
@@ -79,11 +79,7 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
     data = CheckpointData(traits=TRAITS, path=folder, index=index, method=method, follow_links=True)
     if not names:
         return data
-    request = _core.Request()
-    for name in names:
-        if name in counter_tensors.NAMES:
-            shape = index.shape(name)
-            request.add_region(name, name, (0,) * len(shape), shape)
+    request = whole_request({name: index.shape(name) for name in names if name in counter_tensors.NAMES})
     common = counter_tensors.common_of(load_all(index.plan(request)), str(path))
     return replace(data, common=common, iteration=common.step_num)
 

@@ -17,13 +17,11 @@ from reshard.conversion.destinations import (
     n_bytes_of,
     produced,
     set_original_modes,
-    whole_request,
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.formats import counter_tensors
 from reshard.formats.full_weights import names as full_weights
 from reshard.small_files import write_file_atomically
-from reshard.write.iteration import file_order
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -60,11 +58,12 @@ def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Wri
         DestinationExistsError, UnsupportedError, StorageError: as `convert`.
     """
     check_folder_free(job)
-    arrays = job.plan(whole_request(job.source, job.keys)).arrays
+    arrays = job.plan(job.whole_request(job.keys)).arrays
     dtype_of = {name: dtype for name, dtype, _, _ in arrays}
     parts = full_weights.plan_parts([(name, n_bytes) for name, _, _, n_bytes in arrays], max_part_bytes)
+    order = {name: dtypes.file_order(name, dtype) for name, dtype in dtype_of.items()}.__getitem__
     files = [
-        File(full_weights.file_name(number), whole_request(job.source, list(file_order(names, dtype_of))))
+        File(full_weights.file_name(number), job.whole_request(sorted(names, key=order)))
         for number, names in enumerate(parts)
     ]
     with produced(job, job.target, files, file_sizes(job, files)) as fill:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import weight_map as maps
+from reshard.formats import writer_mark
 from reshard.small_files import show
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def index_text(weight_map: Mapping[str, str], total_size: int, version: str) -> 
           }
         }
     """
-    content = {"metadata": {maps.WRITER: version, "total_size": total_size}, "weight_map": dict(weight_map)}
+    content = {"metadata": {writer_mark.KEY: version, "total_size": total_size}, "weight_map": dict(weight_map)}
     return json.dumps(content, ensure_ascii=False, indent=2, sort_keys=True) + "\n"
 
 

@@ -14,7 +14,6 @@ from reshard.conversion.destinations import (
     file_sizes,
     n_bytes_of,
     produced,
-    whole_request,
 )
 from reshard.conversion.model_files import ModelFiles, dtype_warning, find_model_files
 from reshard.conversion.writer import Settings, Writer
@@ -63,11 +62,11 @@ def _write(job: Job, max_shard_bytes: int, model_files: Path | None = None) -> W
     if model_files is not None and job.options.dtype is not None:
         warning = dtype_warning(model_files, job.options.dtype)
         copies.warnings += [] if warning is None else [warning]
-    request = whole_request(job.source, job.keys)
+    request = job.whole_request(job.keys)
     sizes = [(name, n_bytes) for name, _, _, n_bytes in job.plan(request).arrays]
     shards = huggingface.plan_shards(sizes, max_shard_bytes)
     files = [
-        File(huggingface.file_name(number, len(shards)), whole_request(job.source, keys))
+        File(huggingface.file_name(number, len(shards)), job.whole_request(keys))
         for number, keys in enumerate(shards, 1)
     ]
     with produced(job, job.target, files, file_sizes(job, files)) as fill:

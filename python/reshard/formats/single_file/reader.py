@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.formats import manifest as manifests
+from reshard.formats import writer_mark
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import locked_manifest, unfinished
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _open_file(path: Path, method: _core.ReadMethod) -> CheckpointData:
             manifest = None
         elif manifest is not None:
             manifests.set_checksums(index, path.parent, manifest)
-        elif locked.is_damaged and checkpoint2.WRITER_KEY in (index.file_metadata(file) or {}):
+        elif locked.is_damaged and writer_mark.is_marked(index, file):
             raise unfinished(path, path.name, locked)
         index.add_whole_file(file)
         aliases = add_aliases(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard import dtypes
 from reshard.conversion.destinations import (
     File,
     Written,
@@ -16,7 +17,6 @@ from reshard.conversion.destinations import (
     n_bytes_of,
     produced,
     settled_mapping,
-    whole_request,
     whole_tensors,
     write_files,
 )
@@ -24,7 +24,7 @@ from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError
 from reshard.formats.tiled import names as tiles
 from reshard.storage.publication import made_folder, published_file
-from reshard.write.iteration import RankFile, describe_cut, file_order
+from reshard.write.iteration import FileContent, describe_cut
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,7 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
                 job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes
             ) as path,
         ):
-            files = [File(path.name, whole_request(job.source, job.keys))]
+            files = [File(path.name, job.whole_request(job.keys))]
             n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
         return Written(job.target, 1, n_bytes)
     check_folder_free(job)
@@ -73,7 +73,8 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
     for rank in bound.ranks:
         names = bound.local_names(rank, job.keys)
         if names:
-            file = RankFile(f"rank_{rank}.safetensors", rank, file_order(names, dtype_of))
+            ordered = sorted(names, key=lambda name: dtypes.file_order(name, dtype_of[name]))
+            file = FileContent(f"rank_{rank}.safetensors", rank, tuple(ordered))
             describe_cut(builder, bound, tensors, file, tensors)
             files.append(as_file(bound, file))
     with produced(job, job.target, files, file_sizes(job, files)) as fill:

@@ -1,0 +1,293 @@
+"""What `reshard.save` does in Checkpoint 2.0: an iteration folder is staged, sealed by its manifest and published.
+
+Rank 0 plans the files from the facts of all ranks and makes a staging folder, into which each rank writes its files.
+Each rank reports the checksums of what it wrote. Then rank 0 writes metadata.json, common.json and the manifest, and
+publishes the folder (`storage.protocol`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.errors import ArgumentError, ReshardError, StorageError
+from reshard.formats import proofs, writer_mark
+from reshard.formats import state as state_files
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.reader import CHECKPOINT2
+from reshard.small_files import write_file_atomically
+from reshard.storage import mounts, protocol
+from reshard.write import pending_rollback, retention
+from reshard.write.arrays import local_arrays
+from reshard.write.collective_save import Published, SaveFormat
+from reshard.write.iteration import FileContent, JointProgress, write_descriptions
+from reshard.write.rank_facts import (
+    LastMade,
+    RankFacts,
+    check_options,
+    check_state,
+    plan_iteration,
+    plan_key,
+    planned_bytes,
+)
+from reshard.write.replicas import Replicas
+from reshard.write.shard_files import WrittenFile, read_back, tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.formats.manifest import Manifest
+    from reshard.group import Group
+    from reshard.write.collective_save import FormatOptions, RankInput, SaveTask
+    from reshard.write.iteration import IterationPlan
+    from reshard.write.replicas import State
+    from reshard.write.shard_files import ShardFile, ShardFileMaker
+
+__all__ = ["Checkpoint2Save"]
+
+_METADATA = {"format": "ms", **writer_mark.MARK}
+_LAST_SLEEP_S = 1.0
+_VISIBLE_SECONDS = 60.0  # for which a network file system may not show a folder that another host made
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The plan of rank 0: the iteration, bytes of all its arrays, and which ranks hold copies of what."""
+
+    iteration: IterationPlan
+    n_bytes: int
+    replicas: Replicas
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The answer of rank 0: who writes what, and which ranks hold copies of what."""
+
+    files: tuple[FileContent, ...]
+    replicas: Replicas
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The folder into which all ranks write, and whether they read back what they have written."""
+
+    staging: str
+    reads_back: bool
+
+
+_plans = LastMade[_Planned]()
+
+
+class Checkpoint2Save(SaveFormat):
+    """One rank's part of a save in Checkpoint 2.0."""
+
+    traits = CHECKPOINT2
+    report_type = RankFacts
+    plan_type = _Plan
+    begun_type = _Begun
+    written_type = dict[str, WrittenFile]
+
+    def __init__(self, options: SaveTask, format_options: FormatOptions, channel: Group, own: RankInput) -> None:
+        """As `SaveFormat`."""
+        super().__init__(options, format_options, channel, own)
+        self._resumed = pending_rollback.get(options.root)
+        self._files: list[ShardFile] = []
+        self._planned: _Planned | None = None  # this and what follows: on rank 0
+        self._attempt: protocol.Attempt | None = None
+        self._reads_back = options.verify
+        self._manifest: Manifest | None = None  # once it is published
+
+    @staticmethod
+    def check_options(options: FormatOptions, model: Mapping[str, object], *, keeps_more: bool) -> None:  # noqa: ARG004
+        """Refuse a prefix that no file name can have."""
+        checkpoint2.check_prefix(options.prefix)
+
+    # -- 1 to 3
+
+    def report(self) -> RankFacts:
+        """The facts of this rank."""
+        return self.own.facts
+
+    def check(self, reports: list[RankFacts]) -> _Planned:
+        """Check the facts of all ranks; the plan that follows from them, mostly that of the last save."""
+        check_options(reports)
+        check_state(reports)
+        _check_shared(self.options.root, reports)
+        layout, options = self.own.layout, self.format_options
+
+        def make() -> _Planned:
+            plan = plan_iteration(reports, layout, prefix=options.prefix, dedup=options.dedup, strict=options.strict)
+            replicas = Replicas.of(plan.holders if options.check_replicas else {}, reports)
+            return _Planned(plan, planned_bytes(plan, reports), replicas)
+
+        of_options = [options.prefix, options.dedup, options.strict, options.check_replicas]
+        return _plans.get([plan_key(reports), str(layout), of_options], make)
+
+    def plan(self, reports: list[RankFacts]) -> _Plan:
+        """Check, and tell every rank which files it writes."""
+        self._planned = self.check(reports)
+        return _Plan(self._planned.iteration.files, self._planned.replicas)
+
+    def prepare(self, plan: _Plan, make: ShardFileMaker) -> None:
+        """Make this rank's shard files."""
+        own = self.own.arrays
+        self._files = [
+            make(file.name, [own[name] for name in file.arrays], _METADATA)
+            for file in plan.files
+            if file.rank == self.rank
+        ]
+
+    # -- 4
+
+    def begin(self) -> _Begun:
+        """Claim the root and make the staging folder."""
+        options = self.options
+        assert self._planned is not None
+        self._attempt = protocol.begin(
+            options.root,
+            options.iteration,
+            planned_bytes=self._planned.n_bytes,
+            durable=options.durable,
+            rollback=options.rollback or self._resumed is not None,
+            takeover=options.takeover,
+            folder_mode=options.folder_mode,
+        )
+        if options.retention is not None and not options.verify:
+            self._reads_back = retention.must_read_back(options.root, options.iteration, options.retention.keep)
+        return _Begun(str(self._attempt.staging), self._reads_back)
+
+    # -- 5
+
+    def write(self, begun: _Begun, state: State, progress: _core.Progress | None) -> dict[str, WrittenFile]:
+        """Write this rank's files into the staging folder; the record of each that has checksums."""
+        if not self._files and state is None:
+            return {}
+        options, staging = self.options, Path(begun.staging)
+        # Rank 0 waits longer than this, so that it receives the reason.
+        _wait_for(staging, min(_VISIBLE_SECONDS, options.timeout / 2))
+        records: dict[str, WrittenFile] = {}
+
+        def record(path: Path, written: _core.Written) -> None:
+            if begun.reads_back:
+                read_back(str(path), written, options.threads)
+            records[path.name] = WrittenFile.of(written)
+
+        joint = JointProgress(progress, sum(file.n_bytes for file in self._files))
+        for file in self._files:
+            path, report = staging / file.name, joint.of_file(file.n_bytes)
+            record(path, file.write(str(path), durable=options.durable, mode=options.file_mode, progress=report))
+        if state is not None:
+            text, arrays = state
+            if arrays:
+                path = staging / state_files.arrays_file_name(self.rank)
+                tensors = tensors_of(local_arrays(arrays, None).values())
+                record(path, _core.write_arrays(str(path), tensors, durable=options.durable, mode=options.file_mode))
+            path = staging / state_files.file_name(self.rank)
+            write_file_atomically(path, text, options.file_mode, durable=options.durable)
+        return records
+
+    def publish(self, written: list[dict[str, WrittenFile]], *, durable: bool) -> Published:
+        """Describe, seal and publish what the ranks have written."""
+        assert self._attempt is not None
+        assert self._planned is not None
+        options, plan, staging = self.options, self._planned.iteration, self._attempt.staging
+        records = {name: (file, rank) for rank, of_rank in enumerate(written) for name, file in of_rank.items()}
+        planned = {file.name: file.rank for file in plan.files}
+        shards = {name: rank for name, (_, rank) in records.items() if name != state_files.arrays_file_name(rank)}
+        if shards != planned:
+            raise ReshardError(f"the ranks wrote {sorted(records)}, planned were {sorted(planned)}")
+        write_descriptions(plan, staging, mode=options.file_mode, durable=options.durable)
+        common = self.own.common
+        common.write(staging / checkpoint2.COMMON_FILE, options.file_mode, durable=options.durable)
+        manifest = protocol.seal(
+            self._attempt,
+            records,
+            world_size=self.world_size,
+            passed_over=() if self._resumed is None else self._resumed.passed_over,
+            ckpt_status=common.ckpt_status,
+            metrics=self.own.record.metrics,
+            file_mode=options.file_mode,
+        )
+        warnings = [*plan.warnings, *protocol.publish(self._attempt, manifest)]
+        self._manifest = manifest
+        if self._resumed is not None:
+            pending_rollback.forget(options.root)
+        return Published(
+            path=str(self._attempt.folder),
+            n_bytes=manifest.n_bytes,
+            n_files=len(planned),
+            durable=durable,
+            digest=manifest.digest,
+            warnings=tuple(warnings),
+            suffix=None,
+            generation=self._attempt.epoch,
+            attempt_id=self._attempt.id,
+        )
+
+    def withdraw(self, *, is_known: bool) -> None:  # noqa: ARG002
+        """Remove the staging folder, unless it was published."""
+        if self._attempt is not None and self._manifest is None:
+            protocol.abandon(self._attempt)
+
+    # -- 7
+
+    def remove_older(self) -> list[str]:
+        """On rank 0: record that the save was verified, and apply retention."""
+        if self._manifest is None or self._attempt is None:
+            return []
+        options, manifest, folder = self.options, self._manifest, self._attempt.folder
+        warnings = []
+        if self._reads_back:
+            try:
+                proofs.write(folder, manifest, proofs.state_of(folder, manifest), None)
+            except ReshardError as error:
+                warnings.append(f"that the save was read back is not recorded: {error.message}")
+        if options.retention is not None:
+            try:
+                removed = retention.apply(
+                    options.root,
+                    options.retention,
+                    durable=options.durable,
+                    verify=False,
+                    verified=(manifest.digest,) if self._reads_back else (),
+                )
+                warnings += removed.warnings
+            except (ReshardError, OSError) as error:
+                warnings.append(f"older iterations are not removed: {error}")
+        return warnings
+
+
+def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:
+    hosts = {one.host for one in facts}
+    if len(hosts) > 1 and not mounts.is_shared(root, os.environ.get("SHARED_PATHS")):
+        raise ArgumentError(
+            f"{len(hosts)} hosts save together, and {root} is not on a file system that they are known to share",
+            path=str(root),
+            hint="save to a network file system, or name the folder in the environment variable SHARED_PATHS",
+        )
+
+
+def _wait_for(staging: Path, timeout: float) -> None:
+    """Wait until this host sees the folder that rank 0 made: a network file system may cache that it was not there."""
+    deadline, sleep_s = time.monotonic() + timeout, 0.001
+    while True:
+        try:
+            os.close(os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{staging}, which rank 0 made, did not appear on {socket.gethostname()} within {timeout:g} s",
+                    path=str(staging),
+                    hint="is the checkpoint root on a file system that all hosts share?",
+                ) from None
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LAST_SLEEP_S)
+        except OSError as error:
+            raise StorageError(f"opening {staging}: {error.strerror}", path=str(staging), errno=error.errno) from None
+        else:
+            return
