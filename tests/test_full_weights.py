@@ -107,7 +107,7 @@ HOSTILE: dict[str, tuple[str | bytes, type[ReshardError], str]] = {
     "no object": ("[]", DamagedFileError, "no object"),
     "no map": ('{"weight_map": []}', DamagedFileError, "no object"),
     "no tensor": ('{"weight_map": {}}', DamagedFileError, "`weight_map` is empty"),
-    "a name twice": (f"{{{GOOD}, {GOOD}}}", DamagedFileError, "stands twice"),
+    "a name twice": (f"{{{GOOD}, {GOOD}}}", DamagedFileError, "is repeated"),
     "no file": ('{"weight_map": {"head.weight": "part7.safetensors"}}', CheckpointNotFoundError, "lists missing files"),
     "a number": ('{"weight_map": {"head.weight": 0}}', DamagedFileError, "not text"),
     "out of the folder": ('{"weight_map": {"head.weight": "../part0.safetensors"}}', DamagedFileError, "separator"),
