@@ -25,6 +25,7 @@ from reshard.errors import (
     DestinationExistsError,
     ReshardError,
 )
+from reshard.formats.base import StoredTensor
 from reshard.formats.full_weights import names as full_weights
 
 if TYPE_CHECKING:
@@ -382,4 +383,4 @@ def test_a_view_of_files_that_changed_meanwhile_is_refused(tmp_path: Path) -> No
         info, stored = checkpoint["head.weight"], checkpoint._index.stored("head.weight")
         shutil.copy(FULL / "part1.safetensors", folder / "part0.safetensors")
         with pytest.raises(DamagedFileError, match="another file than the one that was opened"):
-            checkpoint.view({"w": (info.dtype, info.shape, stored)})
+            checkpoint.view({"w": StoredTensor(info.dtype, info.shape, stored)})

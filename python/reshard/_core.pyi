@@ -1,21 +1,24 @@
 """The Rust core: geometry and bytes. It knows shard files, layouts and plans; it knows no checkpoint, step or framework.
 
 Everything here is in elements unless a name ends in `_bytes`. A dtype is its safetensors name ("BF16", "F8_E4M3", ...).
-A tile is `(offset, shape, local_offset, local_strides)`: the box `offset, shape` of the global tensor lies in the local
-array at element `local_offset` with element strides `local_strides`, one a global dim.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
-Tile: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
+from reshard.layout.partition import Place, TensorLayout
+
 Progress: TypeAlias = Callable[[int, int], object]
 ReadMethod: TypeAlias = Literal["auto", "map", "read"]
 
 __all__ = [
+    "ArrayPart",
     "Buffer",
     "Buffers",
+    "DeviceLayout",
     "Expression",
+    "FileArray",
+    "FileTensor",
     "Index",
     "IndexPattern",
     "Layout",
@@ -25,6 +28,9 @@ __all__ = [
     "Request",
     "Snapshot",
     "SnapshotPool",
+    "StoredArray",
+    "StoredRegion",
+    "Tile",
     "Written",
     "__version__",
     "crc32c",
@@ -38,6 +44,109 @@ __all__ = [
 ]
 
 __version__: str
+
+class Tile(NamedTuple):
+    """A box of a global tensor and where it lies in a local array.
+
+    Attributes:
+        offset: first element of the box in the global tensor, one index a dim.
+        shape: extent of the box, one a dim.
+        local_offset: element of the local array at which the box begins.
+        local_strides: elements of the local array between neighbours, one a global dim.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    local_offset: int
+    local_strides: tuple[int, ...]
+
+class StoredArray(NamedTuple):
+    """An array in a file, and the tiles of a tensor in it.
+
+    Attributes:
+        file: number of the file in the index.
+        name: stored name of the array.
+        shape: its stored shape.
+        tiles: which boxes of the tensor lie in it.
+    """
+
+    file: int
+    name: str
+    shape: tuple[int, ...]
+    tiles: Sequence[Tile]
+
+class StoredRegion(NamedTuple):
+    """A stored region of a tensor.
+
+    Attributes:
+        offset: its first element, one index a dim.
+        shape: its extent, one a dim.
+        files: numbers of the files that hold it.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    files: list[int]
+
+class FileTensor(NamedTuple):
+    """A tensor of a file; of a `.ckpt` file a record.
+
+    Attributes:
+        name: its stored name.
+        dtype: its dtype.
+        shape: its shape.
+        start: its first byte, counted from the start of the data; of a `.ckpt` from the start of the file.
+        end: one past its last byte, likewise.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+class ArrayPart(NamedTuple):
+    """A stored part of a local array.
+
+    Attributes:
+        name: stored name of the part.
+        shape: its stored shape.
+        tiles: where it lies in the local array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tiles: list[Tile]
+
+class FileArray(NamedTuple):
+    """A local array of a file.
+
+    Attributes:
+        name: its name.
+        dtype: its dtype.
+        shape: its shape.
+        parts: its stored parts; one, unless it was split.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[ArrayPart]
+
+class DeviceLayout(NamedTuple):
+    """The layout of a tensor over the devices of its stage, as `metadata.json` records it.
+
+    Attributes:
+        device_matrix: sizes of the device axes, outermost first.
+        tensor_map: for each dim the axes that divide it, counted from the last one (0), outermost first; empty: none.
+        alias_name: names of the axes.
+        rank_list: the global ranks, row-major.
+    """
+
+    device_matrix: Sequence[int]
+    tensor_map: Sequence[Sequence[int]]
+    alias_name: Sequence[str]
+    rank_list: Sequence[int]
 
 def dtype_bits(dtype: str) -> int:
     """Bits of one element of a dtype; an unknown name is an error."""
@@ -57,36 +166,32 @@ class Mesh:
     @property
     def n_ranks(self) -> int: ...
     def coordinates(self, rank: int) -> dict[str, int]: ...
+    def fixed(self, place: Sequence[Place]) -> dict[str, int]:
+        """The coordinate at which `place` fixes each axis that it names.
+
+        Raises:
+            LayoutError: the mesh has no such axis or coordinate, or an axis is fixed at two coordinates.
+        """
+
+    def held(self, place: Sequence[Place]) -> list[int]:
+        """The ranks at the coordinates that `place` fixes, in mesh order. Raises as `fixed`."""
+
+    def folded(self, axes: Sequence[str], place: Sequence[Place]) -> list[int]:
+        """For each rank of `held` its coordinates on some axes, first = outermost, as one number. Raises as `fixed`."""
 
 @final
 class Layout:
-    """How one tensor lies on a mesh: checked when made, so that its tiles can be taken without further questions.
+    """The geometry of one tensor on a mesh. It is checked when it is made; the tiles of every rank follow from it.
 
     Args:
-        mesh: where it lies.
-        shape: the global shape.
-        cut: for each dim the axes that cut it, first = outermost; missing dims are not cut.
-        uneven: what happens to a dim that does not divide: an error, or torch's `ceil` chunks, axis after axis.
-        sizes: explicit sizes of the parts, by dim.
-        blocks: by dim, blocks `(size, is_cut)` that are each cut by themselves; one that is not cut is whole on every rank.
-        flat: axes over which the local block (after `cut`, in storage order) is flattened, padded and cut 1-D.
-        stored: storage order, `stored[j]` = the global dim at storage position j.
-        place: `(axes, coordinate)`: only ranks whose folded coordinate on the axes (first = outermost) is this hold it.
+        mesh: the mesh.
+        layout: shape, partition and place of the tensor.
+
+    Raises:
+        LayoutError: the partition does not fit the shape or the mesh, or some part would be on no rank.
     """
 
-    def __new__(
-        cls,
-        mesh: Mesh,
-        shape: Sequence[int],
-        cut: Sequence[Sequence[str]] | None = None,
-        *,
-        uneven: Literal["refuse", "ceil"] = "refuse",
-        sizes: Mapping[int, Sequence[int]] | None = None,
-        blocks: Mapping[int, Sequence[tuple[int, bool]]] | None = None,
-        flat: Sequence[str] | None = None,
-        stored: Sequence[int] | None = None,
-        place: Sequence[tuple[Sequence[str], int]] | None = None,
-    ) -> Layout: ...
+    def __new__(cls, mesh: Mesh, layout: TensorLayout) -> Layout: ...
     @property
     def mesh(self) -> Mesh: ...
     @property
@@ -221,16 +326,11 @@ class Index:
     def file_path(self, file: int) -> str: ...
     def file_bytes(self, file: int) -> int: ...
     def file_metadata(self, file: int) -> dict[str, str] | None: ...
-    def file_tensors(self, file: int) -> list[tuple[str, str, tuple[int, ...], int, int]]:
-        """`(name, dtype, shape, first byte, end byte)` of each tensor in the order of the data, counted from its start.
+    def file_tensors(self, file: int) -> list[FileTensor]:
+        """The tensors of a file in the order of the data."""
 
-        Of a `.ckpt` these are records, counted from the start of the file.
-        """
-
-    def file_arrays(
-        self, file: int
-    ) -> list[tuple[str, str, tuple[int, ...], list[tuple[str, tuple[int, ...], list[Tile]]]]]:
-        """`(name, dtype, shape, parts)` of each tensor, a part `(stored name, stored shape, tiles)`: one, unless it was split."""
+    def file_arrays(self, file: int) -> list[FileArray]:
+        """The arrays of a file, each with its stored parts."""
 
     def file_strings(self, file: int) -> list[str]:
         """Names of values that are text; only a `.ckpt` has such."""
@@ -256,18 +356,22 @@ class Index:
         key: str,
         dtype: str,
         shape: Sequence[int],
-        stored: Sequence[tuple[int, str, Sequence[int], Sequence[Tile]]],
+        stored: Sequence[StoredArray],
         *,
         overlapping: bool = False,
         factors: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """`key` consists of explicit tiles: `(file, stored name, stored shape, tiles)`.
+        """Add a tensor that consists of explicit tiles.
 
-        Equal regions are replicas. Regions that overlap otherwise are refused unless `overlapping`.
-
-        A dim with `factors` is that many dims in the tiles, whose product is its extent: of `(n0, n1)`, row `r` of the
-        tensor is `(r // n1, r % n1)`. So rows of two arrays that take turns are one tile each: `factors={0: (n, 2)}`.
-        All factors together add at most 8 dims.
+        Args:
+            key: its name.
+            dtype: its dtype.
+            shape: its global shape.
+            stored: the arrays in which its tiles lie. Equal regions are replicas.
+            overlapping: whether regions may overlap otherwise.
+            factors: a dim with factors is that many dims in the tiles, and its extent is their product. With
+                `(n0, n1)`, row `r` of the tensor is `(r // n1, r % n1)`: the interleaved rows of two arrays are one
+                tile each with `factors={0: (n, 2)}`. All factors together add at most 8 dims.
         """
 
     def __len__(self) -> int: ...
@@ -287,21 +391,21 @@ class Index:
     def holders(self, key: str) -> list[int]:
         """The files that hold a part of the tensor, ascending; opens nothing."""
 
-    def shards(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], list[int]]]:
-        """`(offset, shape, files that hold it)` of each stored region.
+    def shards(self, key: str) -> list[StoredRegion]:
+        """The stored regions of a tensor.
 
-        Of one that was added with `factors` it is the box around it in the dims of the tensor: such boxes can overlap.
+        A region that was added with `factors` is its bounding box in the dims of the tensor; such boxes can overlap.
         """
 
-    def stored(self, key: str) -> list[tuple[int, str, tuple[int, ...], list[Tile]]]:
-        """`(file, stored name, stored shape, tiles)` of each stored array of the key: what `add_tiles` takes. Opens nothing.
+    def stored(self, key: str) -> list[StoredArray]:
+        """The stored arrays of a tensor, as `add_tiles` takes them. Opens no file.
 
-        Tiles that were added with `factors` are told in the dims of the tensor, a tile for each run of rows; more than
-        4 million are refused.
+        Tiles that were added with `factors` are returned in the dims of the tensor, one tile for each run of rows; more
+        than 4 million are refused.
         """
 
-    def metadata_layout(self, key: str) -> tuple[list[int], list[list[int]], list[str], list[int]] | None:
-        """`device_matrix, tensor_map (a list a dim; whole: []), alias_name, rank_list`; None: null or no metadata.json."""
+    def metadata_layout(self, key: str) -> DeviceLayout | None:
+        """The recorded device layout; None: it is null, or there is no metadata.json."""
 
     def metadata_dtype(self, key: str) -> str | None:
         """dtype as metadata.json spells it."""

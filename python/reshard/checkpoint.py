@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from reshard.errors import (
     MismatchError,
     UnsupportedError,
 )
+from reshard.formats.base import StoredTensor
 from reshard.formats.own_files import opened_again, own_index
-from reshard.formats.rank_file import Placed
 from reshard.formats.scrub import scrub_share
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from reshard.formats.base import CheckpointData
+    from reshard.formats.base import CheckpointData, UnplacedTensor
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, NamesLike, ResolvedTensor
@@ -50,10 +50,6 @@ __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo", "Verif
 
 Part = Literal["all", "model", "optimizer"]
 Verify = Literal["full", "touched", "structure"]
-_Stored: TypeAlias = (
-    tuple[str, tuple[int, ...], Placed] | tuple[str, tuple[int, ...], Placed, Mapping[int, Sequence[int]]]
-)
-"""dtype, global shape and stored arrays of a tensor, and factors of dims where tiles are given in such."""
 LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -235,8 +231,8 @@ class Checkpoint:
         self._check_placed(key)
         dtype, shape = self._index.info(key)
         shards = tuple(
-            StoredShard(offset, extent, tuple(map(self.data.file_name, files)))
-            for offset, extent, files in self._index.shards(key)
+            StoredShard(region.offset, region.shape, tuple(map(self.data.file_name, region.files)))
+            for region in self._index.shards(key)
         )
         return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self.data.part(key))
 
@@ -256,7 +252,7 @@ class Checkpoint:
         tiled = self.data.tiled_keys()
         return [key for key in self._keys if key in tiled]
 
-    def unplaced(self) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
+    def unplaced(self) -> dict[str, UnplacedTensor]:
         """The tensors that only `stored` reads: no strategy tells how the ranks' arrays make them up.
 
         Returns:
@@ -264,7 +260,7 @@ class Checkpoint:
 
         Example:
             >>> reshard.open("output/checkpoint").unplaced()["embed.weight"]  # doctest: +SKIP
-            ('F32', ((8, 4),))
+            UnplacedTensor(dtype='F32', local_shapes=((8, 4),))
         """
         return dict(self._unplaced)
 
@@ -273,7 +269,7 @@ class Checkpoint:
         for key in keys:
             check_text(key, "key of a tensor")
             if key in self._unplaced:
-                shapes = " or ".join(map(str, self._unplaced[key][1][:4]))
+                shapes = " or ".join(map(str, self._unplaced[key].local_shapes[:4]))
                 raise LayoutError(
                     f"each rank of {self.path} holds an array of shape {shapes} of {show(key)}, and nothing tells how "
                     "they make up the tensor",
@@ -526,26 +522,26 @@ class Checkpoint:
     # -- the same files, other tensors
 
     def view(
-        self, tensors: Mapping[str, _Stored] | Iterable[tuple[str, _Stored]], *, is_renamed: bool = False
+        self, tensors: Mapping[str, StoredTensor] | Iterable[tuple[str, StoredTensor]], *, is_renamed: bool = False
     ) -> Checkpoint:
-        """The same files with other tensors: made of what is stored in them, without reading it.
+        """The same files with other tensors, which consist of the arrays stored in them. Nothing is read.
 
         Args:
-            tensors: dtype, global shape and stored arrays of each: `(file, stored name, stored shape, tiles)` with the
-                numbers of this checkpoint's files, as `_core.Index.stored` tells them; and `factors`, if tiles are in
-                those. As pairs they can come one by one.
+            tensors: the new tensors by key, with stored arrays as `_core.Index.stored` of this checkpoint returns them;
+                or an iterable of pairs.
             is_renamed: the tensors have other names than in the recorded layout.
 
         Returns:
-            A checkpoint that stays open, and is closed, by itself. What is read of it is proven as here.
+            A checkpoint that is opened and closed independently. What is read from it is verified as here.
 
         Raises:
-            DamagedFileError: a file is not the one any more that was opened.
-            CoverageError, MismatchError: what is stored makes no such tensor.
+            DamagedFileError: a file was replaced since it was opened.
+            CoverageError, MismatchError: the stored arrays do not make up such a tensor.
 
         Example:
             >>> info = checkpoint["w"]  # doctest: +SKIP
-            >>> checkpoint.view({"v": (info.dtype, info.shape, checkpoint._index.stored("w"))}).keys()  # doctest: +SKIP
+            >>> stored = StoredTensor(info.dtype, info.shape, checkpoint._index.stored("w"))  # doctest: +SKIP
+            >>> checkpoint.view({"v": stored}).keys()  # doctest: +SKIP
             ['v']
         """
         data = self.data
@@ -557,9 +553,11 @@ class Checkpoint:
             follow_links=data.follow_links,
             method=data.method,
         )
-        for key, (dtype, shape, stored, *factors) in tensors.items() if isinstance(tensors, Mapping) else tensors:
-            # That regions overlap was allowed, where it was, by what described them.
-            index.add_tiles(key, dtype, shape, stored, overlapping=True, factors=factors[0] if factors else None)
+        for key, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            # Whether regions may overlap was checked when the checkpoint was opened.
+            index.add_tiles(
+                key, tensor.dtype, tensor.shape, tensor.stored, overlapping=True, factors=tensor.factors or None
+            )
         # The files must not be removed while either of the two reads them.
         is_locked = self._unlock is not None and self._unlock.alive
         lock = os.dup(data.lock) if is_locked and data.lock is not None else None
@@ -599,10 +597,13 @@ class Checkpoint:
         known = as_names(names, config_beside(self.path) if config is None else config)
         shapes = self._shapes() if part == "all" else {key: self._index.shape(key) for key in self.keys(part)}
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
-        # Of a tensor that becomes hundreds, what is stored is asked once: they follow one another.
+        # One tensor can become hundreds, which follow one another: its stored arrays are asked for once.
         stored_of = functools.lru_cache(maxsize=1)(self._index.stored)
         return self.view(
-            ((made.key, (self._dtype_of(made), made.shape, made.stored(stored_of), made.factors)) for made in tensors),
+            (
+                (made.key, StoredTensor(self._dtype_of(made), made.shape, made.stored(stored_of), made.factors))
+                for made in tensors
+            ),
             is_renamed=True,
         )
 
@@ -617,7 +618,7 @@ class Checkpoint:
                 key=other,
                 hint="convert to one dtype first; `dtype=` of `convert` does so",
             )
-        if dtypes.is_packed(dtype) and any(source.placement is not None for source in made.sources):
+        if dtypes.is_packed(dtype) and any(source.part_map is not None for source in made.sources):
             raise UnsupportedError(
                 f"{show(first)} is {dtype}, packed into bytes: it can get another name, and not be taken apart",
                 key=first,

@@ -211,7 +211,7 @@ class SafeOpen(Generic[Array]):
         index = self._checkpoint.data.index
         keys = self._checkpoint.keys()
         # A tensor of many shards counts where its first one lies; one that is stored under other names comes last.
-        stored = (name for file in range(index.n_files) for name, *_ in index.file_tensors(file))
+        stored = (one.name for file in range(index.n_files) for one in index.file_tensors(file))
         wanted = set(keys)
         return list(dict.fromkeys([*(name for name in stored if name in wanted), *keys]))
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import LayoutError, MismatchError
-from reshard.layout.bind import core_layout
 from reshard.layout.patterns import Matcher
 from reshard.layout.resolve import is_counter, resolve, state_of
 from reshard.words import show
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from reshard.layout.bind import BoundLayout
-    from reshard.layout.file import LayoutFile, Rule
+    from reshard.layout.file import LayoutFile
+    from reshard.layout.partition import Partition
 
 __all__ = ["check_local_shapes", "global_shapes", "join_members"]
 
@@ -75,7 +75,7 @@ def join_members(layout: LayoutFile, name: str, keys: Iterable[str], slot: str =
         >>> join_members(layout, "biases", ["l.w", "l.b"])
         ['l.b']
     """
-    numbers = {n for n, rule in enumerate(layout.rules) if rule.flat is not None and rule.flat.join == name}
+    numbers = {n for n, rule in enumerate(layout.rules) if rule.join == name}
     matcher = _matcher(layout)
     found = []
     for key in keys if numbers else ():
@@ -167,10 +167,10 @@ class _Inverter:
             key for key, parameter in self.parameter.items() if key not in self.told and shapes[key] != ()
         } & self.local_shapes.keys()
         if guessed:
-            specs = resolve(self.layout, shapes, self.optimizer_keys).specs
+            layouts = resolve(self.layout, shapes, self.optimizer_keys).layouts
             for key in guessed:
                 if shapes[key] == shapes[self.parameter[key]]:
-                    made = core_layout(self.mesh, specs[key])
+                    made = _core.Layout(self.mesh, layouts[key])
                     of_ranks = self.local_shapes[key]
                     if any(not made.holds(rank) or made.local_shape(rank) != of_ranks[rank] for rank in of_ranks):
                         shapes[key] = self._same(
@@ -191,21 +191,22 @@ class _Inverter:
                 f"no rule matches {show(key)}", key=key, hint='a last rule `match: "*"` leaves the rest whole'
             )
         rule = self.layout.rules[found[0]]
-        if rule.flat is not None:
+        partition = rule.partition
+        if partition.flat:
             raise LayoutError(
                 f"{show(key)} is flattened by its rule, and its arrays do not tell its shape",
                 key=key,
                 hint=f"tell it: `shapes={{{key!r}: global_shape}}`, or `reshard.Shard(array, global_shape)`",
             )
-        stored = rule.stored or tuple(range(len(shape)))
-        if len(stored) != len(shape) or len(rule.cut) > len(shape):
-            n = len(stored) if rule.stored else len(rule.cut)
-            raise LayoutError(f"{show(key)} has {len(shape)} dims, its rule speaks of {n}", key=key)
-        return tuple(self._extent(key, rule, dim, stored.index(dim)) for dim in range(len(shape)))
+        stored = partition.stored or tuple(range(len(shape)))
+        if len(stored) != len(shape) or len(partition.cut) > len(shape):
+            n = len(stored) if partition.stored else len(partition.cut)
+            raise LayoutError(f"{show(key)} has {len(shape)} dims, its rule has {n}", key=key)
+        return tuple(self._extent(key, partition, dim, stored.index(dim)) for dim in range(len(shape)))
 
-    def _extent(self, key: str, rule: Rule, dim: int, position: int) -> int:
+    def _extent(self, key: str, partition: Partition, dim: int, position: int) -> int:
         """The global extent of a dim that lies at `position` in the ranks' arrays."""
-        axes = rule.cut[dim] if dim < len(rule.cut) else ()
+        axes = partition.axes_of(dim)
         parts: dict[tuple[int, ...], tuple[int, int]] = {}
         for rank, shape in self.local_shapes[key].items():
             if rank not in self.at:
@@ -219,13 +220,13 @@ class _Inverter:
                     key=key,
                 )
         n_parts = math.prod(self.layout.mesh[axis] for axis in axes)
-        blocks = rule.blocks.get(dim)
-        if dim in rule.sizes:
-            return sum(rule.sizes[dim])
+        sizes, blocks = partition.sizes_of(dim), partition.blocks_of(dim)
+        if sizes is not None:
+            return sum(sizes)
         if blocks is not None and not isinstance(blocks, int):
             return sum(block.size for block in blocks)
         extents = {extent for extent, _ in parts.values()}
-        if rule.uneven != "ceil" and len(extents) > 1:
+        if partition.uneven != "ceil" and len(extents) > 1:
             (a, rank_a), (b, rank_b) = min(parts.values()), max(parts.values())
             raise LayoutError(
                 f"dim {dim} of {show(key)} has {a} elements on rank {rank_a} and {b} on rank {rank_b}, and its rule "
@@ -233,7 +234,7 @@ class _Inverter:
                 key=key,
                 hint="write `uneven: ceil` in its rule, or the `sizes` of the parts",
             )
-        if rule.uneven != "ceil":
+        if partition.uneven != "ceil":
             return extents.pop() * n_parts
         if len(parts) != n_parts:
             raise LayoutError(
@@ -249,7 +250,9 @@ class _Inverter:
             return of_parameter
         n_dims = len(next(iter(self.local_shapes[key].values())))
         rule = self.matcher.find(self.parameter[key])
-        is_flat = bool(self.layout.optimizer.flat) or (rule is not None and self.layout.rules[rule[0]].flat is not None)
+        is_flat = bool(self.layout.optimizer.flat) or (
+            rule is not None and bool(self.layout.rules[rule[0]].partition.flat)
+        )
         if of_parameter and (n_dims == len(of_parameter) or (is_flat and n_dims == 1)):
             return of_parameter
         return self._same(key, "of its parameter's shape, nor")

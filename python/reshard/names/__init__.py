@@ -1,6 +1,6 @@
 """Name maps: what the tensors of one naming are in another, renamed, fused, split, stacked, transposed or tied.
 
-`file` says what may stand in one, `resolve` lets it meet keys and shapes, `placement` is the algebra of tiles. Nothing
+`file` says what may stand in one, `resolve` lets it meet keys and shapes, `part_map` converts tiles. Nothing
 here opens a checkpoint or moves a byte.
 """
 

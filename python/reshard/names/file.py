@@ -64,7 +64,7 @@ class Rule:
         is_list: whether the parts stand in the file as a list.
         transpose: dim `j` of a part as it lies in the whole is its dim `transpose[j]`; empty: as it is.
         join: the dim of the whole along which the parts lie; None: there is one.
-        turns: elements of each part in one round; empty: all, and all parts have the same.
+        interleave: elements of each part in one run (the key `turns`); empty: all, and all parts have the same.
         lay: by index, the dim of the whole along which its parts lie end to end.
         stack: by index, the dim that the whole has more than the parts.
     """
@@ -75,7 +75,7 @@ class Rule:
     is_list: bool = False
     transpose: tuple[int, ...] = ()
     join: int | None = None
-    turns: tuple[Expression, ...] = ()
+    interleave: tuple[Expression, ...] = ()
     lay: Mapping[str, int] = field(default_factory=dict)
     stack: Mapping[str, int] = field(default_factory=dict)
 
@@ -270,7 +270,7 @@ def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> Rule | Tie:
         is_list=bool(lists),
         transpose=_transpose(at / "transpose", fields["transpose"]) if "transpose" in fields else (),
         join=read_integer(at / "join", fields["join"], 0) if "join" in fields else None,
-        turns=_turns(at / "turns", fields["turns"], sizes) if "turns" in fields else (),
+        interleave=_turns(at / "turns", fields["turns"], sizes) if "turns" in fields else (),
         lay=_by_index(at / "lay", fields.get("lay", {})),
         stack=_by_index(at / "stack", fields.get("stack", {})),
     )
@@ -301,8 +301,8 @@ def _check_rule(at: At, rule: Rule, only: Sequence[str]) -> None:
         raise at.error("`join` is missing: the dim along which the parts lie", hint="join: 0")
     if len(rule.parts) == 1 and rule.join is not None:
         raise at.error("`join` has a meaning only with several parts")
-    if rule.turns and len(rule.turns) != len(rule.parts):
-        raise (at / "turns").error(f"{len(rule.turns)} turns for {len(rule.parts)} parts")
+    if rule.interleave and len(rule.interleave) != len(rule.parts):
+        raise (at / "turns").error(f"{len(rule.interleave)} turns for {len(rule.parts)} parts")
     for word, dims in (("lay", rule.lay), ("stack", rule.stack)):
         if len(set(dims.values())) != len(dims):
             raise (at / word).error("two indices along one dim: which of them is outermost?")
@@ -394,8 +394,8 @@ def _rule_mapping(rule: Rule | Tie) -> dict[str, object]:
         mapping["transpose"] = list(rule.transpose)
     if rule.join is not None:
         mapping["join"] = rule.join
-    if rule.turns:
-        mapping["turns"] = [_expression_value(turn) for turn in rule.turns]
+    if rule.interleave:
+        mapping["turns"] = [_expression_value(turn) for turn in rule.interleave]
     for word, dims in (("lay", rule.lay), ("stack", rule.stack)):
         if dims:
             mapping[word] = dict(dims)

@@ -1,7 +1,7 @@
 """The geometry of one rule: the shape of a whole from those of its parts, and the reverse, and where each part lies.
 
-Both ways come to the same value, a `Fusion`, which knows shapes and placements; so what is fused and split again is
-what it was. Extents that do not fit the turns and counts of the rule are refused here, with the key that has them.
+Both directions make the same value, a `Fusion`, so a tensor that is fused and split again is unchanged. Extents that do
+not fit the interleaving and the counts of the rule are refused here, with the key that has them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.errors import NamesError
-from reshard.names.placement import Link, Placement
+from reshard.names.part_map import DimMap, PartMap
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ class Fusion:
     Attributes:
         rule: its rule.
         extents: of each entry of the rule, the shape of its parts after `transpose`.
-        turns: of each entry, its elements in one round along the dim `join`.
+        interleave: of each entry, the elements of one run along the dim `join`.
         counts: how many values each index takes that only the parts have.
     """
 
     rule: Rule
     extents: tuple[Shape, ...]
-    turns: tuple[int, ...]
+    interleave: tuple[int, ...]
     counts: Mapping[str, int]
 
     @property
@@ -69,23 +69,29 @@ class Fusion:
         shape = dict(zip(self._order(entry), self.extents[entry], strict=True))
         return tuple(shape[dim] for dim in range(len(shape)))
 
-    def placement(self, entry: int, values: tuple[int, ...], whole: Shape) -> Placement:
-        """Where a part lies in the whole, whose shape is given."""
+    def part_map(self, entry: int, values: tuple[int, ...], whole: Shape) -> PartMap:
+        """Where a part lies in the whole.
+
+        Args:
+            entry: the entry of the part in the rule.
+            values: the indices that only the part has.
+            whole: the shape of the whole, in elements.
+        """
         rule = self.rule
         indices = dict(zip(rule.indices, values, strict=True))
         laid = {dim: index for index, dim in rule.lay.items()}
-        links = []
+        dims = []
         for dim, extent in zip(self._dims(), self.extents[entry], strict=True):
-            start, turn, period, rounds = 0, extent, extent, 1
+            start, run, period, n_runs = 0, extent, extent, 1
             if dim == rule.join:
-                start, turn, period = sum(self.turns[:entry]), self.turns[entry], sum(self.turns)
-                rounds = extent // turn if turn else 1
+                start, run, period = sum(self.interleave[:entry]), self.interleave[entry], sum(self.interleave)
+                n_runs = extent // run if run else 1
             if dim in laid:
                 start += indices[laid[dim]] * (whole[dim] // self.counts[laid[dim]])
-            links.append(Link(dim, start, turn, period, rounds))
-        by_part_dim = sorted(zip(self._order(entry), links, strict=True), key=lambda one: one[0])
+            dims.append(DimMap(dim, start, run, period, n_runs))
+        by_part_dim = sorted(zip(self._order(entry), dims, strict=True), key=lambda one: one[0])
         fixed = tuple((dim, indices[index]) for index, dim in rule.stack.items())
-        return Placement(tuple(link for _, link in by_part_dim), fixed)
+        return PartMap(tuple(one for _, one in by_part_dim), fixed)
 
     def _dims(self) -> list[int]:
         """Of each dim of a transposed part, the dim of the whole."""
@@ -136,24 +142,24 @@ def fused(
                 key=key,
             )
     along = [0 if at is None else own[at] for own in extents]
-    turns = _turns(rule, sizes)
-    if turns is None:
+    interleave = _interleave(rule, sizes)
+    if interleave is None:
         if len(set(along)) > 1:
             raise NamesError(
                 f"{show(first_key)} and its neighbours have {along} elements along dim {rule.join}: say `turns`",
                 key=first_key,
                 hint="without `turns` parts are of one size, else they could not be told apart on the way back",
             )
-        turns = along
-    rounds = {divmod(extent, turn) for extent, turn in zip(along, turns, strict=True) if turn}
-    if len(rounds) > 1 or any(rest for _, rest in rounds):
+        interleave = along
+    n_runs = {divmod(extent, run) for extent, run in zip(along, interleave, strict=True) if run}
+    if len(n_runs) > 1 or any(rest for _, rest in n_runs):
         raise NamesError(
             f"{show(first_key)} and its neighbours have {along} elements along dim {rule.join}, which is not one "
-            f"number of turns of {turns}",
+            f"number of turns of {interleave}",
             key=first_key,
             hint=_NOT_THIS_MODEL,
         )
-    return Fusion(rule, tuple(extents), tuple(turns), counts)
+    return Fusion(rule, tuple(extents), tuple(interleave), counts)
 
 
 def split(rule: Rule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusion:
@@ -188,42 +194,42 @@ def split(rule: Rule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusio
         counts[index] = sizes[index]
         extents[dim] = _divided(key, extents, dim, sizes[index], f"{sizes[index]} of `{{{index}}}`")
     parts = [list(extents) for _ in rule.parts]
-    turns, rounds = [0] * len(rule.parts), 1
+    interleave, n_runs = [0] * len(rule.parts), 1
     if rule.join is not None:
-        said = _turns(rule, sizes)
-        if said is None:
-            said = [_divided(key, extents, rule.join, len(parts), f"{len(parts)} parts")] * len(parts)
+        given = _interleave(rule, sizes)
+        if given is None:
+            given = [_divided(key, extents, rule.join, len(parts), f"{len(parts)} parts")] * len(parts)
         else:
-            rounds = _divided(key, extents, rule.join, sum(said), f"turns of {said}")
-        for part, turn in zip(parts, said, strict=True):
-            part[rule.join] = turn * rounds
-        turns = said
+            n_runs = _divided(key, extents, rule.join, sum(given), f"turns of {given}")
+        for part, run in zip(parts, given, strict=True):
+            part[rule.join] = run * n_runs
+        interleave = given
     new = set(rule.stack.values())
     of_parts = tuple(tuple(extent for dim, extent in enumerate(part) if dim not in new) for part in parts)
     if rule.transpose and len(rule.transpose) != len(of_parts[0]):
         raise _not_transposable(rule, key, shape)
-    return Fusion(rule, of_parts, tuple(turns), counts)
+    return Fusion(rule, of_parts, tuple(interleave), counts)
 
 
 # -- checks
 
 
-def _turns(rule: Rule, sizes: Mapping[str, int]) -> list[int] | None:
-    """The turns of the parts; None if they have one each."""
+def _interleave(rule: Rule, sizes: Mapping[str, int]) -> list[int] | None:
+    """The elements of each part in one run; None if each part is one run."""
     values = []
-    for turn in rule.turns:
-        unknown = next((name for name in turn.names if name not in sizes), None)
+    for run in rule.interleave:
+        unknown = next((name for name in run.names if name not in sizes), None)
         if unknown is not None:
             raise NamesError(
                 f"the rule for {show(rule.whole.text)} needs the size `{unknown}`, which nothing says",
                 hint="give the model's config.json, or write a number under `sizes`",
             )
         try:
-            values.append(turn.value(sizes))
+            values.append(run.value(sizes))
         except ValueError as error:
             raise NamesError(f"the rule for {show(rule.whole.text)}: {error}") from None
         if values[-1] < 1:
-            raise NamesError(f"the rule for {show(rule.whole.text)}: {show(turn.text)} is no element at all")
+            raise NamesError(f"the rule for {show(rule.whole.text)}: {show(run.text)} is no element at all")
     return values or None
 
 

@@ -1,7 +1,7 @@
 """Rules meet keys: the tensors that there are under the new names, and where each of them lies in the old ones.
 
 Keys are grouped first: all parts of one whole, or the one whole of many parts; state of the optimizer makes groups of
-its own, by its slot. What `fuse` says of each group's shapes is collected then. Pure: shapes in, placements out.
+its own, by its slot. What `fuse` says of each group's shapes is collected then. Pure: shapes in, part maps out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from reshard._core import StoredArray
 from reshard.errors import NamesError
 from reshard.names.file import Rule, Tie
 from reshard.names.fuse import Fusion, Shape, fused, members, split
@@ -22,12 +23,9 @@ if TYPE_CHECKING:
 
     from reshard._core import Tile
     from reshard.names.file import NamesFile
-    from reshard.names.placement import Placement
+    from reshard.names.part_map import PartMap
 
-__all__ = ["ResolvedTensor", "Source", "StoredArray", "resolve"]
-
-StoredArray: TypeAlias = "tuple[int, str, Shape, list[Tile]]"
-"""`(file, stored name, stored shape, tiles)`."""
+__all__ = ["ResolvedTensor", "Source", "resolve"]
 
 _MAX_PIECES = 500_000  # that a map makes by splits and copies; experts of the largest models, with state, are 200,000
 
@@ -41,25 +39,25 @@ class Source:
 
     Attributes:
         key: its key in the checkpoint.
-        placement: how the one lies in the other; None: they are the same.
+        part_map: how the one lies in the other; None: they are the same.
         is_whole: whether the tensor of the checkpoint is the whole and the new one its part; else the reverse.
     """
 
     key: str
-    placement: Placement | None = None
+    part_map: PartMap | None = None
     is_whole: bool = False
 
     def factors(self, shape: Shape) -> dict[int, tuple[int, int]]:
         """In what factors tiles of the new tensor, whose shape is given, describe its dims."""
-        if self.placement is None:
+        if self.part_map is None:
             return {}
-        return self.placement.factors_of_part() if self.is_whole else self.placement.factors_of_whole(shape)
+        return self.part_map.factors_of_part() if self.is_whole else self.part_map.factors_of_whole(shape)
 
     def moved(self, tiles: Sequence[Tile]) -> list[Tile]:
         """Tiles of the tensor of the checkpoint as tiles of the new one, in the dims of `factors`."""
-        if self.placement is None:
+        if self.part_map is None:
             return list(tiles)
-        move = self.placement.to_part if self.is_whole else self.placement.to_whole
+        move = self.part_map.to_part if self.is_whole else self.part_map.to_whole
         return [one for tile in tiles for one in move(tile)]
 
 
@@ -87,18 +85,18 @@ class ResolvedTensor:
         """Where it is stored.
 
         Args:
-            stored_of: where a tensor of the checkpoint is stored: `(file, stored name, stored shape, tiles)` each.
+            stored_of: the stored arrays of a tensor of the checkpoint, by key.
 
         Returns:
-            The same of this tensor, its tiles in the dims of `factors`; stored arrays that have nothing of it are left
-            out.
+            The stored arrays of this tensor, with tiles in the dims of `factors`; arrays that hold no part of it are
+            left out.
         """
         arrays: list[StoredArray] = []
         for source in self.sources:
-            for file, name, shape, tiles in stored_of(source.key):
-                moved = source.moved(tiles)
+            for stored in stored_of(source.key):
+                moved = source.moved(stored.tiles)
                 if moved:
-                    arrays.append((file, name, shape, moved))
+                    arrays.append(StoredArray(stored.file, stored.name, stored.shape, moved))
         return arrays
 
 
@@ -297,7 +295,7 @@ class _Resolver:
             return [ResolvedTensor(name, self.shapes[firsts[0]], (Source(firsts[0]),))]
         fusion = fused(rule, [(key, self.shapes[key]) for key in firsts], counts, self.sizes)
         shape = fusion.shape()
-        sources = (Source(keys[member], fusion.placement(*member, shape)) for member in fusion.members())
+        sources = (Source(keys[member], fusion.part_map(*member, shape)) for member in fusion.members())
         return [ResolvedTensor(name, shape, tuple(sources))]
 
     def _fusions(self, groups: Mapping[_Group, Mapping[_Member, str]]) -> dict[_Group, tuple[str, Fusion]]:
@@ -327,7 +325,7 @@ class _Resolver:
         shape = self.shapes[key]
         for entry, values in fusion.members():
             numbers = dict(shared) | dict(zip(rule.indices, values, strict=True))
-            source = Source(key, fusion.placement(entry, values, shape), is_whole=True)
+            source = Source(key, fusion.part_map(entry, values, shape), is_whole=True)
             yield ResolvedTensor(slot + rule.parts[entry].format(numbers), fusion.part_shape(entry), (source,))
 
 

@@ -13,6 +13,7 @@ mod geometry;
 mod index;
 mod patterns;
 mod plan;
+mod records;
 mod run;
 mod strategy;
 mod verify;
@@ -39,6 +40,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::records::add_to(module)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

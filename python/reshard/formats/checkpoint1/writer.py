@@ -143,17 +143,18 @@ def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
         UnsupportedError: it has no words for one.
     """
     joined = {key for join in bound.joins for key in join.keys}
-    specs = {key: bound.specs[key] for key in job.keys}
-    for key, spec in specs.items():
+    layouts = {key: bound.tensor_layouts[key] for key in job.keys}
+    for key, layout in layouts.items():
+        partition = layout.partition
         # Even over one rank these are other arrays than the tensor.
-        if key in joined or spec.flat or spec.stored not in ((), tuple(range(len(spec.shape)))):
-            how = "in one array with others" if key in joined else "flattened" if spec.flat else "in another order"
+        if key in joined or partition.flat or partition.is_reordered:
+            how = "in one array with others" if key in joined else "flattened" if partition.flat else "in another order"
             raise UnsupportedError(
                 f"{show(key)} would be stored {how}, and a strategy has no words for that",
                 key=key,
                 hint="choose another layout for it; `drop=` leaves it out",
             )
-    return None if len(bound.ranks) == 1 else strategy_of(replace(bound, specs=specs, joins=[]))
+    return None if len(bound.ranks) == 1 else strategy_of(replace(bound, tensor_layouts=layouts, joins=[]))
 
 
 # -- names
