@@ -79,11 +79,11 @@ MISFITS: list[tuple[dict[str, Any], tuple[int, ...], str, str | None]] = [
     ),
     ({"cut": [None, "tp"]}, (8,), "`w` has 1 dims, and the rule `*` cuts dim 1", "put a rule for this key before it"),
     ({"cut": ["tp"], "sizes": {0: [1, 2, 3, 4]}}, (9,), "dim 0 of `w` has 9 elements, and its `sizes` sum to 10", None),
-    ({"sizes": {1: [4]}}, (4,), "`w` has 1 dims, and `sizes` speaks of dim 1", None),
+    ({"sizes": {1: [4]}}, (4,), "`w` has 1 dims, and `sizes` names dim 1", None),
     ({"cut": ["tp"], "blocks": {0: [8, 4]}}, (16,), "dim 0 of `w` has 16 elements, and its `blocks` sum to 12", None),
     ({"cut": ["tp"], "blocks": {0: [8, 6]}}, (14,), "block 1 of dim 0 of `w` has 6 elements", "uneven: ceil"),
     ({"cut": ["tp"], "blocks": {0: 3}}, (16,), "dim 0 of `w` has 16 elements: no 3 equal blocks", None),
-    ({"blocks": {2: [1]}}, (1, 1), "`w` has 2 dims, and `blocks` speaks of dim 2", None),
+    ({"blocks": {2: [1]}}, (1, 1), "`w` has 2 dims, and `blocks` names dim 2", None),
     ({"stored": [1, 0]}, (2,), "`w` has 1 dims, and `stored` of its rule orders 2", None),
 ]
 
@@ -390,7 +390,7 @@ def test_state_of_a_joined_parameter_is_joined_by_its_slot() -> None:
 
 def test_a_join_cannot_bear_the_name_of_a_tensor() -> None:
     error = refused(layout({"match": "*", "flat": JOIN["flat"]}), {"a": (3,), "all": (3,)})
-    assert "the join `all` bears the name of something else" in error.message
+    assert "the join `all` has the name of a tensor or of another join" in error.message
 
 
 # -- what is reported

@@ -60,7 +60,7 @@ def shown(value: Any) -> dict[str, Any]:
     return {
         "layout": layout,
         "reason": reason,
-        "arrays": {key: [p.local.tolist(), list(p.offset), p.partition.shape] for key, p in placed.items()},
+        "arrays": {key: [p.local.tolist(), list(p.offset), p.layout.shape] for key, p in placed.items()},
     }
 
 

@@ -106,6 +106,7 @@ def resolve(
         LayoutError: no rule matches a key, a partition does not fit a shape, or no rank would hold a part of a tensor.
 
     Example:
+        >>> from reshard.layout.file import LayoutFile
         >>> layout = LayoutFile.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}]})
         >>> resolve(layout, {"a.w": (4, 2)}).layouts["a.w"].partition.cut
         (('tp',),)

@@ -150,7 +150,7 @@ def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
         if key in joined or partition.flat or partition.is_reordered:
             how = "in one array with others" if key in joined else "flattened" if partition.flat else "in another order"
             raise UnsupportedError(
-                f"{show(key)} would be stored {how}, and a strategy has no words for that",
+                f"{show(key)} would be stored {how}, which a strategy cannot express",
                 key=key,
                 hint="choose another layout for it; `drop=` leaves it out",
             )
