@@ -88,22 +88,25 @@ class StoredRegion(NamedTuple):
     shape: tuple[int, ...]
     files: list[int]
 
-class FileTensor(NamedTuple):
-    """A tensor of a file; of a `.ckpt` file a record.
+@final
+class FileTensor:
+    """A tensor of a file; of a `.ckpt` file a record."""
 
-    Attributes:
-        name: its stored name.
-        dtype: its dtype.
-        shape: its shape.
-        start: its first byte, counted from the start of the data; of a `.ckpt` from the start of the file.
-        end: one past its last byte, likewise.
-    """
+    @property
+    def name(self) -> str:
+        """Its stored name."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def start(self) -> int:
+        """Its first byte, counted from the start of the data; of a `.ckpt` from the start of the file."""
+
+    @property
+    def end(self) -> int:
+        """One past its last byte, likewise."""
 
 class ArrayPart(NamedTuple):
     """A stored part of a local array.
@@ -118,20 +121,19 @@ class ArrayPart(NamedTuple):
     shape: tuple[int, ...]
     tiles: list[Tile]
 
-class FileArray(NamedTuple):
-    """A local array of a file.
+@final
+class FileArray:
+    """A local array of a file."""
 
-    Attributes:
-        name: its name.
-        dtype: its dtype.
-        shape: its shape.
-        parts: its stored parts; one, unless it was split.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    parts: list[ArrayPart]
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def parts(self) -> list[ArrayPart]:
+        """Its stored parts; one, unless it was split."""
 
 class DeviceLayout(NamedTuple):
     """The layout of a tensor over the devices of its stage, as `metadata.json` records it.

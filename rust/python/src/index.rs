@@ -1,10 +1,10 @@
 //! The index.
 
 use crate::errors::raise;
-use crate::geometry::{Layout, Request, tile_tuple};
+use crate::geometry::{Layout, Request};
 use crate::plan::Plan;
 use crate::records::{
-    ARRAY_PART, DEVICE_LAYOUT, FILE_ARRAY, FILE_TENSOR, STORED_ARRAY, STORED_REGION,
+    DEVICE_LAYOUT, FileArray, FileTensor, STORED_ARRAY, STORED_REGION, tile_list,
 };
 use crate::run::run;
 use pyo3::exceptions::PyIndexError;
@@ -68,10 +68,6 @@ impl Index {
     fn opened(&self, py: Python<'_>, file: u32) -> reshard_core::Result<Arc<ShardFile>> {
         py.detach(|| self.index.open(file))
     }
-}
-
-fn tile_list<'py>(py: Python<'py>, tiles: &[Tile]) -> PyResult<Vec<Bound<'py, PyTuple>>> {
-    tiles.iter().map(|tile| tile_tuple(py, tile)).collect()
 }
 
 #[pymethods]
@@ -183,39 +179,26 @@ impl Index {
             .map(|pairs| pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect()))
     }
 
-    fn file_tensors<'py>(&self, py: Python<'py>, file: u32) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+    fn file_tensors(&self, py: Python<'_>, file: u32) -> PyResult<Vec<FileTensor>> {
         let opened = raise(py, self.opened(py, file))?;
         let table = opened.table();
-        (0..table.len())
-            .map(|i| {
-                let entry = table.entry(i);
-                let shape = PyTuple::new(py, entry.shape)?;
-                let values = (
-                    entry.name,
-                    entry.dtype.name(),
-                    shape,
-                    entry.start,
-                    entry.end,
-                );
-                FILE_TENSOR.of(py, values)
-            })
-            .collect()
+        let tensors = (0..table.len()).map(|i| {
+            let entry = table.entry(i);
+            FileTensor {
+                name: entry.name.to_owned(),
+                dtype: entry.dtype.name(),
+                shape: entry.shape,
+                start: entry.start,
+                end: entry.end,
+            }
+        });
+        Ok(tensors.collect())
     }
 
-    fn file_arrays<'py>(&self, py: Python<'py>, file: u32) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+    fn file_arrays(&self, py: Python<'_>, file: u32) -> PyResult<Vec<FileArray>> {
         let opened = raise(py, self.opened(py, file))?;
         let arrays = opened.table().arrays().into_iter();
-        arrays
-            .map(|array| {
-                let parts = array.parts.into_iter().map(|part| {
-                    let shape = PyTuple::new(py, part.shape)?;
-                    ARRAY_PART.of(py, (part.name, shape, tile_list(py, &part.tiles)?))
-                });
-                let parts = parts.collect::<PyResult<Vec<_>>>()?;
-                let shape = PyTuple::new(py, array.shape)?;
-                FILE_ARRAY.of(py, (array.name, array.dtype.name(), shape, parts))
-            })
-            .collect()
+        Ok(arrays.map(FileArray).collect())
     }
 
     fn file_strings(&self, py: Python<'_>, file: u32) -> PyResult<Vec<String>> {

@@ -32,6 +32,7 @@ mod _core {
         index::Index,
         patterns::{Expression, IndexPattern, Patterns},
         plan::Plan,
+        records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},
         verify::{crc32c, scrub},
         write::{Buffers, Snapshot, SnapshotPool, Written, rename, write_arrays},

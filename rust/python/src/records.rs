@@ -1,8 +1,12 @@
-//! The named tuples that Python receives: classes with fields that are tuples too, so that Python code can unpack them.
+//! The records that Python receives. Those that Python makes too are named tuples, which it can unpack and write as JSON.
+//! Those of which a file can have a million are classes of their own: an instance costs less than a tuple.
 
+use crate::geometry::tile_tuple;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
+use reshard_core::local_array::LocalArray;
+use reshard_core::tile::Tile;
 
 /// A class made by `collections.namedtuple`, once for each process.
 pub(crate) struct Record {
@@ -22,12 +26,6 @@ pub(crate) static STORED_ARRAY: Record =
 /// A stored region of a tensor, and the files that hold it.
 pub(crate) static STORED_REGION: Record =
     Record::new("StoredRegion", &["offset", "shape", "files"]);
-/// A tensor of a file, with its bytes.
-pub(crate) static FILE_TENSOR: Record =
-    Record::new("FileTensor", &["name", "dtype", "shape", "start", "end"]);
-/// An array of a file, joined from its parts.
-pub(crate) static FILE_ARRAY: Record =
-    Record::new("FileArray", &["name", "dtype", "shape", "parts"]);
 /// A stored part of an array.
 pub(crate) static ARRAY_PART: Record = Record::new("ArrayPart", &["name", "shape", "tiles"]);
 /// The recorded layout of a tensor over the devices of its stage.
@@ -81,12 +79,74 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &TILE,
         &STORED_ARRAY,
         &STORED_REGION,
-        &FILE_TENSOR,
-        &FILE_ARRAY,
         &ARRAY_PART,
         &DEVICE_LAYOUT,
     ] {
         module.add(record.name, record.class(module.py())?)?;
     }
     Ok(())
+}
+
+/// A tensor of a file, with its bytes.
+#[pyclass(frozen, eq, module = "reshard._core")]
+#[derive(PartialEq)]
+pub(crate) struct FileTensor {
+    #[pyo3(get)]
+    pub(crate) name: String,
+    #[pyo3(get)]
+    pub(crate) dtype: &'static str,
+    pub(crate) shape: Vec<u64>,
+    #[pyo3(get)]
+    pub(crate) start: u64,
+    #[pyo3(get)]
+    pub(crate) end: u64,
+}
+
+#[pymethods]
+impl FileTensor {
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+}
+
+/// An array of a file, joined from its stored parts.
+#[pyclass(frozen, eq, module = "reshard._core")]
+#[derive(PartialEq)]
+pub(crate) struct FileArray(pub(crate) LocalArray);
+
+#[pymethods]
+impl FileArray {
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.0.dtype.name()
+    }
+
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.0.shape)
+    }
+
+    #[getter]
+    fn parts<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        let parts = self.0.parts.iter();
+        parts
+            .map(|part| {
+                let shape = PyTuple::new(py, &part.shape)?;
+                ARRAY_PART.of(py, (part.name.as_str(), shape, tile_list(py, &part.tiles)?))
+            })
+            .collect()
+    }
+}
+
+pub(crate) fn tile_list<'py>(
+    py: Python<'py>,
+    tiles: &[Tile],
+) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+    tiles.iter().map(|tile| tile_tuple(py, tile)).collect()
 }

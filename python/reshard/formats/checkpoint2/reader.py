@@ -426,12 +426,12 @@ def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
     for file, name in index.check():
         holders.setdefault(name, []).append(file)
     for file in {file for files in holders.values() for file in files}:
-        for name, dtype, shape, *_ in index.file_tensors(file):
-            found[name, file] = dtype, shape
+        for tensor in index.file_tensors(file):
+            found[tensor.name, file] = tensor.dtype, tensor.shape
     for file in rest:
-        for name, dtype, shape, *_ in index.file_tensors(file):
-            holders.setdefault(name, []).append(file)
-            found[name, file] = dtype, shape
+        for tensor in index.file_tensors(file):
+            holders.setdefault(tensor.name, []).append(file)
+            found[tensor.name, file] = tensor.dtype, tensor.shape
     unlisted = []
     for name, files in holders.items():
         path = index.file_path(files[-1])
