@@ -12,7 +12,7 @@ from reshard.errors import ArgumentError, MismatchError, ReshardError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.indexing import Box
+    from reshard.indexing import IndexedRegion
 
 __all__ = ["as_array", "check_out", "check_outs", "fill", "keeps_order", "load_all"]
 
@@ -28,7 +28,7 @@ def load_all(plan: _core.Plan) -> dict[str, np.ndarray]:
     return {name: as_array(*place, dtype, shape) for (name, dtype, shape, _), place in places}
 
 
-def keeps_order(box: Box) -> bool:
+def keeps_order(box: IndexedRegion) -> bool:
     """Whether the result has every element of the box, one after the other as in the box."""
     return all(item in (None, 0, ...) or item == slice(None) for item in box.post)
 

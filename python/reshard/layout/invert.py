@@ -1,9 +1,9 @@
-"""A layout read backwards: the global shapes of tensors from the shapes of every rank's own arrays.
+"""The inverse of a layout: the global shapes of tensors from the shapes of the local arrays of all ranks.
 
-An extent that is cut is the sum of the parts, one for each coordinate on the axes that cut it; an extent that is not
-cut is the same on every rank. State of the optimizer is tried in its parameter's shape first, as the layout says, and
-is whole if its arrays do not fit that. Whether what was found is right is proven by binding the layout to it and
-comparing every rank's array with it: see `check_local_shapes`. Flattened arrays do not tell: their shapes are told.
+The extent of a divided dim is the sum of its parts, one for each coordinate on the axes that divide it. The extent of
+any other dim is the same on every rank. Optimizer state is first assumed to have the shape of its parameter; it is
+whole if its arrays do not fit that. `check_local_shapes` verifies the result: it compares every local array with the
+layout bound to these shapes. The shapes of flattened tensors cannot be found and must be given.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def global_shapes(
     Args:
         layout: the layout.
         local_shapes: for each key, the shape of each rank's array, in storage order, in elements.
-        told: global shapes that are known. They win, and may be of keys that nobody has under their own name (joins).
+        told: known global shapes. They take precedence, and may be of keys that no rank has under that name (joins).
         optimizer_keys: which keys belong to the optimizer part.
 
     Returns:
-        Shapes by key: those of `local_shapes` in their order, then the others that were told.
+        Shapes by key: those of `local_shapes` in their order, then the other known ones.
 
     Raises:
-        LayoutError: no rule matches a key; ranks disagree on an extent; the shape of a flattened tensor is not told.
+        LayoutError: no rule matches a key; ranks disagree on an extent; the shape of a flattened tensor is not given.
             The message names key and ranks.
 
     Example:
@@ -60,13 +60,13 @@ def global_shapes(
 
 
 def join_members(layout: LayoutFile, name: str, keys: Iterable[str], slot: str = "") -> list[str]:
-    """The keys among `keys` that lie in the array `name`, a join; empty if the layout has no join of this name.
+    """The keys among `keys` that are parts of the join `name`; empty if the layout has no join of this name.
 
     Args:
         layout: the layout.
         name: the name of the join in the layout file.
         keys: candidates.
-        slot: with its dot, what stands before the name of a parameter in that of its state.
+        slot: the prefix of the keys of optimizer state, with its dot; empty: parameters.
 
     Example:
         >>> from reshard.layout import ModelLayout
@@ -87,7 +87,7 @@ def join_members(layout: LayoutFile, name: str, keys: Iterable[str], slot: str =
 
 
 def check_local_shapes(bound: BoundLayout, local_shapes: Mapping[str, Mapping[int, Shape]]) -> None:
-    """Prove that every rank has exactly the arrays that the layout says, in their shapes.
+    """Check that every rank has exactly the arrays of the layout, in their shapes.
 
     Args:
         bound: the layout, bound to the tensors of the whole checkpoint.
@@ -245,7 +245,7 @@ class _Inverter:
         return sum(extent for extent, _ in parts.values())
 
     def _guess(self, key: str, of_parameter: Shape) -> Shape:
-        """State: its parameter's shape, unless its arrays cannot be parts of that."""
+        """The shape of optimizer state: that of its parameter, unless its arrays cannot be parts of such a tensor."""
         if key not in self.local_shapes:
             return of_parameter
         n_dims = len(next(iter(self.local_shapes[key].values())))
@@ -271,7 +271,7 @@ class _Inverter:
         return shape
 
     def _common_rank(self, key: str) -> Shape:
-        """One rank's shape, once all have as many dims."""
+        """The shape on one rank. Raises LayoutError unless all ranks have the same number of dims."""
         (first, shape), *others = self.local_shapes[key].items()
         for rank, other in others:
             if len(other) != len(shape):
