@@ -26,6 +26,7 @@ from tests.small_saves import (
     write_files,
 )
 
+from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import manifest as manifests
 from reshard.formats import save_log
@@ -216,13 +217,15 @@ def test_iterations_of_the_original_count_if_their_files_are_there(root: Path) -
 
 def test_with_metadata_the_files_that_it_names_must_be_there(root: Path) -> None:
     from reshard.formats.checkpoint2.metadata import write_metadata
-    from reshard.formats.checkpoint2.shards import TensorRecord, World, assign, shards_of
+    from reshard.formats.checkpoint2.shards import TensorRecord, assign, shards_of
+    from reshard.layout import Partition, TensorLayout
 
-    world = World((("tp", 2),))
-    records = [TensorRecord("w", "U8", (2,), cut=(("tp",),))]
+    mesh = _core.Mesh([("tp", 2)])
+    records = [TensorRecord("w", "U8", "model", TensorLayout((2,), Partition((("tp",),))))]
     for iteration in (100, 200, 300):
         folder = original(root, iteration)
-        write_metadata(folder / "metadata.json", records, world, assign(shards_of(records, world), world, dedup=True))
+        plan = assign(shards_of(records, mesh), mesh.ranks, dedup=True)
+        write_metadata(folder / "metadata.json", records, mesh, plan)
     (root / "iteration_00000200" / "model-0000001-0000002.safetensors").unlink()
     write_tracker(root, 300)
     done = retention.apply(root, Retention(keep=1))

@@ -37,10 +37,11 @@ class Toy(Format):
         described = json.loads((path / "toy.json").read_text())
         for key, (file, name) in described.items():
             number = index.add_file(str(path / file), method=options.method)
-            ((dtype, shape),) = [(d, s) for n, d, s, *_ in index.file_tensors(number) if n == name]
+            (tensor,) = [one for one in index.file_tensors(number) if one.name == name]
+            shape = tensor.shape
             strides = [int(np.prod(shape[dim + 1 :])) for dim in range(len(shape))]
-            tile = (0,) * len(shape), shape, 0, tuple(strides)
-            index.add_tiles(key, dtype, shape, [(number, name, shape, [tile])])
+            tile = _core.Tile((0,) * len(shape), shape, 0, tuple(strides))
+            index.add_tiles(key, tensor.dtype, shape, [_core.StoredArray(number, name, shape, [tile])])
         return CheckpointData(traits=self.traits, path=path, index=index, method=options.method)
 
 

@@ -18,6 +18,7 @@ from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
 from reshard.errors import LayoutError, ReshardError
 from reshard.formats import counter_tensors
 from reshard.formats.scrub import is_damage
+from reshard.layout import Partition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -247,11 +248,11 @@ def _row(key: str, info: TensorInfo, bound: BoundLayout | None, shared: dict[obj
 
 def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
     """The partition of a tensor by its stored regions, with names of axes where the layout has the same partition."""
-    spec = None if bound is None else bound.specs.get(key)
-    axes_of = dict(enumerate(spec.cut)) if spec is not None else {}
+    layout = None if bound is None else bound.tensor_layouts.get(key)
+    partition = Partition() if layout is None else layout.partition
     mesh = {} if bound is None else dict(bound.mesh.axes)
-    if spec is not None and (spec.flat or spec.blocks or spec.stored):
-        return _cut_by_rule(spec, mesh)
+    if partition.flat or partition.blocks or partition.is_reordered:
+        return _cut_by_rule(partition, mesh)
     extents = [{(shard.offset[d], shard.shape[d]) for shard in info.shards} for d in range(len(info.shape))]
     if math.prod(len(parts) for parts in extents) != len(info.shards):
         return f"{len(info.shards)} regions, no grid"
@@ -259,25 +260,26 @@ def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
     for dim, parts in enumerate(extents):
         if len(parts) < 2:
             continue
-        axes = [axis for axis in axes_of.get(dim, ()) if mesh[axis] > 1]
+        axes = [axis for axis in partition.axes_of(dim) if mesh[axis] > 1]
         over = f" over {' x '.join(axes)}" if axes and math.prod(mesh[axis] for axis in axes) == len(parts) else ""
         uneven = ", uneven" if len({extent for _, extent in parts}) > 1 else ""
         texts.append(f"dim {dim}{over}: {len(parts)}{uneven}")
     return "; ".join(texts) or "whole"
 
 
-def _cut_by_rule(spec: Any, mesh: dict[str, int]) -> str:
-    """The partition in the words of a layout file, for regions that are not a grid."""
-    blocks = dict(spec.blocks)
+def _cut_by_rule(partition: Partition, mesh: dict[str, int]) -> str:
+    """The partition in the terms of a layout file, for regions that are not a grid."""
     texts = []
-    for dim, axes in enumerate(spec.cut):
+    for dim, axes in enumerate(partition.cut):
         if n := math.prod(mesh[axis] for axis in axes) if axes else 0:
-            each = f" in each of {len(blocks[dim])} blocks" if dim in blocks else ""
+            blocks = partition.blocks_of(dim)
+            n_blocks = len(blocks) if isinstance(blocks, tuple) else blocks
+            each = f" in each of {n_blocks} blocks" if n_blocks is not None else ""
             texts.append(f"dim {dim} over {' x '.join(axes)}: {n}{each}")
-    if spec.flat:
-        texts.append(f"flat over {' x '.join(spec.flat)}: {math.prod(mesh[axis] for axis in spec.flat)}")
-    if spec.stored:
-        texts.append(f"stored as dims {', '.join(map(str, spec.stored))}")
+    if partition.flat:
+        texts.append(f"flat over {' x '.join(partition.flat)}: {math.prod(mesh[axis] for axis in partition.flat)}")
+    if partition.is_reordered:
+        texts.append(f"stored as dims {', '.join(map(str, partition.stored))}")
     return "; ".join(texts) or "whole"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.conversion import options
+from reshard.cli.conversion import options, run_conversion
 from reshard.cli.output import PATH, command
 
 __all__ = ["split"]

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 from reshard.formats import counter_tensors
 
@@ -32,17 +32,44 @@ __all__ = [
     "OpenOptions",
     "PartName",
     "Shapes",
+    "StoredTensor",
     "StrategyLike",
     "Traits",
-    "Unplaced",
+    "UnplacedTensor",
 ]
 
 StrategyLike: TypeAlias = "Strategy | str | os.PathLike[str]"
 
 PartName = Literal["model", "optimizer"]
 Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
-Unplaced = tuple[str, tuple[tuple[int, ...], ...]]
-"""dtype and the distinct local shapes of a tensor whose parts have no known position."""
+
+
+class UnplacedTensor(NamedTuple):
+    """A tensor whose parts have no known position.
+
+    Attributes:
+        dtype: its safetensors name.
+        local_shapes: the distinct shapes of its parts, in elements.
+    """
+
+    dtype: str
+    local_shapes: tuple[tuple[int, ...], ...]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor and the stored arrays that it consists of: the arguments of `Index.add_tiles`.
+
+    Attributes:
+        dtype: its safetensors name.
+        shape: the global shape, in elements.
+        stored: the stored arrays.
+        factors: by dim, the factors of the dims of the tiles, where these are not those of the tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stored: Sequence[_core.StoredArray]
+    factors: Mapping[int, Sequence[int]] | None = None
 
 
 class Match(IntEnum):
@@ -156,7 +183,7 @@ class CheckpointData:
         """Names of all tensors in order, including those without a position. None: those of the index."""
         return None
 
-    def unplaced(self) -> Mapping[str, Unplaced]:
+    def unplaced(self) -> Mapping[str, UnplacedTensor]:
         """Tensors that can only be read rank by rank."""
         return {}
 

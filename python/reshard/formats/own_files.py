@@ -101,8 +101,8 @@ def own_index(
     """
     index = opened_again(opened, numbers, manifest, ckpt=ckpt, method=method)
     for file in range(index.n_files):
-        for key, *_ in index.file_arrays(file):
-            index.add_whole(key, file)
+        for array in index.file_arrays(file):
+            index.add_whole(array.name, file)
     return index
 
 

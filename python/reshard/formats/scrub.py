@@ -149,9 +149,9 @@ def scrub_file(
             begin,
             end,
             tuple(
-                key
-                for key, _, _, first, last in tensors
-                if entry.header_bytes + first < end and begin < entry.header_bytes + last
+                tensor.name
+                for tensor in tensors
+                if entry.header_bytes + tensor.start < end and begin < entry.header_bytes + tensor.end
             ),
         )
         for begin, end in ranges

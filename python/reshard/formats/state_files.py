@@ -81,9 +81,9 @@ def load_by_name(path: Path, text: bytes, arrays_path: Path | None, manifest: Ma
         file = index.add_file(str(arrays_path), follow_links=False)
         if manifest is not None:
             manifests.set_checksums(index, arrays_path.parent, manifest)
-        for key, _, shape, *_ in index.file_tensors(file):
-            index.add_whole(key, file)
-            request.add_region(key, key, (0,) * len(shape), shape)
+        for tensor in index.file_tensors(file):
+            index.add_whole(tensor.name, file)
+            request.add_region(tensor.name, tensor.name, (0,) * len(tensor.shape), tensor.shape)
         arrays = load_all(index.plan(request))
     value = state.load(text, arrays, str(path))
     if not isinstance(value, dict):

@@ -18,7 +18,7 @@ from reshard.layout.like import CheckpointLike, mapping_like
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
-from reshard.layout.strategy_layout import specs_of
+from reshard.layout.strategy_layout import layouts_of
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.strict_yaml import quote, read_yaml
 
@@ -187,7 +187,7 @@ class ModelLayout(LayoutFile):
         if not isinstance(path, Strategy):
             check_given(path=path)
         strategy = path if isinstance(path, Strategy) else read_strategy(path)
-        found = specs_of(strategy)
+        found = layouts_of(strategy)
         layout = cls.from_mapping(found.mapping(), source=strategy.source)
         return replace(layout, strategy=strategy, uncertain=found.uncertain)
 
@@ -208,7 +208,7 @@ class ModelLayout(LayoutFile):
         """
         if self.strategy is None:
             return self
-        return ModelLayout.from_mapping(specs_of(self.strategy, tensors).mapping(), source=self.strategy.source)
+        return ModelLayout.from_mapping(layouts_of(self.strategy, tensors).mapping(), source=self.strategy.source)
 
     @checked
     def to_strategy(self, tensors: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()) -> Strategy:
@@ -254,7 +254,7 @@ class ModelLayout(LayoutFile):
         """
         check_shapes("tensors", tensors)
         if self.strategy is not None:
-            found = specs_of(self.strategy, tensors)
+            found = layouts_of(self.strategy, tensors)
             return bound_of(_core.Mesh(list(found.mesh.items())), found.resolved(), strict=strict)
         return bind(self, tensors, optimizer_keys=optimizer_keys, strict=strict)
 

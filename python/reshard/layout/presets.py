@@ -1,11 +1,11 @@
 """The usual layouts of Hugging Face model families, as layout mappings.
 
-Each family is a table of key names: which Linear weights are cut by their output (column), by their input (row), by
-key-value heads, or by the vocabulary. What is in no table (norms, routers, biases of row layers) is whole. Nothing is
-read but a `config.json`.
+Each family is a table of key names: which Linear weights are divided by their output (column), by their input (row),
+by key-value heads, or by the vocabulary. Other tensors (norms, routers, biases of row layers) are whole. The only file
+that is read is a `config.json`.
 
-GPT-2's Linear layers are stored transposed ([in, out], `Conv1D`): its preset cuts the dims where they are stored, so
-that arrays have the shapes that its modules expect; it says no `stored`.
+GPT-2's Linear layers are stored transposed ([in, out], `Conv1D`). Its preset divides the dims in their stored order, so
+that arrays have the shapes that its modules expect; it does not use `stored`.
 """
 
 from __future__ import annotations

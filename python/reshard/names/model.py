@@ -130,7 +130,7 @@ class NameMap(NamesFile):
             optimizer_keys: the keys of optimizer state.
 
         Returns:
-            The tensors under their new names, each with its placement in the old ones.
+            The tensors under their new names, each with its part map in the old ones.
 
         Raises:
             NamesError: the map does not fit the tensors; the message names the key.

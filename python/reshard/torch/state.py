@@ -31,7 +31,7 @@ from reshard.torch.optimizers import (
     plain,
     record_state,
 )
-from reshard.torch.placements import Partition, Placed, Row, is_sharded, place, row_of
+from reshard.torch.placements import DigitLayout, LocalPart, Row, is_sharded, local_part, row_of
 from reshard.torch.tensors import from_tensor
 from reshard.words import ranks_named, show
 from reshard.write.arrays import Shard
@@ -271,11 +271,10 @@ def describe(
     for value, _ in records:
         aliases |= value["aliases"]
     known_rows = [(Row.from_json(members.world_size, value), ranks) for value, ranks in rows]
-    of_model = [(_partitions(value["tensors"]), ranks) for value, ranks in models]
+    of_model = [(_layouts(value["tensors"]), ranks) for value, ranks in models]
     local = _local_keys([value for value, _ in besides])
     of_optimizer = [
-        ({key: one for key, one in _partitions(value).items() if key not in local}, ranks)
-        for value, ranks in optimizers
+        ({key: one for key, one in _layouts(value).items() if key not in local}, ranks) for value, ranks in optimizers
     ]
     first: dict[str, int] = {}  # the rank that saves a buffer
     for value, ranks in models:
@@ -288,7 +287,7 @@ def describe(
         layout = layout if save_layout is not None else None
     differing: dict[str, list[str]] = {}
     if len(states) > 1:
-        sharded = {key for held, _ in of_model for key, one in held.items() if one.cuts or one.unsaid}
+        sharded = {key for held, _ in of_model for key, one in held.items() if one.cuts or one.reason}
         differing = _differing(
             gather_distinct(members, [own.state_digests()], timeout)[0], sharded if compare else None
         )
@@ -317,8 +316,8 @@ class _RankState:
 
     live: LiveState
     row: Row
-    model: dict[str, Placed]
-    optimizer: dict[str, Placed]
+    model: dict[str, LocalPart]
+    optimizer: dict[str, LocalPart]
     record: OptimizerRecord
     shapes: dict[str, tuple[int, ...]]
     object_states: dict[str, Any]
@@ -355,7 +354,7 @@ class _RankState:
                 )
         row = row_of(tensors, n_ranks, mesh)
         placed = [
-            {key: lies for key, tensor in part.items() if (lies := place(tensor, row, key)) is not None}
+            {key: lies for key, tensor in part.items() if (lies := local_part(tensor, row, key)) is not None}
             for part in (found.tensors, states)
         ]
         shapes = {key: _shape(lies, key) for part in placed for key, lies in part.items()}
@@ -388,11 +387,11 @@ class _RankState:
         """The values that ranks compare and exchange."""
         distributed = {key for key, tensor in self.live.named.tensors.items() if hasattr(tensor, "device_mesh")}
         model = {
-            "tensors": {key: _partition_value(lies.partition) for key, lies in self.model.items()},
+            "tensors": {key: _layout_value(lies.layout) for key, lies in self.model.items()},
             "buffers": sorted(self.live.named.buffers - distributed - self.live.named.received),
             "received": sorted(self.live.named.received),
         }
-        optimizer = {key: _partition_value(lies.partition) for key, lies in self.optimizer.items()}
+        optimizer = {key: _layout_value(lies.layout) for key, lies in self.optimizer.items()}
         record = OptimizerRecord(self.record.groups, self.record.slots, plain=self.record.plain).to_value()
         state = self.own_state()
         return [
@@ -476,10 +475,10 @@ class _Agreed:
     differing: dict[str, list[str]] = field(default_factory=dict)
 
 
-def _shape(lies: Placed, key: str) -> tuple[int, ...]:
+def _shape(lies: LocalPart, key: str) -> tuple[int, ...]:
     """The global shape in elements of the format. For packed dtypes an element of torch holds several of these."""
     try:
-        return dtypes.tensor_shape(dtypes.parse_dtype(lies.local.dtype), lies.partition.shape)
+        return dtypes.tensor_shape(dtypes.parse_dtype(lies.local.dtype), lies.layout.shape)
     except UnsupportedError as error:
         raise UnsupportedError(f"{show(key)}: {error.message}", key=key, hint=error.hint) from None
 
@@ -584,14 +583,14 @@ def _differing(known: RankValues, sharded: set[str] | None) -> dict[str, list[st
     return found
 
 
-def _partition_value(partition: Partition) -> list[Any]:
-    return [partition.shape, partition.cuts, partition.unsaid]
+def _layout_value(layout: DigitLayout) -> list[Any]:
+    return [layout.shape, layout.cuts, layout.reason]
 
 
-def _partitions(value: Mapping[str, list[Any]]) -> dict[str, Partition]:
+def _layouts(value: Mapping[str, list[Any]]) -> dict[str, DigitLayout]:
     # JSON turns tuples into lists: convert them back.
     return {
-        key: Partition(
+        key: DigitLayout(
             tuple(shape),
             tuple(tuple(tuple((outer, inner) for outer, inner in line) for line in lines) for lines in cuts),
             unsaid,
@@ -601,10 +600,10 @@ def _partitions(value: Mapping[str, list[Any]]) -> dict[str, Partition]:
 
 
 def _from_first(
-    known: Sequence[tuple[dict[str, Partition], Sequence[int]]], first: Mapping[str, int]
-) -> list[tuple[dict[str, Partition], Sequence[int]]]:
-    """The same partitions as if each tensor in `first` were held only by the given rank."""
-    split: list[tuple[dict[str, Partition], Sequence[int]]] = []
+    known: Sequence[tuple[dict[str, DigitLayout], Sequence[int]]], first: Mapping[str, int]
+) -> list[tuple[dict[str, DigitLayout], Sequence[int]]]:
+    """The same layouts as if each tensor in `first` were held only by the given rank."""
+    split: list[tuple[dict[str, DigitLayout], Sequence[int]]] = []
     for held, ranks in known:
         split.append(({key: partition for key, partition in held.items() if key not in first}, ranks))
         alone = {key: partition for key, partition in held.items() if key in first and first[key] == ranks[0]}

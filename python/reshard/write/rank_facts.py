@@ -292,7 +292,7 @@ def _with_members(
     State that is joined has its parameters' shapes, which need not be told once more. Where they are, that says which
     parameters of the join have state.
     """
-    joins = {rule.flat.join for rule in layout.rules if rule.flat is not None and rule.flat.join is not None}
+    joins = {rule.join for rule in layout.rules if rule.join is not None}
     alone = [key for key in told if key not in found]
     slots = _slots(joins, found, parts, told) if layout.optimizer.follow else {}
     states = {

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
-    from reshard.formats.base import OpenOptions, StrategyLike, Unplaced
+    from reshard.formats.base import OpenOptions, StrategyLike, UnplacedTensor
     from reshard.formats.checkpoint1.candidates import SaveOrder
     from reshard.formats.checkpoint1.replicas import AssumedReplicas
     from reshard.formats.rank_file import OpenedRankFile
@@ -117,7 +117,7 @@ class RankFoldersData(CheckpointData):
 
     files: Mapping[int, OpenedRankFile]
     all_keys: tuple[str, ...] | None = None
-    without_place: Mapping[str, Unplaced] = field(default_factory=dict)
+    without_place: Mapping[str, UnplacedTensor] = field(default_factory=dict)
     known_strategy: Strategy | None = None
     followed: Mapping[str, str] = field(default_factory=dict)
     replicas: AssumedReplicas
@@ -127,7 +127,7 @@ class RankFoldersData(CheckpointData):
         """All tensors, in the order of the files."""
         return self.all_keys
 
-    def unplaced(self) -> Mapping[str, Unplaced]:
+    def unplaced(self) -> Mapping[str, UnplacedTensor]:
         """Tensors without a position."""
         return self.without_place
 
@@ -402,7 +402,8 @@ def open_rank_files(
         if key not in tensors.unplaced:
             # Ranks with the same shard may have split it into different records. These overlap without being replicas.
             is_split = any(len(one.parts) > 1 for one in tensors.held[key].values())
-            index.add_tiles(key, *tensors.placed(key), overlapping=is_split)
+            stored = tensors.placed(key)
+            index.add_tiles(key, stored.dtype, stored.shape, stored.stored, overlapping=is_split)
     tensors.check_coverage(index)
     tensors.warn()
     return RankFoldersData(

@@ -487,13 +487,13 @@ class _Coordinator:
 
 def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:
     """The global shape of each tensor, and whether it is the optimizer's; counters are not cut, and not told of."""
-    shapes = {record.key: (record.shape, record.part == "optimizer") for record in plan.records}
+    shapes = {record.key: (record.layout.shape, record.part == "optimizer") for record in plan.records}
     if plan.tiles is not None:
         parts = {fact.name: fact.part for one in facts for fact in one.arrays}
         for key, tensor in plan.tiles.tensors.items():
             if key not in parts:
                 raise UnsupportedError(
-                    f"a strategy has no words for {show(key)}: it lies in one array with others",
+                    f"a strategy cannot express {show(key)}: it is joined with others into one array",
                     key=key,
                     hint='save with `format="checkpoint2"`, or without `join` in the layout',
                 )

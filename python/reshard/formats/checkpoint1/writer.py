@@ -142,17 +142,19 @@ def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
         UnsupportedError: it cannot express the layout of a tensor.
     """
     joined = {key for join in bound.joins for key in join.keys}
-    specs = {key: bound.specs[key] for key in job.keys}
-    for key, spec in specs.items():
+    layouts = {key: bound.tensor_layouts[key] for key in job.keys}
+    for key, layout in layouts.items():
+        partition = layout.partition
         # Even on one rank the stored array differs from the tensor.
-        if key in joined or spec.flat or spec.stored not in ((), tuple(range(len(spec.shape)))):
-            how = "in one array with others" if key in joined else "flattened" if spec.flat else "in another dim order"
+        if key in joined or partition.flat or partition.is_reordered:
+            is_flat = bool(partition.flat)
+            how = "in one array with others" if key in joined else "flattened" if is_flat else "in another dim order"
             raise UnsupportedError(
                 f"{show(key)} would be stored {how}, which a strategy cannot express",
                 key=key,
                 hint="choose another layout for it; `select=Select(drop=...)` leaves it out",
             )
-    return None if len(bound.ranks) == 1 else strategy_of(replace(bound, specs=specs, joins=[]))
+    return None if len(bound.ranks) == 1 else strategy_of(replace(bound, tensor_layouts=layouts, joins=[]))
 
 
 # -- names

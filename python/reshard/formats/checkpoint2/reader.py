@@ -395,7 +395,7 @@ def _index(
 def _add_tiles(index: _core.Index, folder: Path, described: tiles.TilesFile) -> None:
     files = {Path(index.file_path(file)).name: file for file in range(index.n_files)}
     for key, tensor in described.tensors.items():
-        stored = [(files[one.file], one.name, one.shape, one.tiles) for one in tensor.stored]
+        stored = [_core.StoredArray(files[one.file], one.name, one.shape, one.tiles) for one in tensor.stored]
         try:
             index.add_tiles(key, tensor.dtype, tensor.shape, stored, overlapping=tensor.overlapping)
         except ReshardError as error:
@@ -442,12 +442,12 @@ def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
     for file, name in index.check():
         holders.setdefault(name, []).append(file)
     for file in {file for files in holders.values() for file in files}:
-        for name, dtype, shape, *_ in index.file_tensors(file):
-            found[name, file] = dtype, shape
+        for tensor in index.file_tensors(file):
+            found[tensor.name, file] = tensor.dtype, tensor.shape
     for file in rest:
-        for name, dtype, shape, *_ in index.file_tensors(file):
-            holders.setdefault(name, []).append(file)
-            found[name, file] = dtype, shape
+        for tensor in index.file_tensors(file):
+            holders.setdefault(tensor.name, []).append(file)
+            found[tensor.name, file] = tensor.dtype, tensor.shape
     unlisted = []
     for name, files in holders.items():
         path = index.file_path(files[-1])
@@ -484,5 +484,6 @@ def _add_unlisted(index: _core.Index, unlisted: Unlisted) -> None:
         strides = [1] * len(shape)
         for dim in range(len(shape) - 1, 0, -1):
             strides[dim - 1] = strides[dim] * max(shape[dim], 1)
-        tile: _core.Tile = ((0,) * len(shape), shape, 0, tuple(strides))
-        index.add_tiles(name, dtype, shape, [(numbers[file], name, shape, [tile]) for file in files])
+        tile = _core.Tile((0,) * len(shape), shape, 0, tuple(strides))
+        stored = [_core.StoredArray(numbers[file], name, shape, [tile]) for file in files]
+        index.add_tiles(name, dtype, shape, stored)

@@ -92,10 +92,11 @@ def _add_counters(index: _core.Index, path: Path, method: _core.ReadMethod) -> l
     """Add the tensors of one element in the file of the counters; returns their names."""
     file = index.add_file(str(path), method=method)
     names, shards = [], []
-    for name, _, shape, *_ in index.file_tensors(file):
+    for tensor in index.file_tensors(file):
+        name = tensor.name
         if name in index:
             raise DamagedFileError(f"{show(str(path))} and a part both hold {show(name)}", path=str(path), key=name)
-        if math.prod(shape) == 1:
+        if math.prod(tensor.shape) == 1:
             index.add_whole(name, file)
             names.append(name)
         else:
