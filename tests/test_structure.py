@@ -88,7 +88,10 @@ def compared(text: str, names: set[str]) -> list[int]:
 
 
 def test_no_code_outside_formats_compares_the_name_of_a_format() -> None:
-    names = {one.traits.name for one in registry.FORMATS} - {"safetensors", "torch"}  # the words have other meanings, too
+    names = {one.traits.name for one in registry.FORMATS} - {
+        "safetensors",
+        "torch",
+    }  # words with other meanings
     # Words of a configuration and of a naming, which are no formats.
     others = {"reshard.config.words", "reshard.names.presets"}
     found = {
