@@ -61,8 +61,8 @@ import reshard
 from reshard import _core
 from reshard.errors import DamagedFileError, StorageError
 from reshard.formats.checkpoint2.names import write_tracker
-from reshard.small_files import write_file_atomically
 from reshard.storage import protocol
+from reshard.storage.small_files import write_file_atomically
 from reshard.write import iteration as plans
 from reshard.write import pending_rollback, retention
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from reshard import small_files as files
+from reshard.arguments import parse_size
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.small_files import component_fault, parse_size
+from reshard.storage import small_files as files
+from reshard.storage.names import component_fault
 
 
 def test_a_file_is_written_whole_with_its_mode(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all
-from reshard.small_files import close_read, show
-from reshard.words import check_text, listed
+from reshard.storage.small_files import close_read
+from reshard.words import check_text, listed, show
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -15,7 +15,8 @@ import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.errors import DamagedFileError
-from reshard.small_files import read_small_file, show
+from reshard.storage.small_files import read_small_file
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

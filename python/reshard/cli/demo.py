@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from reshard.arguments import parse_size
 from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size
-from reshard.small_files import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,9 +19,9 @@ from reshard import dtypes
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError, StorageError
 from reshard.formats.full_weights import names as full_weights
 from reshard.formats.tiled import names as tiles
-from reshard.small_files import show
 from reshard.storage.publication import as_storage_error
 from reshard.strict_json import read_json
+from reshard.words import show
 
 __all__ = ["ModelFiles", "find_model_files", "told_dtype"]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
-from reshard.small_files import close_read, write_file_atomically
+from reshard.storage.small_files import close_read, write_file_atomically
 from reshard.strict_json import read_json
 
 if TYPE_CHECKING:

@@ -34,9 +34,11 @@ from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.formats import metrics
 from reshard.formats.checkpoint2.names import parse_iteration_folder
-from reshard.small_files import close_read, component_fault, read_small_file, show, write_file_atomically
+from reshard.storage.names import component_fault
 from reshard.storage.opened_folder import OpenedFolder
+from reshard.storage.small_files import close_read, read_small_file, write_file_atomically
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

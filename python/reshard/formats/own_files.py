@@ -16,8 +16,9 @@ from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.small_files import read_small_file, show
+from reshard.storage.small_files import read_small_file
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 from reshard.errors import ReshardError, StorageError
 from reshard.formats import manifest as manifests
 from reshard.formats.manifest import MANIFEST_FILE
-from reshard.small_files import read_small_file, show
+from reshard.storage.small_files import read_small_file
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
     from reshard.formats.manifest import Manifest

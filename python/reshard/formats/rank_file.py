@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard.errors import DamagedFileError, KeyNotFoundError
 from reshard.formats.ckpt import names as ckpt
-from reshard.small_files import read_head, read_tail, show
+from reshard.storage.small_files import read_head, read_tail
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError, StorageError
 from reshard.formats import metrics
-from reshard.small_files import close_read, fsync_folder, show
+from reshard.storage.small_files import close_read, fsync_folder
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

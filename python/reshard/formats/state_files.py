@@ -14,7 +14,7 @@ from reshard.errors import DamagedFileError
 from reshard.formats import manifest as manifests
 from reshard.formats import state
 from reshard.outputs import load_all
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     from pathlib import Path

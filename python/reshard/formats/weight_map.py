@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.small_files import component_fault, show
+from reshard.storage.names import component_fault
 from reshard.strict_json import read_json
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os

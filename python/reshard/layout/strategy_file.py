@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
 from reshard.fields import At, found, is_list, read_integer, read_items
-from reshard.small_files import read_small_file, write_file_atomically
+from reshard.storage.small_files import read_small_file, write_file_atomically
 from reshard.strict_json import parse_json
 from reshard.words import show
 

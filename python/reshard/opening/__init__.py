@@ -22,7 +22,7 @@ from reshard.formats.checkpoint1.reader import CHECKPOINT1, RankSave, open_rank_
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import Chosen, chosen, marks, open_chosen
 from reshard.formats.checkpoint2.root import CHECKPOINT2, best_of, is_damage, newer_than, order_of, reason_of
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     from reshard import _core

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
-from reshard.small_files import close_read, read_small_file, show
 from reshard.storage import filesystem
+from reshard.storage.small_files import close_read, read_small_file
 from reshard.strict_json import parse_json
+from reshard.words import show
 from reshard.write import process_end
 
 if TYPE_CHECKING:

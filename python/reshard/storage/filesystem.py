@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import ReshardError, StorageError
 from reshard.formats.manifest import MANIFEST_FILE
-from reshard.small_files import close_read, fsync_folder, show
+from reshard.storage.small_files import close_read, fsync_folder
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
-from reshard.small_files import close_read, show
+from reshard.storage.small_files import close_read
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -40,12 +40,13 @@ from reshard.errors import (
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import CHECKSUMS_FILE, MANIFEST_FILE, PINNED_FILE, Manifest
-from reshard.small_files import show, write_file_atomically
 from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import UNFINISHED_FILE
 from reshard.storage.recovery import recover, recover_locked
+from reshard.storage.small_files import write_file_atomically
 from reshard.storage.staging import STAGING_FOLDER, StagedName
 from reshard.storage.trash import TRASH_FOLDER
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from reshard.errors import ReshardError, StorageError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import PINNED_FILE, TRACKED_FILE
-from reshard.small_files import read_small_file
 from reshard.storage import filesystem
 from reshard.storage.filesystem import UNFINISHED_FILE
+from reshard.storage.small_files import read_small_file
 from reshard.storage.trash import TRASH_FOLDER
 
 if TYPE_CHECKING:

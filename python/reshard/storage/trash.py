@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import StorageError
 from reshard.formats.manifest import MANIFEST_FILE
-from reshard.small_files import close_read, show
 from reshard.storage import filesystem
 from reshard.storage.filesystem import UNFINISHED_FILE
+from reshard.storage.small_files import close_read
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

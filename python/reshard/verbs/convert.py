@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from reshard import _core, dtypes, opening
-from reshard.arguments import checked
+from reshard.arguments import checked, parse_size
 from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
 from reshard.conversion.destinations import SHARED_PREFIX, WRITER_KEY, Job, Options
@@ -28,7 +28,6 @@ from reshard.formats.writers import WRITERS, writer_for
 from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
 from reshard.names import as_names, config_beside
-from reshard.small_files import parse_size
 from reshard.storage.filling import staging_name
 from reshard.storage.publication import as_storage_error
 from reshard.storage.staging import STAGING_FOLDER

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.arguments import checked
+from reshard.arguments import checked, parse_size
 from reshard.conversion.destinations import WRITER_KEY
 from reshard.errors import (
     ArgumentError,
@@ -29,10 +29,9 @@ from reshard.errors import (
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.ckpt import names as ckpt
 from reshard.formats.rank_file import RankFile, add_rank_file
-from reshard.small_files import parse_size, show
 from reshard.storage.publication import made_folder
 from reshard.strict_yaml import read_yaml
-from reshard.words import check_text, listed
+from reshard.words import check_text, listed, show
 from reshard.write.iteration import JointProgress
 
 if TYPE_CHECKING:

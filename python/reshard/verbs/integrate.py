@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.small_files import show
 from reshard.verbs.convert import convert
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os

@@ -45,9 +45,9 @@ from reshard.layout import ModelLayout
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.resume import CandidateFacts, Facts, ResumeDecision, RunFacts, decide
-from reshard.small_files import show
 from reshard.storage import protocol
 from reshard.verbs.pending_load import PendingLoad
+from reshard.words import show
 from reshard.write import pending_rollback
 
 if TYPE_CHECKING:

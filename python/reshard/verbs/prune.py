@@ -15,7 +15,7 @@ from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
-from reshard.small_files import show
+from reshard.words import show
 from reshard.write import retention
 from reshard.write.retention import Removed, pin, unpin
 

@@ -19,10 +19,9 @@ from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
-from reshard.small_files import show
 from reshard.storage import claims, protocol, recovery, staging
 from reshard.verbs.verify import verify as verify_checkpoint
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from reshard import _core

@@ -22,7 +22,7 @@ from reshard.formats import proofs
 from reshard.formats.checkpoint2.names import parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, scrub_folder
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os

@@ -22,8 +22,9 @@ from reshard.collective import Collective, capture
 from reshard.errors import ArgumentError, DamagedFileError, GroupError, ReshardError, StorageError
 from reshard.formats import proofs, save_log, state
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.small_files import show, write_file_atomically
 from reshard.storage import mounts, protocol
+from reshard.storage.small_files import write_file_atomically
+from reshard.words import show
 from reshard.write import pending_rollback, retention
 from reshard.write.arrays import local_arrays
 from reshard.write.iteration import JointProgress, write_descriptions

@@ -17,8 +17,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.metadata import expressible, write_metadata
 from reshard.formats.checkpoint2.shards import FilePlan, Shard, TensorRecord, World, assign, shards_of
 from reshard.formats.tiled import names as tiles
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

@@ -39,10 +39,10 @@ from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE, TRACKED_FILE
 from reshard.formats.scrub import is_damage, scrub_folder
-from reshard.small_files import show
 from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import UNFINISHED_FILE
 from reshard.storage.trash import REMOVED, TRASH_FOLDER
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

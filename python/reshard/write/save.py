@@ -34,8 +34,8 @@ from reshard.formats.savable import save_traits
 from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
-from reshard.small_files import show
 from reshard.storage import mounts
+from reshard.words import show
 from reshard.write import background, retention
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
-from reshard.small_files import show, write_file_atomically
+from reshard.storage.small_files import write_file_atomically
 from reshard.strict_json import read_json
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os

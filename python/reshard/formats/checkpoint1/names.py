@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
-from reshard.small_files import component_fault, show, write_file_atomically
+from reshard.storage.names import component_fault
+from reshard.storage.small_files import write_file_atomically
 from reshard.strict_json import read_json
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

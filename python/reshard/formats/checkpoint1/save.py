@@ -35,8 +35,8 @@ from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import strategies
 from reshard.formats.checkpoint1.save_plan import Naming, RankView, ShardAssignment
 from reshard.formats.checkpoint1.save_rank import RankSide, arrays_by_kind, folder_of, look, n_bytes_of
-from reshard.small_files import show
 from reshard.storage import claims, filesystem, mounts, protocol
+from reshard.words import show
 from reshard.write import background, pending_rollback
 from reshard.write.collective_save import Own, SaveReport, Terms, append_to_log, report_of
 from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, plan_iteration

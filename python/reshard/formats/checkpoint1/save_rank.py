@@ -20,8 +20,9 @@ from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.names import Meta, rank_folder_name
-from reshard.small_files import show, write_file_atomically
 from reshard.storage import filesystem, protocol
+from reshard.storage.small_files import write_file_atomically
+from reshard.words import show
 from reshard.write.arrays import local_arrays
 from reshard.write.collective_save import read_back
 from reshard.write.iteration import JointProgress

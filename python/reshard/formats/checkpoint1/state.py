@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats import state
 from reshard.formats.state_files import load_by_name
-from reshard.small_files import read_small_file, show
+from reshard.storage.small_files import read_small_file
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os

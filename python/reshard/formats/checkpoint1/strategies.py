@@ -28,10 +28,9 @@ from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_writer import write_stage_files
-from reshard.small_files import show
 from reshard.storage import filesystem
 from reshard.storage.protocol import make_root
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -39,8 +39,8 @@ from reshard.formats.checkpoint1.names import STRATEGY_FOLDER, FileName, Meta
 from reshard.formats.checkpoint1.save_plan import ShardAssignment, assign, check_prefix
 from reshard.layout.strategy_file import read_strategy_file
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
-from reshard.small_files import show
 from reshard.storage.publication import as_storage_error
+from reshard.words import show
 from reshard.write.iteration import file_order, plan_layout
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ import os
 from dataclasses import dataclass, field, fields
 
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.small_files import read_small_file, show, write_file_atomically
+from reshard.storage.small_files import read_small_file, write_file_atomically
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 __all__ = ["MAX_COMMON_BYTES", "CommonInfo"]
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.checkpoint2.shards import FilePlan, Shard, TensorRecord, World, shard_id, shards_of
-from reshard.small_files import show, writing_atomically
-from reshard.words import listed
+from reshard.storage.small_files import writing_atomically
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os

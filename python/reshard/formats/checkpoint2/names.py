@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.formats.checkpoint2.common import MAX_COMMON_BYTES, CommonInfo
-from reshard.small_files import component_fault, read_small_file, show, write_file_atomically
-from reshard.words import listed
+from reshard.storage.names import component_fault
+from reshard.storage.small_files import read_small_file, write_file_atomically
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,7 +23,8 @@ from reshard.formats.base import CheckpointData, Shapes, Traits
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
 from reshard.formats.tiled import names as tiles
-from reshard.small_files import close_read, read_small_file, show
+from reshard.storage.small_files import close_read, read_small_file
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

@@ -21,7 +21,7 @@ from reshard.formats.checkpoint2 import reader as folder
 from reshard.formats.checkpoint2.reader import marks, open_folder
 from reshard.formats.scrub import is_damage
 from reshard.formats.tiled import names as tiles
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     from reshard import _core

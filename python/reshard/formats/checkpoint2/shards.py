@@ -17,7 +17,7 @@ import numpy as np
 
 from reshard.errors import ArgumentError, LayoutError
 from reshard.formats.checkpoint2.names import Part, shard_file_name
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

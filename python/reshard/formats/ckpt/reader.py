@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.rank_file import add_rank_file, kind_of
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,8 +17,7 @@ from reshard.formats import scalars
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.full_weights import names as full_weights
 from reshard.outputs import load_all
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,7 @@ from reshard.conversion.destinations import (
 from reshard.conversion.writer import Settings, Writer
 from reshard.formats import scalars
 from reshard.formats.full_weights import names as full_weights
-from reshard.small_files import write_file_atomically
+from reshard.storage.small_files import write_file_atomically
 from reshard.write.iteration import file_order
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import weight_map as maps
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

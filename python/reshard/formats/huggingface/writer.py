@@ -19,7 +19,7 @@ from reshard.conversion.destinations import (
 from reshard.conversion.model_files import ModelFiles, find_model_files, told_dtype
 from reshard.conversion.writer import Settings, Writer
 from reshard.formats.huggingface import names as huggingface
-from reshard.small_files import write_file_atomically
+from reshard.storage.small_files import write_file_atomically
 
 if TYPE_CHECKING:
     from pathlib import Path

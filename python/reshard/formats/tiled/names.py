@@ -23,8 +23,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
-from reshard.small_files import component_fault, read_small_file, show, writing_atomically
+from reshard.storage.names import component_fault
+from reshard.storage.small_files import read_small_file, writing_atomically
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Small files, read and written whole: one open, bounded; one rename, durable. Also names of files, and sizes in bytes.
+"""Small files, read and written whole: one open, bounded; one rename, durable.
 
 Knows nothing of what the files mean. Tensors' bytes never come here, the core moves those.
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import secrets
 import stat
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -24,81 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "close_read",
-    "component_fault",
     "fsync_folder",
-    "parse_size",
     "read_head",
     "read_small_file",
     "read_tail",
-    "show",
     "write_file_atomically",
     "writing_atomically",
 ]
 
-_MAX_NAME_BYTES = 255
 _PIECE_BYTES = 1 << 16  # of a file that grows while it is read
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for suffix, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("KMGT", 1)
-}
-# A letter alone is a power of 1024, as for `dd`, `sort` and Slurm.
-_UNITS |= {case(prefix): _UNITS[f"{prefix}iB"] for prefix in "KMGT" for case in (str.upper, str.lower)}
-_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]{0,3})")
-
-
-def component_fault(name: str) -> str | None:
-    """Why a name out of a file or an argument is not one plain path component; None if it is.
-
-    Example:
-        >>> component_fault("../weights.safetensors")
-        'it has a path separator in it'
-    """
-    if not name:
-        return "it is empty"
-    if name in (".", ".."):
-        return "it names a folder"
-    if "/" in name or "\\" in name:
-        return "it has a path separator in it"
-    if _CONTROL.search(name):
-        return "it has a control character in it"
-    try:
-        n_bytes = len(name.encode())
-    except UnicodeEncodeError:
-        return "it is not valid Unicode"
-    return f"it has {n_bytes} bytes, a name has at most {_MAX_NAME_BYTES}" if n_bytes > _MAX_NAME_BYTES else None
-
-
-def parse_size(size: str | int) -> int:
-    """A number of bytes from text such as "4GiB" or "4G" (2**30), "500MB" (10**6) or "4096", or from an integer.
-
-    Args:
-        size: the text or the number; a fraction of a byte is dropped.
-
-    Returns:
-        Bytes, at least 1.
-
-    Raises:
-        ArgumentError: it is no such text, or less than one byte, or more than 2**63 - 1.
-
-    Example:
-        >>> parse_size("4GiB"), parse_size("4G"), parse_size("500MB"), parse_size(4096)
-        (4294967296, 4294967296, 500000000, 4096)
-    """
-    hint = 'write it as "4GiB" or "4G" (2**30 bytes), "500MB" (10**6 bytes) or a number of bytes'
-    if isinstance(size, str):
-        match = _SIZE.fullmatch(size)
-        if match is None or match[2] not in _UNITS:
-            raise ArgumentError(f"{show(size)} is not a size", hint=hint)
-        n_bytes = int(Fraction(match[1]) * _UNITS[match[2]])
-    elif isinstance(size, int) and not isinstance(size, bool):
-        n_bytes = size
-    else:
-        raise ArgumentError(f"a size is text or an integer, not {type(size).__name__}", hint=hint)
-    if not 1 <= n_bytes < 1 << 63:
-        raise ArgumentError(f"a size is from 1 to 2**63 - 1 bytes: {size}", hint=hint)
-    return n_bytes
 
 
 def read_small_file(path: str | os.PathLike[str], max_bytes: int, *, follow_links: bool = False) -> bytes:
