@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from reshard import _core
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.fields import At, found, is_list, read_integer, read_items
-from reshard.storage.small_files import read_small_file, write_file_atomically
+from reshard.storage.small_files import read_head, read_small_file, write_file_atomically
 from reshard.strict_json import parse_json
 from reshard.words import show
 
@@ -194,20 +194,13 @@ def why_not_json(item: LayoutItem) -> str | None:
 
 
 def _prefix(path: str) -> bytes:
-    """The first bytes of a file; of a folder none."""
+    """The first bytes of a file; none of what is not a regular file."""
     try:
-        # Without O_NONBLOCK the open of a pipe waits for a writer for ever.
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        try:
-            return os.read(handle, _PREFIX_BYTES)
-        finally:
-            os.close(handle)
-    except FileNotFoundError:
+        return read_head(path, _PREFIX_BYTES, follow_links=True)
+    except CheckpointNotFoundError:
         raise CheckpointNotFoundError(f"there is no strategy file {show(path)}", path=path) from None
-    except IsADirectoryError:
+    except DamagedFileError:  # not a regular file
         return b""
-    except OSError as error:
-        raise StorageError(f"reading {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
 
 
 def _kind(prefix: bytes) -> str | None:
