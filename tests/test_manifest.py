@@ -59,7 +59,7 @@ def make(folder: Path, n_data: tuple[int, ...] = (CHUNK + 100, 0, 50), **changes
         (folder / name).write_bytes(content)
     facts: dict[str, Any] = {
         "iteration": 400,
-        "epoch": 3,
+        "generation": 3,
         "attempt": "0123456789abcdef" * 2,
         "world_size": len(n_data),
         "previous_tracker": 300,
@@ -192,7 +192,7 @@ def sub(old: bytes, new: bytes) -> Any:
         (sub(b'"n_bytes":2,', b'"n_bytes":2,"mode":1,'), "`common.json`: it has an unknown field `mode`"),
         (sub(b'"header_bytes":[0-9]+', b'"header_bytes":7'), "`header_bytes` is 7"),
         (sub(b'"header_bytes":[0-9]+', b'"header_bytes":999999'), "`header_bytes` is 999999"),
-        (sub(b'"header_sum":[0-9]+', b'"header_sum":4294967296'), "a sum has 32 bits"),
+        (sub(b'"header_sum":[0-9]+', b'"header_sum":4294967296'), "a checksum has 32 bits"),
         (sub(b'"first_chunk":2', b'"first_chunk":1'), "`first_chunk` is 1, expected 2"),
         (sub(b'"n_bytes":16,', b'"n_bytes":20,'), "`files` lists no checksums.bin of 16 bytes"),
         (sub(b'"checksums.bin"', b'"checksum.bin"'), "`files` lists no checksums.bin"),
@@ -304,12 +304,12 @@ def test_sums_are_read_for_the_files_asked_for(folder: Path) -> None:
     manifest = make(folder)
     data = (folder / "checksums.bin").read_bytes()
     first, second, third = manifest.shards
-    assert manifests.read_sums(folder, manifest) == {first: data[:8], second: data[8:12], third: data[12:16]}
-    assert manifests.read_sums(folder, manifest, [third]) == {third: data[12:]}
-    assert manifests.read_sums(folder, manifest, {third, first}) == {first: data[:8], third: data[12:]}
-    assert manifests.read_sums(folder, manifest, []) == {}
+    assert manifests.read_checksums(folder, manifest) == {first: data[:8], second: data[8:12], third: data[12:16]}
+    assert manifests.read_checksums(folder, manifest, [third]) == {third: data[12:]}
+    assert manifests.read_checksums(folder, manifest, {third, first}) == {first: data[:8], third: data[12:]}
+    assert manifests.read_checksums(folder, manifest, []) == {}
     with pytest.raises(ArgumentError, match="lists no shard file `x`"):
-        manifests.read_sums(folder, manifest, ["x"])
+        manifests.read_checksums(folder, manifest, ["x"])
 
 
 def test_every_flipped_bit_of_the_sums_is_noticed_and_named(folder: Path) -> None:
@@ -320,17 +320,17 @@ def test_every_flipped_bit_of_the_sums_is_noticed_and_named(folder: Path) -> Non
         for bit in range(8):
             path.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
             hit = list(manifest.shards)[0 if place < 8 else 1 if place < 12 else 2]
-            with pytest.raises(DamagedFileError, match=f"the sums of `{hit}` differ"):
-                manifests.read_sums(folder, manifest)
+            with pytest.raises(DamagedFileError, match=f"the checksums of `{hit}` differ"):
+                manifests.read_checksums(folder, manifest)
             others = [name for name in manifest.shards if name != hit]
-            manifests.read_sums(folder, manifest, others)
+            manifests.read_checksums(folder, manifest, others)
     for n in range(len(data)):
         path.write_bytes(data[:n])
         with pytest.raises(DamagedFileError, match=f"has {n} bytes, expected 16"):
-            manifests.read_sums(folder, manifest)
+            manifests.read_checksums(folder, manifest)
     path.unlink()
     with pytest.raises(DamagedFileError, match="there is no file"):
-        manifests.read_sums(folder, manifest)
+        manifests.read_checksums(folder, manifest)
 
 
 def test_plain_files(folder: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_failing_disk_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPat
         manifests.read_plain(folder, manifest, "common.json", 100)
     assert caught.value.errno == 5
     with pytest.raises(StorageError):
-        manifests.read_sums(folder, manifest)
+        manifests.read_checksums(folder, manifest)
 
 
 def n_handles() -> int:
@@ -386,8 +386,8 @@ def test_no_handle_is_left_open(folder: Path) -> None:
         with pytest.raises(ReshardError):
             act()
     manifests.read(folder)
-    manifests.read_sums(folder, manifest)
-    os.close(manifests.read_lock(folder))
+    manifests.read_checksums(folder, manifest)
+    manifests.read_lock(folder).close()
     assert n_handles() == before
 
 
@@ -407,9 +407,9 @@ def test_readers_share_the_lock(folder: Path) -> None:
     manifests.write(folder, make(folder))
     assert not is_locked(folder)
     one, other = manifests.read_lock(folder), manifests.read_lock(folder)
-    os.close(one)
+    one.close()
     assert is_locked(folder)
-    os.close(other)
+    other.close()
     assert not is_locked(folder)
 
 
@@ -439,7 +439,7 @@ def test_a_folder_that_is_being_removed_is_waited_for_until_a_deadline(
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(CheckpointNotFoundError, match="was removed"):
             manifests.read_lock(folder)
-    os.close(manifests.read_lock(folder))
+    manifests.read_lock(folder).close()
 
 
 def test_without_locks_reading_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,4 +449,4 @@ def test_without_locks_reading_goes_on(folder: Path, monkeypatch: pytest.MonkeyP
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    os.close(manifests.read_lock(folder))
+    manifests.read_lock(folder).close()

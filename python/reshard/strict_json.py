@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.errors import DamagedFileError
-from reshard.storage.small_files import read_small_file
+from reshard.storage.location import locate
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, *, follow_links: boo
         DamagedFileError: it is not such JSON, not a regular file or too large; the message names the file.
         StorageError: the system failed to read it.
     """
-    return parse_json(read_small_file(path, max_bytes, follow_links=follow_links), os.fspath(path))
+    return parse_json(locate(path).read_small(max_bytes, follow_links=follow_links), str(path))
 
 
 def parse_json(data: bytes, name: str, *, max_depth: int = _MAX_DEPTH) -> object:

@@ -7,16 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import secrets
+import shutil
 import stat as modes
+import time
 from typing import TYPE_CHECKING, BinaryIO
 
+from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
-from reshard.storage.store import Entry, OpenedFolder, Stat, Store, check_file, failing
+from reshard.storage import mounts
+from reshard.storage.store import (
+    NO_FOLDER_RENAME,
+    PROBE_PREFIX,
+    Abilities,
+    Entry,
+    HeldFile,
+    Lock,
+    LockHeldError,
+    OpenedFolder,
+    Stat,
+    Store,
+    check_file,
+    failing,
+    join,
+)
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
     from io import FileIO
 
     from reshard.storage.store import Kind
@@ -26,7 +46,7 @@ __all__ = ["LOCAL", "LocalStore", "close_read"]
 _PIECE_BYTES = 4 << 20
 _GROWN_BYTES = 1 << 16  # what is asked for at a time of a file that grows while it is read
 # Without O_NONBLOCK the open of a pipe waits for a writer for ever.
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_SAFE = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _KINDS: dict[int, Kind] = {modes.S_IFREG: "file", modes.S_IFDIR: "folder", modes.S_IFLNK: "link"}
 
 
@@ -128,6 +148,263 @@ class LocalStore(Store):
         """See `Store.local_path`."""
         return path
 
+    # -- changing
+
+    def create(self, path: str, data: bytes = b"", mode: int = 0o666, *, durable: bool) -> None:
+        """See `Store.create`."""
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise _failed("making", path, error) from error
+        try:
+            with failing("writing", path):
+                _write(handle, data)
+                if durable:
+                    os.fsync(handle)
+                # A network file system reports here that it could not keep the data. The handle is gone after that.
+                open_handle, handle = handle, -1
+                os.close(open_handle)
+        except BaseException:
+            # After a failed sync the pages may count as clean: the file is removed, never synced a second time.
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            if handle >= 0:
+                close_read(handle)
+            raise
+
+    @contextlib.contextmanager
+    def writing(self, path: str, mode: int = 0o666, *, durable: bool) -> Iterator[BinaryIO]:
+        """See `Store.writing`: a temporary file in the same folder, synced, then renamed."""
+        folder, name = os.path.split(path)
+        # Hidden, and with no suffix that a reader lists: a crash may leave it behind.
+        temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(8)}.tmp")
+        with failing("writing", path):
+            # The mode is set when the file is made: at no time can others read what they should not.
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+            try:
+                with open(handle, "wb", buffering=1 << 20) as file:
+                    yield file
+                    file.flush()
+                    if durable:
+                        os.fsync(handle)
+                os.replace(temporary, path)
+            except BaseException:
+                # After a failed sync the pages may count as clean: the file is removed, never synced a second time.
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        if durable:
+            self.sync_folder(folder or ".")
+
+    def append_line(self, path: str, line: bytes, mode: int = 0o666, *, durable: bool) -> None:
+        """See `Store.append_line`."""
+        handle, n_bytes = _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
+        try:
+            with failing("writing", path):
+                if n_bytes and os.pread(handle, 1, n_bytes - 1) != b"\n":
+                    line = b"\n" + line
+                # In one call, so that the lines of two writers are not mixed.
+                if os.write(handle, line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if durable:
+                    os.fsync(handle)
+                open_handle, handle = handle, -1
+                os.close(open_handle)  # where a network file system reports that it could not keep the data
+        finally:
+            if handle >= 0:
+                close_read(handle)
+        if durable and n_bytes == 0:
+            self.sync_folder(os.path.dirname(path) or ".")
+
+    def make_folder(self, path: str, mode: int = 0o777) -> None:
+        """See `Store.make_folder`."""
+        with failing("making", path):
+            try:
+                os.mkdir(path, mode)
+            except FileExistsError:
+                if not os.path.isdir(path):
+                    raise
+
+    def sync_folder(self, path: str) -> None:
+        """See `Store.sync_folder`."""
+        with failing("syncing the folder", path):
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def rename(self, source: str, target: str, *, replace: bool = False) -> None:
+        """See `Store.rename`.
+
+        Where the system cannot refuse a name that is taken, the core looks before it renames. A folder is safe all the
+        same: every system refuses a rename onto a folder that is not empty.
+        """
+        try:
+            if replace:
+                os.replace(source, target)
+            else:
+                _core.rename(source, target, exchange=False)
+        except OSError as error:
+            if not replace and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                raise FileExistsError(errno.EEXIST, "it exists", target) from error
+            raise _failed(f"renaming {show(source)} to", target, error) from error
+
+    def exchange(self, one: str, other: str) -> None:
+        """See `Store.exchange`."""
+        with failing(f"exchanging {show(one)} and", other):
+            _core.rename(one, other, exchange=True)
+
+    def link(self, source: str, target: str) -> None:
+        """See `Store.link`."""
+        with failing(f"linking {show(source)} as", target):
+            os.link(source, target, follow_symlinks=False)
+
+    def set_mode(self, path: str, mode: int) -> None:
+        """See `Store.set_mode`."""
+        with failing("setting the permissions of", path):
+            os.chmod(path, mode)
+
+    def remove_file(self, path: str) -> None:
+        """See `Store.remove_file`."""
+        with failing("removing", path), contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def remove_folder(
+        self,
+        path: str,
+        *,
+        first: str,
+        last: str,
+        keep: Collection[str] = (),
+        durable: bool,
+        announce: Callable[[str], None],
+    ) -> None:
+        """See `Store.remove_folder`: by handles."""
+        parent_path, base = os.path.split(path)
+        with failing("removing", path), contextlib.ExitStack() as stack:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            parent = os.open(parent_path or ".", flags)
+            stack.callback(os.close, parent)
+            try:
+                folder = os.open(base, flags | os.O_NOFOLLOW, dir_fd=parent)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                    raise
+                os.unlink(base, dir_fd=parent)
+                return
+            stack.callback(os.close, folder)
+            announce(f"remove {first} of {base}")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(first, dir_fd=folder)
+                if durable:
+                    os.fsync(folder)
+            announce(f"remove {base}")
+            for name in sorted(os.listdir(folder), key=last.__eq__):
+                if name not in keep:
+                    _remove(name, folder)
+            if not keep:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(base, dir_fd=parent)
+
+    def remove_empty_folder(self, path: str) -> None:
+        """See `Store.remove_empty_folder`."""
+        with failing("removing", path):
+            os.rmdir(path)
+
+    # -- who else is there
+
+    def lock(self, path: str, *, shared: bool, seconds: float, make: bool = False) -> Lock:
+        """See `Store.lock`: flock(2)."""
+        if make:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            with failing("opening", path):
+                handle = os.open(path, flags, 0o666)
+        else:
+            handle, _ = _open(path)
+        lock = _LocalLock(path, handle, shared=shared)
+        try:
+            lock.errno = _flock(handle, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, seconds)
+        except BaseException:
+            lock.close()
+            raise
+        return lock
+
+    def hold(self, path: str) -> HeldFile:
+        """See `Store.hold`."""
+        with failing("opening", path):
+            return _LocalHeldFile(path, os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+
+    def touched_ns(self, path: str) -> int | None:
+        """See `Store.touched_ns`."""
+        with failing("opening", path):
+            try:
+                # On a network file system an open asks the server; a mere stat may return what it was a minute ago.
+                handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except FileNotFoundError:
+                return None
+            try:
+                return os.fstat(handle).st_mtime_ns
+            finally:
+                close_read(handle)
+
+    # -- what the store is
+
+    def abilities(self, path: str) -> Abilities:
+        """See `Store.abilities`."""
+        folder = join(path, f"{PROBE_PREFIX}{secrets.token_hex(8)}")
+        try:
+            with failing("probing", folder):
+                os.makedirs(f"{folder}/one/inner/file")
+            try:
+                self.rename(f"{folder}/one/inner", f"{folder}/two")
+            except StorageError as error:
+                if error.errno not in NO_FOLDER_RENAME:
+                    raise
+                return Abilities(renames_folders=False, exchanges=False)
+            with failing("probing", folder):
+                # Where names cannot be exchanged the core makes three renames instead, the first one to `one.old`, and
+                # a crash between them would lose both names. With this folder in the way it cannot.
+                os.makedirs(f"{folder}/one.old/in the way")
+            try:
+                self.exchange(f"{folder}/one", f"{folder}/two")
+            except StorageError:
+                return Abilities(renames_folders=True, exchanges=False)
+            return Abilities(renames_folders=True, exchanges=True)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def folder_identity(self, path: str) -> Hashable:
+        """See `Store.folder_identity`: device and inode."""
+        return self.stat(path, follow_links=True).identity
+
+    def free_bytes(self, path: str) -> int | None:
+        """See `Store.free_bytes`: what a user without privileges can write."""
+        with failing("looking at", path):
+            found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+    def is_writable(self, path: str) -> bool:
+        """See `Store.is_writable`."""
+        return os.access(path, os.W_OK | os.X_OK)
+
+    def same_filesystem(self, one: str, other: str) -> bool:
+        """See `Store.same_filesystem`."""
+        with failing("looking at", other):
+            return os.stat(one).st_dev == os.lstat(other).st_dev
+
+    def is_shared(self, path: str, shared_paths: str | None) -> bool:
+        """See `Store.is_shared`."""
+        return mounts.is_shared(path, shared_paths)
+
+    def volatile(self, path: str) -> str | None:
+        """See `Store.volatile`."""
+        return mounts.volatile(path)
+
 
 LOCAL = LocalStore()
 
@@ -163,6 +440,84 @@ class _LocalFolder(OpenedFolder):
         return _pieces(name, self.path(name), self._handle, n_bytes, ranges)
 
 
+class _LocalLock(Lock):
+    """A lock by flock(2) of an open handle."""
+
+    def __init__(self, path: str, handle: int, *, shared: bool) -> None:
+        self._path = path
+        self._handle = handle
+        self._shared = shared
+
+    def is_current(self) -> bool:
+        return _is_at(self._handle, self._path)
+
+    def duplicate(self) -> Lock:
+        with failing("locking", self._path):
+            other = _LocalLock(self._path, os.dup(self._handle), shared=self._shared)
+        other.errno = self.errno
+        return other
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            if not self._shared:
+                # Explicitly, not only by the close: a child that was forked meanwhile has the handle open too. A shared
+                # lock may have another owner, for which it must not end.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(handle, fcntl.LOCK_UN)
+            close_read(handle)
+
+
+class _LocalHeldFile(HeldFile):
+    """A file by its handle: its inode tells it from a later file of the same name."""
+
+    def __init__(self, path: str, handle: int) -> None:
+        self._path = path
+        self._handle = handle
+
+    def touch(self) -> None:
+        with failing("touching", self._path):
+            os.utime(self._handle)
+
+    def write(self, data: bytes) -> None:
+        with failing("writing", self._path):
+            os.truncate(self._handle, 0)
+            os.pwrite(self._handle, data, 0)
+
+    def is_current(self) -> bool:
+        return _is_at(self._handle, self._path)
+
+    def close(self) -> None:
+        close_read(self._handle)
+
+
+def _is_at(handle: int, path: str) -> bool:
+    """Whether a path names the file that is open."""
+    with failing("looking at", path):
+        try:
+            return os.path.samestat(os.lstat(path), os.fstat(handle))
+        except FileNotFoundError:
+            return False
+
+
+def _flock(handle: int, path: str, operation: int, seconds: float) -> int | None:
+    """Lock a handle; the error number of a file system without locks. Raises LockHeldError."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise LockHeldError(
+                    f"{show(path)} was held by another process for {seconds:g} s", path=path, errno=errno.EWOULDBLOCK
+                ) from None
+            time.sleep(0.01)
+        except OSError as error:
+            return error.errno
+        else:
+            return None
+
+
 def close_read(handle: int) -> None:
     """Close a handle that was only read or locked. A failure, as on a lost network mount, changes nothing then."""
     with contextlib.suppress(OSError):
@@ -177,11 +532,13 @@ def _kind_of(entry: os.DirEntry[str]) -> Kind:
     return "file" if entry.is_file(follow_symlinks=False) else "other"
 
 
-def _open(path: str, *, follow_links: bool = False) -> tuple[int, int]:
+def _open(path: str, flags: int = os.O_RDONLY, mode: int = 0, *, follow_links: bool = False) -> tuple[int, int]:
     """A handle of a regular file, and its size in bytes. Raises as `Store.open` does."""
     try:
-        handle = os.open(path, _READ | (0 if follow_links else os.O_NOFOLLOW))
-    except FileNotFoundError:
+        handle = os.open(path, flags | _SAFE | (0 if follow_links else os.O_NOFOLLOW), mode)
+    except FileNotFoundError as error:
+        if flags & os.O_CREAT:
+            raise _failed("opening", path, error) from None
         raise _no_file(path, CheckpointNotFoundError) from None
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -236,7 +593,7 @@ def _pieces(
         ranges: `(begin, end)` in bytes; None: the whole file.
     """
     try:
-        handle = os.open(name, _READ | os.O_NOFOLLOW, dir_fd=folder)
+        handle = os.open(name, os.O_RDONLY | _SAFE | os.O_NOFOLLOW, dir_fd=folder)
     except FileNotFoundError:
         raise _no_file(path, DamagedFileError) from None
     except OSError as error:
@@ -273,4 +630,22 @@ def _no_file(path: str, kind: type[_Missing]) -> _Missing:
 
 
 def _failed(doing: str, path: str, error: OSError) -> StorageError:
-    return StorageError(f"{doing} {show(path)}: {error.strerror}", path=path, errno=error.errno)
+    return StorageError(f"{doing} {show(path)}: {error.strerror or error}", path=path, errno=error.errno)
+
+
+def _write(handle: int, data: bytes) -> None:
+    """Write all of `data`, however little of it the system takes at a time. Raises OSError."""
+    while data:
+        data = data[os.write(handle, data) :]
+
+
+def _remove(name: str, folder: int) -> None:
+    """Remove an entry of an open folder, whatever it is."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EPERM):
+            raise
+        shutil.rmtree(name, dir_fd=folder)  # by handles too, where there are such, as on Linux

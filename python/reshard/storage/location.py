@@ -9,11 +9,12 @@ of a local store is `os.PathLike` too: the core and other libraries take it as a
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, StorageError
 from reshard.storage.local import LOCAL
 from reshard.storage.store import join
 from reshard.words import show
@@ -21,8 +22,9 @@ from reshard.words import show
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
-    from reshard.storage.store import Entry, Kind, OpenedFolder, Stat, Store
+    from reshard.storage.store import Entry, Kind, Lock, OpenedFolder, Stat, Store
 
 __all__ = ["Location", "locate"]
 
@@ -107,6 +109,15 @@ class Location:
         """Another entry of the same folder."""
         return self.parent / name
 
+    def relative_to(self, folder: Location) -> str:
+        """The path from a folder above to this location; the whole path if `folder` is not above it.
+
+        Example:
+            >>> locate("run/rank_0/w.ckpt").relative_to(locate("run"))
+            'rank_0/w.ckpt'
+        """
+        return self.path.removeprefix(join(folder.path, ""))
+
     @property
     def local(self) -> Path:
         """The path in the file system of this host. Raises StorageError if the store is not one."""
@@ -142,6 +153,17 @@ class Location:
     def is_file(self) -> bool:
         """Whether it is a regular file, or a link to one. Never raises."""
         return self.store.kind(self.path, follow_links=True) == "file"
+
+    def found(self) -> Kind | None:
+        """What is there, links followed; None if nothing is. Raises StorageError if that cannot be seen."""
+        try:
+            return self.stat(follow_links=True).kind
+        except CheckpointNotFoundError:
+            return None
+        except StorageError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):  # below a file; a link that names itself
+                return None
+            raise
 
     def stat(self, *, follow_links: bool = False) -> Stat:
         """Its kind, size, identity, times and mode. Raises CheckpointNotFoundError, StorageError."""
@@ -180,3 +202,54 @@ class Location:
     def opened(self) -> OpenedFolder:
         """This folder, to check and read several of its entries. Raises CheckpointNotFoundError, StorageError."""
         return self.store.open_folder(self.path)
+
+    # -- changing: operations that crash tests stop at are in `filesystem`
+
+    def replace(self, data: bytes | str, mode: int = 0o666, *, durable: bool = True) -> None:
+        """Write a small file so that readers see the old content or all of the new.
+
+        Args:
+            data: its content; text is written as UTF-8.
+            mode: permission bits, less the umask.
+            durable: sync the file and then its folder.
+
+        Raises:
+            StorageError: the system failed; the file is as it was, and no temporary file is left.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     (locate(folder) / "note.txt").replace("7")
+            ...     locate(folder).names()
+            ['note.txt']
+        """
+        content = data.encode() if isinstance(data, str) else data
+        self.store.replace(self.path, content, mode, durable=durable)
+
+    def writing(self, mode: int = 0o666, *, durable: bool = True) -> AbstractContextManager[BinaryIO]:
+        """A binary file to write into, which gets this name when the block ends without an error.
+
+        Args:
+            mode: permission bits, less the umask.
+            durable: sync the file and then its folder.
+
+        Raises:
+            StorageError: the system failed; the file is as it was, and no temporary file is left.
+        """
+        return self.store.writing(self.path, mode, durable=durable)
+
+    def create(self, data: bytes = b"", mode: int = 0o666, *, durable: bool = True) -> None:
+        """Make a small file that must not exist, see `Store.create`. Raises FileExistsError, StorageError."""
+        self.store.create(self.path, data, mode, durable=durable)
+
+    def append_line(self, line: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
+        """Add a line to a file, see `Store.append_line`. Raises DamagedFileError, StorageError."""
+        self.store.append_line(self.path, line, mode, durable=durable)
+
+    def remove_file(self) -> None:
+        """Remove a file or a link; no error if there is none. Raises StorageError."""
+        self.store.remove_file(self.path)
+
+    def lock(self, *, shared: bool = False, seconds: float = 0.0, make: bool = False) -> Lock:
+        """Lock this file against other processes, see `Store.lock`. Raises LockHeldError, StorageError."""
+        return self.store.lock(self.path, shared=shared, seconds=seconds, make=make)

@@ -27,9 +27,29 @@ from reshard.words import show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
-__all__ = ["Abilities", "Entry", "HeldFile", "Kind", "Lock", "OpenedFolder", "Stat", "Store", "failing", "join"]
+__all__ = [
+    "NO_FOLDER_RENAME",
+    "PROBE_PREFIX",
+    "Abilities",
+    "Entry",
+    "HeldFile",
+    "Kind",
+    "Lock",
+    "LockHeldError",
+    "OpenedFolder",
+    "Stat",
+    "Store",
+    "check_file",
+    "failing",
+    "join",
+]
+
+# Error numbers of a store that cannot rename folders, or not between folders.
+NO_FOLDER_RENAME = frozenset((errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM))
+PROBE_PREFIX = ".probe."  # of the folders that `Store.abilities` makes and removes
 
 Kind: TypeAlias = Literal["file", "folder", "link", "other"]
 
@@ -72,6 +92,10 @@ class Abilities:
 
     renames_folders: bool
     exchanges: bool
+
+
+class LockHeldError(StorageError):
+    """Another process held a lock for the whole time."""
 
 
 @contextlib.contextmanager
@@ -126,6 +150,14 @@ class Lock(abc.ABC):
     def is_real(self) -> bool:
         """Whether the lock keeps other processes out."""
         return self.errno is None
+
+    @abc.abstractmethod
+    def is_current(self) -> bool:
+        """Whether the path still names the file that is locked. Raises StorageError."""
+
+    @abc.abstractmethod
+    def duplicate(self) -> Lock:
+        """A second owner of a shared lock, which lasts until both are closed. Raises StorageError."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -270,6 +302,198 @@ class Store(abc.ABC):
             StorageError: this store is not one.
         """
         raise StorageError(f"{show(path)} is not on a file system of this host", path=path, errno=errno.EOPNOTSUPP)
+
+    # -- changing
+
+    @abc.abstractmethod
+    def create(self, path: str, data: bytes = b"", mode: int = 0o666, *, durable: bool) -> None:
+        """Make a small file that must not exist; of several writers one succeeds.
+
+        Args:
+            path: the file, in a folder that exists.
+            data: its content. A crash may leave a part of it; its name is there then.
+            mode: permission bits, less the umask.
+            durable: sync the file. Its name becomes durable with `sync_folder`.
+
+        Raises:
+            FileExistsError: it exists.
+            StorageError: the system failed; the file is removed again if that is possible.
+        """
+
+    @abc.abstractmethod
+    def writing(self, path: str, mode: int = 0o666, *, durable: bool) -> AbstractContextManager[BinaryIO]:
+        """A file to write into, which gets its name when the block ends without an error.
+
+        A file that had the name is replaced. If the block raises, nothing changes.
+
+        Args:
+            path: the file, in a folder that exists.
+            mode: permission bits, less the umask.
+            durable: sync the file and then its folder before the block ends.
+
+        Raises:
+            StorageError: the system failed; nothing has changed at `path`, and no temporary file is left.
+        """
+
+    def replace(self, path: str, data: bytes, mode: int = 0o666, *, durable: bool) -> None:
+        """Write a small file so that readers see the old content or all of the new. Arguments as in `writing`."""
+        with self.writing(path, mode, durable=durable) as file:
+            file.write(data)
+
+    @abc.abstractmethod
+    def append_line(self, path: str, line: bytes, mode: int = 0o666, *, durable: bool) -> None:
+        """Add a line to a file, which is made if there is none.
+
+        A last line without its newline, which a crash left, is ended first. A store that cannot append replaces the
+        file: lines of two writers at the same time may be lost there.
+
+        Args:
+            path: the file, in a folder that exists.
+            line: the line with its newline.
+            mode: permission bits of a new file, less the umask.
+            durable: sync the file, and its folder if the file is new.
+
+        Raises:
+            DamagedFileError: it is a link or not a regular file.
+            StorageError: the system failed; a part of the line may be written.
+        """
+
+    @abc.abstractmethod
+    def make_folder(self, path: str, mode: int = 0o777) -> None:
+        """Make a folder in a folder that exists; one that is there is left as it is.
+
+        In a store without folders this has no effect: a folder exists there while something is in it.
+
+        Args:
+            path: the folder.
+            mode: permission bits, less the umask.
+        """
+
+    @abc.abstractmethod
+    def sync_folder(self, path: str) -> None:
+        """Make the names in a folder durable. Has no effect where every change is durable when its call returns."""
+
+    def rename(self, source: str, target: str, *, replace: bool = False) -> None:
+        """Give a file or folder another name.
+
+        Args:
+            source: what is renamed.
+            target: its new name.
+            replace: whether a file that has the name is replaced, in one step.
+
+        Raises:
+            FileExistsError: the name is taken, without `replace`.
+            StorageError: the system failed, or the store cannot rename (`NO_FOLDER_RENAME` has its error number).
+        """
+        what = f"renaming {show(source)} to {show(target)}{', which it replaces' if replace else ''}"
+        raise StorageError(f"{what}: this store cannot", path=target, errno=errno.EOPNOTSUPP)
+
+    def exchange(self, one: str, other: str) -> None:
+        """Exchange two names in one step. Raises StorageError, also where the store cannot."""
+        raise StorageError(
+            f"exchanging {show(one)} and {show(other)}: this store cannot", path=other, errno=errno.EOPNOTSUPP
+        )
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name. Raises StorageError, also where the store cannot."""
+        raise StorageError(
+            f"linking {show(source)} as {show(target)}: this store cannot", path=target, errno=errno.EOPNOTSUPP
+        )
+
+    @abc.abstractmethod
+    def set_mode(self, path: str, mode: int) -> None:
+        """Set the permission bits of a file or folder; has no effect in a store without them."""
+
+    @abc.abstractmethod
+    def remove_file(self, path: str) -> None:
+        """Remove a file or a link; no error if there is none."""
+
+    @abc.abstractmethod
+    def remove_folder(
+        self,
+        path: str,
+        *,
+        first: str,
+        last: str,
+        keep: Collection[str] = (),
+        durable: bool,
+        announce: Callable[[str], None],
+    ) -> None:
+        """Remove a folder with everything in it; no link in it or in its place is followed. No error if there is none.
+
+        Args:
+            path: the folder.
+            first: the name that is removed first.
+            last: the name that is removed last.
+            keep: names of what stays, and with it the folder.
+            durable: make it durable that `first` is gone before anything else goes.
+            announce: called before each of the two steps, with text that says what follows.
+        """
+
+    @abc.abstractmethod
+    def remove_empty_folder(self, path: str) -> None:
+        """Remove a folder that has nothing in it. Raises StorageError if it has."""
+
+    # -- who else is there
+
+    @abc.abstractmethod
+    def lock(self, path: str, *, shared: bool, seconds: float, make: bool = False) -> Lock:
+        """Lock a file against other processes.
+
+        Args:
+            path: the file.
+            shared: whether others may hold a shared lock at the same time.
+            seconds: how long to wait for another process.
+            make: make the file if there is none.
+
+        Returns:
+            The lock. In a store without locks it is not real, and its `errno` says why.
+
+        Raises:
+            LockHeldError: another process held the lock for the whole time.
+        """
+
+    @abc.abstractmethod
+    def hold(self, path: str) -> HeldFile:
+        """A file that this process has created, to touch it and to see whether it is replaced."""
+
+    @abc.abstractmethod
+    def touched_ns(self, path: str) -> int | None:
+        """When a file was last modified, nanoseconds of the store's clock, not from a cache; None: there is no file."""
+
+    # -- what the store is
+
+    @abc.abstractmethod
+    def abilities(self, path: str) -> Abilities:
+        """What the store can do with folders, found by trying in a folder.
+
+        Raises:
+            StorageError: the system failed in another way than by not being able to.
+        """
+
+    @abc.abstractmethod
+    def folder_identity(self, path: str) -> Hashable:
+        """What tells a folder from others, whichever path names it. A store without folders has the path itself."""
+
+    @abc.abstractmethod
+    def free_bytes(self, path: str) -> int | None:
+        """Bytes that can still be written below a folder; None: the store has no limit that it knows of."""
+
+    @abc.abstractmethod
+    def is_writable(self, path: str) -> bool:
+        """Whether this process may make files in a folder, as far as the store says. Never raises."""
+
+    @abc.abstractmethod
+    def same_filesystem(self, one: str, other: str) -> bool:
+        """Whether a rename between two folders can be one step: they are on one file system."""
+
+    @abc.abstractmethod
+    def is_shared(self, path: str, shared_paths: str | None) -> bool:
+        """Whether other hosts see what is written below a path, see `mounts.is_shared`; always in an object store."""
+
+    @abc.abstractmethod
+    def volatile(self, path: str) -> str | None:
+        """What makes a path lose its content with the power, whatever is synced; None: nothing does."""
 
 
 class OpenedFolder:
