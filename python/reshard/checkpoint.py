@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import numpy as np
@@ -34,7 +35,6 @@ from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all
-from reshard.storage.small_files import close_read
 from reshard.words import check_text, listed, show
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Checkpoint:
     def __init__(self, data: CheckpointData) -> None:
         self.data = data
         self.format: str = data.traits.name
-        self.path = data.path
+        self.path = Path(data.path)
         self.iteration = data.iteration
         self.common = data.common
         self.manifest = data.manifest
@@ -171,7 +171,7 @@ class Checkpoint:
         self._unplaced = data.unplaced()
         self._is_scrubbed = False
         # The lock protects the files from retention while they are read. It ends with the object at the latest.
-        self._unlock = None if data.lock is None else weakref.finalize(self, close_read, data.lock)
+        self._unlock = None if data.lock is None else weakref.finalize(self, data.lock.close)
 
     def __enter__(self) -> Self:
         return self
@@ -518,9 +518,10 @@ class Checkpoint:
                 self._index.prove_file(file)
             self._is_scrubbed = count == 1
             return
-        is_folder = self.path.is_dir()
-        folder = self.path if is_folder else self.path.parent
-        scrub_share(folder, self.manifest, share, None if is_folder else self.path.name, threads=threads)
+        path = self.data.path
+        is_folder = path.is_folder()
+        folder = path if is_folder else path.parent
+        scrub_share(folder, self.manifest, share, None if is_folder else path.name, threads=threads)
         self._is_scrubbed = count == 1
 
     # -- the same files, other tensors
@@ -562,7 +563,7 @@ class Checkpoint:
             index.add_tiles(key, dtype, shape, stored, overlapping=True, factors=factors[0] if factors else None)
         # The files must not be removed while either of the two reads them.
         is_locked = self._unlock is not None and self._unlock.alive
-        lock = os.dup(data.lock) if is_locked and data.lock is not None else None
+        lock = data.lock.duplicate() if is_locked and data.lock is not None else None
         return Checkpoint(replace(data.view(index, lock), common=self.common, is_renamed=is_renamed))
 
     @checked
@@ -596,7 +597,7 @@ class Checkpoint:
             ...     fused.read("qk")[:, 0]
             array([0., 0., 1., 1., 0., 0., 1., 1.], dtype=float32)
         """
-        known = as_names(names, config_beside(self.path) if config is None else config)
+        known = as_names(names, config_beside(self.data.path) if config is None else config)
         shapes = self._shapes() if part == "all" else {key: self._index.shape(key) for key in self.keys(part)}
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
         # Of a tensor that becomes hundreds, what is stored is asked once: they follow one another.

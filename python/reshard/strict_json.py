@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +18,7 @@ from reshard.storage.location import locate
 from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable
 
 __all__ = ["parse_json", "read_json"]

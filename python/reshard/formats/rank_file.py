@@ -8,12 +8,11 @@ say; a strategy or a layout does, and `placed` shifts a local array to there. An
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard.errors import DamagedFileError, KeyNotFoundError
 from reshard.formats.ckpt import names as ckpt
-from reshard.storage.small_files import read_head, read_tail
+from reshard.storage.location import Location, locate
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class RankFile:
     """
 
     file: int
-    path: Path
+    path: Location
     kind: Literal["safetensors", "ckpt"]
     tensors: Mapping[str, LocalTensor]
     metadata: Mapping[str, str]
@@ -98,7 +97,7 @@ def add_rank_file(
         >>> add_rank_file(_core.Index(), "rank_0.safetensors").tensors["w"].shape
         (2, 3)
     """
-    path = Path(path)
+    path = locate(path)
     kind = kind_of(path, follow_links=follow_links)
     add = index.add_ckpt_file if kind == "ckpt" else index.add_file
     file = add(str(path), follow_links=follow_links, method=method)
@@ -108,7 +107,7 @@ def add_rank_file(
     }
     has_sum = None
     if kind == "ckpt":
-        has_sum = ckpt.has_sum(read_tail(path, ckpt.TAIL_BYTES, follow_links=follow_links))
+        has_sum = ckpt.has_sum(locate(path).read_tail(ckpt.TAIL_BYTES, follow_links=follow_links))
     metadata, strings = index.file_metadata(file) or {}, tuple(index.file_strings(file))
     return RankFile(file, path, kind, tensors, metadata, strings, has_sum)
 
@@ -125,10 +124,10 @@ def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Lite
         >>> kind_of("rank_0/llama_rank_0-10_2.ckpt")  # doctest: +SKIP
         'ckpt'
     """
-    head = read_head(path, ckpt.HEAD_BYTES, follow_links=follow_links)
+    head = locate(path).read_head(ckpt.HEAD_BYTES, follow_links=follow_links)
     if ckpt.is_head(head):
         return "ckpt"
-    is_named_ckpt = Path(path).suffix == ckpt.SUFFIX and not ckpt.is_safetensors_head(head)
+    is_named_ckpt = locate(path).suffix == ckpt.SUFFIX and not ckpt.is_safetensors_head(head)
     return "ckpt" if is_named_ckpt else "safetensors"
 
 

@@ -16,16 +16,15 @@ from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.single_file.reader import SINGLE_FILE
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.formats.base import Format
+    from reshard.storage.location import Location
 
 __all__ = ["FORMATS", "detect"]
 
 FORMATS: tuple[Format, ...] = (HUGGINGFACE, FULL_WEIGHTS, CHECKPOINT2, CHECKPOINT1, TILED, CKPT, SINGLE_FILE)
 
 
-def detect(path: Path) -> Format:
+def detect(path: Location) -> Format:
     """The format of an existing path: the first that matches, else the first that opens what nothing matches.
 
     Raises:
@@ -33,9 +32,9 @@ def detect(path: Path) -> Format:
 
     Example:
         >>> import numpy as np, reshard
-        >>> from pathlib import Path
+        >>> from reshard.storage.location import locate
         >>> reshard.save_file({"w": np.zeros(2)}, "w.safetensors")
-        >>> detect(Path("w.safetensors")).traits.name
+        >>> detect(locate("w.safetensors")).traits.name
         'safetensors'
     """
     fallback = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import heapq
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.formats import manifest as manifests
+from reshard.storage.location import Location, locate
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def is_damage(error: ReshardError) -> bool:
         >>> is_damage(DamagedFileError("torn")), is_damage(StorageError("permission denied", errno=errno.EACCES))
         (True, False)
     """
-    if isinstance(error, UnsupportedError) and Path(str(error.path)).name == manifests.MANIFEST_FILE:
+    if isinstance(error, UnsupportedError) and locate(str(error.path)).name == manifests.MANIFEST_FILE:
         return False
     return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
 
@@ -95,7 +95,7 @@ class Damage:
 
 
 def scrub_file(
-    folder: Path,
+    folder: Location,
     manifest: Manifest,
     name: str,
     sums: bytes,
@@ -110,7 +110,7 @@ def scrub_file(
         folder: where it lies.
         manifest: of the folder.
         name: the file.
-        sums: its sums, as `formats.manifest.read_sums` gives them.
+        sums: its sums, as `formats.manifest.read_checksums` gives them.
         direct: read past the page cache, where the file system allows it: what the disk holds is proven.
         threads: threads that read.
         progress: called as `progress(done_bytes, total_bytes)`.
@@ -123,12 +123,15 @@ def scrub_file(
         StorageError: it cannot be read.
 
     Example:
-        >>> sums = manifests.read_sums(folder, manifest)  # doctest: +SKIP
+        >>> sums = manifests.read_checksums(folder, manifest)  # doctest: +SKIP
         >>> scrub_file(folder, manifest, "model-0000000-0000001.safetensors", sums[name])  # doctest: +SKIP
         []
     """
     path, entry = str(folder / name), manifest.shards[name]
-    ranges = _core.scrub(path, entry.n_bytes, sums, direct=direct, threads=threads, progress=progress)
+    if folder.is_local:
+        ranges = _core.scrub(path, entry.n_bytes, sums, direct=direct, threads=threads, progress=progress)
+    else:
+        ranges = _scrub_pieces(folder / name, entry.n_bytes, sums)
     if not ranges:
         return []
     try:
@@ -154,8 +157,28 @@ def scrub_file(
     ]
 
 
+def _scrub_pieces(file: Location, n_bytes: int, sums: bytes) -> list[tuple[int, int]]:
+    """As `_core.scrub`, for a file that the core cannot open: it is read from its store."""
+    ranges: list[tuple[int, int]] = []
+    begin = filled = total = 0
+    for piece in file.pieces(n_bytes):
+        rest = memoryview(piece)
+        while rest:
+            part, rest = rest[: manifests.CHUNK_BYTES - filled], rest[manifests.CHUNK_BYTES - filled :]
+            total = _core.crc32c(part, total)
+            filled += len(part)
+            if filled < manifests.CHUNK_BYTES and begin + filled < n_bytes:
+                continue
+            chunk = begin // manifests.CHUNK_BYTES
+            if total.to_bytes(4, "little") != sums[4 * chunk : 4 * chunk + 4]:
+                first = ranges.pop()[0] if ranges and ranges[-1][1] == begin else begin
+                ranges.append((first, begin + filled))
+            begin, filled, total = begin + filled, 0, 0
+    return ranges
+
+
 def scrub_folder(
-    folder: Path,
+    folder: Location,
     manifest: Manifest,
     names: Collection[str] | None = None,
     *,
@@ -193,7 +216,7 @@ def scrub_folder(
             told = done_bytes
 
         try:
-            sums = manifests.read_sums(folder, manifest, [name])[name]
+            sums = manifests.read_checksums(folder, manifest, [name])[name]
             damaged = scrub_file(folder, manifest, name, sums, direct=direct, threads=threads, progress=tell)
             faults += [Fault(name, str(one), one.begin, one.end, one.tensors) for one in damaged]
         except ReshardError as error:
@@ -204,7 +227,7 @@ def scrub_folder(
     return faults
 
 
-def scrub_plain(folder: Path, manifest: Manifest) -> list[Fault]:
+def scrub_plain(folder: Location, manifest: Manifest) -> list[Fault]:
     """Compare the files that are no shard files with the manifest; what differs, and what cannot be read."""
     faults = []
     for name, entry in manifest.files.items():
@@ -216,7 +239,7 @@ def scrub_plain(folder: Path, manifest: Manifest) -> list[Fault]:
 
 
 def scrub_share(
-    folder: Path,
+    folder: Location,
     manifest: Manifest,
     share: tuple[int, int],
     only: str | None = None,
@@ -246,7 +269,7 @@ def scrub_share(
         heapq.heapreplace(loads, (n_bytes + entry.n_bytes, rank))
         if rank == number:
             own.append(name)
-    sums = manifests.read_sums(folder, manifest, own)
+    sums = manifests.read_checksums(folder, manifest, own)
     for name in own:
         damaged = scrub_file(folder, manifest, name, sums[name], direct=False, threads=threads)
         if damaged:

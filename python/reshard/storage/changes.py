@@ -42,13 +42,16 @@ def make_folders(path: str | os.PathLike[str], mode: int = 0o777) -> None:
 
     Args:
         path: the folder.
-        mode: permission bits of `path`, less the umask.
+        mode: permission bits of what is made, less the umask.
 
     Raises:
         StorageError: the system failed.
     """
     with failing("making", path):
-        Path(path).mkdir(mode=mode, parents=True, exist_ok=True)
+        folder = Path(path)
+        missing = [one for one in (folder, *folder.parents) if not one.exists()]
+        for one in (*reversed(missing[1:]), folder):  # `path` itself always: a file there is an error
+            one.mkdir(mode=mode, exist_ok=True)
 
 
 def remove_file(path: str | os.PathLike[str]) -> bool:
@@ -71,7 +74,7 @@ def set_mode(path: str | os.PathLike[str], mode: int) -> None:
         Path(path).chmod(mode)
 
 
-def link_or_move(source: Path, target: Path) -> None:
+def link_or_move(source: os.PathLike[str], target: os.PathLike[str]) -> None:
     """Give a file a second name; on a file system without hard links it moves.
 
     Args:
@@ -85,10 +88,10 @@ def link_or_move(source: Path, target: Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         with failing("moving", source):
-            source.rename(target)
+            Path(source).rename(target)
 
 
-def copy_file(source: Path, target: Path, mode: int, *, durable: bool) -> None:
+def copy_file(source: os.PathLike[str], target: os.PathLike[str], mode: int, *, durable: bool) -> None:
     """Copy a regular file.
 
     Args:
@@ -104,7 +107,7 @@ def copy_file(source: Path, target: Path, mode: int, *, durable: bool) -> None:
         read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(read, "rb") as content:  # noqa: PTH123  of a handle
             if not stat.S_ISREG(os.fstat(read).st_mode):
-                raise StorageError(f"{show(str(source))} is not a regular file any more", path=str(source))
+                raise StorageError(f"{show(str(source))} is not a regular file any more", path=os.fspath(source))
             write = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
             with open(write, "wb") as copy:  # noqa: PTH123
                 shutil.copyfileobj(content, copy, 1 << 20)
@@ -113,16 +116,16 @@ def copy_file(source: Path, target: Path, mode: int, *, durable: bool) -> None:
                     os.fsync(write)
 
 
-def has_same_content(path: Path, other: Path) -> bool:
+def has_same_content(path: os.PathLike[str], other: os.PathLike[str]) -> bool:
     """Whether `other` is a regular file, not a link, with the content of the file `path`. Never raises."""
     try:
-        return stat.S_ISREG(other.lstat().st_mode) and filecmp.cmp(path, other, shallow=False)
+        return stat.S_ISREG(os.lstat(other).st_mode) and filecmp.cmp(path, other, shallow=False)
     except OSError:
         return False
 
 
 @contextlib.contextmanager
-def try_lock(folder: Path) -> Iterator[bool]:
+def try_lock(folder: os.PathLike[str]) -> Iterator[bool]:
     """Lock a folder, without waiting.
 
     Yields:

@@ -20,9 +20,8 @@ from reshard.write import retention
 from reshard.write.retention import Removed, pin, unpin
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard import _core
+    from reshard.storage.location import Location
 
 __all__ = ["Removed", "pin", "prune", "unpin"]
 
@@ -83,7 +82,7 @@ def prune(
     )
 
 
-def _fault(folder: Path) -> str | None:
+def _fault(folder: Location) -> str | None:
     """Why an iteration folder without a manifest is no complete checkpoint; None if it is."""
     try:
         Checkpoint(open_folder(folder, "auto")).close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard import _core, opening
@@ -22,6 +21,7 @@ from reshard.formats import proofs
 from reshard.formats.checkpoint2.names import parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, scrub_folder
+from reshard.storage.location import Location, locate
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def verify(
         (True, False)
     """
     started = time.monotonic()
-    target = Path(path)
+    target = locate(path)
     order, saves = opening.iterations(target), opening.rank_saves(target)
     jobs: Sequence[_Job | _SaveJob]
     if saves:
@@ -151,19 +151,19 @@ def verify(
 class _Job:
     """One checkpoint: its manifest is read at once, so that the bytes of all are known before the first is read."""
 
-    def __init__(self, path: Path, strategy: StrategyLike | None, *, is_given: bool) -> None:
+    def __init__(self, path: Location, strategy: StrategyLike | None, *, is_given: bool) -> None:
         self.path = path
         self.strategy = strategy
         self.is_given = is_given  # and not found in a root
         self.faults: list[Fault] = []
         self.manifest: Manifest | None = None
         self.names: list[str] = []
-        folder = path if path.is_dir() else path.parent
+        folder = path if path.is_folder() else path.parent
         try:
             manifest = manifests.read(folder)
         except ReshardError:
             return  # opening says what that means
-        if path.is_dir():
+        if path.is_folder():
             self.manifest, self.names = manifest, list(manifest.shards)
         elif path.name in manifest.shards:
             self.manifest, self.names = manifest, [path.name]
@@ -179,13 +179,13 @@ class _Job:
         before: str | None = None
         not_recorded: str | None = None
         if self.manifest is not None:
-            folder = self.path if self.path.is_dir() else self.path.parent
+            folder = self.path if self.path.is_folder() else self.path.parent
             if parse_iteration_folder(self.path.name) is not None:
                 try:
                     before = proofs.state_of(folder, self.manifest)
                 except ReshardError as error:
                     not_recorded = error.message
-            names = None if self.path.is_dir() else self.names
+            names = None if self.path.is_folder() else self.names
             self.faults += scrub_folder(folder, self.manifest, names, direct=direct, threads=threads, advance=advance)
             unread = {fault.file for fault in self.faults if not fault.is_damage}
             sizes = [
@@ -206,7 +206,7 @@ class _Job:
             except ReshardError as error:
                 if isinstance(error, CheckpointNotFoundError) and self.is_given:
                     raise
-                name = None if error.path in (None, str(self.path)) else Path(str(error.path)).name
+                name = None if error.path in (None, str(self.path)) else locate(str(error.path)).name
                 self.faults.append(fault_of(error, name))
         state = _state(self.faults, is_compared=is_compared)
         if self.manifest is not None and before is not None and state in ("whole", "damaged"):
@@ -240,7 +240,7 @@ class _Job:
                 if index.prove_file(file):
                     proven.append(index.file_bytes(file))
             except ReshardError as error:
-                self.faults.append(fault_of(error, Path(index.file_path(file)).name))
+                self.faults.append(fault_of(error, locate(index.file_path(file)).name))
         return proven
 
 
@@ -249,7 +249,7 @@ class _SaveJob:
 
     n_bytes = 0
 
-    def __init__(self, root: Path, save: RankSave, strategy: StrategyLike | None) -> None:
+    def __init__(self, root: Location, save: RankSave, strategy: StrategyLike | None) -> None:
         self.root, self.save, self.strategy = root, save, strategy
 
     def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint:

@@ -21,11 +21,11 @@ from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
-    from pathlib import Path
     from typing import Any
 
     from reshard.formats.checkpoint2.names import Part
     from reshard.layout import BoundLayout
+    from reshard.storage.location import Location
 
 __all__ = [
     "Box",
@@ -225,7 +225,7 @@ def plan_boxes(
     return IterationPlan(files, described, world, assigned, prefix, content, _holders(shards), reasons, warnings)
 
 
-def write_descriptions(plan: IterationPlan, folder: Path, *, mode: int, durable: bool) -> None:
+def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int, durable: bool) -> None:
     """Write metadata.json, and tiles.json if there is something to tell in it.
 
     Raises:

@@ -35,6 +35,7 @@ from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
 from reshard.storage import mounts
+from reshard.storage.host import boot_id
 from reshard.words import show
 from reshard.write import background, retention
 from reshard.write.arrays import Shard, as_shape, local_arrays
@@ -634,11 +635,7 @@ def _digests(extra: Mapping[str, object] | None) -> dict[str, str]:
 
 def _host() -> str:
     """What tells one machine from another: the name alone may be that of every container."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
+    return f"{socket.gethostname()} {boot_id()}"
 
 
 def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
-from reshard.storage.small_files import write_file_atomically
+from reshard.storage.location import locate
 from reshard.strict_json import read_json
 from reshard.words import show
 
@@ -94,7 +94,7 @@ def note(
     except DamagedFileError as error:
         records, warning = [], f"what was known of the health of earlier saves is lost: {error.message}"
     text = json.dumps([*records, {"is_health": status, "ckpt_name": name}])
-    write_file_atomically(path, text, mode, durable=durable)
+    locate(path).replace(text, mode, durable=durable)
     return warning
 
 

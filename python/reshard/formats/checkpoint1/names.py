@@ -11,16 +11,16 @@ name, are known by their folders. This module opens no weight file; which save a
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
+from reshard.storage.location import Location, locate
 from reshard.storage.names import component_fault
-from reshard.storage.small_files import write_file_atomically
 from reshard.strict_json import read_json
 from reshard.words import listed, show
 
@@ -167,7 +167,7 @@ def parse_rank_folder(name: str) -> int | None:
 # -- what is in a tree
 
 
-def rank_folders(root: str | os.PathLike[str]) -> dict[int, Path]:
+def rank_folders(root: str | os.PathLike[str]) -> dict[int, Location]:
     """The folders `rank_<r>` of a root, by rank, ascending; there may be gaps.
 
     A link to a folder is that folder: ranks may have been gathered from several hosts. What else bears such a name is
@@ -184,8 +184,8 @@ def rank_folders(root: str | os.PathLike[str]) -> dict[int, Path]:
     """
     found = rank_entries(root)
     for rank, path in found.items():
-        if not os.path.isdir(path):  # noqa: PTH112  it never raises
-            what = "a link that leads to no folder" if path.is_symlink() else "no folder"
+        if not path.is_folder():
+            what = "a link that leads to no folder" if path.kind() == "link" else "no folder"
             raise DamagedFileError(
                 f"{show(str(path))} is {what}, and bears the name of rank {rank}'s",
                 path=str(path),
@@ -201,12 +201,12 @@ def is_root(path: str | os.PathLike[str]) -> bool:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
     """
-    return any(map(os.path.isdir, rank_entries(path).values()))
+    return any(entry.is_folder() for entry in rank_entries(path).values())
 
 
-def rank_entries(root: str | os.PathLike[str]) -> dict[int, Path]:
+def rank_entries(root: str | os.PathLike[str]) -> dict[int, Location]:
     """Whatever is called `rank_<r>`, a folder or not, by rank, ascending. Raises as `is_root`."""
-    found = {rank: Path(root) / name for name in _names(root) if (rank := parse_rank_folder(name)) is not None}
+    found = {rank: locate(root) / name for name in _names(root) if (rank := parse_rank_folder(name)) is not None}
     return dict(sorted(found.items()))
 
 
@@ -246,15 +246,14 @@ def list_weight_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _names(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of what is in a folder."""
-    path = os.fspath(folder)
+    """The names in a folder. A path that is no folder is missing: a file named `rank_0` holds nothing of a rank."""
+    location = locate(folder)
     try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries]
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
-    except OSError as error:
-        raise StorageError(f"listing {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+        return location.names()
+    except StorageError as error:
+        if error.errno != errno.ENOTDIR:
+            raise
+        raise CheckpointNotFoundError(f"there is no folder {show(str(location))}", path=str(location)) from None
 
 
 # -- meta.json
@@ -290,7 +289,7 @@ def read_meta(folder: str | os.PathLike[str]) -> Meta:
         ...     read_meta(folder)
         Meta(last_epoch=20, last_step=2, last_ckpt_file='llama_rank_1-20_2.safetensors')
     """
-    path = Path(folder) / META_FILE
+    path = locate(folder) / META_FILE
     content = read_json(path, _MAX_META_BYTES)
 
     def damaged(why: str) -> DamagedFileError:
@@ -324,7 +323,7 @@ def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o666, *,
         "last_step": meta.last_step,
         "last_ckpt_file": meta.last_ckpt_file,
     }
-    write_file_atomically(Path(folder) / META_FILE, json.dumps(content), mode, durable=durable)
+    (locate(folder) / META_FILE).replace(json.dumps(content), mode, durable=durable)
 
 
 # -- one file of every rank, whatever the names
@@ -332,7 +331,7 @@ def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o666, *,
 
 def choose_by_suffix(
     root: str | os.PathLike[str], suffix: str | None = None, *, extension: Extension | None = None
-) -> dict[int, Path]:
+) -> dict[int, Location]:
     """One file of each rank folder, told by how its name ends; no file is opened, and `meta.json` is not asked.
 
     Args:
@@ -372,7 +371,7 @@ def choose_by_suffix(
     asked = "no weight file" if suffix is None else f"no weight file that ends in {show(suffix)}"
     missing = [folders[rank].name for rank, found in names.items() if not found]
     if missing:
-        there = list_weight_files(Path(root) / missing[0]) if suffix is not None else []
+        there = list_weight_files(locate(root) / missing[0]) if suffix is not None else []
         raise CheckpointNotFoundError(
             f"{shown} holds {asked} in {_some(missing)}",
             path=os.fspath(root),
@@ -411,7 +410,7 @@ def _last_numbers(name: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-def _shortest(folder: Path, names: list[str], suffix: str | None) -> str:
+def _shortest(folder: Location, names: list[str], suffix: str | None) -> str:
     # The shorter name is that of the earlier run; of different epochs it is a matter of their digits.
     is_one_save = len(set(map(_last_numbers, names))) == 1
     shortest = [name for name in names if len(name) == min(map(len, names))] if is_one_save else names

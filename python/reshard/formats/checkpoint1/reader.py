@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
@@ -33,6 +31,7 @@ from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_like import device_layouts, named_mapping
+from reshard.storage.location import locate
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint1.replicas import AssumedReplicas
     from reshard.formats.rank_file import RankFile
     from reshard.layout.like import DeviceLayout
+    from reshard.storage.location import Location
+    from reshard.storage.store import Lock
 
 __all__ = [
     "CHECKPOINT1",
@@ -74,18 +75,18 @@ class Checkpoint1(Format):
 
     traits = TRAITS
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """By the names of the folders; a folder named like a rank's can hold something else, which describes itself."""
-        if not path.is_dir():
+        if not path.is_folder():
             return Match.NO
         is_one_rank = rank_of_folder(path) is not None and not _is_described(path)
         return Match.YES if is_one_rank or checkpoint1.is_root(path) else Match.NO
 
-    def is_root(self, path: Path) -> bool:
+    def is_root(self, path: Location) -> bool:
         """Whether it holds folders of ranks."""
         return checkpoint1.is_root(path)
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The best save that every rank has, or the best file of one rank."""
         open_it = open_rank_folders if self.is_root(path) else open_rank_folder
         return open_it(path, options.strategy, options.method)
@@ -94,10 +95,10 @@ class Checkpoint1(Format):
 CHECKPOINT1 = Checkpoint1()
 
 
-def _is_described(folder: Path) -> bool:
+def _is_described(folder: Location) -> bool:
     """Whether a folder that has the name of a rank holds something else, such as an iteration or a conversion."""
     names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
-    return any(os.path.lexists(folder / name) for name in names)
+    return any((folder / name).exists() for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ class RankFoldersData(CheckpointData):
 
     def file_name(self, file: int) -> str:
         """With the folder of the rank: the files of all ranks can have the same name."""
-        return str(Path(self.index.file_path(file)).relative_to(self.path))
+        return locate(self.index.file_path(file)).relative_to(self.path)
 
     def rank_files(self) -> Mapping[int, list[int]]:
         """One file for each rank."""
@@ -163,7 +164,7 @@ class RankFoldersData(CheckpointData):
         """As the strategy records it."""
         return None if self.known_strategy is None else named_mapping(self.known_strategy, shapes(), self.followed)
 
-    def view(self, index: _core.Index, lock: int | None) -> Self:
+    def view(self, index: _core.Index, lock: Lock | None) -> Self:
         """Without the strategy, which is about the stored tensors."""
         view = super().view(index, lock)
         known, made = self.replicas.key_of, {}
@@ -190,7 +191,7 @@ def rank_files(checkpoint: Checkpoint) -> Mapping[int, RankFile]:
     return checkpoint.data.files if isinstance(checkpoint.data, RankFoldersData) else {}
 
 
-def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
+def open_rank_folders(root: Location, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
     """Open the best save of a folder of rank folders that every rank has whole.
 
     Raises:
@@ -199,7 +200,7 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
         UnsupportedError, LayoutError, MismatchError: the strategy is none, or is not that of these files.
 
     Example:
-        >>> open_rank_folders(Path("output/checkpoint"), "output/strategy", "auto").common.step_num  # doctest: +SKIP
+        >>> open_rank_folders(locate("output/checkpoint"), "output/strategy", "auto").common.step_num  # doctest: +SKIP
         40
     """
     known = strategy_for(root, strategy)
@@ -208,7 +209,7 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
     return _open_best(root, folders, order_of_saves(folders), known, method)
 
 
-def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
+def open_rank_folder(folder: Location, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
     """Open the folder of one rank: what its best file holds is taken for whole tensors.
 
     Raises:
@@ -233,7 +234,11 @@ def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.
 
 
 def _open_best(
-    root: Path, folders: Mapping[int, Path], order: SaveOrder, strategy: Strategy | None, method: _core.ReadMethod
+    root: Location,
+    folders: Mapping[int, Location],
+    order: SaveOrder,
+    strategy: Strategy | None,
+    method: _core.ReadMethod,
 ) -> CheckpointData:
     """Open the first save that every rank has whole. A strategy that does not fit is no reason to try another one."""
     faults: dict[str, str] = {}
@@ -261,12 +266,12 @@ def _open_best(
     raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{told}", path=str(root))
 
 
-def files_of(save: str, folders: Mapping[int, Path]) -> dict[int, Path]:
+def files_of(save: str, folders: Mapping[int, Location]) -> dict[int, Location]:
     """The file of each rank of a save; it is told by the name of any of them.
 
     Example:
-        >>> files_of("llama_rank_0-20_2.ckpt", {1: Path("rank_1")})[1].as_posix()
-        'rank_1/llama_rank_1-20_2.ckpt'
+        >>> files_of("llama_rank_0-20_2.ckpt", {1: locate("rank_1")})[1]
+        Location('rank_1/llama_rank_1-20_2.ckpt')
     """
     return {rank: folder / name_of_rank(save, rank) for rank, folder in folders.items()}
 
@@ -284,13 +289,13 @@ class RankSave:
     """
 
     name: str
-    files: Mapping[int, Path]
+    files: Mapping[int, Location]
     why: str
     fault: str | None
     is_candidate: bool
 
 
-def rank_saves(root: Path) -> tuple[RankSave, ...]:
+def rank_saves(root: Location) -> tuple[RankSave, ...]:
     """The saves of a folder of rank folders, as `opening.rank_saves` returns them. Raises StorageError."""
     folders = checkpoint1.rank_folders(root)
     order = order_of_saves(folders)
@@ -301,7 +306,7 @@ def rank_saves(root: Path) -> tuple[RankSave, ...]:
     )
 
 
-def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
+def order_of_saves(folders: Mapping[int, Location]) -> SaveOrder:
     """In which order the saves of rank folders are tried; no weight file is opened.
 
     Raises:
@@ -314,7 +319,7 @@ def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
     return order_saves({rank: look_at(folder) for rank, folder in folders.items()})
 
 
-def look_at(folder: Path) -> RankFolder:
+def look_at(folder: Location) -> RankFolder:
     """What one rank's folder offers; no weight file is opened.
 
     Raises:
@@ -331,26 +336,26 @@ def look_at(folder: Path) -> RankFolder:
     return RankFolder(tuple(_weight_files(folder)), meta, fault)
 
 
-def _weight_files(folder: Path) -> Iterator[tuple[str, int]]:
+def _weight_files(folder: Location) -> Iterator[tuple[str, int]]:
     """Names and times of the weight files of a rank."""
     for name in checkpoint1.list_weight_files(folder):
-        with contextlib.suppress(FileNotFoundError):  # retention may remove one meanwhile
-            yield name, (folder / name).lstat().st_mtime_ns
+        with contextlib.suppress(CheckpointNotFoundError):  # retention may remove one meanwhile
+            yield name, (folder / name).stat().modified_ns
 
 
-def rank_of_folder(folder: Path) -> int | None:
+def rank_of_folder(folder: Location) -> int | None:
     """The rank in the name of a folder."""
     return checkpoint1.parse_rank_folder(_named(folder).name)
 
 
-def _named(folder: Path) -> Path:
+def _named(folder: Location) -> Location:
     """A folder under the name that tells its rank: the one that was given, or the one to which that is a link."""
-    given = Path(os.path.abspath(folder))  # noqa: PTH100  not resolved: a rank's folder may be a link
-    return folder.resolve() if checkpoint1.parse_rank_folder(given.name) is None else given
+    given = folder.absolute()
+    return folder.resolved() if checkpoint1.parse_rank_folder(given.name) is None else given
 
 
 def open_rank_files(
-    root: Path, files: Mapping[int, Path], strategy: StrategyLike | None, method: _core.ReadMethod = "auto"
+    root: Location, files: Mapping[int, Location], strategy: StrategyLike | None, method: _core.ReadMethod = "auto"
 ) -> RankFoldersData:
     """Open one file of each rank as one checkpoint.
 
@@ -371,7 +376,7 @@ def open_rank_files(
 
     Example:
         >>> files = choose_by_suffix("output/checkpoint", "15_2")  # doctest: +SKIP
-        >>> open_rank_files(Path("output/checkpoint"), files, "output/strategy").keys()  # doctest: +SKIP
+        >>> open_rank_files(locate("output/checkpoint"), files, "output/strategy").keys()  # doctest: +SKIP
         ['embed.weight', 'layers.0.w', 'adam_m.layers.0.w', 'global_step']
     """
     known = None if strategy is None else as_strategy(strategy)
@@ -414,19 +419,19 @@ def as_strategy(strategy: StrategyLike) -> Strategy:
     return strategy if isinstance(strategy, Strategy) else read_strategy(strategy)
 
 
-def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
+def strategy_for(root: Location, given: StrategyLike | None) -> Strategy | None:
     """The strategy that was given, or that lies in the folder, or where the original writes it: beside it."""
     if given is not None:
         return as_strategy(given)
     # Beside a root there may be another one, and its strategy: what lies in this one is its own.
-    for folder in (root / checkpoint1.STRATEGY_FOLDER, root.resolve().parent / checkpoint1.STRATEGY_FOLDER):
-        if folder.is_dir() and any(is_strategy(path) for path in sorted(folder.iterdir())[:_MAX_NAMED]):
+    for folder in (root / checkpoint1.STRATEGY_FOLDER, root.resolved().parent / checkpoint1.STRATEGY_FOLDER):
+        if folder.is_folder() and any(is_strategy(folder / name) for name in folder.names()[:_MAX_NAMED]):
             _log.info("%s is opened with the strategy in %s", root, folder)
             return read_strategy(folder)
     return None
 
 
-def _check_ranks(root: Path, ranks: Collection[int], strategy: Strategy | None) -> None:
+def _check_ranks(root: Location, ranks: Collection[int], strategy: Strategy | None) -> None:
     """Refuse a tree in which ranks are missing, as far as they are known."""
     hint = "bring the folders of all ranks together; the folder of one rank can be opened alone"
     # The largest rank comes out of a folder's name: no more are looked at than are named.

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import math
 import operator
-import os
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.storage.small_files import read_small_file, write_file_atomically
+from reshard.storage.location import locate
 from reshard.strict_json import parse_json
 from reshard.words import show
+
+if TYPE_CHECKING:
+    import os
 
 __all__ = ["MAX_COMMON_BYTES", "CommonInfo"]
 
@@ -76,7 +79,7 @@ class CommonInfo:
             DamagedFileError: it is no object of JSON, larger than 1 MiB, or a value is of another type.
             StorageError: the system failed to read it.
         """
-        return cls.parse(read_small_file(path, MAX_COMMON_BYTES), os.fspath(path))
+        return cls.parse(locate(path).read_small(MAX_COMMON_BYTES), str(path))
 
     @classmethod
     def parse(cls, data: bytes, name: str) -> CommonInfo:
@@ -113,7 +116,7 @@ class CommonInfo:
         Raises:
             StorageError: the system failed; what was under the name is as it was.
         """
-        write_file_atomically(path, self.to_json(), mode, durable=durable)
+        locate(path).replace(self.to_json(), mode, durable=durable)
 
 
 _KEYS = tuple(one.name for one in fields(CommonInfo) if one.name != "unknown")

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from reshard import _core
@@ -23,15 +21,17 @@ from reshard.formats.base import CheckpointData, Shapes, Traits
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
 from reshard.formats.tiled import names as tiles
-from reshard.storage.small_files import close_read, read_small_file
+from reshard.storage.location import Location, locate
 from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import PartName
     from reshard.formats.manifest import Manifest
+    from reshard.storage.store import Lock
 
 __all__ = [
     "CHECKPOINT2",
@@ -110,7 +110,7 @@ class FolderData(CheckpointData):
 
     def rank_files(self) -> Mapping[int, list[int]] | None:
         """By the names of the files, the manifest or metadata.json."""
-        numbers = {Path(self.index.file_path(file)).name: file for file in range(self.index.n_files)}
+        numbers = {locate(self.index.file_path(file)).name: file for file in range(self.index.n_files)}
         found = own_files(self.path, numbers, self.manifest)
         return {rank: [numbers[name] for name in names] for rank, names in found.items()}
 
@@ -126,7 +126,7 @@ class FolderData(CheckpointData):
         """As tiles.json records it."""
         return None if self.tiles is None else self.tiles.layout
 
-    def view(self, index: _core.Index, lock: int | None) -> Self:
+    def view(self, index: _core.Index, lock: Lock | None) -> Self:
         """Without what tiles.json records, which is about the stored tensors."""
         return replace(super().view(index, lock), tiles=None, chosen=None)
 
@@ -142,7 +142,7 @@ def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> Checkpo
     Example:
         >>> open_chosen(chosen).load(layout, rank=3)  # doctest: +SKIP
     """
-    return open_folder(Path(chosen.folder), method, chosen.iteration, chosen)
+    return open_folder(locate(chosen.folder), method, chosen.iteration, chosen)
 
 
 def chosen(checkpoint: Checkpoint) -> Chosen | None:
@@ -151,7 +151,7 @@ def chosen(checkpoint: Checkpoint) -> Chosen | None:
 
 
 def open_folder(
-    folder: Path, method: _core.ReadMethod, iteration: int | None = None, known: Chosen | None = None
+    folder: Location, method: _core.ReadMethod, iteration: int | None = None, known: Chosen | None = None
 ) -> CheckpointData:
     """Open an iteration folder, or any folder of shard files.
 
@@ -168,7 +168,7 @@ def open_folder(
         CoverageError: the stored shards do not cover a tensor.
 
     Example:
-        >>> open_folder(Path("output/checkpoint/iteration_00000005"), "auto").iteration  # doctest: +SKIP
+        >>> open_folder(locate("output/checkpoint/iteration_00000005"), "auto").iteration  # doctest: +SKIP
         5
     """
     for n_left in reversed(range(_MAX_TRIES)):
@@ -183,10 +183,10 @@ def open_folder(
 
 
 def _open_proven(
-    folder: Path, proof: Proof, method: _core.ReadMethod, iteration: int | None, known: Chosen | None
+    folder: Location, proof: Proof, method: _core.ReadMethod, iteration: int | None, known: Chosen | None
 ) -> CheckpointData:
     if iteration is None:
-        iteration = checkpoint2.parse_iteration_folder(folder.resolve().name)
+        iteration = checkpoint2.parse_iteration_folder(folder.resolved().name)
     manifest = proof.manifest
     if manifest is not None and known is None:
         manifests.check_sizes(folder, manifest)
@@ -200,7 +200,7 @@ def _open_proven(
         )
     index, rest = _index(folder, described, manifest, method)
     if manifest is not None:
-        manifests.set_sums(index, folder, manifest)
+        manifests.set_checksums(index, folder, manifest)
     if described.tiles is not None:
         _add_tiles(index, folder, described.tiles)
     is_checkpoint2 = described.metadata is not None or described.common is not None or described.tiles is None
@@ -240,13 +240,13 @@ def _check_parts(data: FolderData) -> None:
 
 
 def _part_of_file(path: str) -> str | None:
-    parsed = checkpoint2.parse_shard_file_name(Path(path).name)
+    parsed = checkpoint2.parse_shard_file_name(locate(path).name)
     return None if parsed is None else parsed.part
 
 
 def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:
     """Whether an iteration folder was named by the tracker once, and whether it is pinned."""
-    tracked, pinned = (os.path.lexists(Path(folder) / name) for name in (manifests.TRACKED_FILE, manifests.PINNED_FILE))
+    tracked, pinned = ((locate(folder) / name).exists() for name in (manifests.TRACKED_FILE, manifests.PINNED_FILE))
     return tracked, pinned
 
 
@@ -256,11 +256,11 @@ def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:
 class Proof:
     """The manifest of a folder, locked against its removal, or why there is none."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self.manifest: Manifest | None = None
         self.fault = ""
         self.is_damaged = False
-        self._lock: int | None = None
+        self._lock: Lock | None = None
         try:
             # Locked first: what is read then stays until the lock ends.
             self._lock = manifests.read_lock(folder)
@@ -273,12 +273,12 @@ class Proof:
             self.release()
             raise
 
-    def keep_lock(self) -> int | None:
+    def keep_lock(self) -> Lock | None:
         """The lock, for whoever closes it from now on."""
         lock, self._lock = self._lock, None
         return lock
 
-    def is_still_that_of(self, folder: Path) -> bool:
+    def is_still_that_of(self, folder: Location) -> bool:
         """Whether the folder has the manifest that was read, or still has none."""
         try:
             now = manifests.read(folder).digest
@@ -289,12 +289,12 @@ class Proof:
     def release(self) -> None:
         """End the lock, if nobody keeps it."""
         if self._lock is not None:
-            close_read(self._lock)
+            self._lock.close()
             self._lock = None
 
 
 @contextlib.contextmanager
-def opened_proof(folder: Path) -> Iterator[Proof]:
+def opened_proof(folder: Location) -> Iterator[Proof]:
     """The proof of a folder, its lock released at the end unless somebody keeps it."""
     proof = Proof(folder)
     try:
@@ -303,7 +303,7 @@ def opened_proof(folder: Path) -> Iterator[Proof]:
         proof.release()
 
 
-def unfinished(path: Path, name: str, proof: Proof) -> DamagedFileError:
+def unfinished(path: Location, name: str, proof: Proof) -> DamagedFileError:
     """The error for a file or folder of ours without a valid manifest; `name` is the file that tells."""
     return DamagedFileError(
         f"{show(str(path))} is no complete checkpoint: {show(name)} was written by this package, which ends a "
@@ -326,7 +326,7 @@ class _Description:
     digest: str
 
 
-def _read_description(folder: Path, manifest: Manifest | None) -> _Description:
+def _read_description(folder: Location, manifest: Manifest | None) -> _Description:
     read: dict[str, bytes] = {}
     for name, max_bytes in (
         (checkpoint2.METADATA_FILE, MAX_METADATA_BYTES),
@@ -337,8 +337,8 @@ def _read_description(folder: Path, manifest: Manifest | None) -> _Description:
             if name in manifest.files:
                 read[name] = manifests.read_plain(folder, manifest, name, max_bytes)
         # A link that leads nowhere counts as there: a description must not be passed over for being damaged.
-        elif os.path.lexists(folder / name):
-            read[name] = read_small_file(folder / name, max_bytes)
+        elif (folder / name).exists():
+            read[name] = locate(folder / name).read_small(max_bytes)
     tiled, common = read.get(tiles.TILES_FILE), read.get(checkpoint2.COMMON_FILE)
     return _Description(
         read.get(checkpoint2.METADATA_FILE),
@@ -349,14 +349,14 @@ def _read_description(folder: Path, manifest: Manifest | None) -> _Description:
 
 
 def _index(
-    folder: Path, described: _Description, manifest: Manifest | None, method: _core.ReadMethod
+    folder: Location, described: _Description, manifest: Manifest | None, method: _core.ReadMethod
 ) -> tuple[_core.Index, list[int]]:
     """An index of the shard files and of what metadata.json says of them, and the files that nothing describes."""
     index = _core.Index()
     if described.metadata is not None:
         path = str(folder / checkpoint2.METADATA_FILE)
         index = _core.Index.from_metadata(path, data=described.metadata, method=method)
-    files = {Path(index.file_path(file)).name for file in range(index.n_files)}
+    files = {locate(index.file_path(file)).name for file in range(index.n_files)}
     if described.tiles is not None:
         for tensor in described.tiles.tensors.values():
             for stored in tensor.stored:
@@ -380,8 +380,8 @@ def _index(
     return index, [index.add_file(str(folder / name), follow_links=False, method=method) for name in names]
 
 
-def _add_tiles(index: _core.Index, folder: Path, described: tiles.TilesFile) -> None:
-    files = {Path(index.file_path(file)).name: file for file in range(index.n_files)}
+def _add_tiles(index: _core.Index, folder: Location, described: tiles.TilesFile) -> None:
+    files = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
     for key, tensor in described.tensors.items():
         stored = [(files[one.file], one.name, one.shape, one.tiles) for one in tensor.stored]
         try:
@@ -391,29 +391,28 @@ def _add_tiles(index: _core.Index, folder: Path, described: tiles.TilesFile) -> 
             raise
 
 
-def _warn_of_strangers(folder: Path, manifest: Manifest) -> None:
-    with os.scandir(folder) as entries:
-        strangers = sorted(
-            entry.name
-            for entry in entries
-            if entry.name.endswith((".safetensors", ".safetensor")) and entry.name not in manifest.shards
-        )
+def _warn_of_strangers(folder: Location, manifest: Manifest) -> None:
+    strangers = [
+        name
+        for name in folder.names()
+        if name.endswith((".safetensors", ".safetensor")) and name not in manifest.shards
+    ]
     if strangers:
         more = f" and {len(strangers) - 1} more are ignored" if len(strangers) > 1 else " is ignored"
         _log.warning("%s: %s%s: the manifest does not list it", folder, show(strangers[0]), more)
 
 
-def _refuse_unfinished(index: _core.Index, folder: Path, proof: Proof) -> None:
+def _refuse_unfinished(index: _core.Index, folder: Location, proof: Proof) -> None:
     for file in range(index.n_files):
         try:
             metadata = index.file_metadata(file)
         except ReshardError:
             continue  # what is wrong with the file is found out next
         if checkpoint2.WRITER_KEY in (metadata or {}):
-            raise unfinished(folder, Path(index.file_path(file)).name, proof)
+            raise unfinished(folder, locate(index.file_path(file)).name, proof)
 
 
-def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
+def _unlisted(index: _core.Index, folder: Location, rest: list[int]) -> Unlisted:
     """Check every file against its description; tensors that lie in files but in no description: whole on each holder.
 
     Args:
@@ -441,9 +440,9 @@ def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
                 f"{path} holds `{name}`, which the description of {folder} places elsewhere", path=path, key=name
             )
         if not is_described and len(files) > 1:
-            first = Path(index.file_path(files[0])).name
+            first = locate(index.file_path(files[0])).name
             raise DamagedFileError(
-                f"{show(name)} lies in {first} and in {Path(path).name}, and {folder} has no metadata.json that says "
+                f"{show(name)} lies in {first} and in {locate(path).name}, and {folder} has no metadata.json that says "
                 "how",
                 path=path,
                 key=name,
@@ -459,12 +458,12 @@ def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
                     path=index.file_path(file),
                     key=name,
                 )
-        unlisted.append((name, dtype, tuple(shape), tuple(Path(index.file_path(file)).name for file in files)))
+        unlisted.append((name, dtype, tuple(shape), tuple(locate(index.file_path(file)).name for file in files)))
     return tuple(unlisted)
 
 
 def _add_unlisted(index: _core.Index, unlisted: Unlisted) -> None:
-    numbers = {Path(index.file_path(file)).name: file for file in range(index.n_files)}
+    numbers = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
     for name, dtype, shape, files in unlisted:
         strides = [1] * len(shape)
         for dim in range(len(shape) - 1, 0, -1):

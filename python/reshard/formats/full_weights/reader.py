@@ -20,9 +20,8 @@ from reshard.outputs import load_all
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.formats.base import OpenOptions
+    from reshard.storage.location import Location
 
 __all__ = ["FULL_WEIGHTS", "open_full_weights"]
 
@@ -36,11 +35,11 @@ class FullWeights(Format):
 
     traits = TRAITS
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """By the name map, or the first part."""
-        return Match.YES if path.is_dir() and full_weights.detect(path) else Match.NO
+        return Match.YES if path.is_folder() and full_weights.detect(path) else Match.NO
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors that the map names, and the counters beside them."""
         return open_full_weights(path, options.method)
 
@@ -48,7 +47,7 @@ class FullWeights(Format):
 FULL_WEIGHTS = FullWeights()
 
 
-def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
+def open_full_weights(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     """Open a folder that `full_weights.detect` knows.
 
     Raises:
@@ -56,7 +55,7 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
         DamagedFileError: a file is not what its format or the map says.
 
     Example:
-        >>> open_full_weights(Path("unified_safe"), "auto").common.global_step  # doctest: +SKIP
+        >>> open_full_weights(locate("unified_safe"), "auto").common.global_step  # doctest: +SKIP
         40
     """
     index = _core.Index()
@@ -83,7 +82,7 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
     return replace(data, common=common, iteration=common.step_num)
 
 
-def _add_counters(index: _core.Index, path: Path, method: _core.ReadMethod) -> list[str]:
+def _add_counters(index: _core.Index, path: Location, method: _core.ReadMethod) -> list[str]:
     """Add what the file holds of one element; their names."""
     file = index.add_file(str(path), method=method)
     names, strays = [], []
