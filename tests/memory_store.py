@@ -145,7 +145,9 @@ class MemoryStore(Store):
 
     # -- changing
 
-    def create(self, path: str, data: bytes = b"", mode: int = 0o666, *, durable: bool) -> None:
+    def create(
+        self, path: str, data: bytes = b"", mode: int = 0o666, *, durable: bool, announce: Callable[[str], None] = str
+    ) -> None:
         self.put(path, data, "create", if_absent=True)
 
     @contextlib.contextmanager

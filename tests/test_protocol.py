@@ -277,7 +277,7 @@ def test_too_little_space_is_told_before_anything_is_written(root: Path, monkeyp
     with pytest.raises(StorageError):
         protocol.begin(root, 200, planned_bytes=953)
     protocol.abandon(protocol.begin(root, 200, planned_bytes=952))
-    monkeypatch.setattr(protocol, "_free_bytes", lambda _: None)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda *_: None)
     protocol.abandon(protocol.begin(root, 200, planned_bytes=2**60))
 
 

@@ -116,7 +116,8 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
     content = json.dumps({"version": 1, "state": state, "fault": reported, "verified_at": now})
     path = file_of(folder)
     # Not by a rename: a torn record has no effect, and a crash leaves no temporary file.
-    path.remove_file()
+    if path.exists():
+        path.remove_file()
     try:
         path.create(content.encode(), _MODE, durable=False)
     except FileExistsError:

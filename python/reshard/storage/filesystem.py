@@ -108,7 +108,7 @@ def make_file(path: str | os.PathLike[str], data: bytes = b"", mode: int = 0o666
     """
     place = locate(path)
     _step(f"make {place.name}")
-    place.store.create(place.path, data, mode, durable=durable)
+    place.store.create(place.path, data, mode, durable=durable, announce=_step)
     if durable:
         sync(place.parent)
 

@@ -31,6 +31,7 @@ from reshard.storage.store import (
     Store,
     check_file,
     failing,
+    ignore,
     join,
 )
 from reshard.words import show
@@ -150,7 +151,15 @@ class LocalStore(Store):
 
     # -- changing
 
-    def create(self, path: str, data: bytes = b"", mode: int = 0o666, *, durable: bool) -> None:
+    def create(
+        self,
+        path: str,
+        data: bytes = b"",
+        mode: int = 0o666,
+        *,
+        durable: bool,
+        announce: Callable[[str], None] = ignore,
+    ) -> None:
         """See `Store.create`."""
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
@@ -162,6 +171,7 @@ class LocalStore(Store):
             with failing("writing", path):
                 _write(handle, data)
                 if durable:
+                    announce(f"sync {os.path.basename(path)}")
                     os.fsync(handle)
                 # A network file system reports here that it could not keep the data. The handle is gone after that.
                 open_handle, handle = handle, -1

@@ -44,6 +44,7 @@ __all__ = [
     "Store",
     "check_file",
     "failing",
+    "ignore",
     "join",
 ]
 
@@ -135,6 +136,10 @@ def join(folder: str, name: str) -> str:
     if folder == ".":
         return name
     return folder + name if folder.endswith("/") else f"{folder}/{name}"
+
+
+def ignore(_: str) -> None:
+    """Announce an operation to nobody."""
 
 
 class Lock(abc.ABC):
@@ -306,7 +311,15 @@ class Store(abc.ABC):
     # -- changing
 
     @abc.abstractmethod
-    def create(self, path: str, data: bytes = b"", mode: int = 0o666, *, durable: bool) -> None:
+    def create(
+        self,
+        path: str,
+        data: bytes = b"",
+        mode: int = 0o666,
+        *,
+        durable: bool,
+        announce: Callable[[str], None] = ignore,
+    ) -> None:
         """Make a small file that must not exist; of several writers one succeeds.
 
         Args:
@@ -314,6 +327,7 @@ class Store(abc.ABC):
             data: its content. A crash may leave a part of it; its name is there then.
             mode: permission bits, less the umask.
             durable: sync the file. Its name becomes durable with `sync_folder`.
+            announce: called before the sync, with text that says what follows.
 
         Raises:
             FileExistsError: it exists.
