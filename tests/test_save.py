@@ -201,7 +201,9 @@ def test_sums_are_those_of_the_files(tmp_path: Path) -> None:
     data = (folder / name).read_bytes()
     chunks = [data[start : start + (256 << 10)] for start in range(0, len(data), 256 << 10)]
     sums = b"".join(_core.crc32c(chunk).to_bytes(4, "little") for chunk in chunks)
-    assert manifest.read_sums(folder, manifest.read(folder))[name] == sums == (folder / "checksums.bin").read_bytes()
+    assert (
+        manifest.read_checksums(folder, manifest.read(folder))[name] == sums == (folder / "checksums.bin").read_bytes()
+    )
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o002])
