@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.storage.location import Location
-from reshard.storage.store import Abilities, Entry, HeldFile, Lock, Stat, Store, check_file
+from reshard.storage.store import Abilities, Entry, HeldFile, Lock, Stat, Store, check_file, ignore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -146,7 +146,13 @@ class MemoryStore(Store):
     # -- changing
 
     def create(
-        self, path: str, data: bytes = b"", mode: int = 0o666, *, durable: bool, announce: Callable[[str], None] = str
+        self,
+        path: str,
+        data: bytes = b"",
+        mode: int = 0o666,
+        *,
+        durable: bool,
+        announce: Callable[[str], None] = ignore,
     ) -> None:
         self.put(path, data, "create", if_absent=True)
 

@@ -402,7 +402,7 @@ def test_a_destination_that_appears_meanwhile(source: Path, tmp_path: Path, name
                 theirs.mkdir()
                 (theirs / "file").write_text("x")
 
-    with pytest.raises(DestinationExistsError, match="appeared"):
+    with pytest.raises(DestinationExistsError, match="was made"):
         reshard.convert(source, target, progress=appear, **options)
     expected = {source, theirs if theirs.suffix else theirs / "file"}
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == expected

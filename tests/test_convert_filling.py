@@ -181,7 +181,7 @@ def test_what_appears_in_an_empty_folder_is_not_mixed_up_with_the_new(source: Pa
         if done == total:
             (target / "theirs").write_text("mine")
 
-    with pytest.raises(DestinationExistsError, match="appeared"):
+    with pytest.raises(DestinationExistsError, match="was made"):
         reshard.convert(source, target, progress=appear)
     assert [path.name for path in target.iterdir()] == ["theirs"]
 

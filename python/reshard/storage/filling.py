@@ -18,6 +18,7 @@ from reshard.errors import DestinationExistsError, ReshardError, StorageError
 from reshard.storage import filesystem
 from reshard.storage.location import locate
 from reshard.storage.publication import remove_staging, sync_tree
+from reshard.storage.store import failing
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def filled_folder(
         for name in subfolders:
             staging.store.make_folder(str(staging / name), mode)
         yield staging
-        _publish(staging, place, moves, replaces, commits, durable=durable, keep_modes=keep_modes)
+        with failing("publishing", place):
+            _publish(staging, place, moves, replaces, commits, durable=durable, keep_modes=keep_modes)
     except BaseException:
         if moves.undo():
             remove_staging(staging)
