@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -33,8 +34,7 @@ from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all
-from reshard.small_files import close_read, show
-from reshard.words import check_text, listed
+from reshard.words import check_text, listed, show
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -153,7 +153,7 @@ class Checkpoint:
     def __init__(self, data: CheckpointData) -> None:
         self.data = data
         self.format: str = data.traits.name
-        self.path = data.path
+        self.path = Path(data.path)
         self.iteration = data.iteration
         self.common = data.common
         self.manifest = data.manifest
@@ -166,7 +166,7 @@ class Checkpoint:
         self._unplaced = data.unplaced()
         self._is_scrubbed = False
         # The lock protects the files from retention. It is released with the object at the latest.
-        self._unlock = None if data.lock is None else weakref.finalize(self, close_read, data.lock)
+        self._unlock = None if data.lock is None else weakref.finalize(self, data.lock.close)
 
     def __enter__(self) -> Self:
         return self
@@ -537,9 +537,10 @@ class Checkpoint:
                 self._index.verify_crc(file)
             self._is_scrubbed = count == 1
             return
-        is_folder = self.path.is_dir()
-        folder = self.path if is_folder else self.path.parent
-        scrub_share(folder, self.manifest, share, None if is_folder else self.path.name, threads=threads)
+        path = self.data.path
+        is_folder = path.is_folder()
+        folder = path if is_folder else path.parent
+        scrub_share(folder, self.manifest, share, None if is_folder else path.name, threads=threads)
         self._is_scrubbed = count == 1
 
     # -- the same files, other tensors
@@ -587,7 +588,7 @@ class Checkpoint:
             )
         # The files must stay while either checkpoint is open.
         is_locked = self._unlock is not None and self._unlock.alive
-        lock = os.dup(data.lock) if is_locked and data.lock is not None else None
+        lock = data.lock.duplicate() if is_locked and data.lock is not None else None
         return Checkpoint(replace(data.view(index, lock), common=self.common, is_renamed=is_renamed))
 
     @checked
@@ -621,7 +622,7 @@ class Checkpoint:
             ...     fused.read("qk")[:, 0]
             array([0., 0., 1., 1., 0., 0., 1., 1.], dtype=float32)
         """
-        known = as_names(names, config_beside(self.path) if config is None else config)
+        known = as_names(names, config_beside(self.data.path) if config is None else config)
         shapes = self._shapes() if part == "all" else {key: self._index.shape(key) for key in self.keys(part)}
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
         # A tensor may be split into hundreds, one after the other: its stored arrays are looked up once.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import reshard
@@ -19,6 +18,7 @@ from reshard.errors import LayoutError, ReshardError
 from reshard.formats import counter_tensors
 from reshard.formats.scrub import is_damage
 from reshard.layout import Partition
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -146,7 +146,7 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         files=[(file.name, file.n_bytes) for file in checkpoint.files()],
         saves=[] if order is None else save_log.read(path),
         parts=_parts(rows),
-        leftovers=[*([] if order is None else leftovers_in_root(Path(path))), *leftovers_in_iteration(checkpoint)],
+        leftovers=[*([] if order is None else leftovers_in_root(locate(path))), *leftovers_in_iteration(checkpoint)],
     )
 
 
@@ -168,11 +168,11 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
         elif one.name != taken.path.name:
             n_checked += 1
             try:
-                with reshard.open(Path(root) / one.name) as opened:
+                with reshard.open(locate(root) / one.name) as opened:
                     verified = opened.verified
             except ReshardError as error:
                 complete, verified, reason = False if is_damage(error) else None, None, error.message
-        tracked, pinned = marks(Path(root) / one.name)
+        tracked, pinned = marks(locate(root) / one.name)
         found.append(
             Iteration(
                 one.iteration,
@@ -201,7 +201,7 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
     found: list[RankSaveState] = []
     n_checked = 0
     for save in saves:
-        is_taken = any(str(file.relative_to(path)) in opened for file in save.files.values())
+        is_taken = any(file.relative_to(locate(path)) in opened for file in save.files.values())
         complete: bool | None = True
         reason = skipped.get(save.name, save.fault)
         if reason is not None:
@@ -211,7 +211,7 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
         elif not is_taken:
             n_checked += 1
             try:
-                Checkpoint(open_rank_files(Path(path), save.files, taken.strategy)).close()
+                Checkpoint(open_rank_files(locate(path), save.files, taken.strategy)).close()
             except ReshardError as error:
                 complete, reason = False if is_damage(error) else None, error.message
         found.append(RankSaveState(save.name, save.why, is_taken, complete, reason))

@@ -19,21 +19,22 @@ from reshard.formats.full_weights import names as full_weights
 from reshard.formats.huggingface import names as huggingface
 from reshard.formats.tiled import names as tiles
 from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.storage.changes import make_folders, set_mode
 from reshard.storage.filling import filled_folder, is_staging
-from reshard.storage.publication import as_storage_error, made_folder, published_folder
+from reshard.storage.publication import made_folder, published_folder
 from reshard.write.iteration import JointProgress, RankFile, WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
-    from pathlib import Path
 
     import numpy as np
 
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.shares import Shared
+    from reshard.storage.location import Location
     from reshard.storage.protocol import FileRecord
 
-    Produce = Callable[[Path], Mapping[str, FileRecord]]
+    Produce = Callable[[Location], Mapping[str, FileRecord]]
 
 __all__ = [
     "SHARED_PREFIX",
@@ -112,7 +113,7 @@ class Job:
 
     source: Checkpoint
     keys: list[str]
-    target: Path
+    target: Location
     options: Options
     overwrite: bool
     counters: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -128,7 +129,7 @@ class Job:
 class Written:
     """What was written where; `pending`: shares that others have yet to write before anything is published."""
 
-    path: Path
+    path: Location
     n_files: int
     n_bytes: int
     pending: list[int] = field(default_factory=list)
@@ -158,13 +159,12 @@ def file_sizes(job: Job, files: list[File]) -> list[int]:
     return [sum(array[3] for array in job.plan(file.request).arrays) for file in files]
 
 
-def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
+def write_files(job: Job, folder: Location, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
     """Stream the files; what was written, by name."""
     options = job.options
     progress = JointProgress(options.progress, sum(sizes))
     for name in {file.name.rpartition("/")[0] for file in files} - {""}:
-        with as_storage_error("make", folder / name):
-            (folder / name).mkdir(mode=options.folder_mode, exist_ok=True)
+        make_folders(folder / name, options.folder_mode)
     return {
         file.name: job.plan(file.request).write(
             str(folder / file.name),
@@ -180,7 +180,7 @@ def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> 
 
 
 @contextlib.contextmanager
-def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
+def produced(job: Job, published: Location, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
     """How the folder that is published gets its files: a function that fills it, or what to report instead.
 
     Not shared: they are streamed into it. Shared: our share is written first, unless it is there, into the folder where
@@ -190,8 +190,7 @@ def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> 
         yield lambda folder: write_files(job, folder, files, sizes)
         return
     share, gathered = job.shared.share, job.shared.folder
-    with as_storage_error("make", gathered):
-        gathered.mkdir(mode=job.options.folder_mode, parents=True, exist_ok=True)
+    make_folders(gathered, job.options.folder_mode)
     own: Mapping[str, FileRecord] | None = told(gathered, share)
     if own is None:
         chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
@@ -238,17 +237,17 @@ def as_file(bound: BoundLayout, file: RankFile) -> File:
 # -- the destination
 
 
-def set_original_modes(folder: Path) -> None:
+def set_original_modes(folder: Location) -> None:
     """Give the files of a folder, and itself, the permissions that MindSpore Transformers gives."""
-    for entry in folder.iterdir():
-        entry.chmod(0o400 if entry.suffix == ".safetensors" else 0o640)
-    folder.chmod(0o750)
+    for name in folder.names():
+        set_mode(folder / name, 0o400 if name.endswith(".safetensors") else 0o640)
+    set_mode(folder, 0o750)
 
 
 @contextlib.contextmanager
 def destination_folder(
-    job: Job, subfolders: Collection[str] = (), is_ours: Callable[[Path], bool] | None = None
-) -> Iterator[Path]:
+    job: Job, subfolders: Collection[str] = (), is_ours: Callable[[Location], bool] | None = None
+) -> Iterator[Location]:
     """A folder whose entries are those of the destination when the block ends well.
 
     A destination that exists is filled and keeps its mode and owner; what an earlier conversion wrote there goes.
@@ -259,7 +258,7 @@ def destination_folder(
         is_ours: which entries of a destination that exists are replaced.
     """
     options, target = job.options, job.target
-    if target.is_dir():
+    if target.is_folder():
         with filled_folder(
             target,
             replaces=(is_ours or is_our_file) if job.overwrite else None,
@@ -278,9 +277,9 @@ def destination_folder(
         yield folder
 
 
-def is_our_file(entry: Path) -> bool:
+def is_our_file(entry: Location) -> bool:
     """Whether a file was written by an earlier conversion: it names its writer."""
-    if entry.is_symlink() or not entry.is_file():
+    if entry.kind() != "file":
         return False
     if entry.name == tiles.TILES_FILE:
         with contextlib.suppress(ReshardError):
@@ -298,7 +297,7 @@ def is_our_file(entry: Path) -> bool:
         return False
 
 
-def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _: False) -> None:
+def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lambda _: False) -> None:
     """Refuse a destination folder that holds what is not to be replaced, or not to be mixed up with what is written.
 
     Args:
@@ -306,11 +305,12 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _
         would_be_lost: entries beside foreign weight files that are refused.
     """
     target = job.target
-    if not target.exists():
+    found = target.found()
+    if found is None:
         return
-    if not target.is_dir():
+    if found != "folder":
         raise DestinationExistsError(f"{target} is a file; the destination is to be a folder", path=str(target))
-    entries = [entry for entry in target.iterdir() if not _is_left_over(entry)]
+    entries = [target / name for name in target.names() if not _is_left_over(target / name)]
     if not entries:
         return
     if not job.overwrite:
@@ -329,7 +329,7 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _
             )
 
 
-def _is_left_over(entry: Path) -> bool:
+def _is_left_over(entry: Location) -> bool:
     """Whether an entry is of a conversion that was killed, or is not yet ended. Told, and not touched."""
     if not is_staging(entry.name):
         return False

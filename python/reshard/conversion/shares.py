@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
-from reshard.small_files import close_read, write_file_atomically
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
+from reshard.storage.changes import link_or_move, remove_file, remove_folder, try_lock
+from reshard.storage.location import locate
 from reshard.strict_json import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from reshard import _core
     from reshard.checkpoint import Checkpoint
+    from reshard.storage.location import Location
 
 __all__ = ["Share", "Shared", "WrittenFile", "assign", "committing", "digest_of", "missing", "place", "record", "told"]
 
@@ -79,7 +77,7 @@ class Shared:
     """
 
     share: Share
-    folder: Path
+    folder: Location
 
 
 @dataclass(frozen=True)
@@ -99,10 +97,13 @@ def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
         source: the opened source.
         options: JSON-able.
     """
-    folder = source.path if source.path.is_dir() else source.path.parent
-    files = [(file.name, file.n_bytes, (folder / file.name).stat().st_mtime_ns) for file in source.files()]
+    path = source.data.path
+    folder = path if path.is_folder() else path.parent
+    files = [
+        (file.name, file.n_bytes, (folder / file.name).stat(follow_links=True).modified_ns) for file in source.files()
+    ]
     proof = None if source.manifest is None else source.manifest.digest
-    text = json.dumps([os.path.realpath(source.path), proof, files, options], sort_keys=True, default=str)
+    text = json.dumps([str(path.resolved()), proof, files, options], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -121,7 +122,7 @@ def assign(sizes: Sequence[int], n_shares: int) -> list[int]:
     return chosen
 
 
-def record(folder: Path, share: Share, written: Mapping[str, _core.Written], *, mode: int, durable: bool) -> None:
+def record(folder: Location, share: Share, written: Mapping[str, _core.Written], *, mode: int, durable: bool) -> None:
     """Tell that a share is written: its files are synced already.
 
     Raises:
@@ -132,10 +133,10 @@ def record(folder: Path, share: Share, written: Mapping[str, _core.Written], *, 
         for name, one in written.items()
     }
     text = json.dumps({"version": 1, "files": files})
-    write_file_atomically(folder / share.name, text, mode, durable=durable)
+    locate(folder / share.name).replace(text, mode, durable=durable)
 
 
-def told(folder: Path, share: Share) -> dict[str, WrittenFile] | None:
+def told(folder: Location, share: Share) -> dict[str, WrittenFile] | None:
     """What a share told of its files; None if it is not there, or its files are not.
 
     Raises:
@@ -147,51 +148,37 @@ def told(folder: Path, share: Share) -> dict[str, WrittenFile] | None:
             name: WrittenFile(n_bytes, header_bytes, header_checksum, base64.b64decode(checksums, validate=True))
             for name, (n_bytes, header_bytes, header_checksum, checksums) in content["files"].items()
         }
-        if all((folder / name).lstat().st_size == one.n_bytes for name, one in files.items()):
+        if all((folder / name).stat().n_bytes == one.n_bytes for name, one in files.items()):
             return files
-    except (StorageError, PermissionError):
+    except StorageError:
         raise
-    except (ReshardError, OSError, KeyError, TypeError, ValueError, AttributeError):
+    except (ReshardError, KeyError, TypeError, ValueError, AttributeError):
         pass  # cut short, or something else: it is written again
     return None
 
 
-def missing(folder: Path, n_shares: int) -> list[int]:
+def missing(folder: Location, n_shares: int) -> list[int]:
     """The shares that have not told of their files yet."""
     try:
-        names = set(os.listdir(folder))  # noqa: PTH208  names alone
-    except FileNotFoundError:
+        names = set(folder.names())
+    except CheckpointNotFoundError:
         names = set()
     return [index for index in range(n_shares) if _name(index) not in names]
 
 
 @contextlib.contextmanager
-def committing(folder: Path) -> Iterator[bool]:
+def committing(folder: Location) -> Iterator[bool]:
     """Whether it is up to this process to publish: nobody else is doing it, or has done it.
 
     If the block ends well, the folder of the shares is removed.
     """
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        if not os.path.lexists(folder):  # whoever had the lock before was quicker
-            yield False
-            return
-        yield True
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        close_read(handle)
+    with try_lock(folder) as is_ours:
+        yield is_ours
+        if is_ours:
+            remove_folder(folder)
 
 
-def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> dict[str, WrittenFile]:
+def place(folder: Location, target: Location, names: Sequence[str], n_shares: int) -> dict[str, WrittenFile]:
     """Give the files of all shares a name in the folder that is published; what they told.
 
     Raises:
@@ -202,8 +189,7 @@ def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> di
     for index in range(n_shares):
         share = told(folder, Share(index, n_shares))
         if share is None:
-            with contextlib.suppress(OSError):
-                (folder / _name(index)).unlink()
+            remove_file(folder / _name(index))
             raise DamagedFileError(
                 f"share {index} of {n_shares} does not hold the files that it told of",
                 path=str(folder / _name(index)),
@@ -218,16 +204,7 @@ def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> di
             hint="remove that folder and convert again",
         )
     for name in names:
-        try:
-            os.link(folder / name, target / name, follow_symlinks=False)
-        except OSError:
-            # A file system without second names: then the file moves.
-            try:
-                (folder / name).rename(target / name)
-            except OSError as error:
-                raise StorageError(
-                    f"moving {folder / name}: {error.strerror}", path=str(folder / name), errno=error.errno
-                ) from error
+        link_or_move(folder / name, target / name)
     return all_told
 
 

@@ -8,13 +8,13 @@ several parts (records of a `.ckpt` file that exceed the size of one). Only this
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from reshard._core import StoredArray
 from reshard.errors import DamagedFileError, KeyNotFoundError
 from reshard.formats.ckpt import names as ckpt
-from reshard.small_files import read_head, read_tail, show
+from reshard.storage.location import Location, locate
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -40,7 +40,7 @@ class OpenedRankFile:
     """
 
     file: int
-    path: Path
+    path: Location
     kind: Literal["safetensors", "ckpt"]
     tensors: Mapping[str, _core.FileArray]
     metadata: Mapping[str, str]
@@ -78,14 +78,14 @@ def add_rank_file(
         >>> add_rank_file(_core.Index(), "rank_0.safetensors").tensors["w"].shape
         (2, 3)
     """
-    path = Path(path)
+    path = locate(path)
     kind = kind_of(path, follow_links=follow_links)
     add = index.add_ckpt_file if kind == "ckpt" else index.add_file
     file = add(str(path), follow_links=follow_links, method=method)
     tensors = {array.name: array for array in index.file_arrays(file)}
     has_crc = None
     if kind == "ckpt":
-        has_crc = ckpt.has_crc(read_tail(path, ckpt.TAIL_BYTES, follow_links=follow_links))
+        has_crc = ckpt.has_crc(locate(path).read_tail(ckpt.TAIL_BYTES, follow_links=follow_links))
     metadata, strings = index.file_metadata(file) or {}, tuple(index.file_strings(file))
     return OpenedRankFile(file, path, kind, tensors, metadata, strings, has_crc)
 
@@ -104,10 +104,10 @@ def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Lite
         >>> kind_of("safetensors.ckpt")
         'safetensors'
     """
-    head = read_head(path, ckpt.HEAD_BYTES, follow_links=follow_links)
+    head = locate(path).read_head(ckpt.HEAD_BYTES, follow_links=follow_links)
     if ckpt.is_head(head):
         return "ckpt"
-    is_named_ckpt = Path(path).suffix == ckpt.SUFFIX and not ckpt.is_safetensors_head(head)
+    is_named_ckpt = locate(path).suffix == ckpt.SUFFIX and not ckpt.is_safetensors_head(head)
     return "ckpt" if is_named_ckpt else "safetensors"
 
 

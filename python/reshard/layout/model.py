@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from reshard import _core
 from reshard.arguments import check, check_given, check_shapes, checked
@@ -20,7 +19,11 @@ from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_layout import layouts_of
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
+from reshard.storage.location import locate
 from reshard.strict_yaml import quote, read_yaml
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["LayoutLike", "ModelLayout", "as_layout", "write_strategy"]
 
@@ -279,8 +282,8 @@ def as_layout(value: LayoutLike) -> ModelLayout:
         return ModelLayout.from_mapping(value)
     if isinstance(value, str | os.PathLike):
         check(layout=value)
-        path = Path(value)
-        if path.is_dir() or (path.exists() and is_strategy(path)):
+        path = locate(value)
+        if path.is_folder() or (path.is_file() and is_strategy(path)):
             return ModelLayout.from_strategy(path)
         return ModelLayout.from_yaml(value)
     raise ArgumentError(f"a layout is a ModelLayout, a path or a mapping, found a {type(value).__name__}")

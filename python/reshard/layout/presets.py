@@ -14,10 +14,11 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, StorageError
+from reshard.storage.inputs import read_input
+from reshard.storage.location import locate
 from reshard.words import nearest, show
 
 __all__ = ["FAMILIES", "mapping_of_preset"]
@@ -158,13 +159,12 @@ def _family_and_config(name_or_config: str | os.PathLike[str] | Mapping[str, obj
 
 
 def _read_json(path: str) -> object:
-    file = Path(path)
+    file = locate(path)
+    if file.is_folder():
+        file /= "config.json"
     try:
-        if file.is_dir():
-            file /= "config.json"
-        with file.open("rb") as stream:
-            data = stream.read(_MAX_CONFIG_BYTES + 1)
-    except FileNotFoundError:
+        data = read_input(file, _MAX_CONFIG_BYTES + 1)
+    except CheckpointNotFoundError:
         near = nearest(path, FAMILIES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CheckpointNotFoundError(
@@ -172,9 +172,8 @@ def _read_json(path: str) -> object:
             path=path,
             hint=f"{hint}families are {', '.join(FAMILIES)}",
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        errno = error.errno if isinstance(error, OSError) else None
-        raise StorageError(f"reading {show(str(file))}: {error}", path=str(file), errno=errno) from None
+    except ValueError as error:  # a null character in the path
+        raise StorageError(f"reading {show(str(file))}: {error}", path=str(file)) from None
     if len(data) > _MAX_CONFIG_BYTES:
         raise LayoutError(f"{file}: larger than {_MAX_CONFIG_BYTES >> 20} MiB", path=str(file))
     try:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import ArgumentError, StorageError, UnsupportedError
+from reshard.errors import ArgumentError, UnsupportedError
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import LayoutItem, StrategyFile, write_strategy_file
 from reshard.layout.strategy_folder import check_reads_back, stage_file
+from reshard.storage.changes import make_folders
 from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection
 
     from reshard.layout.bind import BoundLayout
@@ -68,14 +69,7 @@ def write_stage_files(
     """
     if suffix not in (".ckpt", ".json"):
         raise ArgumentError(f'`suffix` is {suffix!r}; ".ckpt" or ".json" are accepted')
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"making the folder {show(os.fspath(folder))}: {error.strerror}",
-            path=os.fspath(folder),
-            errno=error.errno,
-        ) from None
+    make_folders(folder)
     written = []
     contents: dict[int, StrategyFile] = {}
     for rank in sorted(range(strategy.world_size) if ranks is None else ranks):

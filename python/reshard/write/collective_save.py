@@ -10,7 +10,6 @@ import base64
 import datetime as dt
 import functools
 import logging
-import os
 import socket
 import time
 from dataclasses import dataclass, field, replace
@@ -19,11 +18,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import _core
 from reshard.collective import Collective, capture
-from reshard.errors import ArgumentError, DamagedFileError, GroupError, ReshardError, StorageError
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    DamagedFileError,
+    GroupError,
+    ReshardError,
+    StorageError,
+)
 from reshard.formats import proofs, save_log, state
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.small_files import show, write_file_atomically
 from reshard.storage import mounts, protocol
+from reshard.storage.location import locate
+from reshard.words import show
 from reshard.write import pending_rollback, retention
 from reshard.write.arrays import local_arrays
 from reshard.write.iteration import JointProgress, write_descriptions
@@ -289,7 +296,7 @@ def _write_own(
                 (array.name, array.dtype, array.shape, array.buffer()) for array in local_arrays(arrays, None).values()
             ]
             rows.append(_row(path, _core.write_arrays(path, own, durable=terms.durable, mode=terms.file_mode), terms))
-        write_file_atomically(staging / state.file_name(rank), text, terms.file_mode, durable=terms.durable)
+        locate(staging / state.file_name(rank)).replace(text, terms.file_mode, durable=terms.durable)
     return rows
 
 
@@ -318,8 +325,8 @@ def _wait_for(staging: Path, timeout: float) -> None:
     deadline, sleep_s = time.monotonic() + timeout, 0.001
     while True:
         try:
-            os.close(os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        except FileNotFoundError:
+            locate(staging).opened().close()
+        except CheckpointNotFoundError:
             if time.monotonic() > deadline:
                 raise StorageError(
                     f"{staging}, which rank 0 made, did not appear on {socket.gethostname()} within {timeout:g} s",
@@ -328,8 +335,6 @@ def _wait_for(staging: Path, timeout: float) -> None:
                 ) from None
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LAST_SLEEP_S)
-        except OSError as error:
-            raise StorageError(f"opening {staging}: {error.strerror}", path=str(staging), errno=error.errno) from None
         else:
             return
 
@@ -428,7 +433,7 @@ def _aftermath(
         record: the line of the log, but for what is known at the end.
         report: what is told of the save.
     """
-    warnings = append_to_log(terms, record, report, attempt.epoch, attempt.id)
+    warnings = append_to_log(terms, record, report, attempt.generation, attempt.id)
     if proven is not None:
         try:
             proofs.write(attempt.folder, proven, proofs.state_of(attempt.folder, proven), None)
@@ -450,7 +455,7 @@ def _aftermath(
     return replace(report, warnings=(*report.warnings, *warnings))
 
 
-def append_to_log(terms: Terms, record: SaveRecord, report: SaveReport, epoch: int, attempt: str) -> list[str]:
+def append_to_log(terms: Terms, record: SaveRecord, report: SaveReport, generation: int, attempt: str) -> list[str]:
     """A line in the log of saves, and what the report warns of in that of the program; what failed."""
     warnings: list[str] = []
     try:
@@ -460,7 +465,7 @@ def append_to_log(terms: Terms, record: SaveRecord, report: SaveReport, epoch: i
             wall_s=round(report.seconds, 3),
             stall_s=round(report.stall_seconds, 3),
             n_bytes=report.n_bytes,
-            epoch=epoch,
+            generation=generation,
             attempt=attempt,
         )
         save_log.append(terms.root, line, durable=terms.durable, mode=terms.file_mode)

@@ -18,16 +18,15 @@ from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
 from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shards_of
 from reshard.formats.tiled import names as tiles
 from reshard.layout.partition import TensorLayout
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
-    from pathlib import Path
     from typing import Any
 
     from reshard.formats.checkpoint2.names import Part
     from reshard.layout import BoundLayout
+    from reshard.storage.location import Location
 
 __all__ = [
     "Box",
@@ -229,7 +228,7 @@ def plan_boxes(
     return IterationPlan(files, described, mesh, assigned, prefix, content, _holders(shards), reasons, warnings)
 
 
-def write_descriptions(plan: IterationPlan, folder: Path, *, mode: int, durable: bool) -> None:
+def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int, durable: bool) -> None:
     """Write metadata.json, and tiles.json if there is something to tell in it.
 
     Raises:

@@ -18,8 +18,7 @@ from reshard.errors import ArgumentError, LayoutError, MismatchError
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
 from reshard.layout.resolve import is_counter
 from reshard.layout.strategy import box_of
-from reshard.small_files import show
-from reshard.words import ranks_named
+from reshard.words import ranks_named, show
 from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 
 if TYPE_CHECKING:

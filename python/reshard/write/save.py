@@ -36,8 +36,9 @@ from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
 from reshard.options import SaveOptions, explains_moved
-from reshard.small_files import show
 from reshard.storage import mounts
+from reshard.storage.host import boot_id
+from reshard.words import show
 from reshard.write import background
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
@@ -510,11 +511,7 @@ def _digests(extra: Mapping[str, object] | None) -> dict[str, str]:
 
 def _host() -> str:
     """An identifier of this machine. The name is not enough, as all containers may have the same."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
+    return f"{socket.gethostname()} {boot_id()}"
 
 
 def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:

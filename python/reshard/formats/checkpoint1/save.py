@@ -35,8 +35,9 @@ from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import strategies
 from reshard.formats.checkpoint1.save_plan import Naming, RankView, ShardAssignment
 from reshard.formats.checkpoint1.save_rank import RankSide, arrays_by_kind, folder_of, look, n_bytes_of
-from reshard.small_files import show
 from reshard.storage import claims, filesystem, mounts, protocol
+from reshard.storage.location import Location, locate
+from reshard.words import show
 from reshard.write import background, pending_rollback
 from reshard.write.collective_save import Own, SaveReport, Terms, append_to_log, report_of
 from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, plan_iteration
@@ -45,7 +46,6 @@ from reshard.write.shard_files import maker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from reshard import _core
     from reshard.formats.checkpoint1.names import FileName
@@ -274,7 +274,7 @@ class _Job:
         )
         more: list[str] = []
         if coordinator is not None and not self.how.only_strategy:
-            more += append_to_log(terms, self.record, report, coordinator.epoch, report.digest)
+            more += append_to_log(terms, self.record, report, coordinator.generation, report.digest)
         if self.after is not None and is_heard:
             more += self.after(report)
         return replace(report, warnings=(*report.warnings, *more))
@@ -305,10 +305,10 @@ class _Job:
 _Planned: TypeAlias = "tuple[IterationPlan, Shapes, Strategies | None]"
 _plans = LastMade[_Planned]()
 
-_runs: dict[tuple[Path, str], int] = {}
+_runs: dict[tuple[Location, str], int] = {}
 """The run that this process is, by root and prefix: a process is one run, and a restarted one the next."""
 
-_read_back: dict[tuple[Path, str, int | None], set[tuple[int, int]]] = {}
+_read_back: dict[tuple[Location, str, int | None], set[tuple[int, int]]] = {}
 """Epochs and steps of the saves that this process read back, by root, prefix and number of the run."""
 
 os.register_at_fork(after_in_child=_runs.clear)
@@ -325,13 +325,13 @@ class _Coordinator:
     strategy: Strategies | None = None
     claim: claims.Claim | None = None
     is_complete: bool = False
-    read_back: tuple[tuple[Path, str, int | None], tuple[int, int]] | None = None  # what is noted at the end
+    read_back: tuple[tuple[Location, str, int | None], tuple[int, int]] | None = None  # what is noted at the end
     warnings: list[str] = field(default_factory=list)
 
     @property
-    def epoch(self) -> int:
-        """The number of our claim."""
-        return 0 if self.claim is None else self.claim.epoch
+    def generation(self) -> int:
+        """That of our claim."""
+        return 0 if self.claim is None else self.claim.generation
 
     # -- 1
 
@@ -382,7 +382,7 @@ class _Coordinator:
 
     def _is_read_back(self, naming: Naming, files: list[FileName], outdated: tuple[tuple[int, int], ...]) -> bool:
         """Whether this save is: if it is asked for, or something goes and nothing that stays was."""
-        key = (self.terms.root.resolve(), naming.prefix, naming.run)
+        key = (locate(self.terms.root).resolved(), naming.prefix, naming.run)
         there = {(file.epoch, file.step) for file in files if (file.prefix, file.run) == (naming.prefix, naming.run)}
         known = _read_back[key] = _read_back.get(key, set()) & there
         is_read_back = self.terms.verify or (bool(outdated) and not known - set(outdated))
@@ -435,7 +435,7 @@ class _Coordinator:
         prefix = rank_plan.check_prefix(self.how.prefix)
         if self.how.only_strategy:
             return Naming(prefix, None, 0, 0)
-        key = (self.terms.root.resolve(), prefix)
+        key = (locate(self.terms.root).resolved(), prefix)
         number = _runs[key] = rank_plan.run_number(views, _runs.get(key))
         return Naming(prefix, number or None, *self.how.position(self.terms.iteration, self.own.common.epoch_num))
 

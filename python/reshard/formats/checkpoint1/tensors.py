@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -26,10 +25,10 @@ from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from reshard.formats.checkpoint2.names import CommonInfo
     from reshard.formats.rank_file import OpenedRankFile
+    from reshard.storage.location import Location
 
 __all__ = ["RankTensors"]
 
@@ -42,7 +41,7 @@ _SMALL_BYTES_OF_FILE = 1 << 20
 class RankTensors:
     """The tensors in the files of all ranks."""
 
-    def __init__(self, root: Path, files: Mapping[int, OpenedRankFile], strategy: Strategy | None) -> None:
+    def __init__(self, root: Location, files: Mapping[int, OpenedRankFile], strategy: Strategy | None) -> None:
         self.root = root
         self.files = files
         self.strategy = strategy
@@ -67,7 +66,7 @@ class RankTensors:
 
     def name(self, rank: int) -> str:
         """The name of a rank's file in messages."""
-        return show(os.path.relpath(self.files[rank].path, self.root))
+        return show(self.files[rank].path.relative_to(self.root))
 
     def _followed(self, key: str) -> str | None:
         """The parameter whose layout unlisted state has, if their local arrays have the same shapes."""

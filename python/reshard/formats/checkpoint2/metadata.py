@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, shard_id, shards_of
-from reshard.small_files import show, writing_atomically
-from reshard.words import listed
+from reshard.storage.location import locate
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
@@ -135,7 +135,7 @@ def write_metadata(
         if record.key in seen:
             raise ArgumentError(f"{show(record.key)} is described twice", key=record.key)
         seen.add(record.key)
-    with writing_atomically(path, mode, durable=durable) as file:
+    with locate(path).writing(mode, durable=durable) as file:
         for text in _texts(records, mesh, plan, prefix):
             file.write(text.encode())
 

@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard._core import Tile
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
-from reshard.small_files import component_fault, read_small_file, show, writing_atomically
+from reshard.storage.location import locate
+from reshard.storage.names import component_fault
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
 
 __all__ = ["MAX_BYTES", "TILES_FILE", "Builder", "TiledArray", "TiledTensor", "TilesFile", "parse", "read", "write"]
@@ -145,7 +147,7 @@ def write(path: str | os.PathLike[str], content: TilesFile, mode: int = 0o666, *
     Raises:
         StorageError: the operating system reported an error; the file that was there before is unchanged.
     """
-    with writing_atomically(path, mode, durable=durable) as file:
+    with locate(path).writing(mode, durable=durable) as file:
         file.write(f'{{"version":{_VERSION},\n"layout":{_dump(content.layout)},\n"tensors":{{'.encode())
         comma = ""
         for key, tensor in content.tensors.items():
@@ -183,7 +185,7 @@ def read(path: str | os.PathLike[str]) -> TilesFile:
         UnsupportedError: it has a later version.
         StorageError: it cannot be read.
     """
-    return parse(read_small_file(path, MAX_BYTES), os.fspath(path))
+    return parse(locate(path).read_small(MAX_BYTES), str(path))
 
 
 def parse(data: bytes, name: str) -> TilesFile:
