@@ -75,8 +75,8 @@ _VERSION_WITH_METRICS = 2  # a release that reads version 1 alone refuses it as 
 _MAX_BYTES = 256 << 20
 _MAX_FILES = 1_000_000
 _MAX_CHECKSUMS_BYTES = 4 << 30  # of 256 TiB; a sparse file can claim any size
-# Fields of an entry whose name in the file is another one.
-_STORED_NAMES = {"header_checksum": "header_sum", "checksums_digest": "sums_digest"}
+# Fields whose key in the file is another one.
+_STORED_NAMES = {"generation": "epoch", "header_checksum": "header_sum", "checksums_digest": "sums_digest"}
 _MAX_WRITER = 256
 _LOCK_SECONDS = 5.0  # a process that deletes holds the lock for one rename
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -111,7 +111,7 @@ class ShardEntry:
 
     def __post_init__(self) -> None:
         for name in ("n_bytes", "header_bytes", "header_checksum", "first_chunk", "rank"):
-            _check_count(_STORED_NAMES.get(name, name), getattr(self, name))
+            _check_count(_key(name), getattr(self, name))
         if not 8 <= self.header_bytes <= self.n_bytes:
             raise ArgumentError(f"`header_bytes` is {self.header_bytes} in a file of {self.n_bytes} bytes")
         if self.header_checksum >= 1 << 32:
@@ -316,8 +316,8 @@ def _body(manifest: Manifest) -> bytes:
 
 
 def _key(name: str) -> str:
-    """The key in the file of a field of `Manifest`."""
-    return "epoch" if name == "generation" else name
+    """The key in the file of a field of a manifest or an entry."""
+    return _STORED_NAMES.get(name, name)
 
 
 # Made once: `json.dumps` with options makes one for each call, and there is a call for every file.
@@ -356,11 +356,11 @@ def _parse(content: object) -> Manifest:
 
 def _stored(entry: ShardEntry | PlainEntry) -> dict[str, Any]:
     """The fields of an entry under their names in the file."""
-    return {_STORED_NAMES.get(name, name): value for name, value in vars(entry).items()}
+    return {_key(name): value for name, value in vars(entry).items()}
 
 
 def _entry(name: str, value: object, kind: type[ShardEntry | PlainEntry]) -> ShardEntry | PlainEntry:
-    names = {_STORED_NAMES.get(one.name, one.name): one.name for one in fields(kind)}
+    names = {_key(one.name): one.name for one in fields(kind)}
     try:
         found = _fields(value, "it", tuple(names))
         return kind(**{names[stored]: field for stored, field in found.items()})

@@ -130,8 +130,9 @@ def placed(rank_file: OpenedRankFile, key: str, offset: Sequence[int]) -> list[S
         >>> import numpy as np, reshard
         >>> from reshard import _core
         >>> reshard.save_file({"w": np.zeros((2, 3), np.float32)}, "rank_1.safetensors")
-        >>> placed(add_rank_file(_core.Index(), "rank_1.safetensors"), "w", (2, 0))
-        [(0, 'w', (2, 3), [((2, 0), (2, 3), 0, (3, 1))])]
+        >>> [array] = placed(add_rank_file(_core.Index(), "rank_1.safetensors"), "w", (2, 0))
+        >>> array.name, array.shape, array.tiles
+        ('w', (2, 3), [Tile(offset=(2, 0), shape=(2, 3), local_offset=0, local_strides=(3, 1))])
     """
     tensor = rank_file.tensors.get(key)
     if tensor is None:

@@ -204,7 +204,7 @@ def scrub_folder(
 
     Example:
         >>> import numpy as np, reshard
-        >>> folder = Path(reshard.save("a_run", 1, {"w": np.zeros(4)}).path)
+        >>> folder = locate(reshard.save("a_run", 1, {"w": np.zeros(4)}).path)
         >>> scrub_folder(folder, manifests.read(folder))
         []
     """

@@ -137,6 +137,7 @@ def convert_files(
         StorageError: reading or writing failed. The files before it were written.
 
     Example:
+        >>> from pathlib import Path
         >>> import reshard
         >>> record = "0a 12 0a 01 77 12 0d 08 02 12 05 55 49 6e 74 38 1a 02 00 01"  # the tensor `w` of two UInt8
         >>> _ = Path("w.ckpt").write_bytes(bytes.fromhex(record))

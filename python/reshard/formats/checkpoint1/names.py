@@ -224,6 +224,8 @@ def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -
         StorageError: it cannot be listed.
 
     Example:
+        >>> import os
+        >>> from pathlib import Path
         >>> os.makedirs("run/rank_0")
         >>> for suffix in ("-20_2", "-15_2", "_1-25_2"):
         ...     Path(f"run/rank_0/llama_rank_0{suffix}.ckpt").touch()
@@ -251,7 +253,7 @@ def list_weight_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _names(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of the entries of a folder; none if the path is not a folder: a file named `rank_0` holds no tensors."""
+    """Names of the entries of a folder. Raises CheckpointNotFoundError, also if a file has the name; StorageError."""
     location = locate(folder)
     try:
         return location.names()
@@ -362,6 +364,8 @@ def choose_by_suffix(
         StorageError: a folder cannot be listed.
 
     Example:
+        >>> import os
+        >>> from pathlib import Path
         >>> os.makedirs("ranks/rank_0")
         >>> for suffix in ("-20_2", "-15_2"):
         ...     Path(f"ranks/rank_0/llama_rank_0{suffix}.ckpt").touch()

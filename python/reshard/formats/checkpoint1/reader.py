@@ -328,7 +328,7 @@ def order_of_saves(folders: Mapping[int, Location]) -> SaveOrder:
         >>> import numpy as np, reshard
         >>> for iteration in (20, 40):
         ...     _ = reshard.save("two_saves", iteration, {"w": np.zeros(4)}, format="checkpoint1")
-        >>> [save.name for save in order_of_saves({0: Path("two_saves/rank_0")}).candidates]
+        >>> [save.name for save in order_of_saves({0: locate("two_saves/rank_0")}).candidates]
         ['CKP_rank_0-1_40.safetensors', 'CKP_rank_0-1_20.safetensors']
     """
     return order_saves({rank: look_at(folder) for rank, folder in folders.items()})

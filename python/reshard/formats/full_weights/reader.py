@@ -56,6 +56,7 @@ def open_full_weights(folder: Location, method: _core.ReadMethod) -> CheckpointD
 
     Example:
         >>> import numpy as np, reshard
+        >>> from reshard.storage.location import locate
         >>> reshard.save_file({"w": np.zeros(4)}, "w.safetensors")
         >>> _ = reshard.convert("w.safetensors", "full", to="mindspore")
         >>> open_full_weights(locate("full"), "auto").index.keys()
