@@ -250,7 +250,7 @@ def parse_dtype(value: object) -> str:
     if isinstance(value, type) and issubclass(value, np.generic):
         return name_of(np.dtype(value))
     # The `str` of a torch dtype is "torch.bfloat16", so torch need not be imported.
-    is_text = isinstance(value, str) or type(value).__module__ == "torch"
+    is_text = isinstance(value, str) or type(value).__module__.startswith("torch")
     text = str(value).strip().lower().removeprefix("torch.") if is_text else ""
     name = _SPELLINGS.get(text) or _FROM_MINDSPORE.get(text)
     if name is None:
