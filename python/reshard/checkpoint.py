@@ -265,9 +265,9 @@ class Checkpoint:
         Example:
             >>> import os, numpy as np, reshard
             >>> for rank in range(2):
-            ...     os.makedirs(f"unplaced/rank_{rank}")
-            ...     reshard.save_file({"w": np.zeros((8, 4), np.float32)}, f"unplaced/rank_{rank}/net.safetensors")
-            >>> reshard.open("unplaced").unplaced()
+            ...     os.makedirs(f"ranks/rank_{rank}")
+            ...     reshard.save_file({"w": np.zeros((8, 4), np.float32)}, f"ranks/rank_{rank}/net.safetensors")
+            >>> reshard.open("ranks").unplaced()
             {'w': UnplacedTensor(dtype='F32', local_shapes=((8, 4),))}
         """
         return dict(self._unplaced)

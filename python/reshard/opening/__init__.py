@@ -158,8 +158,8 @@ def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
 
     Example:
         >>> import numpy as np, reshard
-        >>> _ = reshard.save("other_ranks", 10, {"w": np.zeros(4)}, format="checkpoint1")
-        >>> [save.name for save in rank_saves("other_ranks")]
+        >>> _ = reshard.save("ranks", 10, {"w": np.zeros(4)}, format="checkpoint1")
+        >>> [save.name for save in rank_saves("ranks")]
         ['CKP_rank_0-1_10.safetensors']
     """
     target = locate(path)
