@@ -63,5 +63,5 @@ def split(
       reshard split full/ again/ --strategy strategy/ --prefix llama --iteration 20
     """
     if (strategy is None) == (layout is None):
-        raise click.UsageError("give --strategy or --layout: how DST is sharded")
+        raise click.UsageError("use either --strategy or --layout to say how DST is sharded")
     run_conversion(src, dst, layout=layout or strategy, strategy=source_strategy, **given)
