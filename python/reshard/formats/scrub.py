@@ -160,7 +160,7 @@ def scrub_file(
     ]
 
 
-def _scrub_pieces(file: Location, n_bytes: int, sums: bytes) -> list[tuple[int, int]]:
+def _scrub_pieces(file: Location, n_bytes: int, checksums: bytes) -> list[tuple[int, int]]:
     """As `_core.scrub`, for a file that the core cannot open: it is read from its store."""
     ranges: list[tuple[int, int]] = []
     begin = filled = total = 0
@@ -173,7 +173,7 @@ def _scrub_pieces(file: Location, n_bytes: int, sums: bytes) -> list[tuple[int, 
             if filled < manifests.CHUNK_BYTES and begin + filled < n_bytes:
                 continue
             chunk = begin // manifests.CHUNK_BYTES
-            if total.to_bytes(4, "little") != sums[4 * chunk : 4 * chunk + 4]:
+            if total.to_bytes(4, "little") != checksums[4 * chunk : 4 * chunk + 4]:
                 first = ranges.pop()[0] if ranges and ranges[-1][1] == begin else begin
                 ranges.append((first, begin + filled))
             begin, filled, total = begin + filled, 0, 0
