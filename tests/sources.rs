@@ -264,10 +264,10 @@ fn a_ckpt_file_over_ranges_has_the_table_and_the_crc_of_the_local_file() {
             continue;
         }
         let local = Source::open(&path, false, Method::Auto).unwrap();
-        let expected = ShardFile::open(local, Format::Ckpt, None).unwrap();
+        let expected = ShardFile::open(local, &Format::Ckpt, None).unwrap();
         for is_borrowable in [false, true] {
             let object = Object::new(std::fs::read(&path).unwrap(), is_borrowable);
-            let file = ShardFile::open(object.source(), Format::Ckpt, None).unwrap();
+            let file = ShardFile::open(object.source(), &Format::Ckpt, None).unwrap();
             assert_eq!(file.table().arrays(), expected.table().arrays());
             assert_eq!(file.has_crc(), expected.has_crc());
             file.verify(&Control::default()).unwrap();

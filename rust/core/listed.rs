@@ -146,19 +146,26 @@ impl Listed {
         !self.ranges.is_empty()
     }
 
-    /// Compares the ranges that some copies read with their CRC, each once as long as the file is open; without copies,
-    /// all ranges.
+    /// Compares all ranges with their CRC, each once as long as the file is open.
     ///
     /// # Errors
     /// One differs, or cannot be read.
-    pub fn verify<'a>(
+    pub fn verify(&self, source: &Source, control: &Control) -> Result<()> {
+        Self::verify_ranges(self.ranges.iter().collect(), source, control)
+    }
+
+    /// The same for the ranges that some copies read.
+    ///
+    /// # Errors
+    /// One differs, or cannot be read.
+    pub fn verify_copies<'a>(
         &self,
         source: &Source,
-        copy_ops: Option<impl Iterator<Item = &'a CopyOp>>,
+        copy_ops: impl Iterator<Item = &'a CopyOp>,
         control: &Control,
     ) -> Result<()> {
-        let mut used = vec![copy_ops.is_none(); self.ranges.len()];
-        for copy_op in copy_ops.into_iter().flatten() {
+        let mut used = vec![false; self.ranges.len()];
+        for copy_op in copy_ops {
             let after = self
                 .ranges
                 .partition_point(|(range, _)| range.start <= copy_op.src_start_bytes);
@@ -166,14 +173,18 @@ impl Listed {
                 used[at] = true;
             }
         }
-        let used: Vec<_> = self
-            .ranges
-            .iter()
-            .zip(used)
-            .filter_map(|(range, used)| used.then_some(range))
-            .collect();
-        used.into_par_iter().try_for_each(|(range, is_verified)| {
-            // Others wait here rather than read the range a second time.
+        let used = self.ranges.iter().zip(used);
+        let used = used.filter_map(|(range, used)| used.then_some(range));
+        Self::verify_ranges(used.collect(), source, control)
+    }
+
+    fn verify_ranges(
+        ranges: Vec<&(CrcRange, Mutex<bool>)>,
+        source: &Source,
+        control: &Control,
+    ) -> Result<()> {
+        ranges.into_par_iter().try_for_each(|(range, is_verified)| {
+            // Other threads wait for the lock instead of reading the range again.
             let mut is_verified = is_verified.lock().unwrap_or_else(PoisonError::into_inner);
             if !*is_verified {
                 range.verify(source, control)?;

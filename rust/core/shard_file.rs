@@ -211,34 +211,42 @@ impl ShardFile {
         }
     }
 
-    /// Compares the bytes that some copies read, or all bytes, with the checksums in the file, as far as it has them and
-    /// that has not been done: an opened file is the same file as long as it is open.
+    /// Compares the content with the checksums in the file, as far as it has them. This is done once per opened file.
     ///
     /// # Errors
-    /// They differ, or cannot be read.
-    pub fn verify<'a>(
+    /// The content differs, or cannot be read.
+    pub fn verify(&self, control: &Control) -> Result<()> {
+        match &*self.table {
+            Table::Listed(listed) => listed.verify(&self.source, control),
+            Table::Records(records) if records.has_crc() => {
+                // Other threads wait for the lock instead of reading the file again.
+                let mut is_verified = self
+                    .is_verified
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner);
+                if !*is_verified {
+                    records.verify(&self.source, control)?;
+                    *is_verified = true;
+                }
+                Ok(())
+            }
+            Table::Header(_) | Table::Records(_) => Ok(()),
+        }
+    }
+
+    /// The same for the content that some copies read. A checksum over the whole file is compared whole.
+    ///
+    /// # Errors
+    /// The content differs, or cannot be read.
+    pub fn verify_copies<'a>(
         &self,
-        copy_ops: Option<impl Iterator<Item = &'a CopyOp>>,
+        copy_ops: impl Iterator<Item = &'a CopyOp>,
         control: &Control,
     ) -> Result<()> {
-        if !self.has_crc() {
-            return Ok(());
+        match &*self.table {
+            Table::Listed(listed) => listed.verify_copies(&self.source, copy_ops, control),
+            Table::Header(_) | Table::Records(_) => self.verify(control),
         }
-        let records = match &*self.table {
-            Table::Header(_) => return Ok(()),
-            Table::Listed(listed) => return listed.verify(&self.source, copy_ops, control),
-            Table::Records(records) => records,
-        };
-        // Others wait here rather than read the file a second time.
-        let mut is_verified = self
-            .is_verified
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if !*is_verified {
-            records.verify(&self.source, control)?;
-            *is_verified = true;
-        }
-        Ok(())
     }
 }
 

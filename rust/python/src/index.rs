@@ -242,7 +242,7 @@ impl Index {
         let control = Control::default();
         let n_bytes = opened.source().n_bytes();
         run(py, None, n_bytes, None, &control, || {
-            opened.verify(None::<std::iter::Empty<_>>, &control)
+            opened.verify(&control)
         })?;
         Ok(opened.has_crc())
     }
