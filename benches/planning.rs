@@ -7,7 +7,7 @@
 
 use reshard_core::dtype::Dtype;
 use reshard_core::index::Index;
-use reshard_core::layout::{DimSpec, Layout, Spec, Uneven};
+use reshard_core::layout::{DimPartition, Layout, Partition, Uneven};
 use reshard_core::mesh::Mesh;
 use reshard_core::request::Request;
 use reshard_core::source::Method;
@@ -46,20 +46,19 @@ const N_TENSORS: usize = 2000;
 
 fn layout(mesh: &Arc<Mesh>, cut: [&[usize]; 2]) -> Arc<Layout> {
     let dims = cut
-        .map(|axes| DimSpec {
+        .map(|axes| DimPartition {
             axes: axes.to_vec(),
-            ..DimSpec::default()
+            ..DimPartition::default()
         })
         .to_vec();
-    let spec = Spec {
-        shape: vec![16_384, 8_192],
+    let partition = Partition {
         dims,
         uneven: Uneven::Refuse,
         flat: None,
         stored: None,
-        place: vec![],
     };
-    Arc::new(Layout::new(Arc::clone(mesh), spec).unwrap())
+    let shape = vec![16_384, 8_192];
+    Arc::new(Layout::new(Arc::clone(mesh), shape, partition, &[]).unwrap())
 }
 
 fn main() {

@@ -6,7 +6,7 @@ use reshard_core::control::Control;
 use reshard_core::copy::fill;
 use reshard_core::dtype::Dtype;
 use reshard_core::index::Index;
-use reshard_core::layout::{Block, DimSpec, Layout, Spec, Uneven};
+use reshard_core::layout::{Block, DimPartition, Layout, Partition, Uneven};
 use reshard_core::memory::Stores;
 use reshard_core::mesh::Mesh;
 use reshard_core::plan::{MemoryTensor, Plan};
@@ -79,7 +79,7 @@ prop_compose! {
         let n = shape.len();
         let axes: Vec<_> = sizes.iter().enumerate().map(|(i, size)| (format!("axis{i}"), *size)).collect();
         let mesh = Arc::new(Mesh::new(axes, None).unwrap());
-        let mut dims = vec![DimSpec::default(); n];
+        let mut dims = vec![DimPartition::default(); n];
         let (mut flat, mut place) = (None, Vec::new());
         for (axis, size) in sizes.iter().enumerate() {
             match uses[axis] {
@@ -105,7 +105,8 @@ prop_compose! {
             }
         }
         let stored = permute.then(|| (0..n).rev().collect());
-        Layout::new(mesh, Spec { shape: shape.clone(), dims, uneven: Uneven::Ceil, flat, stored, place }).unwrap()
+        let partition = Partition { dims, uneven: Uneven::Ceil, flat, stored };
+        Layout::new(mesh, shape.clone(), partition, &place).unwrap()
     }
 }
 

@@ -116,7 +116,7 @@ def seal(folder: Path, iteration: int, **facts: Any) -> manifests.Manifest:
     (folder / manifests.CHECKSUMS_FILE).write_bytes(checksums)
     files[manifests.CHECKSUMS_FILE] = manifests.PlainEntry(len(checksums), digest(checksums))
     told: dict[str, Any] = {
-        "epoch": 1,
+        "generation": 1,
         "attempt": f"{iteration:032x}",
         "world_size": 2,
         "previous_tracker": None,

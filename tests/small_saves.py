@@ -13,24 +13,31 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import traceback
 import warnings
+import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests import memory_store
 from tests.crc32c import crc32c
+from tests.memory_store import MemoryStore
 
 from reshard import _core
 from reshard.errors import StorageError
 from reshard.storage import claims, filesystem, protocol
+from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 N_RANKS = 2
 State = tuple[int, int]  # iteration, version
+Root = Path | Location
 
 
 # -- what is saved
@@ -62,21 +69,26 @@ def common_content(iteration: int, version: int) -> bytes:
     return json.dumps({"step_num": iteration, "epoch_num": version}).encode()
 
 
-def write_files(folder: Path, iteration: int, version: int) -> dict[str, tuple[FileRecord, int]]:
+def write_files(folder: Root, iteration: int, version: int) -> dict[str, tuple[FileRecord, int]]:
     told = {}
+    place = locate(folder)
     for rank in range(N_RANKS):
         content, header_bytes = shard_content(iteration, version, rank)
-        _write(folder / shard_name(rank), content)
+        _write(place / shard_name(rank), content)
         checksums = crc32c(content).to_bytes(4, "little")
         told[shard_name(rank)] = (
             FileRecord(len(content), header_bytes, crc32c(content[:header_bytes]), checksums),
             rank,
         )
-    _write(folder / "common.json", common_content(iteration, version))
+    _write(place / "common.json", common_content(iteration, version))
     return told
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(place: Location, content: bytes) -> None:
+    if not place.is_local:
+        place.replace(content)
+        return
+    path = place.local
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
@@ -90,7 +102,7 @@ def _write(path: Path, content: bytes) -> None:
         raise StorageError("writing", path=str(path), errno=error.errno) from error
 
 
-def save(root: Path, iteration: int, version: int = 0, *, passed_over: tuple[int, ...] = (), **how: Any) -> list[str]:
+def save(root: Root, iteration: int, version: int = 0, *, passed_over: tuple[int, ...] = (), **how: Any) -> list[str]:
     attempt = protocol.begin(root, iteration, planned_bytes=1000, **how)
     try:
         told = write_files(attempt.staging, iteration, version)
@@ -101,11 +113,32 @@ def save(root: Path, iteration: int, version: int = 0, *, passed_over: tuple[int
         raise
 
 
-# -- what is found
+# -- what is found, by readers that know local files alone
+
+_exported: weakref.WeakKeyDictionary[MemoryStore, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
 
 
-def held(folder: Path) -> State | None:
+def readable(root: Root) -> Path:
+    """A local folder with the content of a location."""
+    place = locate(root)
+    if place.is_local:
+        return place.local
+    assert isinstance(place.store, MemoryStore)
+    objects, folder = _exported.get(place.store, (None, None))
+    if folder is None or objects != place.store.objects:
+        if folder is None:
+            memory = Path("/dev/shm")
+            folder = tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else None)
+            weakref.finalize(place.store, shutil.rmtree, folder, ignore_errors=True)
+        shutil.rmtree(folder)
+        place.store.export(Path(folder))
+        _exported[place.store] = (dict(place.store.objects), folder)
+    return Path(folder) / place.path
+
+
+def held(folder: Root) -> State | None:
     """What a folder holds, if it is whole by its manifest; a whole one must be what somebody submitted."""
+    folder = readable(folder)
     try:
         data = (folder / "manifest.json").read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -132,7 +165,8 @@ def held(folder: Path) -> State | None:
     return state
 
 
-def tracker(root: Path) -> int | None:
+def tracker(root: Root) -> int | None:
+    root = readable(root)
     with contextlib.suppress(FileNotFoundError):
         text = (root / "latest_checkpointed_iteration.txt").read_text()
         assert text.isdecimal(), f"a torn tracker: {text!r}"
@@ -140,7 +174,8 @@ def tracker(root: Path) -> int | None:
     return None
 
 
-def folders(root: Path) -> dict[int, Path]:
+def folders(root: Root) -> dict[int, Path]:
+    root = readable(root)
     return {
         int(entry.name[10:]): entry
         for entry in root.iterdir()
@@ -148,8 +183,9 @@ def folders(root: Path) -> dict[int, Path]:
     }
 
 
-def found(root: Path) -> State | None:
+def found(root: Root) -> State | None:
     """What a restart takes: the reading rules, in the plainest words."""
+    root = readable(root)
     named, there = tracker(root), folders(root)
     if named not in there:
         named = None
@@ -170,8 +206,9 @@ def found(root: Path) -> State | None:
     return None
 
 
-def found_by_the_original(root: Path) -> State | None:
+def found_by_the_original(root: Root) -> State | None:
     """Tracker, folder, files: nothing else is looked at."""
+    root = readable(root)
     named = tracker(root)
     if named is None:
         return None
@@ -183,12 +220,13 @@ def found_by_the_original(root: Path) -> State | None:
     return state
 
 
-def all_held(root: Path) -> set[State]:
+def all_held(root: Root) -> set[State]:
     return {state for folder in folders(root).values() if (state := held(folder))}
 
 
-def debris(root: Path) -> list[str]:
+def debris(root: Root) -> list[str]:
     """Whatever a finished save should not leave."""
+    root = readable(root)
     left = [str(path.relative_to(root)) for name in (".staging", ".trash") for path in (root / name).glob("*")]
     left += [str(path.relative_to(root)) for path in root.rglob("*.tmp")]
     left += [str(path.relative_to(root)) for path in root.rglob(".unfinished")]
@@ -203,13 +241,13 @@ _CHANGES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "write", "
 
 @contextlib.contextmanager
 def stopped_at(number: int, act: Callable[[], None], *, lasting: bool = False) -> Iterator[list[str]]:
-    """Call `act` before the change of the file system with this number, from 0; `lasting`: before all later ones too.
+    """Call `act` before the change with this number, from 0; `lasting`: before all later ones too.
 
     Gives the names of all changes. Nothing is synced: only a loss of power, which this is not, asks for that.
     """
     seen: list[str] = []
     real: dict[str, Any] = {name: getattr(os, name) for name in (*_CHANGES, "open")}
-    real_rename = _core.rename
+    real_rename, real_change = _core.rename, memory_store._before_change
 
     def count(name: str, *args: Any) -> None:
         seen.append(f"{name} {' '.join(map(str, args))}")
@@ -232,11 +270,13 @@ def stopped_at(number: int, act: Callable[[], None], *, lasting: bool = False) -
         for name in real:
             setattr(os, name, wrap(name))
         _core.rename = rename
+        memory_store._before_change = count
         yield seen
     finally:
         for name, function in real.items():
             setattr(os, name, function)
         _core.rename = real_rename
+        memory_store._before_change = real_change
 
 
 class KilledError(BaseException):

@@ -23,6 +23,7 @@ from reshard.formats.checkpoint1.names import (
     rank_folder_name,
     rank_folders,
 )
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +111,7 @@ def test_a_link_to_a_folder_is_a_ranks_folder(tmp_path: Path) -> None:
     (tmp_path / "host" / "rank_1").mkdir(parents=True)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "rank_1").symlink_to("../host/rank_1")
-    assert rank_folders(tmp_path / "root") == {1: tmp_path / "root" / "rank_1"}
+    assert rank_folders(tmp_path / "root") == {1: locate(tmp_path / "root" / "rank_1")}
     assert is_root(tmp_path / "root")
 
 
@@ -182,7 +183,7 @@ def test_choice_by_suffix(
     root = tree(tmp_path, *folders)
     if isinstance(expected, str):
         assert choose_by_suffix(root, suffix) == {
-            rank: root / f"rank_{rank}" / expected.format(rank) for rank in range(len(folders))
+            rank: locate(root) / f"rank_{rank}" / expected.format(rank) for rank in range(len(folders))
         }
     else:
         with pytest.raises(expected):

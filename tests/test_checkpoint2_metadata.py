@@ -19,16 +19,18 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tests import original_reader
 
+from reshard._core import Mesh
 from reshard.errors import ArgumentError, LayoutError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.metadata import expressible, write_metadata
+from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
 from reshard.formats.checkpoint2.names import CommonInfo, Part
-from reshard.formats.checkpoint2.shards import FilePlan, Shard, TensorRecord, World, assign, shards_of
+from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shards_of
+from reshard.layout import Partition, TensorLayout
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 
 # The layouts of the samples. In graph mode the axes of a stage are called a, b.
-WORLD_8 = World((("pp", 2), ("a", 2), ("b", 2)))
+MESH_8 = Mesh([("pp", 2), ("a", 2), ("b", 2)])
 FIRST, LAST = (((("pp",), 0),), ((("pp",), 1),))
 FC1 = ((("b", "a"),), FIRST)
 EXPERTS = ((("a",), (), ("b",)), LAST)
@@ -58,7 +60,7 @@ TABLE_8: list[tuple[str, str, tuple[int, ...], Part, Any]] = [
     ("adam_m.decoder.layers.1.mlp.experts.weight1", "F32", (4, 6, 4), "optimizer", EXPERTS),
     ("adam_v.output_layer.weight", "F32", (16, 8), "optimizer", ((("b", "a"),), LAST)),
 ]
-WORLD_4 = World((("dp", 2), ("tp", 2)))
+MESH_4 = Mesh([("dp", 2), ("tp", 2)])
 TABLE_4: list[tuple[str, str, tuple[int, ...], Part, Any]] = [
     ("lm.emb.weight", "F32", (12, 4), "model", ((("tp",),), ())),
     ("lm.fc.weight", "F32", (8, 6), "model", ((("dp", "tp"),), ())),
@@ -76,21 +78,27 @@ class Tree:
 
     name: str
     folder: str
-    world: World
+    mesh: Mesh
     table: Any
     prefix: str
     dedup: bool
 
 
 TREES = [
-    Tree("ckpt2", "iteration_00000005", WORLD_8, TABLE_8, "demo", dedup=False),
-    Tree("ckpt2_dedup", "iteration_00000010", WORLD_8, TABLE_8, "demo", dedup=True),
-    Tree("ckpt2_named", "iteration_00000007", WORLD_4, TABLE_4, "checkpoint", dedup=False),
+    Tree("ckpt2", "iteration_00000005", MESH_8, TABLE_8, "demo", dedup=False),
+    Tree("ckpt2_dedup", "iteration_00000010", MESH_8, TABLE_8, "demo", dedup=True),
+    Tree("ckpt2_named", "iteration_00000007", MESH_4, TABLE_4, "checkpoint", dedup=False),
 ]
 
 
 def records_of(table: Any) -> list[TensorRecord]:
-    return [TensorRecord(key, dtype, shape, part, cut, place=place) for key, dtype, shape, part, (cut, place) in table]
+    return [record_of(key, dtype, shape, part, cut=cut, place=place) for key, dtype, shape, part, (cut, place) in table]
+
+
+def record_of(
+    key: str, dtype: str, shape: tuple[int, ...], part: Part = "model", *, place: Any = (), **partition: Any
+) -> TensorRecord:
+    return TensorRecord(key, dtype, part, TensorLayout(shape, Partition(**partition), place))
 
 
 def expected_tensors(tree: str, iteration: int) -> dict[str, np.ndarray]:
@@ -139,9 +147,9 @@ def test_release_190_refuses_what_the_younger_one_writes() -> None:
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 def test_metadata_has_the_content_of_the_originals(tree: Tree, tmp_path: Path) -> None:
     records = records_of(tree.table)
-    assert {expressible(record, tree.world) for record in records} == {None}
-    plan = assign(shards_of(records, tree.world), tree.world, dedup=tree.dedup)
-    write_metadata(tmp_path / "metadata.json", records, tree.world, plan, prefix=tree.prefix)
+    assert {inexpressible(record, tree.mesh) for record in records} == {None}
+    plan = assign(shards_of(records, tree.mesh), tree.mesh.ranks, dedup=tree.dedup)
+    write_metadata(tmp_path / "metadata.json", records, tree.mesh, plan, prefix=tree.prefix)
     ours = json.loads((tmp_path / "metadata.json").read_text())
     theirs = json.loads((SAMPLES / tree.name / "checkpoint" / tree.folder / "metadata.json").read_text())
 
@@ -167,8 +175,8 @@ def test_release_190_reads_the_samples_by_our_metadata(tree: Tree, tmp_path: Pat
     for path in source.glob("*.safetensors"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     records = records_of(tree.table)
-    plan = assign(shards_of(records, tree.world), tree.world, dedup=tree.dedup)
-    write_metadata(tmp_path / "metadata.json", records, tree.world, plan, prefix=tree.prefix)
+    plan = assign(shards_of(records, tree.mesh), tree.mesh.ranks, dedup=tree.dedup)
+    write_metadata(tmp_path / "metadata.json", records, tree.mesh, plan, prefix=tree.prefix)
     original_reader.audit(tmp_path, dedup=tree.dedup)
     expected = expected_tensors(tree.name, int(tree.folder[-2:]))
     assert_same(original_reader.read_tree(tmp_path), expected, set(expected))  # all of them, null layouts or not
@@ -177,18 +185,19 @@ def test_release_190_reads_the_samples_by_our_metadata(tree: Tree, tmp_path: Pat
 # -- whole trees of ours, read by the second reader
 
 
-def box_of(record: TensorRecord, world: World, rank: int) -> tuple[slice, ...] | None:
+def box_of(record: TensorRecord, mesh: Mesh, rank: int) -> tuple[slice, ...] | None:
     """A rank's box, by the plainest arithmetic: the coordinate of the rank on each axis, axis after axis."""
-    names, sizes = zip(*world.axes, strict=True)
-    point = dict(zip(names, np.unravel_index(world.ranks.index(rank), sizes), strict=True))
-    for axes, folded in record.place:
-        if np.ravel_multi_index([point[axis] for axis in axes], [world.sizes[axis] for axis in axes]) != folded:
+    names, sizes = zip(*mesh.axes, strict=True)
+    size_of = dict(mesh.axes)
+    point = dict(zip(names, np.unravel_index(mesh.ranks.index(rank), sizes), strict=True))
+    for axes, folded in record.layout.place:
+        if np.ravel_multi_index([point[axis] for axis in axes], [size_of[axis] for axis in axes]) != folded:
             return None
     box = []
-    for dim, extent in enumerate(record.shape):
+    for dim, extent in enumerate(record.layout.shape):
         start, size = 0, extent
-        for axis in record.cut[dim] if dim < len(record.cut) else ():
-            size //= world.sizes[axis]
+        for axis in record.layout.partition.axes_of(dim):
+            size //= size_of[axis]
             start += int(point[axis]) * size
         box.append(slice(start, start + size))
     return tuple(box)
@@ -198,41 +207,43 @@ NUMPY = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "I64": np.int64, "BOOL":
 
 
 def write_tree(
-    root: Path, records: list[TensorRecord], world: World, *, dedup: bool, prefix: str | None
+    root: Path, records: list[TensorRecord], mesh: Mesh, *, dedup: bool, prefix: str | None
 ) -> tuple[FilePlan, dict[str, np.ndarray]]:
     """A tree as a conversion writes it, with numpy slices and the stock library for the shard files."""
     random = np.random.default_rng(7)
     tensors = {}
     for record in records:
-        raw = random.integers(0, 2, (math.prod(record.shape) * np.dtype(NUMPY[record.dtype]).itemsize,), np.uint8)
-        tensors[record.key] = raw.view(NUMPY[record.dtype]).reshape(record.shape)
+        raw = random.integers(
+            0, 2, (math.prod(record.layout.shape) * np.dtype(NUMPY[record.dtype]).itemsize,), np.uint8
+        )
+        tensors[record.key] = raw.view(NUMPY[record.dtype]).reshape(record.layout.shape)
     folder = root / checkpoint2.iteration_folder_name(12)
     folder.mkdir()
-    plan = assign(shards_of(records, world), world, dedup=dedup)
+    plan = assign(shards_of(records, mesh), mesh.ranks, dedup=dedup)
     by_key = {record.key: record for record in records}
     for file in plan.files:
         shards = {}
         for key in file.keys:
-            box = box_of(by_key[key], world, file.rank)
+            box = box_of(by_key[key], mesh, file.rank)
             assert box is not None
             shards[key] = np.ascontiguousarray(tensors[key][box]).reshape(tensors[key][box].shape)
         save_file(shards, folder / file.name(prefix), metadata={"format": "ms"})
-    write_metadata(folder / "metadata.json", records, world, plan, prefix=prefix, durable=False)
+    write_metadata(folder / "metadata.json", records, mesh, plan, prefix=prefix, durable=False)
     CommonInfo(step_num=12, global_step=12).write(folder / "common.json", durable=False)
     checkpoint2.write_tracker(root, 12, durable=False)
     return plan, tensors
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[World, list[TensorRecord]]:
+def models(draw: st.DrawFn) -> tuple[Mesh, list[TensorRecord]]:
     axes = tuple((name, draw(st.integers(1, 3))) for name in draw(st.permutations(["pp", "dp", "tp"])))
-    world = World(axes)
+    mesh = Mesh(axes)
     records = []
     for number in range(draw(st.integers(1, 5))):
         names = draw(st.permutations([name for name, _ in axes]))
         n_placed = draw(st.integers(0, 2))
         placed = tuple(names[:n_placed])
-        n_points = math.prod(world.sizes[axis] for axis in placed)
+        n_points = math.prod(dict(axes)[axis] for axis in placed)
         place = ((placed, draw(st.integers(0, n_points - 1))),) if placed else ()
         free = names[n_placed:]
         n_dims = draw(st.integers(0, 3))
@@ -241,27 +252,27 @@ def models(draw: st.DrawFn) -> tuple[World, list[TensorRecord]]:
             n_axes = draw(st.integers(0, len(free)))
             cut.append(tuple(free[:n_axes]))
             free = free[n_axes:]
-        shape = tuple(draw(st.integers(0, 3)) * math.prod(world.sizes[axis] for axis in one) for one in cut)
+        shape = tuple(draw(st.integers(0, 3)) * math.prod(dict(axes)[axis] for axis in one) for one in cut)
         dtype = draw(st.sampled_from(sorted(NUMPY)))
         part: Part = draw(st.sampled_from(("model", "optimizer")))
         key = draw(st.sampled_from(["w", "it's", "a,b", 'say "x"', "ключ", "back\\slash"])) + str(number)
-        records.append(TensorRecord(key, dtype, shape, part, tuple(cut), place=place))
-    return world, records
+        records.append(record_of(key, dtype, shape, part, cut=tuple(cut), place=place))
+    return mesh, records
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(model=models(), dedup=st.booleans(), prefix=st.sampled_from([None, "run-model"]))
 def test_release_190_reads_whatever_we_call_expressible(
     *,
-    model: tuple[World, list[TensorRecord]],
+    model: tuple[Mesh, list[TensorRecord]],
     dedup: bool,
     prefix: str | None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    world, records = model
-    records = [record for record in records if expressible(record, world) is None]
+    mesh, records = model
+    records = [record for record in records if inexpressible(record, mesh) is None]
     root = tmp_path_factory.mktemp("root")
-    plan, tensors = write_tree(root, records, world, dedup=dedup, prefix=prefix)
+    plan, tensors = write_tree(root, records, mesh, dedup=dedup, prefix=prefix)
     original_reader.audit(root / "iteration_00000012", dedup=dedup)
     assert_same(original_reader.read_tree(root), tensors, set(tensors))
     assert original_reader.read_common(root).global_step == 12
@@ -269,70 +280,70 @@ def test_release_190_reads_whatever_we_call_expressible(
         of_part = [file for file in plan.files if file.part == part]
         indices = list(range(len(of_part))) if dedup else [file.rank for file in of_part]
         assert [file.index for file in of_part] == indices
-        assert {file.count for file in of_part} <= {len(of_part) if dedup else len(world.ranks)}
+        assert {file.count for file in of_part} <= {len(of_part) if dedup else mesh.n_ranks}
 
 
-EXPRESSIBLE: list[tuple[str, World, dict[str, Any], str | None]] = [
-    ("whole", World((("tp", 4),)), {}, None),
-    ("an even cut", World((("tp", 4),)), {"cut": (("tp",),)}, None),
-    ("0-d", World((("tp", 4),)), {"shape": ()}, None),
-    ("an empty dim", World((("tp", 4),)), {"shape": (0, 6), "cut": (("tp",),)}, None),
-    ("even by ceil", World((("tp", 4),)), {"cut": (("tp",),), "uneven": "ceil"}, None),
-    ("equal sizes", World((("tp", 4),)), {"cut": (("tp",),), "sizes": ((0, (2, 2, 2, 2)),)}, None),
-    ("storage order that is the global one", World((("tp", 4),)), {"stored": (0, 1)}, None),
-    ("blocks of a dim that is not cut", World((("tp", 1),)), {"cut": (("tp",),), "blocks": ((0, ("x",)),)}, None),
-    ("both stages", World((("pp", 2), ("tp", 2))), {"cut": (("tp",),)}, None),
-    ("the last stage", World((("pp", 2), ("tp", 2))), {"cut": (("tp",),), "place": ((("pp",), 1),)}, None),
-    ("one rank of folded axes", World((("dp", 2), ("tp", 2))), {"place": ((("dp", "tp"), 3),)}, None),
-    ("uneven", World((("tp", 4),)), {"cut": ((), ("tp",))}, "dim 1 has 6 elements, which 4 parts"),
-    ("uneven by ceil", World((("tp", 4),)), {"cut": ((), ("tp",)), "uneven": "ceil"}, "do not divide evenly"),
-    ("sizes", World((("tp", 2),)), {"cut": (("tp",),), "sizes": ((0, (5, 3)),)}, "parts of different sizes"),
-    ("blocks", World((("tp", 2),)), {"cut": (("tp",),), "blocks": ((0, ("x", "y")),)}, "blocks"),
-    ("flat", World((("dp", 2),)), {"flat": ("dp",)}, "flattened"),
-    ("permuted storage", World((("dp", 2),)), {"stored": (1, 0)}, "another order"),
-    ("8-bit float", World((("dp", 2),)), {"dtype": "F8_E4M3"}, "no shard files of F8_E4M3"),
-    ("complex", World((("dp", 2),)), {"dtype": "C64"}, "no shard files of C64"),
-    ("the inner axis", World((("dp", 2), ("tp", 2))), {"place": ((("tp",), 0),)}, "0, 2, are not a contiguous"),
-    ("permuted ranks", World((("tp", 4),), (1, 0, 2, 3)), {}, "1, 0, 2, 3, are not"),
-    ("ranks not aligned", World((("tp", 4),), (2, 3, 4, 5)), {}, "aligned"),
-    ("cut by what places it", World((("tp", 4),)), {"cut": (("tp",),), "place": ((("tp",), 0),)}, "both places"),
-    ("an axis called None", World((("None", 4),)), {}, "`None` means something else"),
-    ("a virtual axis", World((("interleaved_parallel", 2),)), {}, "means something else"),
+EXPRESSIBLE: list[tuple[str, Mesh, dict[str, Any], str | None]] = [
+    ("whole", Mesh([("tp", 4)]), {}, None),
+    ("an even cut", Mesh([("tp", 4)]), {"cut": (("tp",),)}, None),
+    ("0-d", Mesh([("tp", 4)]), {"shape": ()}, None),
+    ("an empty dim", Mesh([("tp", 4)]), {"shape": (0, 6), "cut": (("tp",),)}, None),
+    ("even by ceil", Mesh([("tp", 4)]), {"cut": (("tp",),), "uneven": "ceil"}, None),
+    ("equal sizes", Mesh([("tp", 4)]), {"cut": (("tp",),), "sizes": ((0, (2, 2, 2, 2)),)}, None),
+    ("storage order that is the global one", Mesh([("tp", 4)]), {"stored": (0, 1)}, None),
+    ("blocks of a dim that is not cut", Mesh([("tp", 1)]), {"cut": (("tp",),), "blocks": ((0, ("x",)),)}, None),
+    ("both stages", Mesh([("pp", 2), ("tp", 2)]), {"cut": (("tp",),)}, None),
+    ("the last stage", Mesh([("pp", 2), ("tp", 2)]), {"cut": (("tp",),), "place": ((("pp",), 1),)}, None),
+    ("one rank of folded axes", Mesh([("dp", 2), ("tp", 2)]), {"place": ((("dp", "tp"), 3),)}, None),
+    ("uneven", Mesh([("tp", 4)]), {"cut": ((), ("tp",))}, "dim 1 has 6 elements, which 4 parts"),
+    ("uneven by ceil", Mesh([("tp", 4)]), {"cut": ((), ("tp",)), "uneven": "ceil"}, "do not divide evenly"),
+    ("sizes", Mesh([("tp", 2)]), {"cut": (("tp",),), "sizes": ((0, (5, 3)),)}, "parts of different sizes"),
+    ("blocks", Mesh([("tp", 2)]), {"cut": (("tp",),), "blocks": ((0, ("x", "y")),)}, "blocks"),
+    ("flat", Mesh([("dp", 2)]), {"flat": ("dp",)}, "flattened"),
+    ("permuted storage", Mesh([("dp", 2)]), {"stored": (1, 0)}, "another order"),
+    ("8-bit float", Mesh([("dp", 2)]), {"dtype": "F8_E4M3"}, "no shard files of F8_E4M3"),
+    ("complex", Mesh([("dp", 2)]), {"dtype": "C64"}, "no shard files of C64"),
+    ("the inner axis", Mesh([("dp", 2), ("tp", 2)]), {"place": ((("tp",), 0),)}, "0, 2, are not a contiguous"),
+    ("permuted ranks", Mesh([("tp", 4)], (1, 0, 2, 3)), {}, "1, 0, 2, 3, are not"),
+    ("ranks not aligned", Mesh([("tp", 4)], (2, 3, 4, 5)), {}, "aligned"),
+    ("cut by what places it", Mesh([("tp", 4)]), {"cut": (("tp",),), "place": ((("tp",), 0),)}, "both places"),
+    ("an axis called None", Mesh([("None", 4)]), {}, "`None` has another meaning"),
+    ("a virtual axis", Mesh([("interleaved_parallel", 2)]), {}, "has another meaning"),
 ]
 
 
-@pytest.mark.parametrize(("world", "fields", "reason"), [pytest.param(*row[1:], id=row[0]) for row in EXPRESSIBLE])
-def test_what_metadata_can_express(world: World, fields: dict[str, Any], reason: str | None, tmp_path: Path) -> None:
-    record = TensorRecord(**{"key": "w", "dtype": "F32", "shape": (8, 6), **fields})
-    found = expressible(record, world)
-    plan = assign(shards_of([record], world), world, dedup=True)
+@pytest.mark.parametrize(("mesh", "fields", "reason"), [pytest.param(*row[1:], id=row[0]) for row in EXPRESSIBLE])
+def test_what_metadata_can_express(mesh: Mesh, fields: dict[str, Any], reason: str | None, tmp_path: Path) -> None:
+    record = record_of(**{"key": "w", "dtype": "F32", "shape": (8, 6), **fields})
+    found = inexpressible(record, mesh)
+    plan = assign(shards_of([record], mesh), mesh.ranks, dedup=True)
     if reason is None:
         assert found is None
-        write_metadata(tmp_path / "m.json", [record], world, plan, durable=False)
+        write_metadata(tmp_path / "m.json", [record], mesh, plan, durable=False)
     else:
         assert found is not None
         assert reason in found
         with pytest.raises(UnsupportedError, match="cannot describe `w`"):
-            write_metadata(tmp_path / "m.json", [record], world, plan)
+            write_metadata(tmp_path / "m.json", [record], mesh, plan)
         assert list(tmp_path.iterdir()) == []
 
 
 def test_metadata_refuses_a_name_twice_and_a_shard_in_no_file(tmp_path: Path) -> None:
-    world = World((("tp", 2),))
-    record = TensorRecord("w", "F32", (8,))
-    plan = assign(shards_of([record], world), world, dedup=True)
+    mesh = Mesh([("tp", 2)])
+    record = record_of("w", "F32", (8,))
+    plan = assign(shards_of([record], mesh), mesh.ranks, dedup=True)
     with pytest.raises(ArgumentError, match="`w` is described twice"):
-        write_metadata(tmp_path / "m.json", [record, record], world, plan)
+        write_metadata(tmp_path / "m.json", [record, record], mesh, plan)
     with pytest.raises(ArgumentError, match="shard 0 of `w` is in no file"):
-        write_metadata(tmp_path / "m.json", [record], world, FilePlan(()))
+        write_metadata(tmp_path / "m.json", [record], mesh, FilePlan(()))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_every_axis_placed_still_gives_a_device_matrix(tmp_path: Path) -> None:
-    world = World((("dp", 2), ("tp", 2)))
-    record = TensorRecord("w", "F32", (8,), place=((("dp", "tp"), 2),))
-    plan = assign(shards_of([record], world), world, dedup=True)
-    write_metadata(tmp_path / "m.json", [record], world, plan)
+    mesh = Mesh([("dp", 2), ("tp", 2)])
+    record = record_of("w", "F32", (8,), place=((("dp", "tp"), 2),))
+    plan = assign(shards_of([record], mesh), mesh.ranks, dedup=True)
+    write_metadata(tmp_path / "m.json", [record], mesh, plan)
     layout = json.loads((tmp_path / "m.json").read_text())["state_dict_metadata"]["w"]["layout"]
     assert (layout["device_matrix"], layout["tensor_map"], layout["rank_list"]) == ([1], [-1], [2])
 
@@ -341,17 +352,16 @@ def test_every_axis_placed_still_gives_a_device_matrix(tmp_path: Path) -> None:
 
 
 def test_few_holders_first_then_large_then_by_name() -> None:
-    world = World((("dp", 3),))
     everyone = (0, 1, 2)
     shards = [
-        Shard("small", "model", 0, everyone, 8),
-        Shard("b", "model", 0, everyone, 64),
-        Shard("a", "model", 0, everyone, 64),
-        Shard("mine", "model", 0, (0,), 100),
-        Shard("pair", "model", 0, (0, 1), 16),
-        Shard("step", "optimizer", 0, everyone, 64),
+        HeldShard("small", "model", 0, everyone, 8),
+        HeldShard("b", "model", 0, everyone, 64),
+        HeldShard("a", "model", 0, everyone, 64),
+        HeldShard("mine", "model", 0, (0,), 100),
+        HeldShard("pair", "model", 0, (0, 1), 16),
+        HeldShard("step", "optimizer", 0, everyone, 64),
     ]
-    plan = assign(shards, world, dedup=True)
+    plan = assign(shards, everyone, dedup=True)
     # mine -> 0 (100), pair -> 1 (16), a -> 2 (64), b -> 1 (80), small -> 2; the optimizer's loads start anew
     assert [(f.part, f.rank, f.index, f.count, f.keys) for f in plan.files] == [
         ("model", 0, 0, 3, ("mine",)),
@@ -363,46 +373,46 @@ def test_few_holders_first_then_large_then_by_name() -> None:
 
 
 def test_a_shard_weighs_what_the_original_says() -> None:
-    world = World((("dp", 2),))
+    mesh = Mesh([("dp", 2)])
     records = [
-        TensorRecord("mask", "BOOL", (40,)),  # a boolean counts one bit there, though it is a byte in the file
-        TensorRecord("half", "BF16", (4,)),
-        TensorRecord("cut", "F32", (6, 2), cut=(("dp",),)),
-        TensorRecord("uneven", "F64", (3,), cut=(("dp",),), uneven="ceil"),
-        TensorRecord("eight", "F8_E4M3", (4,)),
+        record_of("mask", "BOOL", (40,)),  # a boolean counts one bit there, though it is a byte in the file
+        record_of("half", "BF16", (4,)),
+        record_of("cut", "F32", (6, 2), cut=(("dp",),)),
+        record_of("uneven", "F64", (3,), cut=(("dp",),), uneven="ceil"),
+        record_of("eight", "F8_E4M3", (4,)),
     ]
-    weights = {shard.key: shard.n_bits for shard in shards_of(records, world)}
+    weights = {shard.key: shard.n_bits for shard in shards_of(records, mesh)}
     assert weights == {"mask": 40, "half": 64, "cut": 192, "uneven": 128, "eight": 32}
 
 
 def test_a_rank_that_gets_nothing_has_no_file() -> None:
-    world = World((("pp", 2), ("tp", 2)))
-    records = [TensorRecord("w", "F32", (8,), cut=(("tp",),), place=((("pp",), 1),))]
-    shards = shards_of(records, world)
+    mesh = Mesh([("pp", 2), ("tp", 2)])
+    records = [record_of("w", "F32", (8,), cut=(("tp",),), place=((("pp",), 1),))]
+    shards = shards_of(records, mesh)
     assert [(s.offset, s.holders) for s in shards] == [(0, (2,)), (1, (3,))]
-    assert [(f.rank, f.index, f.count) for f in assign(shards, world, dedup=True).files] == [(2, 0, 2), (3, 1, 2)]
-    assert [(f.rank, f.index, f.count) for f in assign(shards, world, dedup=False).files] == [(2, 2, 4), (3, 3, 4)]
+    assert [(f.rank, f.index, f.count) for f in assign(shards, mesh.ranks, dedup=True).files] == [(2, 0, 2), (3, 1, 2)]
+    assert [(f.rank, f.index, f.count) for f in assign(shards, mesh.ranks, dedup=False).files] == [(2, 2, 4), (3, 3, 4)]
 
 
 def test_a_name_in_both_parts_is_refused() -> None:
-    shards = [Shard("w", "model", 0, (0,), 8), Shard("w", "optimizer", 0, (0,), 8)]
+    shards = [HeldShard("w", "model", 0, (0,), 8), HeldShard("w", "optimizer", 0, (0,), 8)]
     with pytest.raises(ArgumentError, match="`w` names a tensor of the model and one of the optimizer"):
-        assign(shards, World((("dp", 1),)), dedup=True)
+        assign(shards, [0], dedup=True)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: World((("a", 2), ("a", 2))), "different names"),
-        (lambda: World((("a", 0),)), "sizes from 1"),
-        (lambda: World((("a", 2),), (1, 1)), "as many different ranks"),
-        (lambda: World((("a", 2),), (0, 1, 2)), "not 3"),
-        (lambda: World((("a", 2),)).held(((("b",), 0),)), "no axis `b`"),
-        (lambda: World((("a", 2),)).held(((("a",), 2),)), "coordinate 2 is outside"),
-        (lambda: World((("a", 2),)).held(((("a",), 0), (("a",), 1))), "fixed at 0 and at 1"),
-        (lambda: World((("a", 2),)).offsets((), ("c",)), "no axis `c`"),
+        (lambda: Mesh([("a", 2), ("a", 2)]), "mesh axis `a` occurs twice"),
+        (lambda: Mesh([("a", 0)]), "a size of at least 1"),
+        (lambda: Mesh([("a", 2)], (1, 1)), "lists rank 1 twice"),
+        (lambda: Mesh([("a", 2)], (0, 1, 2)), "lists 3 ranks"),
+        (lambda: Mesh([("a", 2)]).held(((("b",), 0),)), "no axis `b`"),
+        (lambda: Mesh([("a", 2)]).held(((("a",), 2),)), "coordinate 2 is outside"),
+        (lambda: Mesh([("a", 2)]).held(((("a",), 0), (("a",), 1))), "fixes axis `a` at 0 and at 1"),
+        (lambda: Mesh([("a", 2)]).folded(("c",), ()), "no axis `c`"),
     ],
 )
-def test_a_world_that_cannot_be(make: Any, message: str) -> None:
+def test_a_mesh_that_cannot_be(make: Any, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         make()

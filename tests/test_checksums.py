@@ -57,8 +57,8 @@ def index_of(path: Path, content: bytes, method: Method) -> _core.Index:
     index = _core.Index()
     file = index.add_file(str(path), method=method)
     tell_sums(index, file, content)
-    for key, *_ in index.file_tensors(file):
-        index.add_whole(key, file)
+    for tensor in index.file_tensors(file):
+        index.add_whole(tensor.name, file)
     return index
 
 
@@ -82,7 +82,7 @@ def touched(path: Path, regions: list[tuple[str, tuple[int, ...], tuple[int, ...
     index = _core.Index()
     file = index.add_file(str(path))
     start = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    places = {name: (start + first, shape, end - first) for name, _, shape, first, end in index.file_tensors(file)}
+    places = {one.name: (start + one.start, one.shape, one.end - one.start) for one in index.file_tensors(file)}
     chunks = set()
     for key, offset, shape in regions:
         first, extent, n_bytes = places[key]
@@ -142,9 +142,7 @@ def test_a_view_is_verified_before_it_is_returned(tmp_path: Path, method: Method
     path.write_bytes(damaged)
     index = index_of(path, content, method)
     (key,) = [
-        key
-        for key, _, _, _, end in index.file_tensors(0)
-        if end + 8 + int.from_bytes(content[:8], "little") == len(content)
+        one.name for one in index.file_tensors(0) if one.end + 8 + int.from_bytes(content[:8], "little") == len(content)
     ]
     request = _core.Request()
     request.add_region(key, key, (0,) * len(index.shape(key)), index.shape(key))

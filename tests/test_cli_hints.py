@@ -29,6 +29,7 @@ from reshard.layout import BoundLayout
 from reshard.opening.near import near
 from reshard.options import Options
 from reshard.storage import claims, protocol
+from reshard.storage.location import locate
 from reshard.verbs.demo import demo
 
 
@@ -305,7 +306,7 @@ def test_a_claimed_destination_names_no_argument_that_convert_lacks(root: Path, 
     child = small_saves.fork(hold)
     try:
         while not list((root / ".writers").iterdir()) or not claims.is_alive(
-            root, claims._epochs(root / ".writers")[-1]
+            root, claims._generations(locate(root) / ".writers")[-1]
         ):
             time.sleep(0.05)
         with pytest.raises(ClaimedError) as caught:

@@ -31,6 +31,8 @@ from reshard.storage import filling
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reshard.storage.location import Location
+
 W = np.arange(96, dtype=np.float32).reshape(8, 12)
 LAYOUT = {"mesh": {"pp": 2, "tp": 2}, "rules": [{"match": "a", "cut": ["tp"]}, {"match": "*"}]}
 # Every kind of destination: its name, and how it is asked for.
@@ -411,7 +413,7 @@ def test_a_destination_that_appears_meanwhile(source: Path, tmp_path: Path, name
                 theirs.mkdir()
                 (theirs / "file").write_text("x")
 
-    with pytest.raises(DestinationExistsError, match="appeared"):
+    with pytest.raises(DestinationExistsError, match="was made"):
         reshard.convert(source, target, progress=appear, **options)
     expected = {source, theirs if theirs.suffix else theirs / "file"}
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == expected
@@ -427,7 +429,7 @@ def test_an_interrupt_in_the_publication_loses_no_foreign_folder(
     (tmp_path / "out" / "config.json").write_text("mine")
     move = filling._Moves.move
 
-    def interrupted(moves: Any, old: Path, new: Path) -> None:
+    def interrupted(moves: Any, old: Location, new: Location) -> None:
         move(moves, old, new)
         raise KeyboardInterrupt
 

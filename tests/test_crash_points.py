@@ -10,15 +10,30 @@ import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
-from tests.small_saves import all_held, debris, folders, found, found_by_the_original, killed_at, killed_at_step, save
+from tests.memory_store import MemoryStore
+from tests.small_saves import (
+    Root,
+    all_held,
+    debris,
+    folders,
+    found,
+    found_by_the_original,
+    killed_at,
+    killed_at_step,
+    readable,
+    save,
+    tracker,
+)
 
 from reshard import _core
 from reshard.options import Retention
 from reshard.storage import protocol, staging
-from reshard.storage.staging import Abilities
+from reshard.storage.local import LocalStore
+from reshard.storage.location import Location
+from reshard.storage.store import Abilities
 from reshard.write import retention
 
 if TYPE_CHECKING:
@@ -35,8 +50,16 @@ def base(tmp_path: Path) -> Iterator[Path]:
         yield filled(Path(folder) / "base")
 
 
-def filled(root: Path) -> Path:
+@pytest.fixture
+def in_memory() -> Location:
+    """The same in a store without folders, renames and locks."""
+    return filled(Location(MemoryStore(), "run"))
 
+
+RootT = TypeVar("RootT", Path, Location)
+
+
+def filled(root: RootT) -> RootT:
     def act() -> None:
         for iteration, version in sorted(OLD):
             save(root, iteration, version, durable=False)
@@ -53,9 +76,13 @@ def restarted(act: Callable[[], Any]) -> Any:
         protocol.release()
 
 
-def copies(base: Path) -> Iterator[tuple[int, Path]]:
+def copies(base: RootT) -> Iterator[tuple[int, RootT]]:
     """Fresh copies of a root, one a crash."""
     for number in range(1000):
+        if isinstance(base, Location):
+            assert isinstance(base.store, MemoryStore)
+            yield number, Location(base.store.copy(), base.path)
+            continue
         root = base.with_name(f"root{number}")
         shutil.copytree(base, root, symlinks=True)
         yield number, root
@@ -64,10 +91,10 @@ def copies(base: Path) -> Iterator[tuple[int, Path]]:
 
 def with_abilities(monkeypatch: pytest.MonkeyPatch, abilities: Abilities | None) -> None:
     if abilities is not None:
-        monkeypatch.setattr(staging, "_probe", lambda _: abilities)
+        monkeypatch.setattr(LocalStore, "abilities", lambda *_: abilities)
 
 
-def check_next_save(root: Path, iteration: int, version: int) -> None:
+def check_next_save(root: Root, iteration: int, version: int) -> None:
     restarted(partial(save, root, iteration, version, durable=False))
     assert found(root) == (iteration, version)
     assert found_by_the_original(root) == (iteration, version)
@@ -79,12 +106,19 @@ NO_EXCHANGE = Abilities(renames_folders=True, exchanges=False)
 IN_PLACE = Abilities(renames_folders=False, exchanges=False)
 
 
-def signature(root: Path) -> frozenset[str]:
+def n_expected(root: Root) -> int:
+    """The least number of different crashes: in memory each write is one change, on a disk it is several."""
+    return 16 if isinstance(root, Path) else 10
+
+
+def signature(root: Root) -> frozenset[str]:
     """What lies where, without the random parts of names: crashes that leave the same need not be recovered twice."""
-    return frozenset(
+    root = readable(root)
+    left = {
         re.sub("[0-9a-f]{16,}", "*", f"{path.relative_to(root)} {path.is_dir() or path.stat().st_size}")
         for path in root.rglob("*")
-    )
+    }
+    return frozenset(left | {f"tracker {tracker(root)}"})  # of one size, whatever it names
 
 
 @pytest.mark.parametrize(
@@ -96,6 +130,15 @@ def test_killed_in_a_save(
     abilities: Abilities | None, following: int, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_abilities(monkeypatch, abilities)
+    check_killed_in_a_save(base, following)
+
+
+@pytest.mark.parametrize("following", [300, 350], ids=["then the same again", "then a later one"])
+def test_killed_in_a_save_into_a_store_without_renames(following: int, in_memory: Location) -> None:
+    check_killed_in_a_save(in_memory, following)
+
+
+def check_killed_in_a_save(base: RootT, following: int) -> None:
     outcomes, seen = [], set()
     for number, root in copies(base):
         was_killed = killed_at(number, partial(save, root, 300, 1))
@@ -115,7 +158,7 @@ def test_killed_in_a_save(
         assert all_held(root) >= OLD
         if not was_killed:
             break
-    assert len(outcomes) > 15
+    assert len(outcomes) >= n_expected(base)
     assert outcomes == sorted(outcomes), "once it is published it stays so"
 
 
@@ -124,6 +167,14 @@ def test_killed_while_an_iteration_is_replaced(
     abilities: Abilities, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_abilities(monkeypatch, abilities)
+    check_killed_while_an_iteration_is_replaced(base, abilities)
+
+
+def test_killed_while_an_iteration_is_replaced_in_a_store_without_renames(in_memory: Location) -> None:
+    check_killed_while_an_iteration_is_replaced(in_memory, IN_PLACE)
+
+
+def check_killed_while_an_iteration_is_replaced(base: RootT, abilities: Abilities) -> None:
     seen = set()
     for number, root in copies(base):
         was_killed = killed_at(number, partial(save, root, 200, 1))
@@ -145,7 +196,7 @@ def test_killed_while_an_iteration_is_replaced(
         check_next_save(root, 200 if len(seen) % 2 else 250, 2)
         if not was_killed:
             break
-    assert len(seen) > 15
+    assert len(seen) >= n_expected(base)
 
 
 @pytest.mark.parametrize("iteration", [200, 300], ids=["replacement", "new"])
@@ -196,25 +247,55 @@ def test_killed_in_the_recovery_of_a_killed_save(
     assert len(seen) > 5
 
 
+@pytest.mark.parametrize("iteration", [200, 300], ids=["replacement", "new"])
+def test_killed_in_the_recovery_of_a_store_without_renames(iteration: int, in_memory: Location) -> None:
+    seen = set()
+    for number, crashed in copies(in_memory):
+        was_killed = killed_at(number, partial(save, crashed, iteration, 1))
+        if not was_killed:
+            break
+        if signature(crashed) in seen:
+            continue
+        seen.add(signature(crashed))
+        for again, root in copies(crashed):
+            was_killed = killed_at(again, partial(protocol.recover, root))
+            restarted(partial(protocol.recover, root))
+            if again == 0:
+                expected, whole = found(root), all_held(root)
+            assert (found(root), all_held(root)) == (expected, whole)
+            if not was_killed:
+                break
+        check_next_save(crashed, 350, 2)
+    assert len(seen) > 5
+
+
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["rename", "in place"])
 def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill() -> None:
-        for iteration in (300, 400, 500):
-            save(base, iteration, durable=False)
-
-    restarted(fill)
+    restarted(partial(fill, base))
     if is_in_place:
         refuse_folder_renames(monkeypatch)
         with_abilities(monkeypatch, IN_PLACE)
+    check_killed_in_retention(base)
+
+
+def test_killed_in_retention_in_a_store_without_renames(in_memory: Location) -> None:
+    restarted(partial(fill, in_memory))
+    check_killed_in_retention(in_memory)
+
+
+def fill(root: Root) -> None:
+    for iteration in (300, 400, 500):
+        save(root, iteration, durable=False)
+
+
+def check_killed_in_retention(base: RootT) -> None:
     for number, root in copies(base):
         was_killed = killed_at(number, partial(retention.apply, root, Retention(keep=2)))
         assert found(root) == (500, 0)
         assert found_by_the_original(root) == (500, 0)
         whole = sorted(all_held(root))
         assert whole[-2:] == [(400, 0), (500, 0)]
-        for iteration, folder in folders(root).items():
-            # What is not whole is not left looking as if it were of the original.
-            assert (iteration, 0) in whole or (folder / ".unfinished").exists() or not [*folder.iterdir()]
+        check_that_debris_is_marked(root, whole)
         restarted(partial(protocol.recover, root))
         assert not restarted(partial(warnings_of_retention, root))
         assert all_held(root) == {(400, 0), (500, 0)}
@@ -224,7 +305,13 @@ def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pyte
     assert number > 10
 
 
-def warnings_of_retention(root: Path) -> list[str]:
+def check_that_debris_is_marked(root: Root, whole: list[tuple[int, int]]) -> None:
+    """What is not whole is not left looking as if it were of the original."""
+    for iteration, folder in folders(root).items():
+        assert (iteration, 0) in whole or (folder / ".unfinished").exists() or not [*folder.iterdir()]
+
+
+def warnings_of_retention(root: Root) -> list[str]:
     return list(retention.apply(root, Retention(keep=2)).warnings)
 
 
@@ -252,6 +339,29 @@ def test_the_harness_notices_what_it_is_for(base: Path, monkeypatch: pytest.Monk
     n_caught = 0
     for number, root in copies(base):
         was_killed = killed_at_step(number, partial(save, root, 300, 1))
+        try:
+            found_by_the_original(root)
+        except AssertionError:
+            n_caught += 1
+        if not was_killed:
+            break
+    assert n_caught
+
+
+def test_the_harness_notices_what_it_is_for_in_a_store_without_renames(
+    in_memory: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark of an unfinished folder goes, and the tracker moves, before there is a manifest."""
+    real = protocol.seal
+
+    def seal(attempt: Any, *args: Any, **more: Any) -> Any:
+        staging.move_tracker(attempt.root, attempt.iteration, durable=False)
+        return real(attempt, *args, **more)
+
+    monkeypatch.setattr(protocol, "seal", seal)
+    n_caught = 0
+    for number, root in copies(in_memory):
+        was_killed = killed_at(number, partial(save, root, 300, 1))
         try:
             found_by_the_original(root)
         except AssertionError:

@@ -24,6 +24,8 @@ from reshard.resume import RunFacts, decide
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reshard.storage.location import Location
+
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 PROGRAM = [sys.executable, "-c", "import sys; sys.argv[0] = 'reshard'; from reshard.cli import main; main()"]
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -192,7 +194,7 @@ def test_a_link_that_leads_nowhere_is_no_fresh_start(work: Path) -> None:
 def test_older_candidates_are_not_opened_once_one_is_taken(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
-    def watched(path: Path, *rest: Any) -> Any:
+    def watched(path: Location, *rest: Any) -> Any:
         opened.append(path.name)
         return open_folder(path, *rest)
 
@@ -349,7 +351,7 @@ def test_who_moves_the_tracker_back_is_obeyed(tmp_path: Path) -> None:
 def test_what_a_run_passed_over_is_no_candidate_again(tmp_path: Path) -> None:
     sealed.make(tmp_path, 100)
     sealed.make(tmp_path, 200, previous_tracker=100)
-    sealed.make(tmp_path, 150, previous_tracker=200, epoch=2, passed_over=(200,), tracked=False)
+    sealed.make(tmp_path, 150, previous_tracker=200, generation=2, passed_over=(200,), tracked=False)
     _, verdicts = trail(tmp_path)
     assert [one[:2] for one in verdicts] == [(150, True), (100, False), (200, False)]
     assert verdicts[2][2] == "passed over by the run that saved iteration 150"

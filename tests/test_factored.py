@@ -17,7 +17,7 @@ from tests.oracle import local_arrays, mesh_ranks
 from tests.strategies import Checkpoint, cases, layouts
 from tests.test_reshard_properties import bind, loaded
 
-from reshard._core import Index, Request
+from reshard._core import Index, Request, StoredArray, Tile
 from reshard.errors import ArgumentError, CoverageError, DamagedFileError, ReshardError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -87,9 +87,9 @@ def test_factored_tiles_are_read_like_a_reshaped_array(data: st.DataObject) -> N
         order = list(data.draw(st.permutations(range(len(inner)))))
         array, lead, strides = stored_cell(whole.reshape(inner)[box], order, data.draw(st.integers(0, 2)))
         extents = tuple(one.stop - one.start for one in box)
-        tile = (tuple(one.start for one in box), extents, lead, strides)
+        tile = Tile(tuple(one.start for one in box), extents, lead, strides)
         arrays[f"cell{n}"] = array
-        stored.append((0, f"cell{n}", array.shape, [tile]))
+        stored.append(StoredArray(0, f"cell{n}", array.shape, [tile]))
         expected_shards.append((*box_around(numbers[box], shape), [0]))
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "cells.safetensors"
@@ -130,8 +130,8 @@ def test_factored_tiles_are_read_like_a_reshaped_array(data: st.DataObject) -> N
 # -- arguments that mean nothing
 
 ROWS = [
-    ((0, 0), (3, 1), 0, (1, 1)),
-    ((0, 1), (3, 1), 3, (1, 1)),
+    Tile((0, 0), (3, 1), 0, (1, 1)),
+    Tile((0, 1), (3, 1), 3, (1, 1)),
 ]  # of two arrays in turns, which lie one after the other
 
 
@@ -158,12 +158,12 @@ def test_factors_that_do_not_fit(factors: dict[int, tuple[int, ...]], message: s
     index = Index()
     index.add_file("not opened")
     with pytest.raises((ArgumentError, DamagedFileError), match=message) as raised:
-        index.add_tiles("w", "U8", (6,), [(0, "w", (6,), ROWS)], factors=factors)
+        index.add_tiles("w", "U8", (6,), [StoredArray(0, "w", (6,), ROWS)], factors=factors)
     assert raised.value.key == "w"
     for wrong in ({0: (3, -2)}, {-1: (3, 2)}, {0: (1 << 64, 1)}, {0: 6}, {"0": (3, 2)}, [(0, (3, 2))]):
         with pytest.raises((ReshardError, OverflowError, TypeError)):
-            index.add_tiles("w", "U8", (6,), [(0, "w", (6,), ROWS)], factors=wrong)  # type: ignore[arg-type]
-    index.add_tiles("w", "U8", (6,), [(0, "w", (6,), ROWS)], factors={0: (3, 2)})
+            index.add_tiles("w", "U8", (6,), [StoredArray(0, "w", (6,), ROWS)], factors=wrong)  # type: ignore[arg-type]
+    index.add_tiles("w", "U8", (6,), [StoredArray(0, "w", (6,), ROWS)], factors={0: (3, 2)})
     assert index.shards("w") == [((0,), (5,), [0]), ((1,), (5,), [0])]
 
 
@@ -171,8 +171,8 @@ def test_what_is_too_much_is_not_told_one_by_one() -> None:
     n = 1 << 40
     index = Index()
     index.add_file("not opened")
-    halves = [((0, k), (n, 1), k * n, (1, 1)) for k in (0, 1)]
-    index.add_tiles("w", "U8", (2 * n,), [(0, "w", (2 * n,), halves)], factors={0: (n, 2)})
+    halves = [Tile((0, k), (n, 1), k * n, (1, 1)) for k in (0, 1)]
+    index.add_tiles("w", "U8", (2 * n,), [StoredArray(0, "w", (2 * n,), halves)], factors={0: (n, 2)})
     index.check_coverage()
     assert index.shards("w") == [((k,), (2 * n - 1,), [0]) for k in (0, 1)]
     with pytest.raises(UnsupportedError, match=f"`w` consists of {2 * n} runs of interleaved rows"):
@@ -182,8 +182,8 @@ def test_what_is_too_much_is_not_told_one_by_one() -> None:
 def test_a_hole_is_named_in_the_dims_of_the_tensor() -> None:
     index = Index()
     index.add_file("not opened")
-    rows = [((0, 1, 0), (3, 1, 4), 0, (4, 1, 1)), ((0, 0, 0), (2, 1, 4), 12, (4, 1, 1))]
-    index.add_tiles("w", "U8", (6, 4), [(0, "w", (6, 4), rows)], factors={0: (3, 2)})
+    rows = [Tile((0, 1, 0), (3, 1, 4), 0, (4, 1, 1)), Tile((0, 0, 0), (2, 1, 4), 12, (4, 1, 1))]
+    index.add_tiles("w", "U8", (6, 4), [StoredArray(0, "w", (6, 4), rows)], factors={0: (3, 2)})
     with pytest.raises(CoverageError, match=r"`w` leave offset \(4, 0\) shape \(1, 4\) uncovered"):
         index.check_coverage()
 
@@ -192,4 +192,10 @@ def test_tiles_that_overlap_in_factored_dims_are_refused() -> None:
     index = Index()
     index.add_file("not opened")
     with pytest.raises(CoverageError, match="are not replicas of each other"):
-        index.add_tiles("w", "U8", (6,), [(0, "w", (6,), [ROWS[0], ((1, 0), (1, 2), 3, (1, 1))])], factors={0: (3, 2)})
+        index.add_tiles(
+            "w",
+            "U8",
+            (6,),
+            [StoredArray(0, "w", (6,), [ROWS[0], Tile((1, 0), (1, 2), 3, (1, 1))])],
+            factors={0: (3, 2)},
+        )

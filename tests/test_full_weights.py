@@ -25,6 +25,7 @@ from reshard.errors import (
     DestinationExistsError,
     ReshardError,
 )
+from reshard.formats.base import StoredTensor
 from reshard.formats.full_weights import names as full_weights
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ HOSTILE: dict[str, tuple[str | bytes, type[ReshardError], str]] = {
     "no object": ("[]", DamagedFileError, "no object"),
     "no map": ('{"weight_map": []}', DamagedFileError, "no object"),
     "no tensor": ('{"weight_map": {}}', DamagedFileError, "`weight_map` is empty"),
-    "a name twice": (f"{{{GOOD}, {GOOD}}}", DamagedFileError, "is repeated"),
+    "a name twice": (f"{{{GOOD}, {GOOD}}}", DamagedFileError, "`weight_map` is repeated in one object"),
     "no file": ('{"weight_map": {"head.weight": "part7.safetensors"}}', CheckpointNotFoundError, "lists missing files"),
     "a number": ('{"weight_map": {"head.weight": 0}}', DamagedFileError, "not text"),
     "out of the folder": ('{"weight_map": {"head.weight": "../part0.safetensors"}}', DamagedFileError, "separator"),
@@ -388,4 +389,4 @@ def test_a_view_of_files_that_changed_meanwhile_is_refused(tmp_path: Path) -> No
         info, stored = checkpoint["head.weight"], checkpoint._index.stored("head.weight")
         shutil.copy(FULL / "part1.safetensors", folder / "part0.safetensors")
         with pytest.raises(DamagedFileError, match="is not the file that was opened before"):
-            checkpoint.view({"w": (info.dtype, info.shape, stored)})
+            checkpoint.view({"w": StoredTensor(info.dtype, info.shape, stored)})

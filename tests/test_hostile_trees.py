@@ -400,7 +400,7 @@ def test_a_tracker_that_is_of_no_use_is_no_tracker(tree: Path, make: Any, caplog
     tracker.unlink()
     make(tracker)
     check_good(tree.parent)
-    assert any("the tracker is of no use" in message for message in caplog.messages)
+    assert any("the tracker is invalid" in message for message in caplog.messages)
 
 
 def test_linked_iteration_folders_are_passed_over(tree: Path) -> None:

@@ -61,13 +61,15 @@ import reshard
 from reshard import _core
 from reshard.errors import DamagedFileError, StorageError
 from reshard.formats.checkpoint2.names import write_tracker
-from reshard.small_files import write_file_atomically
 from reshard.storage import protocol
+from reshard.storage.location import locate
 from reshard.write import iteration as plans
 from reshard.write import pending_rollback, retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from reshard.storage.location import Location
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SHARD = "model-0000000-0000001.safetensors"
@@ -228,8 +230,8 @@ def test_mindformers_4_metadata_comes_before_the_shards(root: Path, monkeypatch:
     seen: list[set[str]] = []
     real = plans.write_descriptions
 
-    def spy(plan: Any, staging: Path, **options: Any) -> None:
-        seen.append({path.name for path in staging.iterdir()})
+    def spy(plan: Any, staging: Location, **options: Any) -> None:
+        seen.append(set(staging.names()))
         real(plan, staging, **options)
 
     monkeypatch.setattr("reshard.formats.checkpoint2.save.write_descriptions", spy)
@@ -484,7 +486,7 @@ def test_dcp_nothing_is_deleted_before_the_new_one_is_there(tmp_path: Path) -> N
         os.rename(temporary, path)  # noqa: PTH104
 
     assert None in killed_while_replacing(theirs, tmp_path / "theirs")
-    ours = killed_while_replacing(write_file_atomically, tmp_path / "ours")
+    ours = killed_while_replacing(lambda path, text: locate(path).replace(text), tmp_path / "ours")
     assert set(ours) == {"old", "new"}
     assert ours[-1] == "new"
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, StorageError
-from reshard.layout import Block, Flat, ModelLayout, Optimizer, Place, Rule, as_layout
-from reshard.layout.patterns import IndexPattern, Matcher, Pattern, glob_of, natural_order
+from reshard.layout import Block, LayoutRule, ModelLayout, OptimizerRule, Partition, PlaceRule, as_layout
+from reshard.layout.patterns import IndexedPattern, Matcher, Pattern, glob_of, natural_order
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -75,21 +75,24 @@ def test_the_example_is_read_field_by_field(tmp_path: Path) -> None:
     assert list(layout.mesh.items()) == [("pp", 2), ("dp", 2), ("tp", 4)]
     assert layout.ranks == (*range(14), 15, 14)
     assert layout.rules == (
-        Rule(("*.down_proj.weight",), cut=((), ("tp",))),
-        Rule(("*.qkv_proj.weight",), cut=(("tp",),), blocks={0: (Block(4096), Block(1024, is_cut=False), Block(1024))}),
-        Rule(("lm_head.weight",), cut=(("dp", "tp"),), uneven="ceil"),
-        Rule(("embed.weight",), cut=(("tp",),), sizes={0: (9000, 7000, 8000, 8000)}),
-        Rule(("*.norm.weight",), flat=Flat(("dp",))),
-        Rule(("*.bias",), flat=Flat(("dp",), join="biases", align=2)),
-        Rule(("*.c_attn.weight",), stored=(1, 0)),
-        Rule(("*",)),
+        LayoutRule(("*.down_proj.weight",), Partition(cut=((), ("tp",)))),
+        LayoutRule(
+            ("*.qkv_proj.weight",),
+            Partition(cut=(("tp",),), blocks=((0, (Block(4096), Block(1024, is_cut=False), Block(1024))),)),
+        ),
+        LayoutRule(("lm_head.weight",), Partition(cut=(("dp", "tp"),), uneven="ceil")),
+        LayoutRule(("embed.weight",), Partition(cut=(("tp",),), sizes=((0, (9000, 7000, 8000, 8000)),))),
+        LayoutRule(("*.norm.weight",), Partition(flat=("dp",))),
+        LayoutRule(("*.bias",), Partition(flat=("dp",)), join="biases", align=2),
+        LayoutRule(("*.c_attn.weight",), Partition(stored=(1, 0))),
+        LayoutRule(("*",)),
     )
-    assert layout.optimizer == Optimizer(add={0: ("dp",)})
+    assert layout.optimizer == OptimizerRule(add={0: ("dp",)})
     assert layout.place == (
-        Place(("model.layers.{i}.*",), ("pp",), sizes=(8, 7)),
-        Place(("model.embed_tokens.*",), ("pp",), at=0),
-        Place(("model.norm.*", "lm_head.*"), ("pp",), at=1),
-        Place(("*.experts.{i}.*",), ("dp", "tp")),
+        PlaceRule(("model.layers.{i}.*",), ("pp",), sizes=(8, 7)),
+        PlaceRule(("model.embed_tokens.*",), ("pp",), at=0),
+        PlaceRule(("model.norm.*", "lm_head.*"), ("pp",), at=1),
+        PlaceRule(("*.experts.{i}.*",), ("dp", "tp")),
     )
 
 
@@ -101,7 +104,7 @@ def test_the_example_is_printed_as_it_was_written(tmp_path: Path) -> None:
 
 def test_json_is_yaml_and_its_dims_are_text(tmp_path: Path) -> None:
     text = '{"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"], "sizes": {"0": [3, 4]}}]}'
-    assert ModelLayout.from_yaml(write(tmp_path, text)).rules[0].sizes == {0: (3, 4)}
+    assert ModelLayout.from_yaml(write(tmp_path, text)).rules[0].partition.sizes == ((0, (3, 4)),)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +332,7 @@ def test_an_unquoted_star_gets_a_hint(tmp_path: Path) -> None:
 def test_yes_and_no_are_names(tmp_path: Path) -> None:
     text = 'mesh: {no: 2, on: 2, y: 1}\nrules: [{match: "*", cut: [no, on]}]\n'
     layout = ModelLayout.from_yaml(write(tmp_path, text))
-    assert layout.rules[0].cut == (("no",), ("on",))
+    assert layout.rules[0].partition.cut == (("no",), ("on",))
     assert yaml.safe_load(str(layout)) == {
         "mesh": {"no": 2, "on": 2, "y": 1},
         "rules": [{"match": "*", "cut": ["no", "on"]}],
@@ -338,7 +341,7 @@ def test_yes_and_no_are_names(tmp_path: Path) -> None:
 
 def test_an_alias_stands_for_its_value(tmp_path: Path) -> None:
     text = 'mesh: {tp: 2}\nrules: [{match: "a", cut: &c [tp]}, {match: "b", cut: *c}]\n'
-    assert ModelLayout.from_yaml(write(tmp_path, text)).rules[1].cut == (("tp",),)
+    assert ModelLayout.from_yaml(write(tmp_path, text)).rules[1].partition.cut == (("tp",),)
 
 
 def test_no_file(tmp_path: Path) -> None:
@@ -446,7 +449,7 @@ def test_as_layout_takes_a_layout_a_path_and_a_mapping(tmp_path: Path) -> None:
 def test_replicated_is_one_rank() -> None:
     layout = ModelLayout.replicated()
     assert list(layout.mesh.values()) == [1]
-    assert layout.rules == (Rule(("*",)),)
+    assert layout.rules == (LayoutRule(("*",)),)
 
 
 # -- patterns
@@ -492,7 +495,7 @@ def test_many_stars_take_no_time() -> None:
 def test_an_expression_is_searched_in_linear_time(pattern: str) -> None:
     started = time.process_time()
     assert not Pattern.compile(f"re:{pattern}").matches("a" * 1000)
-    assert IndexPattern.compile(f"re:{pattern}{{i}}").indices("a" * 1000) == set()
+    assert IndexedPattern.compile(f"re:{pattern}{{i}}").indices("a" * 1000) == set()
     layout = ModelLayout.from_mapping({"mesh": {"tp": 1}, "rules": [{"match": f"re:{pattern}"}, {"match": "*"}]})
     layout.bind({"a" * 1000: (1,)})
     assert time.process_time() - started < 1
@@ -529,7 +532,7 @@ def test_100_000_globs_over_a_model_take_seconds() -> None:
     layout = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": [*rules, {"match": "*"}]})
     bound = layout.bind(tensors)
     assert time.process_time() - started < 8  # 4 s on a slow core; one by one they take minutes
-    assert {spec.cut for spec in bound.specs.values()} == {(("tp",),)}
+    assert {one.partition.cut for one in bound.tensor_layouts.values()} == {(("tp",),)}
     assert len(bound.warnings) == 101
 
 
@@ -603,13 +606,13 @@ INDICES = [
 
 @pytest.mark.parametrize(("pattern", "key", "indices"), INDICES)
 def test_the_index_is_a_whole_group_of_digits(pattern: str, key: str, indices: set[int]) -> None:
-    assert IndexPattern.compile(pattern).indices(key) == indices
+    assert IndexedPattern.compile(pattern).indices(key) == indices
 
 
 @pytest.mark.parametrize("pattern", ["layers.{i}.w", "re:layers\\.{i}\\.w"])
 def test_an_index_of_many_digits_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="more than 18 digits"):
-        IndexPattern.compile(pattern).indices(f"layers.{'9' * 500}.w")
+        IndexedPattern.compile(pattern).indices(f"layers.{'9' * 500}.w")
 
 
 @given(

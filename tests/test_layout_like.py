@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard._core import DeviceLayout
 from reshard.errors import LayoutError
 from reshard.layout import ModelLayout
 
@@ -37,7 +38,7 @@ class Fake:
 
     def _device_layouts(self) -> dict[str, Any]:
         return {
-            key: None if matrix is None else (matrix, [as_list(axes) for axes in tensor_map], alias, ranks)
+            key: None if matrix is None else DeviceLayout(matrix, [as_list(axes) for axes in tensor_map], alias, ranks)
             for key, (_, matrix, tensor_map, alias, ranks) in self.tensors.items()
         }
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from reshard import _core
 from reshard.errors import ArgumentError, KeyNotFoundError, LayoutError
 from reshard.layout import ModelLayout
-from reshard.layout.resolve import Spec, resolve
+from reshard.layout.partition import Partition, Places, TensorLayout
+from reshard.layout.resolve import resolve
 
 Shapes = dict[str, tuple[int, ...]]
 MESH = {"pp": 2, "dp": 2, "tp": 4}
@@ -19,8 +21,12 @@ def layout(*rules: dict[str, Any], **fields: Any) -> ModelLayout:
     return ModelLayout.from_mapping({"mesh": MESH, "rules": list(rules), **fields})
 
 
-def specs(given: ModelLayout, tensors: Shapes, optimizer_keys: tuple[str, ...] = ()) -> dict[str, Spec]:
-    return resolve(given, tensors, optimizer_keys).specs
+def specs(given: ModelLayout, tensors: Shapes, optimizer_keys: tuple[str, ...] = ()) -> dict[str, TensorLayout]:
+    return resolve(given, tensors, optimizer_keys).layouts
+
+
+def lies(shape: tuple[int, ...], place: Places = (), **fields: Any) -> TensorLayout:
+    return TensorLayout(shape, Partition(**fields), place)
 
 
 def refused(given: ModelLayout, tensors: Shapes, optimizer_keys: tuple[str, ...] = ()) -> LayoutError:
@@ -41,7 +47,7 @@ def placed(given: ModelLayout, keys: list[str], optimizer_keys: tuple[str, ...] 
 def test_the_first_rule_that_matches_decides() -> None:
     given = layout({"match": "a.*", "cut": ["tp"]}, {"match": ["b", "*.w"], "cut": ["dp"]}, {"match": "*"})
     found = specs(given, dict.fromkeys(["a.w", "c.w", "b", "d"], (8, 8)))
-    assert {key: spec.cut for key, spec in found.items()} == {
+    assert {key: spec.partition.cut for key, spec in found.items()} == {
         "a.w": (("tp",),),
         "c.w": (("dp",),),
         "b": (("dp",),),
@@ -73,11 +79,11 @@ MISFITS: list[tuple[dict[str, Any], tuple[int, ...], str, str | None]] = [
     ),
     ({"cut": [None, "tp"]}, (8,), "`w` has 1 dims, and the rule `*` cuts dim 1", "put a rule for this key before it"),
     ({"cut": ["tp"], "sizes": {0: [1, 2, 3, 4]}}, (9,), "dim 0 of `w` has 9 elements, and its `sizes` sum to 10", None),
-    ({"sizes": {1: [4]}}, (4,), "`w` has 1 dims, and `sizes` speaks of dim 1", None),
+    ({"sizes": {1: [4]}}, (4,), "`w` has 1 dims, and `sizes` names dim 1", None),
     ({"cut": ["tp"], "blocks": {0: [8, 4]}}, (16,), "dim 0 of `w` has 16 elements, and its `blocks` sum to 12", None),
     ({"cut": ["tp"], "blocks": {0: [8, 6]}}, (14,), "block 1 of dim 0 of `w` has 6 elements", "uneven: ceil"),
     ({"cut": ["tp"], "blocks": {0: 3}}, (16,), "dim 0 of `w` has 16 elements: no 3 equal blocks", None),
-    ({"blocks": {2: [1]}}, (1, 1), "`w` has 2 dims, and `blocks` speaks of dim 2", None),
+    ({"blocks": {2: [1]}}, (1, 1), "`w` has 2 dims, and `blocks` names dim 2", None),
     ({"stored": [1, 0]}, (2,), "`w` has 1 dims, and `stored` of its rule orders 2", None),
 ]
 
@@ -111,14 +117,16 @@ def test_a_rule_that_fits(rule: dict[str, Any], shape: tuple[int, ...]) -> None:
     found = specs(layout({"match": "*", **rule}), {"w": shape})["w"]
     assert found.shape == shape
     if not shape:
-        assert found == Spec(())
+        assert found == lies(())
 
 
 def test_equal_blocks_are_counted_by_the_shape() -> None:
     found = specs(layout({"match": "*", "cut": [None, "tp"], "blocks": {1: 3}}), {"a": (2, 24), "b": (2, 12)})
-    assert [[block.size for _, blocks in spec.blocks for block in blocks] for spec in found.values()] == [
-        [8, 8, 8],
-        [4, 4, 4],
+    mesh = _core.Mesh([("pp", 2), ("dp", 2), ("tp", 4)])
+    # Rank 1 has the second quarter of each block: all blocks of a tensor have one size.
+    assert [[tile.offset[1] for tile in _core.Layout(mesh, one).tiles(1)] for one in found.values()] == [
+        [2, 10, 18],
+        [1, 5, 9],
     ]
 
 
@@ -239,29 +247,29 @@ def test_state_follows_its_parameter() -> None:
         "other.w": (8, 8),
     }
     found = specs(given, tensors, tuple(tensors)[2:])
-    assert found["adam.m.layers.1.w"] == found["layers.1.w"] == Spec((8, 8), cut=((), ("tp",)), place=((("pp",), 1),))
+    assert found["adam.m.layers.1.w"] == found["layers.1.w"] == lies((8, 8), cut=((), ("tp",)), place=((("pp",), 1),))
     # Not of its shape: whole wherever the parameter is held.
-    assert found["factored.layers.1.w"] == Spec((8,), place=((("pp",), 1),))
-    assert found["count.layers.1.w"] == Spec((), place=((("pp",), 1),))
+    assert found["factored.layers.1.w"] == lies((8,), place=((("pp",), 1),))
+    assert found["count.layers.1.w"] == lies((), place=((("pp",), 1),))
     # No parameter fits: its own key.
-    assert found["step"] == Spec(())
-    assert found["other.w"] == Spec((8, 8), cut=((), ("tp",)))
+    assert found["step"] == lies(())
+    assert found["other.w"] == lies((8, 8), cut=((), ("tp",)))
 
 
 def test_the_longest_parameter_that_fits_is_followed() -> None:
     given = layout({"match": "w", "cut": ["dp"]}, {"match": "a.w", "cut": ["tp"]}, {"match": "*"})
     tensors: Shapes = dict.fromkeys(["w", "a.w", "m.a.w", "m.b.w", ".w", "m..w"], (8,))
     found = specs(given, tensors, ("m.a.w", "m.b.w", ".w", "m..w"))
-    assert [found[key].cut for key in ("m.a.w", "m.b.w")] == [(("tp",),), (("dp",),)]
-    assert found[".w"].cut == ()  # a slot has a name
-    assert found["m..w"].cut == (("dp",),)
+    assert [found[key].partition.cut for key in ("m.a.w", "m.b.w")] == [(("tp",),), (("dp",),)]
+    assert found[".w"].partition.cut == ()  # a slot has a name
+    assert found["m..w"].partition.cut == (("dp",),)
 
 
 def test_only_the_optimizer_part_follows() -> None:
     given = layout({"match": "w", "cut": ["tp"]}, {"match": "*"})
     tensors: Shapes = {"w": (8,), "ema.w": (8,)}
-    assert specs(given, tensors)["ema.w"].cut == ()
-    assert specs(given, tensors, ("ema.w",))["ema.w"].cut == (("tp",),)
+    assert specs(given, tensors)["ema.w"].partition.cut == ()
+    assert specs(given, tensors, ("ema.w",))["ema.w"].partition.cut == (("tp",),)
 
 
 def test_state_that_follows_is_not_seen_by_rules_and_places() -> None:
@@ -271,17 +279,17 @@ def test_state_that_follows_is_not_seen_by_rules_and_places() -> None:
         place=[{"match": "m.*", "axis": "pp", "at": 0}],
     )
     resolved = resolve(given, {"w.1": (8,), "m.w.1": (8,)}, ("m.w.1",))
-    assert resolved.specs["m.w.1"] == Spec((8,), cut=(("tp",),))
+    assert resolved.layouts["m.w.1"] == lies((8,), cut=(("tp",),))
     assert resolved.warnings == ["rules[1], `m.*`, matches no key", "place[0], `m.*`, matches no key"]
 
 
 def test_state_need_not_follow() -> None:
     given = layout({"match": "m.w", "cut": ["dp"]}, {"match": "w", "cut": ["tp"]}, optimizer={"follow": False})
     found = specs(given, {"w": (8,), "m.w": (8,)}, ("m.w",))
-    assert found["m.w"].cut == (("dp",),)
+    assert found["m.w"].partition.cut == (("dp",),)
 
 
-def add(rule: dict[str, Any], shape: tuple[int, ...], dims: dict[int, list[str]], **fields: Any) -> Spec:
+def add(rule: dict[str, Any], shape: tuple[int, ...], dims: dict[int, list[str]], **fields: Any) -> TensorLayout:
     given = layout({"match": "*", **rule}, optimizer={"add": dims}, **fields)
     found = specs(given, {"w": shape, "m.w": shape, "n.w": shape}, ("m.w", "n.w"))
     assert found["m.w"] == found["n.w"]
@@ -289,15 +297,15 @@ def add(rule: dict[str, Any], shape: tuple[int, ...], dims: dict[int, list[str]]
 
 
 def test_add_appends_its_axes_innermost() -> None:
-    assert add({"cut": ["tp"]}, (16, 4), {0: ["dp"]}).cut == (("tp", "dp"),)
-    assert add({"cut": ["tp"]}, (16, 4), {1: ["dp"]}).cut == (("tp",), ("dp",))
-    assert add({}, (16, 4), {1: ["dp", "pp"]}).cut == ((), ("dp", "pp"))
-    assert add({"cut": ["tp"], "blocks": {0: [8, {"size": 3, "cut": None}]}}, (11, 4), {0: ["dp"]}).cut == (
+    assert add({"cut": ["tp"]}, (16, 4), {0: ["dp"]}).partition.cut == (("tp", "dp"),)
+    assert add({"cut": ["tp"]}, (16, 4), {1: ["dp"]}).partition.cut == (("tp",), ("dp",))
+    assert add({}, (16, 4), {1: ["dp", "pp"]}).partition.cut == ((), ("dp", "pp"))
+    assert add({"cut": ["tp"], "blocks": {0: [8, {"size": 3, "cut": None}]}}, (11, 4), {0: ["dp"]}).partition.cut == (
         ("tp", "dp"),
     )
     # Torch's chunks need not divide.
-    assert add({"cut": ["tp"], "uneven": "ceil"}, (5, 4), {0: ["dp"]}).cut == (("tp", "dp"),)
-    assert add({}, (), {0: ["dp"]}) == Spec(())
+    assert add({"cut": ["tp"], "uneven": "ceil"}, (5, 4), {0: ["dp"]}).partition.cut == (("tp", "dp"),)
+    assert add({}, (), {0: ["dp"]}) == lies(())
 
 
 @pytest.mark.parametrize(
@@ -310,8 +318,8 @@ def test_a_dim_that_add_does_not_divide_keeps_the_cut_and_is_reported(
     given = layout({"match": "*", **rule}, optimizer={"add": {0: ["dp"], 1: ["pp"]}})
     tensors: Shapes = {"w": shape, "m.w": shape, "n.w": shape}
     resolved = resolve(given, tensors, ("m.w", "n.w"))
-    cut = resolved.specs["w"].cut
-    assert resolved.specs["m.w"].cut[0] == (cut[0] if cut else ())
+    cut = resolved.layouts["w"].partition.cut
+    assert resolved.layouts["m.w"].partition.cut[0] == (cut[0] if cut else ())
     warning = "optimizer: dp (2) does not divide dim 0 and leaves the parameter's cut of `m.w`, `n.w`"
     assert warning in resolved.warnings
 
@@ -346,14 +354,14 @@ def test_state_that_cannot_be_cut_further_is_refused(rule: dict[str, Any], optim
 
 
 def test_sizes_of_another_dim_do_not_hinder_add() -> None:
-    assert add({"cut": ["tp"], "sizes": {0: [1, 1, 1, 5]}}, (8, 8), {1: ["dp"]}).cut == (("tp",), ("dp",))
+    assert add({"cut": ["tp"], "sizes": {0: [1, 1, 1, 5]}}, (8, 8), {1: ["dp"]}).partition.cut == (("tp",), ("dp",))
 
 
 def test_state_can_be_flat() -> None:
     given = layout({"match": "*", "cut": ["tp"]}, optimizer={"flat": ["dp"]})
     found = specs(given, {"w": (8, 8), "s": (), "m.w": (8, 8), "m.s": ()}, ("m.w", "m.s"))
-    assert found["m.w"] == Spec((8, 8), cut=(("tp",),), flat=("dp",))
-    assert found["m.s"] == Spec(())
+    assert found["m.w"] == lies((8, 8), cut=(("tp",),), flat=("dp",))
+    assert found["m.s"] == lies(())
 
 
 # -- joins
@@ -377,12 +385,12 @@ def test_state_of_a_joined_parameter_is_joined_by_its_slot() -> None:
         "m.all": ("m.a", "m.b"),
         "v.all": ("v.a",),
     }
-    assert resolved.specs["n.a"] == Spec(())
+    assert resolved.layouts["n.a"] == lies(())
 
 
 def test_a_join_cannot_bear_the_name_of_a_tensor() -> None:
     error = refused(layout({"match": "*", "flat": JOIN["flat"]}), {"a": (3,), "all": (3,)})
-    assert "the join `all` bears the name of something else" in error.message
+    assert "the join `all` has the name of a tensor or of another join" in error.message
 
 
 # -- what is reported

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.group import Group
+    from reshard.storage.location import Location
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 TP4 = {"mesh": {"tp": 4}, "rules": [{"match": ["w", "adam_m.w"], "cut": ["tp"]}, {"match": "*"}]}
@@ -311,7 +312,7 @@ def test_a_full_scrub_is_shared_out(root: Path, monkeypatch: pytest.MonkeyPatch)
     seen: list[tuple[str, str]] = []
     scrub_file = scrub.scrub_file
 
-    def spy(folder: Path, manifest: Any, name: str, *args: Any, **options: Any) -> Any:
+    def spy(folder: Location, manifest: Any, name: str, *args: Any, **options: Any) -> Any:
         seen.append((threading.current_thread().name, name))
         return scrub_file(folder, manifest, name, *args, **options)
 
@@ -375,7 +376,7 @@ def test_a_rank_that_sees_another_checkpoint_waits_and_then_fails(root: Path, mo
 
     def late(*args: Any, **options: Any) -> Any:
         facts = real(*args, **options)
-        sealed.seal(root / "iteration_00000010", 10, epoch=2)
+        sealed.seal(root / "iteration_00000010", 10, generation=2)
         return facts
 
     monkeypatch.setattr(module, "gather", late)

@@ -61,7 +61,7 @@ def make(folder: Path, n_data: tuple[int, ...] = (CHUNK + 100, 0, 50), **changes
         (folder / name).write_bytes(content)
     facts: dict[str, Any] = {
         "iteration": 400,
-        "epoch": 3,
+        "generation": 3,
         "attempt": "0123456789abcdef" * 2,
         "world_size": len(n_data),
         "previous_tracker": 300,
@@ -194,7 +194,7 @@ def sub(old: bytes, new: bytes) -> Any:
         (sub(b'"n_bytes":2,', b'"n_bytes":2,"mode":1,'), "`common.json`: it has an unknown field `mode`"),
         (sub(b'"header_bytes":[0-9]+', b'"header_bytes":7'), "`header_bytes` is 7"),
         (sub(b'"header_bytes":[0-9]+', b'"header_bytes":999999'), "`header_bytes` is 999999"),
-        (sub(b'"header_sum":[0-9]+', b'"header_sum":4294967296'), "a sum has 32 bits"),
+        (sub(b'"header_sum":[0-9]+', b'"header_sum":4294967296'), "a checksum has 32 bits"),
         (sub(b'"first_chunk":2', b'"first_chunk":1'), "`first_chunk` is 1, expected 2"),
         (sub(b'"n_bytes":16,', b'"n_bytes":20,'), "`files` lists no checksums.bin of 16 bytes"),
         (sub(b'"checksums.bin"', b'"checksum.bin"'), "`files` lists no checksums.bin"),
@@ -322,7 +322,7 @@ def test_every_flipped_bit_of_the_sums_is_noticed_and_named(folder: Path) -> Non
         for bit in range(8):
             path.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
             hit = list(manifest.shards)[0 if place < 8 else 1 if place < 12 else 2]
-            with pytest.raises(DamagedFileError, match=f"the sums of `{hit}` differ"):
+            with pytest.raises(DamagedFileError, match=f"the checksums of `{hit}` differ"):
                 manifests.read_checksums(folder, manifest)
             others = [name for name in manifest.shards if name != hit]
             manifests.read_checksums(folder, manifest, others)
@@ -389,7 +389,7 @@ def test_no_handle_is_left_open(folder: Path) -> None:
             act()
     manifests.read(folder)
     manifests.read_checksums(folder, manifest)
-    os.close(manifests.read_lock(folder))
+    manifests.read_lock(folder).close()
     assert n_handles() == before
 
 
@@ -409,9 +409,9 @@ def test_readers_share_the_lock(folder: Path) -> None:
     manifests.write(folder, make(folder))
     assert not is_locked(folder)
     one, other = manifests.read_lock(folder), manifests.read_lock(folder)
-    os.close(one)
+    one.close()
     assert is_locked(folder)
-    os.close(other)
+    other.close()
     assert not is_locked(folder)
 
 
@@ -441,7 +441,7 @@ def test_a_folder_that_is_being_removed_is_waited_for_until_a_deadline(
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(CheckpointNotFoundError, match="was removed"):
             manifests.read_lock(folder)
-    os.close(manifests.read_lock(folder))
+    manifests.read_lock(folder).close()
 
 
 def test_without_locks_reading_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,4 +451,4 @@ def test_without_locks_reading_goes_on(folder: Path, monkeypatch: pytest.MonkeyP
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    os.close(manifests.read_lock(folder))
+    manifests.read_lock(folder).close()

@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -31,7 +31,11 @@ from reshard.errors import (
 )
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.layout import read_strategy
+from reshard.storage import filesystem
 from reshard.storage import publication as commit
+
+if TYPE_CHECKING:
+    from reshard.storage.location import Location
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 STRATEGY = SAMPLES / "strategy"
@@ -485,7 +489,7 @@ def test_every_folder_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, mon
     synced: list[str] = []
     publish = commit._rename
 
-    def noted(path: Path) -> None:
+    def noted(path: Location) -> None:
         synced.append(path.name)
         sync(path)
 
@@ -493,8 +497,8 @@ def test_every_folder_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, mon
         synced.append("named")
         publish(*args, **options)
 
-    sync = commit.sync_folder
-    monkeypatch.setattr(commit, "sync_folder", noted)
+    sync = filesystem.sync
+    monkeypatch.setattr(filesystem, "sync", noted)
     monkeypatch.setattr(commit, "_rename", published)
     reshard.convert(STRATEGY / "unified", tmp_path / "out", to="checkpoint1", layout=LAYOUTS["replicas"])
     assert set(synced[: synced.index("named")]) >= {"rank_0", "rank_1", "strategy"}

@@ -23,7 +23,7 @@ from reshard.formats.checkpoint2.reader import Chosen
 from reshard.messages import decode, encode
 from reshard.opening import gather_ranks
 from reshard.torch import common_layout, state
-from reshard.torch.placements import Partition, Row
+from reshard.torch.placements import DigitLayout, Row
 from reshard.verbs import load
 from reshard.write.collective_save import Published
 from reshard.write.rank_facts import RankFacts
@@ -35,7 +35,7 @@ MESSAGES: list[Any] = [
     *(checkpoint1.Checkpoint1Save.begun_type, checkpoint1.Checkpoint1Save.written_type),
     *(checkpoint2.Checkpoint2Save.report_type, checkpoint2.Checkpoint2Save.plan_type),
     *(checkpoint2.Checkpoint2Save.begun_type, checkpoint2.Checkpoint2Save.written_type),
-    *(Chosen, CommonInfo, FileFacts, Partition, Published, RankFacts, RankFolder, Replicas, Row, WrittenFile),
+    *(Chosen, CommonInfo, FileFacts, DigitLayout, Published, RankFacts, RankFolder, Replicas, Row, WrittenFile),
     *(gather_ranks._Found, gather_ranks._Report, load._Choice),
     *(common_layout._Entry, *state._PARTS),
     group._ErrorRecord,
@@ -164,9 +164,9 @@ def test_a_field_of_another_type_is_refused_by_its_name(path: str) -> None:
         (int | str, 1.5, r"int \| str"),
         (tuple[int, ...] | None, [1, "x"], r"`\[1\]` is 'x', expected int"),
         (Literal["model", "optimizer"], "other", "'model' or 'optimizer'"),
-        (Partition, {"shape": [], "cuts": []}, "'unsaid' is missing"),
-        (Partition, {"shape": [], "cuts": [], "unsaid": "", "more": 1}, "'more' is missing or unknown"),
-        (Partition, [[], [], ""], "expected Partition"),
+        (DigitLayout, {"shape": [], "cuts": []}, "'unsaid' is missing"),
+        (DigitLayout, {"shape": [], "cuts": [], "unsaid": "", "more": 1}, "'more' is missing or unknown"),
+        (DigitLayout, [[], [], ""], "expected DigitLayout"),
     ],
 )
 def test_a_value_of_another_type_is_refused(of: Any, value: Any, words: str) -> None:

@@ -29,6 +29,7 @@ from reshard.errors import (
     NamesError,
     ReshardError,
 )
+from reshard.layout import Partition, TensorLayout
 from reshard.names import as_names, file
 from reshard.names.templates import Template, Templates
 
@@ -263,7 +264,7 @@ def test_many_tensors_in_many_files_are_renamed_in_seconds() -> None:
     parts = [f"{part}_proj.weight" for part in ("q", "k", "v", "o", "gate", "up", "down", "more")]
     keys = [f"model.layers.{i}.{part}" for i in range(250) for part in parts]
     mesh = _core.Mesh([("tp", 64)])
-    layout = _core.Layout(mesh, (128, 64), [["tp"]])
+    layout = _core.Layout(mesh, TensorLayout((128, 64), Partition((("tp",),))))
     source = _core.Index()
     files = [source.add_file(f"/not/opened/{rank}.safetensors") for rank in range(64)]
     for key in keys:

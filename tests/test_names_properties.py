@@ -19,7 +19,8 @@ from tests.oracle import local_arrays
 from tests.strategies import Array, Checkpoint, cases, layouts, some_ranks
 
 import reshard
-from reshard.names.placement import Link, Placement
+from reshard._core import Tile
+from reshard.names.part_map import DimMap, PartMap
 
 if TYPE_CHECKING:
     from tests.strategies import Draw
@@ -256,31 +257,31 @@ def all_elements(tiles: list[Any], factors: dict[int, tuple[int, int]]) -> dict[
 @cases(400)
 @given(st.data())
 def test_tiles_move_there_and_back(data: st.DataObject) -> None:
-    """Every element of a box of the one lies in the tiles of the other where the placement says, once."""
+    """Every element of a box of the one lies in the tiles of the other where the part map says, once."""
     turn, before, after, rounds, skipped, more = (data.draw(st.integers(low, 4)) for low in (1, 0, 0, 1, 0, 0))
     period = before + turn + after
     start, n_whole = skipped * period + before, (skipped + rounds + more) * period
-    link = Link(0, start, turn, period, rounds)
-    placement = Placement((link,), ((1, 2),) if data.draw(st.booleans()) else ())
+    link = DimMap(0, start, turn, period, rounds)
+    part_map = PartMap((link,), ((1, 2),) if data.draw(st.booleans()) else ())
     n = turn * rounds
     begin = data.draw(st.integers(0, n - 1))
     end = data.draw(st.integers(begin + 1, n))
     where = {start + x // turn * period + x % turn: x for x in range(n)}
-    moved = placement.to_whole(((begin,), (end - begin,), 100, (3,)))
-    found = all_elements(moved, placement.factors_of_whole((n_whole, 3)))
+    moved = part_map.to_whole(Tile((begin,), (end - begin,), 100, (3,)))
+    found = all_elements(moved, part_map.factors_of_whole((n_whole, 3)))
     assert found == {y: 100 + 3 * (x - begin) for y, x in where.items() if begin <= x < end}
     assert len(moved) <= 3, "however many rounds there are"
     # The other way: a box of the whole, of which the part takes what is its own.
     low = data.draw(st.integers(0, n_whole))
     high = data.draw(st.integers(low, n_whole))
-    tile = (
-        (low, 1)[: 1 + len(placement.fixed)],
-        (high - low, 3)[: 1 + len(placement.fixed)],
+    tile = Tile(
+        (low, 1)[: 1 + len(part_map.fixed)],
+        (high - low, 3)[: 1 + len(part_map.fixed)],
         7,
-        (5, 1)[: 1 + len(placement.fixed)],
+        (5, 1)[: 1 + len(part_map.fixed)],
     )
-    moved = placement.to_part(tile)
-    beside = 1 if placement.fixed else 0  # index 2 of a box that begins at 1
+    moved = part_map.to_part(tile)
+    beside = 1 if part_map.fixed else 0  # index 2 of a box that begins at 1
     expected = {x: 7 + 5 * (y - low) + beside for y, x in where.items() if low <= y < high}
-    assert all_elements(moved, placement.factors_of_part()) == expected
+    assert all_elements(moved, part_map.factors_of_part()) == expected
     assert len(moved) <= 3

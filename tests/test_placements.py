@@ -22,7 +22,7 @@ from reshard.errors import MismatchError, UnsupportedError
 from reshard.group import SingleProcess, TorchGroup
 from reshard.layout import ModelLayout
 from reshard.torch.common_layout import gather_distinct, layout_of
-from reshard.torch.placements import Partition, Row, digits_of, part_of, place, row_of
+from reshard.torch.placements import DigitLayout, Row, digits_of, local_part, part_of, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,12 +34,12 @@ def told(group: TorchGroup, tensors: Mapping[str, torch.Tensor], mesh: DeviceMes
     """What the ranks find out together: `(layout or None, reason or None)`, and what this rank holds."""
     row = row_of(tensors.values(), group.world_size, mesh)
     try:
-        placed = {key: p for key, tensor in tensors.items() if (p := place(tensor, row, key)) is not None}
+        placed = {key: p for key, tensor in tensors.items() if (p := local_part(tensor, row, key)) is not None}
     except UnsupportedError as error:
         gather_distinct(group, error, (), LONG)
         raise
-    partitions = {key: p.partition for key, p in placed.items()}
-    rows, held = gather_distinct(group, [row, partitions], [Row, dict[str, Partition]], LONG)
+    partitions = {key: p.layout for key, p in placed.items()}
+    rows, held = gather_distinct(group, [row, partitions], [Row, dict[str, DigitLayout]], LONG)
     return placed, layout_of(rows, held)
 
 
@@ -48,7 +48,7 @@ def shown(value: Any) -> dict[str, Any]:
     return {
         "layout": layout,
         "reason": reason,
-        "arrays": {key: [p.local.tolist(), list(p.offset), p.partition.shape] for key, p in placed.items()},
+        "arrays": {key: [p.local.tolist(), list(p.offset), p.layout.shape] for key, p in placed.items()},
     }
 
 
@@ -292,13 +292,13 @@ def test_where_there_is_no_layout_the_reason_is_told() -> None:
         assert reason in values[0][n]["reason"]
     # 3 x 2 and 2 x 3 over the same ranks.
     row = Row(6, spans=frozenset({(6, 2, "a"), (2, 1, "b"), (6, 3, "c"), (3, 1, "d")}))
-    layout, told_reason = layout_of([(row, list(range(6)))], [({"w": Partition((6,))}, list(range(6)))])
+    layout, told_reason = layout_of([(row, list(range(6)))], [({"w": DigitLayout((6,))}, list(range(6)))])
     assert (layout, told_reason) == (None, "its meshes cannot be combined: 3 ranks are not a multiple of 2")
 
 
 def test_one_name_for_two_tensors_is_refused() -> None:
     row = Row(4)
-    known = [({"w": Partition((4,))}, [0, 1]), ({"w": Partition((5,))}, [2, 3])]
+    known = [({"w": DigitLayout((4,))}, [0, 1]), ({"w": DigitLayout((5,))}, [2, 3])]
     with pytest.raises(MismatchError, match=r"`w` is of shape \(4,\) on rank 0 and of shape \(5,\) on rank 2\nhint"):
         layout_of([(row, [0, 1, 2, 3])], known)
 
@@ -306,8 +306,8 @@ def test_one_name_for_two_tensors_is_refused() -> None:
 def test_state_that_is_not_cut_like_its_parameter_has_rules_of_its_own() -> None:
     row = Row(4, spans=frozenset({(4, 1, "dp")}))
     line = ((4, 1),)
-    model = {f"layers.{n}.w": Partition((8, 2)) for n in range(3)}
-    cut = {f"m.{key}": Partition((8, 2), ((line,),)) for key in model}
+    model = {f"layers.{n}.w": DigitLayout((8, 2)) for n in range(3)}
+    cut = {f"m.{key}": DigitLayout((8, 2), ((line,),)) for key in model}
     layout, reason = layout_of([(row, [0, 1, 2, 3])], [(model, [0, 1, 2, 3])], [(cut, [0, 1, 2, 3])])
     assert layout == {
         "mesh": {"dp": 4},
@@ -316,20 +316,20 @@ def test_state_that_is_not_cut_like_its_parameter_has_rules_of_its_own() -> None
     }
     assert reason is None
     # Each state whole on its owner.
-    owned = [({f"m.layers.{n}.w": Partition((8, 2))}, [n]) for n in range(3)]
+    owned = [({f"m.layers.{n}.w": DigitLayout((8, 2))}, [n]) for n in range(3)]
     layout, reason = layout_of([(row, [0, 1, 2, 3])], [(model, [0, 1, 2, 3])], owned)
     assert layout is not None
     assert layout["place"] == [{"match": f"m.layers.{n}.*", "axis": "dp", "at": n} for n in range(3)]
     assert layout["optimizer"] == {"follow": False}
     # State of another shape is whole, and follows all the same.
-    small = {f"m.{key}": Partition((8, 2)) for key in model} | {f"row.{key}": Partition((8, 1)) for key in model}
+    small = {f"m.{key}": DigitLayout((8, 2)) for key in model} | {f"row.{key}": DigitLayout((8, 1)) for key in model}
     layout, reason = layout_of([(row, [0, 1, 2, 3])], [(model, [0, 1, 2, 3])], [(small, [0, 1, 2, 3])])
     assert layout == {"mesh": {"dp": 4}, "rules": [{"match": "*"}]}
 
 
 def test_other_names_of_a_tensor_are_cut_like_it() -> None:
     row = Row(2, spans=frozenset({(2, 1, "tp")}))
-    model = {"embed.w": Partition((4, 2), ((((2, 1),),),))}
+    model = {"embed.w": DigitLayout((4, 2), ((((2, 1),),),))}
     layout, _ = layout_of([(row, [0, 1])], [(model, [0, 1])], (), {"head.w": "embed.w"})
     assert layout is not None
     assert layout["rules"] == [{"match": ["embed.w", "head.w"], "cut": ["tp"]}, {"match": "*"}]

@@ -197,7 +197,7 @@ def test_layers_are_divided_over_stages_and_ends_stand_at_the_ends(name: str) ->
     assert list(layout.mesh.items()) == [("pp", 2), ("dp", 3), ("tp", 2)]
     resolved = resolve(layout, tensors_of(name))
     assert resolved.warnings == []
-    stage = {key: [at for _, at in spec.place] for key, spec in resolved.specs.items()}
+    stage = {key: [at for _, at in spec.place] for key, spec in resolved.layouts.items()}
     for key, found in stage.items():
         parts = key.split(".")
         layer = next((int(part) for part in parts if part.isdigit()), None)
@@ -214,13 +214,13 @@ def test_layers_are_divided_over_stages_and_ends_stand_at_the_ends(name: str) ->
 def test_experts_are_divided() -> None:
     layout = ModelLayout.preset(CONFIGS["mixtral"], tp=2, ep=2)
     assert list(layout.mesh.items()) == [("ep", 2), ("tp", 2)]
-    specs = resolve(layout, tensors_of("mixtral")).specs
+    specs = resolve(layout, tensors_of("mixtral")).layouts
     for e in range(4):
         spec = specs[f"model.layers.1.block_sparse_moe.experts.{e}.w2.weight"]
         assert spec.place == ((("ep",), e // 2),)
-        assert spec.cut == ((), ("tp",))
+        assert spec.partition.cut == ((), ("tp",))
     assert specs["model.layers.1.block_sparse_moe.gate.weight"].place == ()
-    shared = resolve(ModelLayout.preset("deepseek_v3", ep=2), tensors_of("deepseek_v3")).specs
+    shared = resolve(ModelLayout.preset("deepseek_v3", ep=2), tensors_of("deepseek_v3")).layouts
     assert shared["model.layers.1.mlp.shared_experts.up_proj.weight"].place == ()
     with pytest.raises(ArgumentError, match="the family llama has no experts to divide over ep=2"):
         ModelLayout.preset("llama", ep=2)
@@ -299,13 +299,13 @@ def test_prediction_layers_behind_the_last_go_with_the_head(*, stored: bool) -> 
         tensors["model.layers.3.shared_head.head.weight"] = (101, 64)
     resolved = resolve(ModelLayout.preset(config, tp=2, pp=3), tensors)
     assert resolved.warnings == []
-    specs = resolved.specs
+    specs = resolved.layouts
     assert [specs[f"model.layers.{i}.self_attn.o_proj.weight"].place for i in range(3)] == [
         ((("pp",), i),) for i in range(3)
     ]
     if stored:
         assert specs["model.layers.3.eh_proj.weight"].place == ((("pp",), 2),)
-        assert specs["model.layers.3.shared_head.head.weight"].cut == (("tp",),)
+        assert specs["model.layers.3.shared_head.head.weight"].partition.cut == (("tp",),)
 
 
 def test_a_config_can_be_a_file_or_a_folder(tmp_path: Path) -> None:
@@ -317,9 +317,9 @@ def test_a_config_can_be_a_file_or_a_folder(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_what_the_config_says() -> None:
     layout = ModelLayout.preset({**CONFIGS["qwen3"], "tie_word_embeddings": True}, pp=2)
-    assert resolve(layout, tensors_of("qwen3")).specs["model.embed_tokens.weight"].place == ()
+    assert resolve(layout, tensors_of("qwen3")).layouts["model.embed_tokens.weight"].place == ()
     layout = ModelLayout.preset({**CONFIGS["gemma"], "tie_word_embeddings": False}, pp=2)
-    assert resolve(layout, tensors_of("gemma")).specs["model.embed_tokens.weight"].place == ((("pp",), 0),)
+    assert resolve(layout, tensors_of("gemma")).layouts["model.embed_tokens.weight"].place == ((("pp",), 0),)
 
 
 def test_unusable_configs_are_refused(tmp_path: Path) -> None:
@@ -411,8 +411,8 @@ def test_the_exact_name_decides_in_a_plan_whatever_the_order() -> None:
     found = resolve(
         ModelLayout.from_tp_plan(plan, tp=4),
         {f"layers.0.{name}.weight": (8, 8) for name in ("gate", "moe.gate", "moe.x.gate")},
-    ).specs
-    assert [spec.cut for spec in found.values()] == [(("tp",),), (), ((), ("tp",))]
+    ).layouts
+    assert [spec.partition.cut for spec in found.values()] == [(("tp",),), (), ((), ("tp",))]
 
 
 def test_an_unknown_style_is_refused() -> None:
@@ -436,6 +436,8 @@ def test_the_plan_of_llama() -> None:
     }
     planned = resolve(ModelLayout.from_tp_plan({**plan, "lm_head": "colwise_rep"}, tp=2), tensors_of("mistral"))
     preset = resolve(ModelLayout.preset("mistral", tp=2), tensors_of("mistral"))
-    differing = [key for key, spec in planned.specs.items() if spec.cut != preset.specs[key].cut]
+    differing = [
+        key for key, spec in planned.layouts.items() if spec.partition.cut != preset.layouts[key].partition.cut
+    ]
     assert differing == ["model.embed_tokens.weight"]  # the plan leaves it whole
     assert planned.warnings == []

@@ -201,7 +201,7 @@ def test_a_change_while_it_is_verified_is_not_recorded(root: Path) -> None:
 )
 def test_a_record_of_another_form_counts_for_nothing(content: bytes, root: Path) -> None:
     reshard.verify(root)
-    path = proofs.file_of(folder_of(root, 20))
+    path = proofs.file_of(folder_of(root, 20)).local
     good = json.loads(path.read_text())
     for bad in (content, json.dumps({**good, "state": "0" * 32}).encode(), json.dumps({**good, "fault": 1}).encode()):
         path.write_bytes(bad)

@@ -46,7 +46,9 @@ from reshard.errors import (
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2.names import write_tracker
 from reshard.storage import claims, filesystem, protocol, staging
-from reshard.storage.staging import Abilities
+from reshard.storage.local import LOCAL, LocalStore
+from reshard.storage.location import Location, locate
+from reshard.storage.store import Abilities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,10 +99,10 @@ def test_a_manifest_tells_where_it_comes_from(root: Path) -> None:
     save(root, 100)
     save(root, 200, passed_over=(150, 120))
     manifest = manifests.read(root / "iteration_00000200")
-    assert (manifest.previous_tracker, manifest.passed_over, manifest.epoch) == (100, (150, 120), 1)
+    assert (manifest.previous_tracker, manifest.passed_over, manifest.generation) == (100, (150, 120), 1)
     protocol.release(root)
     save(root, 300)
-    assert manifests.read(root / "iteration_00000300").epoch == 2
+    assert manifests.read(root / "iteration_00000300").generation == 2
 
 
 def test_files_that_the_core_wrote(root: Path) -> None:
@@ -213,12 +215,12 @@ def test_a_tracker_without_its_folder_is_none(root: Path) -> None:
 
 def test_without_overwrite(root: Path) -> None:
     save(root, 100)
-    with pytest.raises(DestinationExistsError, match="is there already"):
+    with pytest.raises(DestinationExistsError, match="exists"):
         save(root, 100, 1, overwrite=False)
     attempt = protocol.begin(root, 200, overwrite=False)
     manifest = protocol.seal(attempt, write_files(attempt.staging, 200, 1), world_size=2)
     shutil.copytree(root / "iteration_00000100", root / "iteration_00000200")
-    with pytest.raises(DestinationExistsError, match="appeared while it was being saved"):
+    with pytest.raises(DestinationExistsError, match="was made while it was being saved"):
         protocol.publish(attempt, manifest)
     protocol.abandon(attempt)
     assert not debris(root)
@@ -249,14 +251,14 @@ def test_links_in_place_of_our_folders(name: str, root: Path, tmp_path: Path) ->
 
 
 def test_another_file_system_in_the_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Path.lstat
+    real = os.lstat
 
-    def lstat(path: Path) -> os.stat_result:
+    def lstat(path: str) -> os.stat_result:
         found = list(real(path))
-        found[2] += path.name == ".staging"
+        found[2] += Path(path).name == ".staging"
         return os.stat_result(found)
 
-    monkeypatch.setattr(Path, "lstat", lstat)
+    monkeypatch.setattr(os, "lstat", lstat)
     with pytest.raises(StorageError, match="lies on another file system than") as caught:
         protocol.begin(root, 100)
     assert caught.value.errno == errno.EXDEV
@@ -271,34 +273,34 @@ def test_too_little_space_is_told_before_anything_is_written(root: Path, monkeyp
     assert all_held(root) == before
     assert not debris(root)
     # Exactly the planned bytes are not enough, and 5 % more are.
-    monkeypatch.setattr(protocol, "_free_bytes", lambda _: 1000)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda *_: 1000)
     with pytest.raises(StorageError):
         protocol.begin(root, 200, planned_bytes=953)
     protocol.abandon(protocol.begin(root, 200, planned_bytes=952))
-    monkeypatch.setattr(protocol, "_free_bytes", lambda _: None)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda *_: None)
     protocol.abandon(protocol.begin(root, 200, planned_bytes=2**60))
 
 
 def test_a_disk_that_is_full_of_trash_is_emptied_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(root, 100)
     (root / "iteration_00000100").rename(root / ".trash" / ("100." + "0" * 32))
-    monkeypatch.setattr(protocol, "_free_bytes", lambda _: 0 if names(root / ".trash") else 1000)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda *_: 0 if names(root / ".trash") else 1000)
     protocol.abandon(protocol.begin(root, 200, planned_bytes=500))
     assert names(root / ".trash") == []
 
 
 def damage_staging(attempt: protocol.Attempt, told: dict[str, tuple[FileRecord, int]], how: str) -> None:
     name = "model-0000001-0000002.safetensors"
-    path = attempt.staging / name
+    path = (attempt.staging / name).local
     if how == "missing":
         path.unlink()
     elif how == "cut":
         os.truncate(path, path.stat().st_size - 1)
     elif how == "link":
-        path.rename(attempt.root / "elsewhere")
-        path.symlink_to(attempt.root / "elsewhere")
+        path.rename(attempt.root.local / "elsewhere")
+        path.symlink_to(attempt.root.local / "elsewhere")
     elif how == "folder":
-        (attempt.staging / "folder").mkdir()
+        (attempt.staging / "folder").local.mkdir()
     elif how == "untold":
         del told[name]
     elif how == "sums":
@@ -310,11 +312,11 @@ def damage_staging(attempt: protocol.Attempt, told: dict[str, tuple[FileRecord, 
     ("how", "error", "message"),
     [
         ("missing", DamagedFileError, "is missing"),
-        ("cut", DamagedFileError, "its writer told of"),
+        ("cut", DamagedFileError, "its writer reported"),
         ("link", DamagedFileError, "is not a regular file"),
         ("folder", DamagedFileError, "is not a regular file"),
-        ("untold", DamagedFileError, "a shard file that nobody told of"),
-        ("sums", ArgumentError, "8 bytes of checksums for 1 chunks"),
+        ("untold", DamagedFileError, "an unexpected shard file"),
+        ("sums", ArgumentError, "8 bytes of checksums were reported, 1 chunks"),
     ],
 )
 def test_what_is_staged_must_be_what_was_told(how: str, error: type[ReshardError], message: str, root: Path) -> None:
@@ -332,7 +334,7 @@ def test_what_is_staged_must_be_what_was_told(how: str, error: type[ReshardError
 def test_temporary_files_of_writes_that_were_made_again_are_no_part_of_it(root: Path) -> None:
     attempt = protocol.begin(root, 100)
     told = write_files(attempt.staging, 100, 0)
-    (attempt.staging / ".model-0000000-0000002.safetensors.77-0.tmp").write_bytes(b"torn")
+    (attempt.staging / ".model-0000000-0000002.safetensors.77-0.tmp").local.write_bytes(b"torn")
     protocol.publish(attempt, protocol.seal(attempt, told, world_size=2))
     assert not debris(root)
 
@@ -398,7 +400,7 @@ def test_a_save_that_fails_as_it_begins_leaves_nothing(
 ) -> None:
     """This process may live on for weeks, and recovery is for what dead ones left."""
     if abilities is not None:
-        monkeypatch.setattr(staging, "_probe", lambda _: abilities)
+        monkeypatch.setattr(LocalStore, "abilities", lambda *_: abilities)
     save(root, 100)
     for place in range(20):
         attempt = None
@@ -474,7 +476,7 @@ def test_probing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert claim is not None
     assert staging.abilities(claim) == Abilities(renames_folders=True, exchanges=True)
     calls = []
-    monkeypatch.setattr(staging, "_probe", lambda _: calls.append(1))
+    monkeypatch.setattr(LocalStore, "abilities", lambda *_: calls.append(1))
     save(root, 200)
     assert not calls
     assert names(root / ".staging") == []
@@ -495,7 +497,7 @@ def test_probing_is_not_taken_in_by_an_exchange_in_three_steps(
         Path(source + ".old").rename(source)
 
     monkeypatch.setattr(_core, "rename", rename)
-    assert staging._probe(tmp_path) == Abilities(renames_folders=True, exchanges=False)
+    assert LOCAL.abilities(str(tmp_path)) == Abilities(renames_folders=True, exchanges=False)
     assert names(tmp_path) == []
 
 
@@ -507,10 +509,10 @@ def test_probing_a_file_system_that_renames_no_folders(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(_core, "rename", rename)
-    assert staging._probe(tmp_path) == Abilities(renames_folders=False, exchanges=False)
-    assert "cannot rename folders" in caplog.text
+    assert LOCAL.abilities(str(tmp_path)) == Abilities(renames_folders=False, exchanges=False)
     # The weaker path, all the way.
     save(root, 100)
+    assert "cannot rename folders" in caplog.text
     save(root, 200)
     save(root, 200, 1)
     assert found(root) == found_by_the_original(root) == (200, 1)
@@ -527,7 +529,7 @@ def test_probing_a_file_system_that_renames_no_folders(
 def test_a_full_disk_is_no_ability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_core, "rename", lambda *_, **__: fail_with(errno.ENOSPC)())
     with pytest.raises(StorageError):
-        staging._probe(tmp_path)
+        LOCAL.abilities(str(tmp_path))
 
 
 # -- who may write
@@ -615,7 +617,7 @@ def test_a_claim_from_elsewhere_that_is_touched_is_alive(root: Path, monkeypatch
     real = claims._beat
     beats = []
 
-    def beat(path: Path) -> int | None:
+    def beat(path: Location) -> int | None:
         beats.append(path)
         if len(beats) == 3:
             os.utime(path, (5, 5))
@@ -667,16 +669,16 @@ def test_without_locks_claims_alone_keep_writers_apart(root: Path, monkeypatch: 
     monkeypatch.setattr(fcntl, "flock", flock)
     monkeypatch.setattr(claims, "_WATCH_SECONDS", 0.1)
     real = claims._watch
-    watched: list[str] = []
+    watched: list[int] = []
 
-    def watch(root: Path, writers: Path, beats: dict[str, int]) -> dict[str, int]:
+    def watch(root: Location, writers: Location, beats: dict[int, int]) -> dict[int, int]:
         watched.extend(beats)
         return real(root, writers, beats)
 
     monkeypatch.setattr(claims, "_watch", watch)
     foreign_claim(root).write_bytes(b"")  # somebody may be writing it at this moment
     save(root, 100)
-    assert watched == ["epoch_7"]
+    assert watched == [7]
     assert in_child(partial(refusal, root)) == "ClaimedError"
     assert names(root / ".writers") == ["epoch_8"]
 
@@ -923,7 +925,7 @@ def test_the_old_one_is_not_given_up_for_a_new_one_whose_name_may_not_last(root:
 
 
 def test_what_made_room_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_probe", lambda _: Abilities(renames_folders=True, exchanges=False))
+    monkeypatch.setattr(LocalStore, "abilities", lambda *_: Abilities(renames_folders=True, exchanges=False))
     in_child(partial(save, root, 100))
     crash(root, "rename 100", 100, 1)
     assert all_held(root) == set()
@@ -932,7 +934,8 @@ def test_what_made_room_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch)
     # What retention left in the trash is not meant.
     (root / "iteration_00000100").rename(root / ".trash" / f"100.{'0' * 32}")
     assert recovered(root) == []
-    assert not staging.put_back(root, root / ".staging" / f"100.9.{'0' * 32}", durable=True)
+    place = locate(root)
+    assert not staging.put_back(place, place / ".staging" / f"100.9.{'0' * 32}", durable=True)
     assert all_held(root) == set()
 
 
@@ -972,12 +975,12 @@ def test_links_in_the_trash_are_removed_and_not_followed(root: Path, tmp_path: P
 
 def test_trash_that_is_still_read_is_left(root: Path) -> None:
     save(root, 100)
-    handle = manifests.read_lock(root / "iteration_00000100")
+    lock = manifests.read_lock(root / "iteration_00000100")
     warnings = save(root, 100, 1)
     assert len(warnings) == 1
     assert "is still being read" in warnings[0]
     assert found(root) == (100, 1)
-    os.close(handle)
+    lock.close()
     save(root, 200)
     assert not debris(root)
 

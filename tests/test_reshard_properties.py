@@ -31,7 +31,7 @@ from tests.strategies import (
     some_ranks,
 )
 
-from reshard._core import Index, Plan, Request, crc32c
+from reshard._core import Index, Plan, Request, StoredArray, Tile, crc32c
 from reshard.layout import ModelLayout
 
 Method = Literal["auto", "map", "read"]
@@ -91,7 +91,11 @@ def index_of(
                 tiles[rank] = element_tiles(
                     mapping, checkpoint.shapes, rank, checkpoint.optimizer_keys, runs=how == "runs"
                 )
-        stored = [(files[rank], *local) for rank in files for local in tiles[rank].get(key, ())]
+        stored = [
+            StoredArray(files[rank], name, local_shape, [Tile(*tile) for tile in own])
+            for rank in files
+            for name, local_shape, own in tiles[rank].get(key, ())
+        ]
         index.add_tiles(key, checkpoint.dtypes[key], shape, stored, overlapping=how == "runs")
     return index
 

@@ -43,8 +43,8 @@ def f(iteration: int, **what: Any) -> Folder:
     return Folder(iteration, f"iteration_{iteration:08d}", **what)
 
 
-def saved(iteration: int, previous: int | None, epoch: int = 1, *, tracked: bool = True, over: Any = ()) -> Folder:
-    return f(iteration, is_tracked=tracked, epoch=epoch, previous_tracker=previous, passed_over=tuple(over))
+def saved(iteration: int, previous: int | None, generation: int = 1, *, tracked: bool = True, over: Any = ()) -> Folder:
+    return f(iteration, is_tracked=tracked, generation=generation, previous_tracker=previous, passed_over=tuple(over))
 
 
 S100, S200, S300 = saved(100, None), saved(200, 100), saved(300, 200)
@@ -107,7 +107,7 @@ def test_the_order_of_candidates(
     ("tracker", "options", "told"),
     [
         (777, {}, "it names iteration 777, which has no folder"),
-        (None, {"tracker_fault": "it is empty"}, "of no use: it is empty"),
+        (None, {"tracker_fault": "it is empty"}, "invalid: it is empty"),
         (100, {"exact": 7}, "no folder of iteration 7"),
         (100, {}, None),
         (None, {}, None),

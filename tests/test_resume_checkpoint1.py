@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reshard.group import Group
+    from reshard.storage.location import Location
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 STRATEGY = SAMPLES / "strategy"
@@ -687,11 +688,11 @@ def test_every_rank_looks_at_its_own_folder_alone(tmp_path: Path, monkeypatch: p
     looked, opened = list[str](), list[str]()
     real_look, real_open = rank_folders.look_at, rank_facts.open_own
 
-    def look(folder: Path) -> Any:
+    def look(folder: Location) -> Any:
         looked.append(folder.name)
         return real_look(folder)
 
-    def open_own(path: Path, method: Any) -> Any:
+    def open_own(path: Location, method: Any) -> Any:
         opened.append(path.name)
         return real_open(path, method)
 
@@ -729,7 +730,7 @@ def test_damage_that_only_loading_finds_rolls_back_all(tmp_path: Path, monkeypat
     root = copy("ckpt1", tmp_path)
     real, lock, seen = rank_facts.open_own, threading.Lock(), list[str]()
 
-    def fails_late(path: Path, method: Any) -> Any:
+    def fails_late(path: Location, method: Any) -> Any:
         with lock:
             seen.append(path.name)
         if path.name == "llama2_7b_rank_2-20_2.safetensors":

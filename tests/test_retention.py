@@ -26,6 +26,7 @@ from tests.small_saves import (
     write_files,
 )
 
+from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import manifest as manifests
 from reshard.formats import save_log
@@ -33,11 +34,14 @@ from reshard.formats.checkpoint2.names import write_tracker
 from reshard.formats.save_log import SaveRecord
 from reshard.options import Retention
 from reshard.storage import claims, protocol
+from reshard.storage.local import LocalStore
 from reshard.write import retention
 from reshard.write.retention import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from reshard.storage.store import Lock
 
 
 @pytest.fixture
@@ -216,13 +220,15 @@ def test_iterations_of_the_original_count_if_their_files_are_there(root: Path) -
 
 def test_with_metadata_the_files_that_it_names_must_be_there(root: Path) -> None:
     from reshard.formats.checkpoint2.metadata import write_metadata
-    from reshard.formats.checkpoint2.shards import TensorRecord, World, assign, shards_of
+    from reshard.formats.checkpoint2.shards import TensorRecord, assign, shards_of
+    from reshard.layout import Partition, TensorLayout
 
-    world = World((("tp", 2),))
-    records = [TensorRecord("w", "U8", (2,), cut=(("tp",),))]
+    mesh = _core.Mesh([("tp", 2)])
+    records = [TensorRecord("w", "U8", "model", TensorLayout((2,), Partition((("tp",),))))]
     for iteration in (100, 200, 300):
         folder = original(root, iteration)
-        write_metadata(folder / "metadata.json", records, world, assign(shards_of(records, world), world, dedup=True))
+        plan = assign(shards_of(records, mesh), mesh.ranks, dedup=True)
+        write_metadata(folder / "metadata.json", records, mesh, plan)
     (root / "iteration_00000200" / "model-0000001-0000002.safetensors").unlink()
     write_tracker(root, 300)
     done = retention.apply(root, Retention(keep=1))
@@ -235,7 +241,7 @@ def test_shard_files_of_ours_without_a_manifest_are_not_complete(root: Path) -> 
     (root / "iteration_00000200" / "manifest.json").unlink()
     done = retention.apply(root, Retention(keep=1))
     assert done.iterations == (100,)
-    assert done.kept[200] == "not complete: it holds shard files of ours, and no manifest"
+    assert done.kept[200] == "not complete: it holds shard files of this package, and no manifest"
 
 
 def test_only_iterations_are_touched(root: Path, tmp_path: Path) -> None:
@@ -328,7 +334,7 @@ def test_without_the_metric_nothing_goes(line: str | None, root: Path) -> None:
         (root / "saves.jsonl").write_text(line)
     done = retention.apply(root, Retention(keep=1, best=("loss", 1)))
     assert done.iterations == ()
-    assert "tells of no metric `loss`" in done.warnings[0]
+    assert "holds no metric `loss`" in done.warnings[0]
     assert held_iterations(root) == {100, 200}
 
 
@@ -360,11 +366,11 @@ def test_what_is_being_read_is_passed_over(root: Path) -> None:
     ready, tell = os.pipe()
 
     def read() -> list[bool]:
-        handle = manifests.read_lock(root / "iteration_00000100")
+        lock = manifests.read_lock(root / "iteration_00000100")
         os.write(tell, b"x")
         os.read(reading, 1)
         whole = (100, 0) in all_held(root)
-        os.close(handle)
+        lock.close()
         return [whole]
 
     child = fork(read)
@@ -401,13 +407,13 @@ def test_no_lock_is_left(root: Path) -> None:
 def test_the_tracker_is_read_under_the_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process may go back to an older iteration while this one waits."""
     fill(root, 100, 200, 300)
-    real = claims._lock
+    real = LocalStore.lock
 
-    def lock(*args: Any) -> bool:
+    def lock(*args: Any, **more: Any) -> Lock:
         write_tracker(root, 100)
-        return real(*args)
+        return real(*args, **more)
 
-    monkeypatch.setattr(claims, "_lock", lock)
+    monkeypatch.setattr(LocalStore, "lock", lock)
     assert retention.apply(root, Retention(keep=1)).iterations == ()
     assert found(root) == (100, 0)
 

@@ -392,7 +392,7 @@ def test_a_rollback_keeps_a_save_that_was_complete_and_not_published(root: Path)
     manifest = manifests.read(folder_of(root, 300))
     (root / ".staging").mkdir(exist_ok=True)
     (folder_of(root, 300) / ".tracked").unlink()
-    folder_of(root, 300).rename(root / ".staging" / f"300.{manifest.epoch}.{manifest.attempt}")
+    folder_of(root, 300).rename(root / ".staging" / f"300.{manifest.generation}.{manifest.attempt}")
     (root / TRACKER).write_text("200")
     assert reshard.rollback(root, 100).newer == (200, 300)
     assert continued(root) == 100

@@ -448,7 +448,7 @@ def test_joined_state_is_refused_by_its_name(tmp_path: Path) -> None:
 
     for result in in_threads(4, work):
         assert isinstance(result, UnsupportedError)
-        assert "it lies in one array with others" in str(result)
+        assert "it is joined with others into one array" in str(result)
     assert not tree(tmp_path)
 
 

@@ -42,7 +42,7 @@ def line(**changes: Any) -> dict[str, Any]:
 
 def test_a_line_is_what_the_format_says(tmp_path: Path) -> None:
     metrics = {"loss": 2.5, "norm": math.nan}
-    append(tmp_path, record(metrics=metrics, epoch=7, attempt="0123456789abcdef" * 2))
+    append(tmp_path, record(metrics=metrics, generation=7, attempt="0123456789abcdef" * 2))
     data = (tmp_path / SAVE_LOG_FILE).read_bytes()
     assert data.endswith(b"}\n")
     assert json.loads(data) == line()
@@ -96,7 +96,7 @@ def test_a_line_torn_at_any_byte_harms_no_other(tmp_path: Path, caplog: pytest.L
         assert [entry.iteration for entry in read(tmp_path)] == survivors
         append(tmp_path, record(3), durable=False)
         assert [entry.iteration for entry in read(tmp_path)] == [*survivors, 3]
-    assert caplog.messages[0].endswith("1 lines are torn or none of ours, and passed over")
+    assert caplog.messages[0].endswith("1 lines are torn or in another form, and are skipped")
 
 
 LINES: list[tuple[str, object]] = [
@@ -191,7 +191,13 @@ def test_what_cannot_be_recorded() -> None:
         {"metrics": {"n": True}},
         {"metrics": {"\ud800": 1}},
     ]
-    for changes in (*faults, {"metrics": {"loss": "2"}}, {"metrics": {"n": 1 << 64}}, {"attempt": "x"}, {"epoch": -1}):
+    for changes in (
+        *faults,
+        {"metrics": {"loss": "2"}},
+        {"metrics": {"n": 1 << 64}},
+        {"attempt": "x"},
+        {"generation": -1},
+    ):
         with pytest.raises(ArgumentError, match="a record of a save"):
             record(**changes)
     with pytest.raises(ArgumentError, match="`saved_at` is no ISO"):

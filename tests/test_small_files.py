@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 
-from reshard import small_files as files
+from reshard.arguments import parse_size
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.small_files import component_fault, parse_size
+from reshard.storage.location import locate
+from reshard.storage.names import component_fault
 
 
 def test_a_file_is_written_whole_with_its_mode(tmp_path: Path) -> None:
     path = tmp_path / "common.json"
     old = os.umask(0o027)
     try:
-        files.write_file_atomically(path, "one", 0o666)
+        locate(path).replace("one", 0o666)
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
-        files.write_file_atomically(path, b"two", 0o400)
-        files.write_file_atomically(path, b"three", 0o400)
+        locate(path).replace(b"two", 0o400)
+        locate(path).replace(b"three", 0o400)
     finally:
         os.umask(old)
     assert stat.S_IMODE(path.stat().st_mode) == 0o400
@@ -38,7 +39,7 @@ def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypa
         pass
 
     def write_half() -> None:
-        with files.writing_atomically(path) as file:
+        with locate(path).writing() as file:
             file.write(b"half")
             raise StopError
 
@@ -46,37 +47,37 @@ def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypa
         write_half()
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     with pytest.raises(StorageError, match="Input/output error") as caught:
-        files.write_file_atomically(path, "new")
+        locate(path).replace("new")
     assert caught.value.errno == 5
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["common.json"]
     monkeypatch.undo()
     with pytest.raises(StorageError, match="No such file or directory"):
-        files.write_file_atomically(tmp_path / "absent" / "x", "new")
+        locate(tmp_path / "absent" / "x").replace("new")
 
 
 def test_the_file_is_synced_before_it_is_renamed_and_the_folder_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
-    real_fsync, real_replace = os.fsync, Path.replace
+    real_fsync, real_replace = os.fsync, os.replace
 
     def fsync(handle: int) -> None:
         steps.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
         real_fsync(handle)
 
-    def replace(self: Path, target: Path) -> Path:
+    def replace(source: str, target: str) -> None:
         steps.append("rename")
-        assert self.name.startswith(".")
-        assert not self.name.endswith((".safetensors", ".safetensor"))
-        return real_replace(self, target)
+        assert Path(source).name.startswith(".")
+        assert not source.endswith((".safetensors", ".safetensor"))
+        real_replace(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "replace", replace)
-    files.write_file_atomically(tmp_path / "model.safetensors", b"x")
+    monkeypatch.setattr(os, "replace", replace)
+    locate(tmp_path / "model.safetensors").replace(b"x")
     assert steps == ["file", "rename", "folder"]
     steps.clear()
-    files.write_file_atomically(tmp_path / "x", b"x", durable=False)
+    locate(tmp_path / "x").replace(b"x", durable=False)
     assert steps == ["rename"]
 
 
@@ -94,7 +95,7 @@ def test_only_regular_files_are_read(make: Any, error: type[ReshardError], tmp_p
     path = tmp_path / "file"
     make(path)
     with pytest.raises(error):
-        files.read_small_file(path, 10)
+        locate(path).read_small(10)
 
 
 # -- sizes and names
@@ -178,13 +179,13 @@ def test_a_file_is_read_in_memory_for_what_it_has(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 5000)
     tracemalloc.start()
     try:
-        assert files.read_small_file(path, 4 << 30) == b"x" * 5000
+        assert locate(path).read_small(4 << 30) == b"x" * 5000
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
     with pytest.raises(DamagedFileError, match="larger than 4999 bytes"):
-        files.read_small_file(path, 4999)
-    assert files.read_head(path, 10) == b"x" * 10
-    assert files.read_tail(path, 10) == b"x" * 10
+        locate(path).read_small(4999)
+    assert locate(path).read_head(10) == b"x" * 10
+    assert locate(path).read_tail(10) == b"x" * 10
     # The size of such a file is told as 0: it is read as one that grew.
-    assert files.read_small_file("/proc/self/status", 1 << 20).startswith(b"Name:")
+    assert locate("/proc/self/status").read_small(1 << 20).startswith(b"Name:")

@@ -19,6 +19,7 @@ from tests.arrays import Arrays, assert_same
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, ReshardError
 from reshard.formats.own_files import own_files, storage_ranks
+from reshard.storage.location import locate
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 FOLDERS = [
@@ -191,4 +192,4 @@ def test_a_file_of_two_ranks(tmp_path: Path) -> None:
         with pytest.raises(DamagedFileError, match="`file_name` or `storage_rank` is invalid"):
             storage_ranks(text.encode(), "metadata.json")
     with pytest.raises(ArgumentError, match=r"nothing records which rank wrote `x.safetensors`"):
-        own_files(tmp_path, ["rank_0.safetensors", "x.safetensors"], None)
+        own_files(locate(tmp_path), ["rank_0.safetensors", "x.safetensors"], None)

@@ -255,7 +255,7 @@ def test_which_paths_are_strategies(tmp_path: Path) -> None:
         as_layout(tmp_path / "empty")
     torn = tmp_path / "ckpt_strategy_rank_0.ckpt"
     torn.write_bytes((SAMPLES / "merged" / "src_merged_strategy.ckpt").read_bytes()[:-1])
-    with pytest.raises(DamagedFileError, match="not the messages of a strategy"):
+    with pytest.raises(DamagedFileError, match="not a strategy file in protobuf"):
         as_layout(torn)
 
 
@@ -419,7 +419,7 @@ def test_the_words_of_a_cut(mesh: dict[str, int], cut: list[Any], shape: tuple[i
         (
             {"mesh": {"tp": 2}, "rules": [{"match": "*", "flat": {"axes": ["tp"], "join": "j"}}]},
             (4, 4),
-            "it lies in one array with others",
+            "it is joined with others into one array",
         ),
         ({"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"], "blocks": {0: 2}}]}, (4, 4), "consists of blocks"),
         ({"mesh": {"tp": 2}, "rules": [{"match": "*", "stored": [1, 0]}]}, (4, 4), "stored in another order"),
@@ -483,7 +483,7 @@ def test_how_ranks_are_counted() -> None:
     assert strategy.stages == {0: {"w": LayoutItem((3, 2), ((0,),))}}
     check_same(layout, strategy, {"w": (4,)})
     for ranks in ([0, 1, 2, 4, 3, 5], [1, 2, 3, 4, 5, 6]):
-        with pytest.raises(UnsupportedError, match="a strategy counts ranks"):
+        with pytest.raises(UnsupportedError, match="a strategy numbers ranks"):
             ModelLayout.from_mapping({**turned, "ranks": ranks}).to_strategy({"w": (4,)})
     with pytest.raises(UnsupportedError, match="no tensor has dims"):
         layout.to_strategy({"w": ()})

@@ -1,8 +1,9 @@
-"""The structure of the Python package: no file imports itself by way of others, formats are named in one place."""
+"""The structure of the Python package: no import cycles, formats compared in one place, files touched in one place."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -88,7 +89,10 @@ def compared(text: str, names: set[str]) -> list[int]:
 
 
 def test_no_code_outside_formats_compares_the_name_of_a_format() -> None:
-    names = {one.traits.name for one in registry.FORMATS} - {"safetensors"}  # the word has other meanings, too
+    names = {one.traits.name for one in registry.FORMATS} - {
+        "safetensors",
+        "torch",
+    }  # words with other meanings
     # Words of a configuration and of a naming, which are no formats.
     others = {"reshard.config.words", "reshard.names.presets"}
     found = {
@@ -110,3 +114,141 @@ def test_what_convert_and_save_accept_are_the_formats_that_are_written() -> None
     assert {one.name for one in WRITERS} == set(get_args(Target))
     for name in ("checkpoint2", "checkpoint1"):
         assert save_format(name).traits.name == name
+
+
+_FILE_MODULES = {"fcntl", "filecmp", "glob", "shutil", "stat", "tempfile"}
+# What these modules and `os` have that touches no file: the text of paths, the process, the environment.
+_NO_FILES = {
+    *("os.PathLike", "os.fspath", "os.fsencode", "os.fsdecode", "os.path.commonprefix", "shutil.get_terminal_size"),
+    *("os.environ", "os.cpu_count", "os.getpid", "os.getppid", "os.kill", "os.register_at_fork"),
+}
+# Methods that of all types in this package `pathlib.Path` alone has, and those that other types have too, such as a
+# `Location` or text: their receiver is looked at.
+_PATH_METHODS = {
+    *("expanduser", "glob", "hardlink_to", "is_dir", "is_mount", "is_symlink", "iterdir", "lchmod", "lstat", "mkdir"),
+    *("chmod", "read_bytes", "read_text", "readlink", "rglob", "rmdir", "samefile", "symlink_to"),
+    *("touch", "unlink", "walk", "write_bytes", "write_text"),
+}
+_SHARED_METHODS = {"absolute", "exists", "is_file", "open", "rename", "replace", "resolve", "stat"}
+# Modules that touch files which belong to no checkpoint, and how.
+_OTHER_FILES = {
+    "reshard.examples.train_gpt": {"Path.open()"},  # the log of the example: it shows a user's own program
+}
+
+
+def file_accesses(text: str) -> list[str]:
+    """What a module does with files by itself: modules that it imports, functions and methods that it names."""
+    tree = ast.parse(text)
+    paths = _paths(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, alias.asname or alias.name) for alias in node.names]
+            found += [f"import {name} as" for name, known_as in names if _is_file_module(name) and name != known_as]
+            found += [f"import {name}" for name, _ in names if name in _FILE_MODULES - {"shutil"}]
+        elif isinstance(node, ast.ImportFrom):
+            names_from = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [f"from {name}" for name in names_from if _is_file_function(name)]
+        elif isinstance(node, ast.Attribute) and _is_file_function(ast.unparse(node)):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
+            found += ["open()"] if not _defines(tree, "open") else []
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, is_path = node.func.attr, _is_path(node.func.value, paths)
+            if name in _PATH_METHODS or (name in _SHARED_METHODS and is_path):
+                found.append(f"Path.{name}()" if is_path else f".{name}()")
+    return found
+
+
+def _is_file_module(name: str) -> bool:
+    return name in {"os", "os.path", "io", "pathlib", *_FILE_MODULES}
+
+
+def _is_file_function(name: str) -> bool:
+    module, _, rest = name.replace("os.path.", "os.").partition(".")
+    is_function = module in {"os", *_FILE_MODULES} and rest.isidentifier() and rest != "path"
+    return name == "io.open" or (is_function and name not in _NO_FILES)
+
+
+def _defines(tree: ast.AST, name: str) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.iter_child_nodes(tree))
+
+
+def _paths(tree: ast.AST) -> set[str]:
+    """Names and attributes that hold a `pathlib.Path` somewhere in a module, as annotations and assignments say."""
+    paths: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign | ast.FunctionDef):
+            annotation = node.returns if isinstance(node, ast.FunctionDef) else node.annotation
+            target = node.target if isinstance(node, ast.AnnAssign) else node
+            if annotation is not None and "Path" in re.findall(r"\w+", ast.unparse(annotation)):
+                paths |= _names_of(target)
+    for node in ast.walk(tree):  # in the order of the text
+        if isinstance(node, ast.Assign) and _is_path(node.value, paths):
+            paths |= {name for target in node.targets for name in _names_of(target)}
+    return paths
+
+
+def _names_of(node: ast.AST) -> set[str]:
+    """The name of a variable, an attribute, an argument or a function."""
+    return {str(getattr(node, field)) for field in ("id", "attr", "arg", "name") if hasattr(node, field)}
+
+
+def _is_path(node: ast.expr, paths: set[str]) -> bool:
+    """Whether an expression is known to be a `pathlib.Path`."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return _is_path(node.left, paths)
+    if isinstance(node, ast.Call):
+        name = node.func
+        if isinstance(name, ast.Attribute) and name.attr.startswith("with_"):
+            return _is_path(name.value, paths)
+        return isinstance(name, ast.Name) and name.id in {"Path", *paths}
+    if isinstance(node, ast.Attribute):
+        return node.attr in {"local", *paths} or (node.attr == "parent" and _is_path(node.value, paths))
+    return isinstance(node, ast.Name) and node.id in paths
+
+
+def test_only_the_storage_package_touches_files() -> None:
+    found = {
+        name: accesses
+        for name, path in MODULES.items()
+        if not name.startswith("reshard.storage.")
+        and (accesses := set(file_accesses(path.read_text())) - _OTHER_FILES.get(name, set()))
+    }
+    assert not found
+    for name, known in _OTHER_FILES.items():
+        assert known <= set(file_accesses(MODULES[name].read_text())), f"{name}: an exception that nothing needs"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((f"import {name}", [f"import {name}"]) for name in sorted(_FILE_MODULES - {"shutil"})),
+        ("import os as system", ["import os as"]),
+        ("from shutil import rmtree", ["from shutil.rmtree"]),
+        ("from os.path import exists", ["from os.path.exists"]),
+        ("shutil.rmtree(folder)", ["shutil.rmtree"]),
+        ("os.listdir(folder)", ["os.listdir"]),
+        ("os.path.lexists(folder)", ["os.path.lexists"]),
+        ("f = os.stat", ["os.stat"]),
+        ("io.open(name)", ["io.open"]),
+        ("with open(name) as f: pass", ["open()"]),
+        *((f"x.{name}()", [f".{name}()"]) for name in sorted(_PATH_METHODS)),
+        *((f"def f(p: Path): p.{name}()", [f"Path.{name}()"]) for name in sorted(_SHARED_METHODS)),
+        ("def f(p: Path | None): (p / 'a').parent.exists()", ["Path.exists()"]),
+        ("p = Path(x).with_name('a')\np.stat()", ["Path.stat()"]),
+        ("class A:\n  root: Path\n  def f(self): self.root.resolve()", ["Path.resolve()"]),
+        ("def g() -> Path: ...\ng().rename(x)", ["Path.rename()"]),
+        ("location.local.exists()", ["Path.exists()"]),
+        # What touches no file.
+        ("import os, shutil, re, pathlib\nfrom pathlib import Path", []),
+        ("os.fspath(x), os.environ['A'], os.getpid(), os.path.commonprefix(x), shutil.get_terminal_size()", []),
+        ("def f(p: Path): return (p / 'a').parent.name, p.suffix", []),
+        ("def f(x: Location): x.exists(), x.stat(), x.open(), x.absolute(), x.replace(b'a')", []),
+        ("text.replace('a', 'b'), replace(one, path=x), dataclasses.replace(one, name=1)", []),
+        ("opening.open(path), layout.resolve(shapes), self.rename(a, b), filesystem.rename(path, other)", []),
+        ("def open(path): ...\nopen(path)", []),
+    ],
+)
+def test_an_access_to_files_is_found(text: str, expected: list[str]) -> None:
+    assert file_accesses(text) == expected

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from reshard._core import Tile
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
 from reshard.formats.tiled import names as tiles
 
@@ -123,7 +124,7 @@ def test_tiles_of_a_later_version(tmp_path: Path) -> None:
 
 def test_a_tensor_told_of_twice_must_be_the_same() -> None:
     builder = tiles.Builder()
-    stored = tiles.StoredArray("f", "w", (2,), (((0,), (2,), 0, (1,)),))
+    stored = tiles.TiledArray("f", "w", (2,), (Tile((0,), (2,), 0, (1,)),))
     builder.add("w", "F32", (4,), stored)
     with pytest.raises(ArgumentError, match="`w` is"):
         builder.add("w", "BF16", (4,), stored)

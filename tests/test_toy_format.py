@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.formats.base import OpenOptions
+    from reshard.storage.location import Location
 
 ARRAYS = {"a.w": np.arange(24, dtype=np.float32).reshape(6, 4), "b.w": np.arange(5, dtype=np.int32)}
 
@@ -29,18 +30,19 @@ class Toy(Format):
 
     traits = Traits("toy")
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         return Match.YES if (path / "toy.json").is_file() else Match.NO
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         index = _core.Index()
-        described = json.loads((path / "toy.json").read_text())
+        described = json.loads((path / "toy.json").read_small(1 << 20))
         for key, (file, name) in described.items():
             number = index.add_file(str(path / file), method=options.method)
-            ((dtype, shape),) = [(d, s) for n, d, s, *_ in index.file_tensors(number) if n == name]
+            (tensor,) = [one for one in index.file_tensors(number) if one.name == name]
+            shape = tensor.shape
             strides = [int(np.prod(shape[dim + 1 :])) for dim in range(len(shape))]
-            tile = (0,) * len(shape), shape, 0, tuple(strides)
-            index.add_tiles(key, dtype, shape, [(number, name, shape, [tile])])
+            tile = _core.Tile((0,) * len(shape), shape, 0, tuple(strides))
+            index.add_tiles(key, tensor.dtype, shape, [_core.StoredArray(number, name, shape, [tile])])
         return CheckpointData(traits=self.traits, path=path, index=index, method=options.method)
 
 

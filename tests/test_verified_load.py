@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reshard.formats.base import CheckpointData
+    from reshard.storage.location import Location
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -441,7 +442,7 @@ def test_a_crash_between_publication_and_tracker_loses_nothing(root: Path) -> No
 
 
 def test_what_was_left_behind_on_purpose_stays_behind(root: Path) -> None:
-    sealed.make(root, 7, previous_tracker=10, passed_over=(10,), epoch=2)
+    sealed.make(root, 7, previous_tracker=10, passed_over=(10,), generation=2)
     (root / "iteration_00000007" / FILES["opt", 1]).unlink()
     with reshard.open(root) as opened:
         assert opened.iteration == 5
@@ -452,10 +453,10 @@ def test_an_iteration_that_is_saved_again_while_it_is_opened(root: Path, monkeyp
     from reshard.formats.checkpoint2 import reader as rooms
 
     folder, other = root / "iteration_00000010", root / "other"
-    sealed.make(other, 10, previous_tracker=5, epoch=2)
+    sealed.make(other, 10, previous_tracker=5, generation=2)
     flipped = other / "iteration_00000010"
     (flipped / "common.json").write_text('{"global_step": 10, "step_num": 11}')
-    sealed.seal(flipped, 10, epoch=2)
+    sealed.seal(flipped, 10, generation=2)
     real, n_calls = rooms._read_description, 0
 
     def late(*args: Any) -> Any:
@@ -479,7 +480,7 @@ def test_a_root_that_changes_while_it_is_looked_at(root: Path, monkeypatch: pyte
 
     real = rooms.open_folder
 
-    def late(folder: Path, *args: Any) -> CheckpointData:
+    def late(folder: Location, *args: Any) -> CheckpointData:
         if not (root / "iteration_00000015").exists():
             sealed.make(root, 15, previous_tracker=10)
             shutil.rmtree(root / "iteration_00000010")
@@ -571,7 +572,7 @@ def test_other_ranks_open_the_very_same_and_only_what_they_use(root: Path) -> No
         assert same.load(TP2, rank=0, keys=["w"])["w"].tobytes() == sealed.arrays_of(10)["w"][:2].tobytes()
         with pytest.raises(CheckpointNotFoundError):
             same.load(TP2, rank=1, keys=["w"])
-    sealed.seal(root / "iteration_00000010", 10, epoch=2)
+    sealed.seal(root / "iteration_00000010", 10, generation=2)
     with pytest.raises(MismatchError, match="digest"):
         open_chosen(known)
 

@@ -1,22 +1,25 @@
 """The Rust core: geometry and bytes. It handles shard files, layouts and plans; it has no notion of steps or frameworks.
 
 Offsets, shapes and strides are in elements unless a name ends in `_bytes`. A dtype is given by its safetensors name
-("BF16", "F8_E4M3", ...). A tile is `(offset, shape, local_offset, local_strides)`: the region `offset, shape` of the
-global tensor is stored in the local array from element `local_offset` on, with element strides `local_strides`, one per
-global dim.
+("BF16", "F8_E4M3", ...).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
-Tile: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
+from reshard.layout.partition import Place, TensorLayout
+
 Progress: TypeAlias = Callable[[int, int], object]
 ReadMethod: TypeAlias = Literal["auto", "map", "read"]
 
 __all__ = [
+    "ArrayPart",
     "Buffer",
     "Buffers",
+    "DeviceLayout",
     "Expression",
+    "FileArray",
+    "FileTensor",
     "Index",
     "IndexPattern",
     "Layout",
@@ -26,6 +29,9 @@ __all__ = [
     "Request",
     "Snapshot",
     "SnapshotPool",
+    "StoredArray",
+    "StoredRegion",
+    "Tile",
     "Written",
     "__version__",
     "crc32c",
@@ -39,6 +45,111 @@ __all__ = [
 ]
 
 __version__: str
+
+class Tile(NamedTuple):
+    """A box of a global tensor and where it lies in a local array.
+
+    Attributes:
+        offset: first element of the box in the global tensor, one index a dim.
+        shape: extent of the box, one a dim.
+        local_offset: element of the local array at which the box begins.
+        local_strides: elements of the local array between neighbours, one a global dim.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    local_offset: int
+    local_strides: tuple[int, ...]
+
+class StoredArray(NamedTuple):
+    """An array in a file, and the tiles of a tensor in it.
+
+    Attributes:
+        file: number of the file in the index.
+        name: stored name of the array.
+        shape: its stored shape.
+        tiles: which boxes of the tensor lie in it.
+    """
+
+    file: int
+    name: str
+    shape: tuple[int, ...]
+    tiles: Sequence[Tile]
+
+class StoredRegion(NamedTuple):
+    """A stored region of a tensor.
+
+    Attributes:
+        offset: its first element, one index a dim.
+        shape: its extent, one a dim.
+        files: numbers of the files that hold it.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    files: list[int]
+
+@final
+class FileTensor:
+    """A tensor of a file; of a `.ckpt` file a record."""
+
+    @property
+    def name(self) -> str:
+        """Its stored name."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def start(self) -> int:
+        """Its first byte, counted from the start of the data; of a `.ckpt` from the start of the file."""
+
+    @property
+    def end(self) -> int:
+        """One past its last byte, likewise."""
+
+class ArrayPart(NamedTuple):
+    """A stored part of a local array.
+
+    Attributes:
+        name: stored name of the part.
+        shape: its stored shape.
+        tiles: where it lies in the local array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tiles: list[Tile]
+
+@final
+class FileArray:
+    """A local array of a file."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def parts(self) -> list[ArrayPart]:
+        """Its stored parts; one, unless it was split."""
+
+class DeviceLayout(NamedTuple):
+    """The layout of a tensor over the devices of its stage, as `metadata.json` records it.
+
+    Attributes:
+        device_matrix: sizes of the device axes, outermost first.
+        tensor_map: for each dim the axes that divide it, counted from the last one (0), outermost first; empty: none.
+        alias_name: names of the axes.
+        rank_list: the global ranks, row-major.
+    """
+
+    device_matrix: Sequence[int]
+    tensor_map: Sequence[Sequence[int]]
+    alias_name: Sequence[str]
+    rank_list: Sequence[int]
 
 def dtype_bits(dtype: str) -> int:
     """Return the bits of one element of a dtype. An unknown name raises UnsupportedError."""
@@ -61,37 +172,32 @@ class Mesh:
     @property
     def n_ranks(self) -> int: ...
     def coordinates(self, rank: int) -> dict[str, int]: ...
+    def fixed(self, place: Sequence[Place]) -> dict[str, int]:
+        """The coordinate at which `place` fixes each axis that it names.
+
+        Raises:
+            LayoutError: the mesh has no such axis or coordinate, or an axis is fixed at two coordinates.
+        """
+
+    def held(self, place: Sequence[Place]) -> list[int]:
+        """The ranks at the coordinates that `place` fixes, in mesh order. Raises as `fixed`."""
+
+    def folded(self, axes: Sequence[str], place: Sequence[Place]) -> list[int]:
+        """For each rank of `held` its coordinates on some axes, first = outermost, as one number. Raises as `fixed`."""
 
 @final
 class Layout:
-    """How one tensor is partitioned over a mesh. The constructor checks the arguments.
+    """The geometry of one tensor on a mesh. The constructor checks it; the tiles of every rank follow from it.
 
     Args:
         mesh: the device mesh.
-        shape: the global shape.
-        cut: for each dim the axes that split it, outermost first; missing dims are not split.
-        uneven: the rule for a dim that does not divide evenly: an error, or chunks as of `torch.chunk`, axis by axis.
-        sizes: explicit sizes of the parts, for each dim that has them.
-        blocks: for each fused dim, its blocks `(size, is_cut)`, each split separately; every rank holds all of a block
-            that is not split.
-        flat: axes over which the local block (after `cut`, in storage order) is flattened, padded and split.
-        stored: storage order: `stored[j]` is the global dim at storage position j.
-        place: pairs `(axes, coordinate)`: only ranks with this folded coordinate on the axes (outermost first) hold it.
+        layout: shape, partition and place of the tensor.
+
+    Raises:
+        LayoutError: the partition does not fit the shape or the mesh, or some part would be on no rank.
     """
 
-    def __new__(
-        cls,
-        mesh: Mesh,
-        shape: Sequence[int],
-        cut: Sequence[Sequence[str]] | None = None,
-        *,
-        uneven: Literal["refuse", "ceil"] = "refuse",
-        sizes: Mapping[int, Sequence[int]] | None = None,
-        blocks: Mapping[int, Sequence[tuple[int, bool]]] | None = None,
-        flat: Sequence[str] | None = None,
-        stored: Sequence[int] | None = None,
-        place: Sequence[tuple[Sequence[str], int]] | None = None,
-    ) -> Layout: ...
+    def __new__(cls, mesh: Mesh, layout: TensorLayout) -> Layout: ...
     @property
     def mesh(self) -> Mesh: ...
     @property
@@ -258,20 +364,11 @@ class Index:
     def file_path(self, file: int) -> str: ...
     def file_bytes(self, file: int) -> int: ...
     def file_metadata(self, file: int) -> dict[str, str] | None: ...
-    def file_tensors(self, file: int) -> list[tuple[str, str, tuple[int, ...], int, int]]:
-        """Return `(name, dtype, shape, start_bytes, end_bytes)` of each stored tensor, in the order of the data.
+    def file_tensors(self, file: int) -> list[FileTensor]:
+        """Return the tensors of a file in the order of the data. Of a `.ckpt` file these are its records."""
 
-        Bytes are counted from the start of the data. For a `.ckpt` the entries are records, and bytes are counted from
-        the start of the file.
-        """
-
-    def file_arrays(
-        self, file: int
-    ) -> list[tuple[str, str, tuple[int, ...], list[tuple[str, tuple[int, ...], list[Tile]]]]]:
-        """Return `(name, dtype, shape, parts)` of each tensor.
-
-        A part is `(stored name, stored shape, tiles)`. A tensor has one part, unless it is stored in several records.
-        """
+    def file_arrays(self, file: int) -> list[FileArray]:
+        """Return the arrays of a file, each with its stored parts: one part, unless it is stored in several records."""
 
     def file_strings(self, file: int) -> list[str]:
         """Return the names of values that are text. Only a `.ckpt` can have such values."""
@@ -308,7 +405,7 @@ class Index:
         key: str,
         dtype: str,
         shape: Sequence[int],
-        stored: Sequence[tuple[int, str, Sequence[int], Sequence[Tile]]],
+        stored: Sequence[StoredArray],
         *,
         overlapping: bool = False,
         factors: Mapping[int, Sequence[int]] | None = None,
@@ -319,7 +416,7 @@ class Index:
             key: the tensor.
             dtype: its dtype.
             shape: its global shape.
-            stored: `(file, stored name, stored shape, tiles)` of each stored array. Equal regions are replicas.
+            stored: the stored arrays that contain its tiles. Equal regions are replicas.
             overlapping: accept regions that overlap without being equal.
             factors: dims that the tiles describe by several dims, by dim. With `factors={d: (n0, n1)}`, index `r` of dim
                 `d` is `(r // n1, r % n1)` in the tiles; the product of the factors is the extent of the dim. Interleaved
@@ -343,24 +440,21 @@ class Index:
     def holders(self, key: str) -> list[int]:
         """Return the files that hold a part of the tensor, ascending. Opens no file."""
 
-    def shards(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], list[int]]]:
-        """Return `(offset, shape, files)` of each stored region.
+    def shards(self, key: str) -> list[StoredRegion]:
+        """Return the stored regions of a tensor.
 
         For tiles with `factors` this is the bounding box in the dims of the tensor. Bounding boxes can overlap.
         """
 
-    def stored(self, key: str) -> list[tuple[int, str, tuple[int, ...], list[Tile]]]:
-        """Return `(file, stored name, stored shape, tiles)` of each stored array of the key. Opens no file.
+    def stored(self, key: str) -> list[StoredArray]:
+        """Return the stored arrays of a tensor, as `add_tiles` takes them. Opens no file.
 
         `add_tiles` accepts the result. Tiles with `factors` are converted to the dims of the tensor, one tile per run of
         rows; more than 4 million tiles raise UnsupportedError.
         """
 
-    def metadata_layout(self, key: str) -> tuple[list[int], list[list[int]], list[str], list[int]] | None:
-        """Return `device_matrix, tensor_map, alias_name, rank_list`; None if the layout is null or not recorded.
-
-        `tensor_map` has one list per dim, empty for a dim that is not split.
-        """
+    def metadata_layout(self, key: str) -> DeviceLayout | None:
+        """Return the recorded device layout; None if it is null or not recorded."""
 
     def metadata_dtype(self, key: str) -> str | None:
         """Return the dtype in the spelling of metadata.json; None if it is not recorded."""

@@ -13,13 +13,15 @@ import inspect
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from fractions import Fraction
 from typing import ParamSpec, TypeVar
 
 from reshard.errors import ArgumentError, StorageError
 from reshard.words import check_text, show
 
-__all__ = ["check", "check_given", "check_seconds", "check_shapes", "check_texts", "checked"]
+__all__ = ["check", "check_given", "check_seconds", "check_shapes", "check_texts", "checked", "parse_size"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,6 +29,14 @@ T = TypeVar("T")
 _MAX_SECONDS = 1e9  # threading refuses to wait for much longer
 _MAX_NAME_BYTES = 255
 _MAX_INTEGER = 1 << 63
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", 1)
+}
+# A letter alone is a power of 1024, as for `dd`, `sort` and Slurm.
+_UNITS |= {case(prefix): _UNITS[f"{prefix}iB"] for prefix in "KMGT" for case in (str.upper, str.lower)}
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]{0,3})")
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
@@ -323,3 +333,34 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "share": _pair_of_integers,
     "timeout": check_seconds,
 }
+
+
+def parse_size(size: str | int) -> int:
+    """A number of bytes from text such as "4GiB" or "4G" (2**30), "500MB" (10**6) or "4096", or from an integer.
+
+    Args:
+        size: the text or the number; a fraction of a byte is dropped.
+
+    Returns:
+        Bytes, at least 1.
+
+    Raises:
+        ArgumentError: it is no such text, or less than one byte, or more than 2**63 - 1.
+
+    Example:
+        >>> parse_size("4GiB"), parse_size("4G"), parse_size("500MB"), parse_size(4096)
+        (4294967296, 4294967296, 500000000, 4096)
+    """
+    hint = 'write it as "4GiB" or "4G" (2**30 bytes), "500MB" (10**6 bytes) or a number of bytes'
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2] not in _UNITS:
+            raise ArgumentError(f"{show(size)} is not a size", hint=hint)
+        n_bytes = int(Fraction(match[1]) * _UNITS[match[2]])
+    elif isinstance(size, int) and not isinstance(size, bool):
+        n_bytes = size
+    else:
+        raise ArgumentError(f"a size is text or an integer, not {type(size).__name__}", hint=hint)
+    if not 1 <= n_bytes < 1 << 63:
+        raise ArgumentError(f"a size is from 1 to 2**63 - 1 bytes: {size}", hint=hint)
+    return n_bytes

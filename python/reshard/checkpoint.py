@@ -13,7 +13,8 @@ import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -26,21 +27,20 @@ from reshard.errors import (
     MismatchError,
     UnsupportedError,
 )
+from reshard.formats.base import StoredTensor
 from reshard.formats.own_files import opened_again, own_index
-from reshard.formats.rank_file import Placed
 from reshard.formats.scrub import scrub_share
 from reshard.indexing import normalize_index
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all, whole_request
-from reshard.small_files import close_read, show
-from reshard.words import check_text, listed
+from reshard.words import check_text, listed, show
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from reshard.formats.base import CheckpointData
+    from reshard.formats.base import CheckpointData, UnplacedTensor
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, NamesLike, ResolvedTensor
@@ -49,10 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo"]
 
 Part = Literal["all", "model", "optimizer"]
-_Stored: TypeAlias = (
-    tuple[str, tuple[int, ...], Placed] | tuple[str, tuple[int, ...], Placed, Mapping[int, Sequence[int]]]
-)
-"""dtype, global shape and stored arrays of a tensor, and the factors of dims if its tiles use factors."""
 LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -157,7 +153,7 @@ class Checkpoint:
     def __init__(self, data: CheckpointData) -> None:
         self.data = data
         self.format: str = data.traits.name
-        self.path = data.path
+        self.path = Path(data.path)
         self.iteration = data.iteration
         self.common = data.common
         self.manifest = data.manifest
@@ -170,7 +166,7 @@ class Checkpoint:
         self._unplaced = data.unplaced()
         self._is_scrubbed = False
         # The lock protects the files from retention. It is released with the object at the latest.
-        self._unlock = None if data.lock is None else weakref.finalize(self, close_read, data.lock)
+        self._unlock = None if data.lock is None else weakref.finalize(self, data.lock.close)
 
     def __enter__(self) -> Self:
         return self
@@ -237,8 +233,8 @@ class Checkpoint:
         self._check_placed(key)
         dtype, shape = self._index.info(key)
         shards = tuple(
-            StoredShard(offset, extent, tuple(map(self.data.file_name, files)))
-            for offset, extent, files in self._index.shards(key)
+            StoredShard(region.offset, region.shape, tuple(map(self.data.file_name, region.files)))
+            for region in self._index.shards(key)
         )
         return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self.data.part(key))
 
@@ -260,7 +256,7 @@ class Checkpoint:
         tiled = self.data.tiled_keys()
         return [key for key in self._keys if key in tiled]
 
-    def unplaced(self) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
+    def unplaced(self) -> dict[str, UnplacedTensor]:
         """The tensors that only `stored` can read, since no strategy gives the positions of their arrays.
 
         Returns:
@@ -272,7 +268,7 @@ class Checkpoint:
             ...     os.makedirs(f"ranks/rank_{rank}")
             ...     reshard.save_file({"w": np.zeros((8, 4), np.float32)}, f"ranks/rank_{rank}/net.safetensors")
             >>> reshard.open("ranks").unplaced()
-            {'w': ('F32', ((8, 4),))}
+            {'w': UnplacedTensor(dtype='F32', local_shapes=((8, 4),))}
         """
         return dict(self._unplaced)
 
@@ -281,7 +277,7 @@ class Checkpoint:
         for key in keys:
             check_text(key, "key of a tensor")
             if key in self._unplaced:
-                shapes = " or ".join(map(str, self._unplaced[key][1][:4]))
+                shapes = " or ".join(map(str, self._unplaced[key].local_shapes[:4]))
                 raise LayoutError(
                     f"each rank of {self.path} holds an array of shape {shapes} of {show(key)}, but their positions in "
                     "the tensor are not known",
@@ -537,22 +533,22 @@ class Checkpoint:
                 self._index.verify_crc(file)
             self._is_scrubbed = count == 1
             return
-        is_folder = self.path.is_dir()
-        folder = self.path if is_folder else self.path.parent
-        scrub_share(folder, self.manifest, share, None if is_folder else self.path.name, threads=threads)
+        path = self.data.path
+        is_folder = path.is_folder()
+        folder = path if is_folder else path.parent
+        scrub_share(folder, self.manifest, share, None if is_folder else path.name, threads=threads)
         self._is_scrubbed = count == 1
 
     # -- the same files, other tensors
 
     def view(
-        self, tensors: Mapping[str, _Stored] | Iterable[tuple[str, _Stored]], *, is_renamed: bool = False
+        self, tensors: Mapping[str, StoredTensor] | Iterable[tuple[str, StoredTensor]], *, is_renamed: bool = False
     ) -> Checkpoint:
         """The same files with other tensors, which consist of stored arrays. No tensor is read.
 
         Args:
-            tensors: dtype, global shape in elements and stored arrays of each tensor: `(file, stored name, stored
-                shape, tiles)` with file numbers of this checkpoint, as `_core.Index.stored` returns them; and
-                `factors`, if tiles use factors. A mapping, or an iterable of pairs.
+            tensors: the new tensors by key, with stored arrays as `_core.Index.stored` of this checkpoint returns them.
+                A mapping, or an iterable of pairs.
             is_renamed: the tensors have other names than in the recorded layout.
 
         Returns:
@@ -564,10 +560,11 @@ class Checkpoint:
 
         Example:
             >>> import numpy as np, reshard
+            >>> from reshard.formats.base import StoredTensor
             >>> reshard.save_file({"w": np.arange(3)}, "view.safetensors")
             >>> checkpoint = reshard.open("view.safetensors")
             >>> info = checkpoint["w"]
-            >>> view = checkpoint.view({"v": (info.dtype, info.shape, checkpoint.data.index.stored("w"))})
+            >>> view = checkpoint.view({"v": StoredTensor(info.dtype, info.shape, checkpoint.data.index.stored("w"))})
             >>> view.read("v")
             array([0, 1, 2])
         """
@@ -580,12 +577,14 @@ class Checkpoint:
             follow_links=data.follow_links,
             method=data.method,
         )
-        for key, (dtype, shape, stored, *factors) in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        for key, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
             # The description of the stored arrays has been checked for overlaps already.
-            index.add_tiles(key, dtype, shape, stored, overlapping=True, factors=factors[0] if factors else None)
+            index.add_tiles(
+                key, tensor.dtype, tensor.shape, tensor.stored, overlapping=True, factors=tensor.factors or None
+            )
         # The files must stay while either checkpoint is open.
         is_locked = self._unlock is not None and self._unlock.alive
-        lock = os.dup(data.lock) if is_locked and data.lock is not None else None
+        lock = data.lock.duplicate() if is_locked and data.lock is not None else None
         return Checkpoint(replace(data.view(index, lock), common=self.common, is_renamed=is_renamed))
 
     @checked
@@ -619,13 +618,16 @@ class Checkpoint:
             ...     fused.read("qk")[:, 0]
             array([0., 0., 1., 1., 0., 0., 1., 1.], dtype=float32)
         """
-        known = as_names(names, config_beside(self.path) if config is None else config)
+        known = as_names(names, config_beside(self.data.path) if config is None else config)
         shapes = self._shapes() if part == "all" else {key: self._index.shape(key) for key in self.keys(part)}
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
         # A tensor may be split into hundreds, one after the other: its stored arrays are looked up once.
         stored_of = functools.lru_cache(maxsize=1)(self._index.stored)
         return self.view(
-            ((made.key, (self._dtype_of(made), made.shape, made.stored(stored_of), made.factors)) for made in tensors),
+            (
+                (made.key, StoredTensor(self._dtype_of(made), made.shape, made.stored(stored_of), made.factors))
+                for made in tensors
+            ),
             is_renamed=True,
         )
 
@@ -640,7 +642,7 @@ class Checkpoint:
                 key=other,
                 hint="convert to one dtype first; `dtype=` of `convert` does this",
             )
-        if dtypes.is_packed(dtype) and any(source.placement is not None for source in made.sources):
+        if dtypes.is_packed(dtype) and any(source.part_map is not None for source in made.sources):
             raise UnsupportedError(
                 f"{show(first)} is {dtype}, packed into bytes: it can be renamed, but not split or transposed",
                 key=first,

@@ -1,6 +1,6 @@
-"""Numpy's basic indexing, split in two: the box of a tensor that must be read, and what is then taken of that box.
+"""NumPy's basic indexing in two steps: the region of a tensor that must be read, and the index into that region.
 
-Pure arithmetic on shapes. It knows no tensor and no file, and no indexing by lists, arrays or masks.
+This is arithmetic on shapes, without tensors or files. Indexing by lists, arrays or masks is not supported.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from reshard.errors import ArgumentError
 
-__all__ = ["Box", "TensorIndex", "TensorIndexError", "as_integer", "normalize_index"]
+__all__ = ["IndexedRegion", "TensorIndex", "TensorIndexError", "as_integer", "normalize_index"]
 
 IndexItem: TypeAlias = SupportsIndex | slice | EllipsisType | None
 TensorIndex: TypeAlias = IndexItem | tuple[IndexItem, ...]
 
 
 class TensorIndexError(ArgumentError, IndexError):
-    """An index that a tensor of this shape does not have, or of a kind that is not offered."""
+    """An index that is out of range for the shape of the tensor, or of an unsupported kind."""
 
 
-class Box(NamedTuple):
-    """What to read for an index, and what to take of it.
+class IndexedRegion(NamedTuple):
+    """The region to read for an index, and the index into the array of the region.
 
     Attributes:
-        offset: first element of the box, one a dim.
-        shape: extent of the box, one a dim.
-        post: `array_of_the_box[post]` is what the index asks for, as an array also where it is one element.
+        offset: first element of the region, one index for each dim.
+        shape: its extent in elements, one for each dim.
+        post: `array_of_the_region[post]` is the result of the index; an array also if it has one element.
     """
 
     offset: tuple[int, ...]
@@ -35,23 +35,24 @@ class Box(NamedTuple):
     post: tuple[int | slice | EllipsisType | None, ...]
 
 
-def normalize_index(index: object, shape: tuple[int, ...]) -> Box:
-    """Split a basic index into the smallest box that holds all it asks for, and the rest of the indexing.
+def normalize_index(index: object, shape: tuple[int, ...]) -> IndexedRegion:
+    """Split a basic index into the smallest region that contains the result, and an index into that region.
 
     Args:
-        index: what stands between the brackets, a `TensorIndex`: integers, slices (any step), one `...`, `None`, or a
-            tuple of them. Anything else is refused, so it need not be looked at before.
+        index: the index, a `TensorIndex`: integers, slices (any step), one `...`, `None`, or a tuple of them. Anything
+            else is refused.
         shape: shape of the tensor, in elements.
 
     Returns:
-        The box; reading it and applying `post` equals numpy's `array[index]`, but that a single element is a 0-d array.
+        The region. Reading it and applying `post` equals NumPy's `array[index]`, except that a single element is a 0-d
+        array.
 
     Raises:
         TensorIndexError: too many items, an integer out of range, a step of zero, or another kind of item.
 
     Example:
         >>> normalize_index((1, slice(None, None, 3)), (4, 8))
-        Box(offset=(1, 0), shape=(1, 7), post=(0, slice(None, None, 3), Ellipsis))
+        IndexedRegion(offset=(1, 0), shape=(1, 7), post=(0, slice(None, None, 3), Ellipsis))
     """
     items = index if isinstance(index, tuple) else (index,)
     ellipses = [position for position, item in enumerate(items) if item is Ellipsis]
@@ -80,7 +81,7 @@ def normalize_index(index: object, shape: tuple[int, ...]) -> Box:
             extent.append(1)
             post.append(0)
     # The last `...` keeps numpy from turning a single element into a scalar.
-    return Box(tuple(offset), tuple(extent), (*post, Ellipsis))
+    return IndexedRegion(tuple(offset), tuple(extent), (*post, Ellipsis))
 
 
 def as_integer(item: object) -> int | None:

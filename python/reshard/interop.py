@@ -210,7 +210,7 @@ class SafeOpen(Generic[Array]):
         index = self._checkpoint.data.index
         keys = self._checkpoint.keys()
         # A tensor has the position of its first shard. Tensors that are stored under other names come last.
-        stored = (name for file in range(index.n_files) for name, *_ in index.file_tensors(file))
+        stored = (one.name for file in range(index.n_files) for one in index.file_tensors(file))
         wanted = set(keys)
         return list(dict.fromkeys([*(name for name in stored if name in wanted), *keys]))
 

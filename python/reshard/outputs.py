@@ -12,7 +12,7 @@ from reshard.errors import ArgumentError, MismatchError, ReshardError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.indexing import Box
+    from reshard.indexing import IndexedRegion
 
 __all__ = ["as_array", "check_out", "check_outs", "fill", "keeps_order", "load_all", "whole_request"]
 
@@ -48,7 +48,7 @@ def load_all(plan: _core.Plan) -> dict[str, np.ndarray]:
     return {name: as_array(*memory, dtype, shape) for (name, dtype, shape, _), memory in loaded}
 
 
-def keeps_order(box: Box) -> bool:
+def keeps_order(box: IndexedRegion) -> bool:
     """Whether the result has all elements of the box, in the same order."""
     return all(item in (None, 0, ...) or item == slice(None) for item in box.post)
 

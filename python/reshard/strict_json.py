@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.errors import DamagedFileError
-from reshard.small_files import read_small_file, show
+from reshard.storage.location import locate
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable
 
 __all__ = ["parse_json", "read_json"]
@@ -41,7 +42,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, *, follow_links: boo
         DamagedFileError: the file is not valid JSON, not a regular file or too large; the message names the file.
         StorageError: the operating system failed to read it.
     """
-    return parse_json(read_small_file(path, max_bytes, follow_links=follow_links), os.fspath(path))
+    return parse_json(locate(path).read_small(max_bytes, follow_links=follow_links), str(path))
 
 
 def parse_json(data: bytes, name: str, *, max_depth: int = _MAX_DEPTH) -> object:

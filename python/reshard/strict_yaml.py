@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import yaml
 
-from reshard.errors import CheckpointNotFoundError, LayoutError, ReshardError, StorageError
+from reshard.errors import CheckpointNotFoundError, LayoutError, ReshardError
+from reshard.storage.inputs import read_input
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -55,15 +55,10 @@ def read_yaml(
         error_class: the file is not YAML, or uses a feature that is not accepted; the message names file, line and key.
     """
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
+        data = read_input(path, _MAX_BYTES + 1)
+    except CheckpointNotFoundError:
         raise CheckpointNotFoundError(
             f"there is no {what} file {show(os.fspath(path))}", path=os.fspath(path)
-        ) from None
-    except OSError as error:
-        raise StorageError(
-            f"reading {show(os.fspath(path))}: {error.strerror}", path=os.fspath(path), errno=error.errno
         ) from None
     return _Reader(os.fspath(path), error_class).read(data)
 

@@ -12,7 +12,7 @@
 
 use crate::dtype::n_elements;
 use crate::error::{Error, Kind, Result};
-use crate::mesh::Mesh;
+use crate::mesh::{Mesh, Place};
 use crate::region::{Dims, Region, flat_range_boxes, row_major_strides};
 use crate::tile::Tile;
 use std::sync::Arc;
@@ -38,9 +38,28 @@ pub struct Block {
     pub is_cut: bool,
 }
 
-/// Specification of one dim.
+impl Block {
+    /// `n` partitioned blocks of equal size.
+    ///
+    /// # Errors
+    ///
+    /// [`Kind::Layout`] if the extent is no multiple of `n`, or `n` is too large.
+    pub fn equal(extent: u64, n: u64) -> Result<Vec<Self>> {
+        if n == 0 || n > MAX_BLOCKS || !extent.is_multiple_of(n) {
+            let message = format!("{extent} elements do not divide into {n} equal blocks");
+            return Err(Error::new(Kind::Layout, message));
+        }
+        let block = Self {
+            size: extent / n,
+            is_cut: true,
+        };
+        Ok(vec![block; n as usize])
+    }
+}
+
+/// How one dim is partitioned.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct DimSpec {
+pub struct DimPartition {
     /// The axes that split it, outermost first.
     pub axes: Vec<usize>,
     /// Explicit sizes of the parts.
@@ -49,21 +68,17 @@ pub struct DimSpec {
     pub blocks: Option<Vec<Block>>,
 }
 
-/// Specification of a layout; the fields are those of a layout file.
+/// How a tensor is divided over the axes of a mesh; see the fields of a rule in a layout file.
 #[derive(Debug, Clone)]
-pub struct Spec {
-    /// The global shape.
-    pub shape: Vec<u64>,
+pub struct Partition {
     /// One entry per dim.
-    pub dims: Vec<DimSpec>,
+    pub dims: Vec<DimPartition>,
     /// Rule for extents that are not divisible.
     pub uneven: Uneven,
     /// Axes that split the flattened block.
     pub flat: Option<Vec<usize>>,
     /// `stored[j]` is the global dim at storage position `j`.
     pub stored: Option<Vec<usize>>,
-    /// Axes, outermost first, and the combined coordinate of the ranks that hold the tensor.
-    pub place: Vec<(Vec<usize>, u64)>,
 }
 
 /// How one tensor is partitioned over a mesh.
@@ -161,16 +176,23 @@ pub struct FlatSpan {
 }
 
 impl Layout {
-    /// Checks a specification against the mesh and the shape.
-    pub fn new(mesh: Arc<Mesh>, spec: Spec) -> Result<Self> {
-        let Spec {
-            shape,
-            dims: specs,
+    /// Checks a partition against the mesh and the global shape.
+    ///
+    /// # Errors
+    ///
+    /// [`Kind::Layout`] if the partition does not fit the shape, an axis is used twice, or no rank holds the tensor.
+    pub fn new(
+        mesh: Arc<Mesh>,
+        shape: Vec<u64>,
+        partition: Partition,
+        place: &[Place],
+    ) -> Result<Self> {
+        let Partition {
+            dims: partitions,
             uneven,
             flat,
             stored,
-            place,
-        } = spec;
+        } = partition;
         let n = shape.len();
         if n_elements(&shape).is_none_or(|n| n > i64::MAX as u64) {
             return Err(Error::new(
@@ -178,14 +200,17 @@ impl Layout {
                 format!("shape {} is too large", Dims(&shape)),
             ));
         }
-        if specs.len() != n {
+        if partitions.len() != n {
             return Err(Error::new(
                 Kind::Layout,
-                format!("the layout has {} dims, the tensor has {n}", specs.len()),
+                format!(
+                    "the partition has {} dims, the tensor has {n}",
+                    partitions.len()
+                ),
             ));
         }
         let mut used = vec![false; mesh.axes().len()];
-        for &axis in specs
+        for &axis in partitions
             .iter()
             .flat_map(|dim| &dim.axes)
             .chain(flat.iter().flatten())
@@ -197,7 +222,7 @@ impl Layout {
                 ));
             }
         }
-        let n_blocks = specs
+        let n_blocks = partitions
             .iter()
             .filter_map(|dim| dim.blocks.as_ref())
             .try_fold(1_u64, |n, blocks| n.checked_mul(blocks.len().max(1) as u64));
@@ -207,7 +232,7 @@ impl Layout {
                 format!("`blocks` split the tensor into more than {MAX_BLOCKS} blocks"),
             ));
         }
-        let dims = specs
+        let dims = partitions
             .into_iter()
             .enumerate()
             .map(|(d, dim)| {
@@ -225,7 +250,15 @@ impl Layout {
             let message = format!("`stored` {order:?} is not a permutation of the {n} dims");
             return Err(Error::new(Kind::Layout, message));
         }
-        let fixed = Self::fixed_coordinates(&mesh, &used, place)?;
+        let fixed = mesh.fixed(place)?;
+        for (axis, (name, size)) in mesh.axes().iter().enumerate() {
+            if fixed[axis].is_some() && used[axis] && *size > 1 {
+                let message = format!(
+                    "axis `{name}` both divides the tensor and places it: parts of it would be on no rank"
+                );
+                return Err(Error::new(Kind::Layout, message));
+            }
+        }
         Ok(Self {
             mesh,
             shape,
@@ -234,41 +267,6 @@ impl Layout {
             order,
             fixed,
         })
-    }
-
-    fn fixed_coordinates(
-        mesh: &Mesh,
-        used: &[bool],
-        place: Vec<(Vec<usize>, u64)>,
-    ) -> Result<Vec<Option<u64>>> {
-        let mut fixed = vec![None; mesh.axes().len()];
-        for (axes, coordinate) in place {
-            if coordinate >= mesh.n_folded(&axes) {
-                let message = format!(
-                    "place coordinate {coordinate} is outside the axis of size {}",
-                    mesh.n_folded(&axes)
-                );
-                return Err(Error::new(Kind::Layout, message));
-            }
-            let position = mesh.unfold(coordinate, &axes);
-            for axis in axes {
-                let (name, size) = &mesh.axes()[axis];
-                let at = mesh.coordinate(position, axis);
-                if used[axis] && *size > 1 {
-                    let message = format!(
-                        "axis `{name}` both splits the tensor and occurs in `place`: no rank would hold some parts"
-                    );
-                    return Err(Error::new(Kind::Layout, message));
-                }
-                if fixed[axis].replace(at).is_some_and(|other| other != at) {
-                    let message = format!(
-                        "two `place` entries put the tensor at different coordinates of axis `{name}`: no rank holds it"
-                    );
-                    return Err(Error::new(Kind::Layout, message));
-                }
-            }
-        }
-        Ok(fixed)
     }
 
     /// The mesh.
@@ -306,10 +304,7 @@ impl Layout {
 
     /// Whether the rank at a position holds a part.
     pub fn holds(&self, position: u64) -> bool {
-        self.fixed
-            .iter()
-            .enumerate()
-            .all(|(axis, at)| at.is_none_or(|at| self.mesh.coordinate(position, axis) == at))
+        self.mesh.is_at(position, &self.fixed)
     }
 
     /// The positions that hold a part, in mesh order.
@@ -494,8 +489,8 @@ fn push_tiles(
 }
 
 impl DimCut {
-    fn new(mesh: &Mesh, dim: DimSpec, extent: u64, uneven: Uneven) -> Result<Self> {
-        let DimSpec {
+    fn new(mesh: &Mesh, dim: DimPartition, extent: u64, uneven: Uneven) -> Result<Self> {
+        let DimPartition {
             axes,
             sizes,
             blocks,
@@ -612,23 +607,18 @@ mod tests {
         let mesh = Arc::new(Mesh::new(vec![("dp".into(), 2), ("tp".into(), 3)], None).unwrap());
         let dims = cut
             .iter()
-            .map(|axes| DimSpec {
+            .map(|axes| DimPartition {
                 axes: axes.to_vec(),
-                ..DimSpec::default()
+                ..DimPartition::default()
             })
             .collect();
-        Layout::new(
-            mesh,
-            Spec {
-                shape: shape.to_vec(),
-                dims,
-                uneven,
-                flat,
-                stored: None,
-                place: vec![],
-            },
-        )
-        .unwrap()
+        let partition = Partition {
+            dims,
+            uneven,
+            flat,
+            stored: None,
+        };
+        Layout::new(mesh, shape.to_vec(), partition, &[]).unwrap()
     }
 
     #[test]

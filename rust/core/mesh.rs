@@ -8,6 +8,9 @@ pub const MAX_POINTS: u64 = 1 << 20;
 /// Most axes. A mesh of `MAX_POINTS` points has fewer axes of size 2 or more.
 const MAX_AXES: usize = 256;
 
+/// Axes, first = outermost, and the folded coordinate on them at which ranks hold a tensor.
+pub type Place = (Vec<usize>, u64);
+
 /// A device mesh. The first axis varies slowest; points are row-major.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Mesh {
@@ -173,6 +176,41 @@ impl Mesh {
             folded /= self.size(axis);
         }
         position
+    }
+
+    /// For each axis the coordinate that `place` fixes; every entry holds.
+    ///
+    /// # Errors
+    ///
+    /// [`Kind::Layout`] if a coordinate is out of range, or two entries fix an axis at different coordinates.
+    pub fn fixed(&self, place: &[Place]) -> Result<Vec<Option<u64>>> {
+        let mut fixed = vec![None; self.axes.len()];
+        for (axes, coordinate) in place {
+            let n = self.n_folded(axes);
+            if *coordinate >= n {
+                let message =
+                    format!("place coordinate {coordinate} is outside the axes of {n} coordinates");
+                return Err(Error::new(Kind::Layout, message));
+            }
+            let position = self.unfold(*coordinate, axes);
+            for &axis in axes {
+                let at = self.coordinate(position, axis);
+                if let Some(other) = fixed[axis].replace(at).filter(|other| *other != at) {
+                    let message = format!(
+                        "`place` fixes axis `{}` at {other} and at {at}: no rank holds the tensor",
+                        self.axes[axis].0
+                    );
+                    return Err(Error::new(Kind::Layout, message));
+                }
+            }
+        }
+        Ok(fixed)
+    }
+
+    /// Whether a position has the coordinates that [`Self::fixed`] returned.
+    pub fn is_at(&self, position: u64, fixed: &[Option<u64>]) -> bool {
+        let mut axes = fixed.iter().enumerate();
+        axes.all(|(axis, at)| at.is_none_or(|at| self.coordinate(position, axis) == at))
     }
 
     /// Product of the sizes of some axes.

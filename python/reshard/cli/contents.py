@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import reshard
@@ -18,6 +17,8 @@ from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
 from reshard.errors import LayoutError, ReshardError
 from reshard.formats import counter_tensors
 from reshard.formats.scrub import is_damage
+from reshard.layout import Partition
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -145,7 +146,7 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         files=[(file.name, file.n_bytes) for file in checkpoint.files()],
         saves=[] if order is None else save_log.read(path),
         parts=_parts(rows),
-        leftovers=[*([] if order is None else leftovers_in_root(Path(path))), *leftovers_in_iteration(checkpoint)],
+        leftovers=[*([] if order is None else leftovers_in_root(locate(path))), *leftovers_in_iteration(checkpoint)],
     )
 
 
@@ -167,11 +168,11 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
         elif one.name != taken.path.name:
             n_checked += 1
             try:
-                with reshard.open(Path(root) / one.name) as opened:
+                with reshard.open(locate(root) / one.name) as opened:
                     verified = opened.verified
             except ReshardError as error:
                 complete, verified, reason = False if is_damage(error) else None, None, error.message
-        tracked, pinned = marks(Path(root) / one.name)
+        tracked, pinned = marks(locate(root) / one.name)
         found.append(
             Iteration(
                 one.iteration,
@@ -200,7 +201,7 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
     found: list[RankSaveState] = []
     n_checked = 0
     for save in saves:
-        is_taken = any(str(file.relative_to(path)) in opened for file in save.files.values())
+        is_taken = any(file.relative_to(locate(path)) in opened for file in save.files.values())
         complete: bool | None = True
         reason = skipped.get(save.name, save.fault)
         if reason is not None:
@@ -210,7 +211,7 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
         elif not is_taken:
             n_checked += 1
             try:
-                Checkpoint(open_rank_files(Path(path), save.files, taken.strategy)).close()
+                Checkpoint(open_rank_files(locate(path), save.files, taken.strategy)).close()
             except ReshardError as error:
                 complete, reason = False if is_damage(error) else None, error.message
         found.append(RankSaveState(save.name, save.why, is_taken, complete, reason))
@@ -247,11 +248,11 @@ def _row(key: str, info: TensorInfo, bound: BoundLayout | None, shared: dict[obj
 
 def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
     """The partition of a tensor by its stored regions, with names of axes where the layout has the same partition."""
-    spec = None if bound is None else bound.specs.get(key)
-    axes_of = dict(enumerate(spec.cut)) if spec is not None else {}
+    layout = None if bound is None else bound.tensor_layouts.get(key)
+    partition = Partition() if layout is None else layout.partition
     mesh = {} if bound is None else dict(bound.mesh.axes)
-    if spec is not None and (spec.flat or spec.blocks or spec.stored):
-        return _cut_by_rule(spec, mesh)
+    if partition.flat or partition.blocks or partition.is_reordered:
+        return _cut_by_rule(partition, mesh)
     extents = [{(shard.offset[d], shard.shape[d]) for shard in info.shards} for d in range(len(info.shape))]
     if math.prod(len(parts) for parts in extents) != len(info.shards):
         return f"{len(info.shards)} regions, no grid"
@@ -259,25 +260,26 @@ def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
     for dim, parts in enumerate(extents):
         if len(parts) < 2:
             continue
-        axes = [axis for axis in axes_of.get(dim, ()) if mesh[axis] > 1]
+        axes = [axis for axis in partition.axes_of(dim) if mesh[axis] > 1]
         over = f" over {' x '.join(axes)}" if axes and math.prod(mesh[axis] for axis in axes) == len(parts) else ""
         uneven = ", uneven" if len({extent for _, extent in parts}) > 1 else ""
         texts.append(f"dim {dim}{over}: {len(parts)}{uneven}")
     return "; ".join(texts) or "whole"
 
 
-def _cut_by_rule(spec: Any, mesh: dict[str, int]) -> str:
-    """The partition in the words of a layout file, for regions that are not a grid."""
-    blocks = dict(spec.blocks)
+def _cut_by_rule(partition: Partition, mesh: dict[str, int]) -> str:
+    """The partition in the terms of a layout file, for regions that are not a grid."""
     texts = []
-    for dim, axes in enumerate(spec.cut):
+    for dim, axes in enumerate(partition.cut):
         if n := math.prod(mesh[axis] for axis in axes) if axes else 0:
-            each = f" in each of {len(blocks[dim])} blocks" if dim in blocks else ""
+            blocks = partition.blocks_of(dim)
+            n_blocks = len(blocks) if isinstance(blocks, tuple) else blocks
+            each = f" in each of {n_blocks} blocks" if n_blocks is not None else ""
             texts.append(f"dim {dim} over {' x '.join(axes)}: {n}{each}")
-    if spec.flat:
-        texts.append(f"flat over {' x '.join(spec.flat)}: {math.prod(mesh[axis] for axis in spec.flat)}")
-    if spec.stored:
-        texts.append(f"stored as dims {', '.join(map(str, spec.stored))}")
+    if partition.flat:
+        texts.append(f"flat over {' x '.join(partition.flat)}: {math.prod(mesh[axis] for axis in partition.flat)}")
+    if partition.is_reordered:
+        texts.append(f"stored as dims {', '.join(map(str, partition.stored))}")
     return "; ".join(texts) or "whole"
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from reshard.arguments import parse_size
 from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size
-from reshard.small_files import parse_size
+from reshard.storage.changes import temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,5 +79,5 @@ def _folder(keep: str | None) -> Iterator[Path]:
     if keep is not None:
         yield Path(keep)
         return
-    with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:
-        yield Path(folder)
+    with temporary_folder("reshard-demo-") as folder:
+        yield folder

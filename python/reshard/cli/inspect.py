@@ -152,8 +152,9 @@ def _json(facts: Contents, rows: list[TensorRow]) -> dict[str, Any]:
 def _json_manifest(manifest: Manifest | None) -> dict[str, Any] | None:
     if manifest is None:
         return None
-    names = ("iteration", "epoch", "attempt", "world_size", "previous_tracker", "passed_over", "writer", "saved_at")
-    return {**{name: getattr(manifest, name) for name in names}, "digest": manifest.digest}
+    names = ("attempt", "world_size", "previous_tracker", "passed_over", "writer", "saved_at", "digest")
+    known = {name: getattr(manifest, name) for name in names}
+    return {"iteration": manifest.iteration, "epoch": manifest.generation, **known}
 
 
 def _finite(metrics: Mapping[str, int | float]) -> dict[str, object]:

@@ -6,8 +6,6 @@ restart neither reads nor changes them.
 
 from __future__ import annotations
 
-import os
-import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,9 +16,8 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.storage import claims, filesystem, staging, trash
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.checkpoint import Checkpoint
+    from reshard.storage.location import Location
 
 __all__ = ["Leftover", "leftovers_in_iteration", "leftovers_in_root"]
 
@@ -56,7 +53,7 @@ class Leftover:
     n_bytes: int
 
 
-def leftovers_in_root(root: Path) -> list[Leftover]:
+def leftovers_in_root(root: Location) -> list[Leftover]:
     """Entries of a root that are neither iterations nor files of reshard. Raises StorageError if listing it fails."""
     found = [_staged(root, name) for name in filesystem.names(root / staging.STAGING_FOLDER)]
     for name in filesystem.names(root / trash.TRASH_FOLDER):
@@ -76,28 +73,29 @@ def leftovers_in_root(root: Path) -> list[Leftover]:
 def leftovers_in_iteration(checkpoint: Checkpoint) -> list[Leftover]:
     """Files in the folder of a checkpoint that its manifest does not list; none without a manifest."""
     manifest = checkpoint.manifest
-    if manifest is None or not checkpoint.path.is_dir():
+    folder = checkpoint.data.path
+    if manifest is None or not folder.is_folder():
         return []
     listed = {*manifest.shards, *manifest.files, *_OURS_IN_ITERATION}
     return [
         Leftover(
-            f"{checkpoint.path.name}/{name}",
-            f"{_kind(checkpoint.path / name)}, not in the manifest",
-            _n_bytes(checkpoint.path / name),
+            f"{folder.name}/{name}",
+            f"{_kind(folder / name)}, not in the manifest",
+            _n_bytes(folder / name),
         )
-        for name in filesystem.names(checkpoint.path)
+        for name in filesystem.names(folder)
         if name not in listed
     ]
 
 
-def _staged(root: Path, name: str) -> Leftover:
+def _staged(root: Location, name: str) -> Leftover:
     path = root / staging.STAGING_FOLDER / name
     parsed = staging.StagedName.parse(name)
     what = f"{_kind(path)}, not part of a checkpoint"
     if name.startswith("share-"):
         what = "shares of an unfinished conversion"
     if parsed is not None:
-        is_alive = claims.is_alive(root, parsed.epoch)
+        is_alive = claims.is_alive(root, parsed.generation)
         state = {
             True: "in progress",
             False: "that was interrupted: the next save publishes it if it is complete, and removes it otherwise",
@@ -107,27 +105,17 @@ def _staged(root: Path, name: str) -> Leftover:
     return Leftover(f"{staging.STAGING_FOLDER}/{name}", what, _n_bytes(path))
 
 
-def _kind(path: Path) -> str:
-    try:
-        mode = path.lstat().st_mode
-    except OSError:
-        return "file"
-    if stat.S_ISLNK(mode):
-        return "symbolic link"
-    return "folder" if stat.S_ISDIR(mode) else "file"
+def _kind(path: Location) -> str:
+    kind = path.kind()
+    return "symbolic link" if kind == "link" else "folder" if kind == "folder" else "file"
 
 
-def _n_bytes(path: Path) -> int:
+def _n_bytes(path: Location) -> int:
     try:
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode):
-            return found.st_size
-        total = 0
-        with os.scandir(path) as entries:
-            for n_files, entry in enumerate(entries):
-                if n_files == _MAX_FILES:
-                    break
-                total += entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else 0
-    except (OSError, ReshardError):
+        found = path.stat()
+        if found.kind != "folder":
+            return found.n_bytes
+        files = [entry.name for entry in path.entries()[:_MAX_FILES] if entry.kind == "file"]
+        return sum((path / name).stat().n_bytes for name in files)
+    except ReshardError:
         return 0
-    return total

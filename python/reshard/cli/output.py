@@ -25,6 +25,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, adapt_hint
+from reshard.storage.location import locate
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -413,7 +414,7 @@ def _is_given(path: str | None) -> bool:
     """Whether a path is an argument of the command, possibly spelled in another way."""
     context = click.get_current_context()
     values = [context.params.get(param.name or "") for param in context.command.params if param.type is PATH]
-    return path is not None and os.path.abspath(path) in [os.path.abspath(one) for one in values if one]  # noqa: PTH100
+    return path is not None and locate(path).absolute() in [locate(one).absolute() for one in values if one]
 
 
 def _report(error: ReshardError | OSError, *, as_json: bool) -> None:

@@ -19,22 +19,23 @@ from reshard.formats.huggingface import names as huggingface
 from reshard.formats.tiled import names as tiles
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.outputs import whole_request
+from reshard.storage.changes import make_folders, set_mode
 from reshard.storage.filling import filled_folder, is_staging
-from reshard.storage.publication import as_storage_error, made_folder, published_folder
+from reshard.storage.publication import made_folder, published_folder
 from reshard.write.iteration import FileContent, JointProgress, WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
-    from pathlib import Path
 
     import numpy as np
 
     from reshard import _core
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.shares import Shared
+    from reshard.storage.location import Location
     from reshard.storage.protocol import FileRecord
 
-    Produce = Callable[[Path], Mapping[str, FileRecord]]
+    Produce = Callable[[Location], Mapping[str, FileRecord]]
 
 __all__ = [
     "SHARED_PREFIX",
@@ -109,7 +110,7 @@ class Job:
 
     source: Checkpoint
     keys: list[str]
-    target: Path
+    target: Location
     options: Options
     overwrite: bool
     counters: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -129,7 +130,7 @@ class Job:
 class Written:
     """What was written; `pending`: shares that must be written before anything is published."""
 
-    path: Path
+    path: Location
     n_files: int
     n_bytes: int
     pending: list[int] = field(default_factory=list)
@@ -159,13 +160,12 @@ def file_sizes(job: Job, files: list[File]) -> list[int]:
     return [sum(array[3] for array in job.plan(file.request).arrays) for file in files]
 
 
-def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
+def write_files(job: Job, folder: Location, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
     """Write the files; returns the record of each, by name."""
     options = job.options
     progress = JointProgress(options.progress, sum(sizes))
     for name in {file.name.rpartition("/")[0] for file in files} - {""}:
-        with as_storage_error("make", folder / name):
-            (folder / name).mkdir(mode=options.folder_mode, exist_ok=True)
+        make_folders(folder / name, options.folder_mode)
     return {
         file.name: job.plan(file.request).write(
             str(folder / file.name),
@@ -181,7 +181,7 @@ def write_files(job: Job, folder: Path, files: list[File], sizes: list[int]) -> 
 
 
 @contextlib.contextmanager
-def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
+def produced(job: Job, published: Location, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
     """How the folder that is published gets its files: a function that fills it, or the report if nothing is published.
 
     Without shares the files are written into it. With shares this one is written first, unless it has a record, into
@@ -197,8 +197,7 @@ def produced(job: Job, published: Path, files: list[File], sizes: list[int]) -> 
         yield lambda folder: write_files(job, folder, files, sizes)
         return
     share, gathered = job.shared.share, job.shared.folder
-    with as_storage_error("make", gathered):
-        gathered.mkdir(mode=job.options.folder_mode, parents=True, exist_ok=True)
+    make_folders(gathered, job.options.folder_mode)
     own: Mapping[str, FileRecord] | None = read_record(gathered, share)
     if own is None:
         chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
@@ -236,17 +235,17 @@ def as_file(bound: BoundLayout, file: FileContent) -> File:
 # -- the destination
 
 
-def set_original_modes(folder: Path) -> None:
+def set_original_modes(folder: Location) -> None:
     """Give the files of a folder, and itself, the permissions that MindSpore Transformers gives."""
-    for entry in folder.iterdir():
-        entry.chmod(0o400 if entry.suffix == ".safetensors" else 0o640)
-    folder.chmod(0o750)
+    for name in folder.names():
+        set_mode(folder / name, 0o400 if name.endswith(".safetensors") else 0o640)
+    set_mode(folder, 0o750)
 
 
 @contextlib.contextmanager
 def destination_folder(
-    job: Job, subfolders: Collection[str] = (), is_ours: Callable[[Path], bool] | None = None
-) -> Iterator[Path]:
+    job: Job, subfolders: Collection[str] = (), is_ours: Callable[[Location], bool] | None = None
+) -> Iterator[Location]:
     """A folder whose entries are those of the destination when the block ends well.
 
     A destination that exists is filled and keeps its mode and owner; files of an earlier conversion are removed.
@@ -257,7 +256,7 @@ def destination_folder(
         is_ours: which entries of a destination that exists are replaced.
     """
     options, target = job.options, job.target
-    if target.is_dir():
+    if target.is_folder():
         with filled_folder(
             target,
             replaces=(is_ours or is_our_file) if job.overwrite else None,
@@ -276,9 +275,9 @@ def destination_folder(
         yield folder
 
 
-def is_our_file(entry: Path) -> bool:
+def is_our_file(entry: Location) -> bool:
     """Whether a file was written by an earlier conversion: it names its writer."""
-    if entry.is_symlink() or not entry.is_file():
+    if entry.kind() != "file":
         return False
     if entry.name == tiles.TILES_FILE:
         with contextlib.suppress(ReshardError):
@@ -290,7 +289,7 @@ def is_our_file(entry: Path) -> bool:
     return entry.suffix == ".safetensors" and writer_mark.is_ours(entry)
 
 
-def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _: False) -> None:
+def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lambda _: False) -> None:
     """Refuse a destination folder with files that must not be replaced, or that would be mixed up with new ones.
 
     Args:
@@ -298,11 +297,12 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _
         would_be_lost: entries beside foreign weight files that are refused.
     """
     target = job.target
-    if not target.exists():
+    found = target.found()
+    if found is None:
         return
-    if not target.is_dir():
+    if found != "folder":
         raise DestinationExistsError(f"{target} is a file; the destination is to be a folder", path=str(target))
-    entries = [entry for entry in target.iterdir() if not _is_left_over(entry)]
+    entries = [target / name for name in target.names() if not _is_left_over(target / name)]
     if not entries:
         return
     if not job.overwrite:
@@ -321,7 +321,7 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Path], bool] = lambda _
             )
 
 
-def _is_left_over(entry: Path) -> bool:
+def _is_left_over(entry: Location) -> bool:
     """Whether an entry is of a conversion that was killed or still runs. It is logged and left alone."""
     if not is_staging(entry.name):
         return False

@@ -7,21 +7,21 @@ only the dtype in `config.json` is read.
 from __future__ import annotations
 
 import contextlib
-import filecmp
-import os
 import re
-import shutil
-import stat
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard import dtypes
-from reshard.errors import ArgumentError, DestinationExistsError, ReshardError, StorageError
+from reshard.errors import ArgumentError, DestinationExistsError, ReshardError
 from reshard.formats.full_weights import names as full_weights
 from reshard.formats.tiled import names as tiles
-from reshard.small_files import show
-from reshard.storage.publication import as_storage_error
+from reshard.storage.changes import copy_file, has_same_content, make_folders
 from reshard.strict_json import read_json
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from reshard.storage.location import Location
+    from reshard.storage.store import Entry
 
 __all__ = ["ModelFiles", "dtype_warning", "find_model_files"]
 
@@ -47,10 +47,10 @@ class ModelFiles:
         warnings: files that are not copied although they may be needed, and why.
     """
 
-    files: dict[str, Path] = field(default_factory=dict)
+    files: dict[str, Location] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
-    def check_free(self, target: Path) -> None:
+    def check_free(self, target: Location) -> None:
         """Leave out files that `target` already has, and refuse files that it has with other content.
 
         Raises:
@@ -58,10 +58,10 @@ class ModelFiles:
         """
         for top in {name.partition("/")[0] for name in self.files}:
             of_top = {name: path for name, path in self.files.items() if name.partition("/")[0] == top}
-            if not os.path.lexists(target / top):
+            if not (target / top).exists():
                 continue
             for name, path in of_top.items():
-                if not _is_same(path, target / name):
+                if not has_same_content(path, target / name):
                     raise DestinationExistsError(
                         f"{target / name} differs from {path}, which would be copied with the weights",
                         path=str(target / name),
@@ -70,7 +70,7 @@ class ModelFiles:
                     )
                 del self.files[name]
 
-    def copy(self, folder: Path, *, file_mode: int, folder_mode: int, durable: bool) -> None:
+    def copy(self, folder: Location, *, file_mode: int, folder_mode: int, durable: bool) -> None:
         """Copy the files into a folder.
 
         Args:
@@ -84,13 +84,12 @@ class ModelFiles:
         """
         for name, path in self.files.items():
             target = folder / name
-            with as_storage_error("copy", path):
-                for parent in reversed(Path(name).parents[:-1]):
-                    (folder / parent).mkdir(mode=folder_mode, exist_ok=True)
-                _copy(path, target, file_mode, durable=durable)
+            if "/" in name:
+                make_folders(target.parent, folder_mode)
+            copy_file(path, target, file_mode, durable=durable)
 
 
-def find_model_files(folder: Path) -> ModelFiles:
+def find_model_files(folder: Location) -> ModelFiles:
     """Find the files of a model folder that are not weights.
 
     Regular files are selected, and symbolic links to regular files in the folder itself or in the store of a download
@@ -100,14 +99,14 @@ def find_model_files(folder: Path) -> ModelFiles:
         ArgumentError: it is not a folder.
         StorageError: the system failed to list it.
     """
-    if not folder.is_dir():
+    if not folder.is_folder():
         raise ArgumentError(f"{show(str(folder))} is not a folder with the files of a model", path=str(folder))
     found = ModelFiles()
     _collect(folder, "", found, _allowed(folder))
     return found
 
 
-def dtype_warning(folder: Path, dtype: str) -> str | None:
+def dtype_warning(folder: Location, dtype: str) -> str | None:
     """A warning if `config.json` has another dtype than the one to which the weights are cast."""
     try:
         config = read_json(folder / "config.json", _MAX_CONFIG_BYTES)
@@ -122,77 +121,53 @@ def dtype_warning(folder: Path, dtype: str) -> str | None:
     return None
 
 
-def _allowed(folder: Path) -> list[Path]:
+def _allowed(folder: Location) -> list[Location]:
     """Folders to which links may lead."""
-    real = Path(os.path.realpath(folder))
+    real = folder.resolved()
     is_in_cache = real.parent.name == "snapshots"
     return [real, *([real.parent.parent / "blobs"] if is_in_cache else [])]
 
 
-def _collect(folder: Path, prefix: str, found: ModelFiles, allowed: list[Path]) -> None:
+def _collect(folder: Location, prefix: str, found: ModelFiles, allowed: list[Location]) -> None:
     entries = _entries(folder, found)
-    names = [entry.name for entry in entries]
-    if prefix and (weights := [name for name in names if _WEIGHTS.fullmatch(name)]):
+    if prefix and (weights := [entry.name for entry in entries if _WEIGHTS.fullmatch(entry.name)]):
         found.warnings.append(f"{folder} holds weights, such as {show(weights[0])}, and is not copied")
         return
     for entry in entries:
-        name, path = prefix + entry.name, Path(entry.path)
+        name, path = prefix + entry.name, folder / entry.name
         if entry.name.startswith(".") or entry.name in _OTHER or _WEIGHTS.fullmatch(entry.name):
             continue
-        if entry.is_dir(follow_symlinks=False):
+        if entry.kind == "folder":
             if prefix.count("/") + 1 < _MAX_DEPTH:
                 _collect(path, f"{name}/", found, allowed)
             continue
-        why = _refusal(path, allowed)
+        why = _refusal(path, allowed, is_link=entry.kind == "link")
         if why is None and len(found.files) >= _MAX_FILES:
             why = f"there are more than {_MAX_FILES} files"
         if why is None:
-            found.files[name] = Path(os.path.realpath(path))
+            found.files[name] = path.resolved()
         else:
             found.warnings.append(f"{show(str(path))} is not copied: {why}")
 
 
-def _entries(folder: Path, found: ModelFiles) -> list[os.DirEntry[str]]:
-    with as_storage_error("list", folder), os.scandir(folder) as listing:
-        entries = [entry for entry, _ in zip(listing, range(_MAX_ENTRIES + 1), strict=False)]
+def _entries(folder: Location, found: ModelFiles) -> list[Entry]:
+    entries = folder.entries()
     if len(entries) > _MAX_ENTRIES:
         found.warnings.append(f"{folder} has more than {_MAX_ENTRIES} entries, and is not copied")
         return []
-    return sorted(entries, key=lambda entry: entry.name)
+    return entries
 
 
-def _refusal(path: Path, allowed: list[Path]) -> str | None:
+def _refusal(path: Location, allowed: list[Location], *, is_link: bool) -> str | None:
     """Why a file is not copied; None if it is."""
     try:
-        real = path.resolve(strict=True)
-        found = real.lstat()
-    except (OSError, RuntimeError):  # RuntimeError: links in a circle
+        found = path.stat(follow_links=True)
+    except ReshardError:
         return "it is a broken symbolic link"
-    if path.is_symlink() and not any(real.is_relative_to(folder) for folder in allowed):
+    if is_link and not any(folder in allowed for folder in path.resolved().parents):
         return "it is a symbolic link to a file outside of the folder"
-    if not stat.S_ISREG(found.st_mode):
+    if found.kind != "file":
         return "it is not a regular file"
-    if found.st_size > _MAX_FILE_BYTES:
-        return f"it has {found.st_size} bytes, more than {_MAX_FILE_BYTES}"
+    if found.n_bytes > _MAX_FILE_BYTES:
+        return f"it has {found.n_bytes} bytes, more than {_MAX_FILE_BYTES}"
     return None
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    try:
-        return stat.S_ISREG(other.lstat().st_mode) and filecmp.cmp(path, other, shallow=False)
-    except OSError:
-        return False
-
-
-def _copy(source: Path, target: Path, mode: int, *, durable: bool) -> None:
-    # The path was resolved when it was found: a link now was created afterwards.
-    read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(read, "rb") as content:  # noqa: PTH123  of a handle
-        if not stat.S_ISREG(os.fstat(read).st_mode):
-            raise StorageError(f"{show(str(source))} is not a regular file any more", path=str(source))
-        write = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-        with open(write, "wb") as copy:  # noqa: PTH123
-            shutil.copyfileobj(content, copy, 1 << 20)
-            copy.flush()
-            if durable:
-                os.fsync(write)

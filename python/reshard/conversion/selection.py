@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError
 from reshard.formats import counter_tensors
+from reshard.formats.base import StoredTensor
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _view(source: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     tensors = {}
     for old, new in names.items():
         dtype, shape = source.data.index.info(old)
-        tensors[new] = dtype, shape, source.data.index.stored(old)
+        tensors[new] = StoredTensor(dtype, shape, source.data.index.stored(old))
     return source.view(tensors)
 
 

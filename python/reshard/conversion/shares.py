@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
-from reshard.small_files import close_read, write_file_atomically
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
+from reshard.storage.changes import link_or_move, remove_file, remove_folder, try_lock
+from reshard.storage.location import locate
 from reshard.strict_json import read_json
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from reshard import _core
     from reshard.checkpoint import Checkpoint
+    from reshard.storage.location import Location
 
 __all__ = [
     "Share",
@@ -90,7 +88,7 @@ class Shared:
     """
 
     share: Share
-    folder: Path
+    folder: Location
 
 
 def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
@@ -100,10 +98,13 @@ def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
         source: the opened source.
         options: JSON-able.
     """
-    folder = source.path if source.path.is_dir() else source.path.parent
-    files = [(file.name, file.n_bytes, (folder / file.name).stat().st_mtime_ns) for file in source.files()]
+    path = source.data.path
+    folder = path if path.is_folder() else path.parent
+    files = [
+        (file.name, file.n_bytes, (folder / file.name).stat(follow_links=True).modified_ns) for file in source.files()
+    ]
     proof = None if source.manifest is None else source.manifest.digest
-    text = json.dumps([os.path.realpath(source.path), proof, files, options], sort_keys=True, default=str)
+    text = json.dumps([str(path.resolved()), proof, files, options], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -122,7 +123,9 @@ def assign(sizes: Sequence[int], n_shares: int) -> list[int]:
     return chosen
 
 
-def write_record(folder: Path, share: Share, written: Mapping[str, _core.Written], *, mode: int, durable: bool) -> None:
+def write_record(
+    folder: Location, share: Share, written: Mapping[str, _core.Written], *, mode: int, durable: bool
+) -> None:
     """Record that a share is written.
 
     Args:
@@ -140,10 +143,10 @@ def write_record(folder: Path, share: Share, written: Mapping[str, _core.Written
         for name, one in written.items()
     }
     text = json.dumps({"version": 1, "files": files})
-    write_file_atomically(folder / share.name, text, mode, durable=durable)
+    locate(folder / share.name).replace(text, mode, durable=durable)
 
 
-def read_record(folder: Path, share: Share) -> dict[str, WrittenFile] | None:
+def read_record(folder: Location, share: Share) -> dict[str, WrittenFile] | None:
     """The records of the files of a share; None: there are none, or the files are not there.
 
     Raises:
@@ -155,51 +158,37 @@ def read_record(folder: Path, share: Share) -> dict[str, WrittenFile] | None:
             name: WrittenFile(n_bytes, header_bytes, header_checksum, base64.b64decode(checksums, validate=True))
             for name, (n_bytes, header_bytes, header_checksum, checksums) in content["files"].items()
         }
-        if all((folder / name).lstat().st_size == one.n_bytes for name, one in files.items()):
+        if all((folder / name).stat().n_bytes == one.n_bytes for name, one in files.items()):
             return files
-    except (StorageError, PermissionError):
+    except StorageError:
         raise
-    except (ReshardError, OSError, KeyError, TypeError, ValueError, AttributeError):
+    except (ReshardError, KeyError, TypeError, ValueError, AttributeError):
         pass  # truncated, or something else: it is written again
     return None
 
 
-def missing(folder: Path, n_shares: int) -> list[int]:
+def missing(folder: Location, n_shares: int) -> list[int]:
     """The shares that are not recorded yet."""
     try:
-        names = set(os.listdir(folder))  # noqa: PTH208  names alone
-    except FileNotFoundError:
+        names = set(folder.names())
+    except CheckpointNotFoundError:
         names = set()
     return [index for index in range(n_shares) if _name(index) not in names]
 
 
 @contextlib.contextmanager
-def committing(folder: Path) -> Iterator[bool]:
+def committing(folder: Location) -> Iterator[bool]:
     """Whether this process is to publish: no other one does so now, or has done so.
 
     If the block ends without an exception, the folder of the shares is removed.
     """
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        if not os.path.lexists(folder):  # the process that had the lock before has published
-            yield False
-            return
-        yield True
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        close_read(handle)
+    with try_lock(folder) as is_ours:
+        yield is_ours
+        if is_ours:
+            remove_folder(folder)
 
 
-def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> dict[str, WrittenFile]:
+def place(folder: Location, target: Location, names: Sequence[str], n_shares: int) -> dict[str, WrittenFile]:
     """Link the files of all shares into the folder that is published.
 
     Args:
@@ -219,8 +208,7 @@ def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> di
     for index in range(n_shares):
         share = read_record(folder, Share(index, n_shares))
         if share is None:
-            with contextlib.suppress(OSError):
-                (folder / _name(index)).unlink()
+            remove_file(folder / _name(index))
             raise DamagedFileError(
                 f"share {index} of {n_shares} does not have the files of its record",
                 path=str(folder / _name(index)),
@@ -235,16 +223,7 @@ def place(folder: Path, target: Path, names: Sequence[str], n_shares: int) -> di
             hint="remove that folder and convert again",
         )
     for name in names:
-        try:
-            os.link(folder / name, target / name, follow_symlinks=False)
-        except OSError:
-            # The file system has no hard links: move the file.
-            try:
-                (folder / name).rename(target / name)
-            except OSError as error:
-                raise StorageError(
-                    f"moving {folder / name}: {error.strerror}", path=str(folder / name), errno=error.errno
-                ) from error
+        link_or_move(folder / name, target / name)
     return records
 
 

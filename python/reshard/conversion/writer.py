@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from pathlib import Path
 
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.destinations import Job, Written
+    from reshard.storage.location import Location
 
 __all__ = ["Settings", "Writer"]
 
@@ -39,8 +39,8 @@ class Settings:
     dedup: bool | None
     strict_format: bool
     original_modes: bool
-    model_files: Path | None
-    source: Path
+    model_files: Location | None
+    source: Location
 
 
 class Writer(ABC):
@@ -72,7 +72,7 @@ class Writer(ABC):
             ReshardError: as `reshard.convert`.
         """
 
-    def is_one_file(self, target: Path) -> bool:  # noqa: ARG002
+    def is_one_file(self, target: Location) -> bool:  # noqa: ARG002
         """Whether the destination is a file, not a folder."""
         return False
 

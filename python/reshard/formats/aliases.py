@@ -10,8 +10,8 @@ import json
 from typing import TYPE_CHECKING
 
 from reshard.errors import DamagedFileError
-from reshard.small_files import show
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,10 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 from reshard.formats import counter_tensors
+from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:
     import os
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from reshard.formats.manifest import Manifest
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
+    from reshard.storage.store import Lock
 
 __all__ = [
     "CheckpointData",
@@ -32,17 +33,44 @@ __all__ = [
     "OpenOptions",
     "PartName",
     "Shapes",
+    "StoredTensor",
     "StrategyLike",
     "Traits",
-    "Unplaced",
+    "UnplacedTensor",
 ]
 
 StrategyLike: TypeAlias = "Strategy | str | os.PathLike[str]"
 
 PartName = Literal["model", "optimizer"]
 Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
-Unplaced = tuple[str, tuple[tuple[int, ...], ...]]
-"""dtype and the distinct local shapes of a tensor whose parts have no known position."""
+
+
+class UnplacedTensor(NamedTuple):
+    """A tensor whose parts have no known position.
+
+    Attributes:
+        dtype: its safetensors name.
+        local_shapes: the distinct shapes of its parts, in elements.
+    """
+
+    dtype: str
+    local_shapes: tuple[tuple[int, ...], ...]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor and the stored arrays that it consists of: the arguments of `Index.add_tiles`.
+
+    Attributes:
+        dtype: its safetensors name.
+        shape: the global shape, in elements.
+        stored: the stored arrays.
+        factors: by dim, the factors of the dims of the tiles, where these are not those of the tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stored: Sequence[_core.StoredArray]
+    factors: Mapping[int, Sequence[int]] | None = None
 
 
 class Match(IntEnum):
@@ -94,7 +122,7 @@ class Format(ABC):
     traits: ClassVar[Traits]
 
     @abstractmethod
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """Whether an existing path is in this format. It reads names, and at most the first bytes of a file.
 
         Raises:
@@ -102,14 +130,14 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """Open and check a checkpoint; for a root, the best checkpoint in it.
 
         Raises:
             ReshardError: as `reshard.open`.
         """
 
-    def is_root(self, path: Path) -> bool:  # noqa: ARG002
+    def is_root(self, path: Location) -> bool:  # noqa: ARG002
         """Whether a path in this format holds several checkpoints, of which one is chosen."""
         return False
 
@@ -128,7 +156,7 @@ class CheckpointData:
         iteration: the iteration, or None.
         common: counters of the run, or None.
         manifest: the manifest, or None: then there are no checksums.
-        lock: an open file descriptor that protects the folder from retention, or None. The owner closes it.
+        lock: a lock that protects the folder from retention, or None. The owner closes it.
         skipped: `(folder, reason)` of iterations that were tried first and could not be opened.
         strings: names of values that are text, not tensors.
         aliases: for tied tensors, which are stored once: each further name and the stored name.
@@ -138,13 +166,13 @@ class CheckpointData:
     """
 
     traits: Traits
-    path: Path
+    path: Location
     index: _core.Index
     method: _core.ReadMethod = "auto"
     iteration: int | None = None
     common: CommonInfo | None = None
     manifest: Manifest | None = None
-    lock: int | None = None
+    lock: Lock | None = None
     skipped: tuple[tuple[str, str], ...] = ()
     strings: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -156,7 +184,7 @@ class CheckpointData:
         """Names of all tensors in order, including those without a position. None: those of the index."""
         return None
 
-    def unplaced(self) -> Mapping[str, Unplaced]:
+    def unplaced(self) -> Mapping[str, UnplacedTensor]:
         """Tensors that can only be read rank by rank."""
         return {}
 
@@ -170,7 +198,7 @@ class CheckpointData:
 
     def file_name(self, file: int) -> str:
         """The path of a file, relative to the folder of the checkpoint."""
-        return Path(self.index.file_path(file)).name
+        return locate(self.index.file_path(file)).name
 
     def rank_files(self) -> Mapping[int, list[int]] | None:
         """Numbers of the files that each rank wrote; None: the files hold whole tensors.
@@ -208,6 +236,6 @@ class CheckpointData:
             MismatchError: files that should hold the same bytes of a tensor do not.
         """
 
-    def view(self, index: _core.Index, lock: int | None) -> Self:
+    def view(self, index: _core.Index, lock: Lock | None) -> Self:
         """The same files with an index of other tensors. Records about the stored tensors are left out."""
         return replace(self, index=index, lock=lock, strings=(), aliases={})

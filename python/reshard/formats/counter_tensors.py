@@ -15,7 +15,7 @@ import numpy as np
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.layout.resolve import COUNTERS, OF_NO_PARAMETER
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""`manifest.json`, the commit record of a checkpoint, and `checksums.bin` beside it: files of our own.
+"""`manifest.json`, the commit record of a checkpoint, and `checksums.bin` beside it: files of this package.
 
-A folder that holds a valid manifest is complete: it is written last, after everything that it lists is durable. The one
-idea is that a manifest proves itself. Its text is canonical and ends in a digest of all that stands before, so that a
-torn, zeroed or altered one is no manifest, and every other file is proven by what the manifest says of it. That is
+A folder that holds a valid manifest is complete: the manifest is written last, after everything that it lists is
+durable. A manifest verifies itself. Its text is canonical and ends in a digest of all that precedes, so that a torn,
+zeroed or altered one is not a manifest, and every other file is verified by its entry in the manifest. That is
 integrity, not authenticity: whoever can write the folder can write a manifest that fits.
 
     {"version":1,
@@ -11,35 +11,38 @@ integrity, not authenticity: whoever can write the folder can write a manifest t
     "files":{"metadata.json":{"n_bytes":..., "digest":"<32 hex digits>"}, "checksums.bin":{...}, ...},
     "digest":"<blake2b, 128 bits, of every byte before this line>"}
 
-`checksums.bin` holds the crc32c of each 256 KiB of each shard file, from its first byte on, 4 bytes each and
-little-endian, all shard files end to end in the order of the manifest.
+`epoch` in the file is the generation of the claim. `checksums.bin` holds the crc32c of each 256 KiB of each shard file,
+from its first byte on, 4 bytes each and little-endian, all shard files end to end in the order of the manifest.
 
-Which checkpoint is read, who may write one and what a tensor is are somebody else's business. `.tracked` and `.pinned`
-are empty markers that appear after publication, which is why no manifest lists them.
+This module does not decide which checkpoint is read or who may write one. `.tracked` and `.pinned` are empty markers
+that appear after publication, which is why no manifest lists them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import re
-import time
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.formats import metrics
 from reshard.formats.checkpoint2.names import parse_iteration_folder
-from reshard.small_files import close_read, component_fault, read_small_file, show, write_file_atomically
-from reshard.storage.opened_folder import OpenedFolder
+from reshard.storage import filesystem
+from reshard.storage.filesystem import MANIFEST_FILE
+from reshard.storage.location import locate
+from reshard.storage.names import component_fault
+from reshard.storage.store import LockHeldError
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection, Mapping
+
+    from reshard.storage.store import Lock
 
 __all__ = [
     "CHECKSUMS_FILE",
@@ -62,7 +65,6 @@ __all__ = [
     "write",
 ]
 
-MANIFEST_FILE = "manifest.json"
 CHECKSUMS_FILE = "checksums.bin"
 TRACKED_FILE = ".tracked"
 PINNED_FILE = ".pinned"
@@ -72,11 +74,11 @@ _VERSION = 1
 _VERSION_WITH_METRICS = 2  # a release that reads version 1 alone refuses it as a later one, and not as damaged
 _MAX_BYTES = 256 << 20
 _MAX_FILES = 1_000_000
-_MAX_CHECKSUMS_BYTES = 4 << 30  # sums of 256 TiB; a file with a hole in it can claim any size
-# Fields of an entry whose name in the file is another one.
-_STORED_NAMES = {"header_checksum": "header_sum", "checksums_digest": "sums_digest"}
+_MAX_CHECKSUMS_BYTES = 4 << 30  # of 256 TiB; a sparse file can claim any size
+# Fields whose key in the file is another one.
+_STORED_NAMES = {"generation": "epoch", "header_checksum": "header_sum", "checksums_digest": "sums_digest"}
 _MAX_WRITER = 256
-_LOCK_SECONDS = 5.0  # who deletes holds the lock for one rename
+_LOCK_SECONDS = 5.0  # a process that deletes holds the lock for one rename
 _DIGEST = re.compile("[0-9a-f]{32}")
 _SAVED_AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?(?:Z|\+00:00)")
 _TAIL = re.compile(rb',\n"digest":"([0-9a-f]{32})"\}\n\Z')
@@ -86,7 +88,7 @@ _STAGING = re.compile(r"([0-9]{1,18})\.[0-9]+\.[0-9a-f]+")
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What a file in the safetensors format must be; the sums of its chunks stand in `checksums.bin`.
+    """What a file in the safetensors format must be; the checksums of its chunks are in `checksums.bin`.
 
     Attributes:
         n_bytes: its size.
@@ -109,11 +111,11 @@ class ShardEntry:
 
     def __post_init__(self) -> None:
         for name in ("n_bytes", "header_bytes", "header_checksum", "first_chunk", "rank"):
-            _check_count(_STORED_NAMES.get(name, name), getattr(self, name))
+            _check_count(_key(name), getattr(self, name))
         if not 8 <= self.header_bytes <= self.n_bytes:
             raise ArgumentError(f"`header_bytes` is {self.header_bytes} in a file of {self.n_bytes} bytes")
         if self.header_checksum >= 1 << 32:
-            raise ArgumentError(f"`header_sum` is {self.header_checksum}, a sum has 32 bits")
+            raise ArgumentError(f"`header_sum` is {self.header_checksum}, a checksum has 32 bits")
         _check_digest("sums_digest", self.checksums_digest)
 
     @property
@@ -148,12 +150,12 @@ class Manifest:
 
     Attributes:
         iteration: the iteration that the folder holds.
-        epoch: the claim of the root under which it was written.
+        generation: that of the claim of the root under which it was written; `epoch` in the file.
         attempt: 32 hex digits that no other attempt to save has.
         world_size: number of ranks that the checkpoint was written for.
-        previous_tracker: what the tracker named when the save began, or None.
-        passed_over: iterations that the run had refused when it resumed below them; no candidates from here on.
-        writer: name and version of what wrote it.
+        previous_tracker: the iteration that the tracker named when the save began, or None.
+        passed_over: iterations that the run skipped when it resumed below them; they are not candidates from then on.
+        writer: name and version of the program that wrote it.
         saved_at: ISO 8601, UTC.
         ckpt_status: 0: the health monitor found nothing, 1: it did; None: there is none.
         shards: by file name, in the order of `checksums.bin`.
@@ -168,7 +170,7 @@ class Manifest:
 
     Example:
         >>> manifest = Manifest(
-        ...     iteration=400, epoch=1, attempt="0" * 32, world_size=1, previous_tracker=None, passed_over=(),
+        ...     iteration=400, generation=1, attempt="0" * 32, world_size=1, previous_tracker=None, passed_over=(),
         ...     writer="reshard 1.0", saved_at="2026-01-31T12:00:00Z", ckpt_status=None,
         ...     shards={}, files={"checksums.bin": PlainEntry(0, digest_of(b""))},
         ... )
@@ -177,7 +179,7 @@ class Manifest:
     """
 
     iteration: int
-    epoch: int
+    generation: int
     attempt: str
     world_size: int
     previous_tracker: int | None
@@ -195,8 +197,8 @@ class Manifest:
         object.__setattr__(self, "shards", dict(self.shards))
         object.__setattr__(self, "files", dict(self.files))
         object.__setattr__(self, "metrics", metrics.checked(self.metrics))
-        for name in ("iteration", "epoch", "world_size"):
-            _check_count(name, getattr(self, name))
+        for name in ("iteration", "generation", "world_size"):
+            _check_count(_key(name), getattr(self, name))
         for name in ("previous_tracker", "ckpt_status"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
@@ -240,17 +242,18 @@ def digest_of(data: bytes) -> str:
 
 
 def read(folder: str | os.PathLike[str]) -> Manifest:
-    """Read the manifest of a folder; it has proven itself when this returns, the files that it lists have not.
+    """Read and verify the manifest of a folder; the files that it lists are not verified.
 
     Raises:
         CheckpointNotFoundError: there is none.
-        DamagedFileError: it is torn, altered, of another iteration than the folder's name says, holds a name that is
-            no plain one, is no regular file or larger than 256 MiB.
+        DamagedFileError: it is torn, altered, of another iteration than the folder's name says, lists a name that is
+            not a plain file name, is not a regular file or is larger than 256 MiB.
         UnsupportedError: it is of a later version.
         StorageError: the system failed to read it.
     """
-    path = str(Path(folder) / MANIFEST_FILE)
-    data = read_small_file(path, _MAX_BYTES)
+    place = locate(folder) / MANIFEST_FILE
+    path = str(place)
+    data = place.read_small(_MAX_BYTES)
     tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
     if tail is None:
         raise DamagedFileError(f"{show(path)} does not end in a digest: it is torn or was altered", path=path)
@@ -267,9 +270,9 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     except UnsupportedError as error:
         raise UnsupportedError(f"{show(path)} {error.message}", path=path, hint="use a later release") from None
     if manifest.digest != found:
-        # One content has one text: what another spelling could hide need not be thought about.
+        # One content has one text: nothing can be hidden in another spelling.
         raise DamagedFileError(f"{show(path)} is not spelt as a manifest is written", path=path)
-    number = _number_of(Path(folder).name)
+    number = _iteration_of(place.parent.name)
     if number not in (None, manifest.iteration):
         raise DamagedFileError(
             f"{show(path)} is the manifest of iteration {manifest.iteration}, its folder that of {number}",
@@ -282,11 +285,17 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
 def write(folder: str | os.PathLike[str], manifest: Manifest, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write the manifest atomically. Everything that it lists must be durable before.
 
+    Args:
+        folder: the folder.
+        manifest: its manifest.
+        mode: permission bits of the file, less the umask.
+        durable: sync the file and the folder.
+
     Raises:
         StorageError: the system failed; there is no manifest, or the one that was there.
     """
     data = _body(manifest) + f',\n"digest":"{manifest.digest}"}}\n'.encode()
-    write_file_atomically(Path(folder) / MANIFEST_FILE, data, mode, durable=durable)
+    filesystem.replace_file(locate(folder) / MANIFEST_FILE, data, mode, durable=durable)
 
 
 def _body(manifest: Manifest) -> bytes:
@@ -302,8 +311,13 @@ def _body(manifest: Manifest) -> bytes:
             inner = ",\n".join(f"{_dump(name)}:{_dump(_stored(entry))}" for name, entry in value.items())
             lines.append(f'"{one.name}":{{\n{inner}}}')
         elif one.name != "digest":
-            lines.append(f'"{one.name}":{_dump(value)}')
+            lines.append(f'"{_key(one.name)}":{_dump(value)}')
     return ("{" + ",\n".join(lines)).encode()
+
+
+def _key(name: str) -> str:
+    """The key in the file of a field of a manifest or an entry."""
+    return _STORED_NAMES.get(name, name)
 
 
 # Made once: `json.dumps` with options makes one for each call, and there is a call for every file.
@@ -322,9 +336,10 @@ def _parse(content: object) -> Manifest:
         raise UnsupportedError(
             f"is of version {version}; this release reads versions {_VERSION} and {_VERSION_WITH_METRICS}"
         )
-    names = [one.name for one in fields(Manifest) if version == _VERSION_WITH_METRICS or one.name != "metrics"]
+    names = [_key(one.name) for one in fields(Manifest) if version == _VERSION_WITH_METRICS or one.name != "metrics"]
     values = _fields(content, "the file", ("version", *names))
     del values["version"]
+    values["generation"] = values.pop("epoch")
     if "metrics" in values:
         if not isinstance(values["metrics"], dict):
             raise ArgumentError("`metrics` is not an object")
@@ -341,11 +356,11 @@ def _parse(content: object) -> Manifest:
 
 def _stored(entry: ShardEntry | PlainEntry) -> dict[str, Any]:
     """The fields of an entry under their names in the file."""
-    return {_STORED_NAMES.get(name, name): value for name, value in vars(entry).items()}
+    return {_key(name): value for name, value in vars(entry).items()}
 
 
 def _entry(name: str, value: object, kind: type[ShardEntry | PlainEntry]) -> ShardEntry | PlainEntry:
-    names = {_STORED_NAMES.get(one.name, one.name): one.name for one in fields(kind)}
+    names = {_key(one.name): one.name for one in fields(kind)}
     try:
         found = _fields(value, "it", tuple(names))
         return kind(**{names[stored]: field for stored, field in found.items()})
@@ -395,8 +410,8 @@ def _check_chunks(shards: Mapping[str, ShardEntry], files: Mapping[str, PlainEnt
         raise ArgumentError(f"`files` lists no {CHECKSUMS_FILE} of {4 * n_chunks} bytes, 4 for each chunk")
 
 
-def _number_of(folder: str) -> int | None:
-    """The iteration that the name of a published or a staging folder says."""
+def _iteration_of(folder: str) -> int | None:
+    """The iteration in the name of a published or a staging folder."""
     staging = _STAGING.fullmatch(folder)
     return int(staging[1]) if staging else parse_iteration_folder(folder)
 
@@ -412,13 +427,13 @@ def check_sizes(folder: str | os.PathLike[str], manifest: Manifest) -> None:
         CheckpointNotFoundError: there is no such folder.
         StorageError: the system failed.
     """
-    with OpenedFolder(folder) as opened:
+    with locate(folder).opened() as opened:
         for name, n_bytes in manifest.sizes:
             opened.check(name, n_bytes)
 
 
 def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Collection[str] | None = None) -> None:
-    """Check sizes and headers of shard files: their structure is proven then, their data is not.
+    """Check sizes and headers of shard files: this verifies their structure, not their data.
 
     Args:
         folder: where they lie.
@@ -430,7 +445,7 @@ def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Col
         CheckpointNotFoundError: there is no such folder.
         StorageError: the system failed.
     """
-    with OpenedFolder(folder) as opened:
+    with locate(folder).opened() as opened:
         for name, entry in manifest.shards.items():
             if names is None or name in names:
                 total = 0
@@ -438,7 +453,7 @@ def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Col
                     total = _core.crc32c(piece, total)
                 if total != entry.header_checksum:
                     raise DamagedFileError(
-                        f"the header of {show(opened.path(name))} was altered: its sum is {total:08x}, expected "
+                        f"the header of {show(opened.path(name))} was altered: its checksum is {total:08x}, expected "
                         f"{entry.header_checksum:08x}",
                         path=opened.path(name),
                     )
@@ -447,17 +462,17 @@ def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Col
 def read_checksums(
     folder: str | os.PathLike[str], manifest: Manifest, names: Collection[str] | None = None
 ) -> dict[str, bytes]:
-    """The sums of shard files: crc32c of each chunk, 4 bytes each, little-endian; proven by the manifest.
+    """The checksums of shard files: crc32c of each chunk, 4 bytes each, little-endian; verified by the manifest.
 
     Args:
         folder: where the files lie.
         manifest: its manifest.
-        names: which shard files, each in the manifest; None: all. Only their sums are read.
+        names: which shard files, each in the manifest; None: all. Only their checksums are read.
 
     Raises:
         DamagedFileError: `checksums.bin` is missing, not of its size, or not what the manifest says.
-        UnsupportedError: the sums asked for are more than 4 GiB.
-        ArgumentError: a name is no shard file of the manifest.
+        UnsupportedError: the checksums are more than 4 GiB.
+        ArgumentError: a name is not a shard file of the manifest.
         StorageError: the system failed.
     """
     unknown = sorted(set(names or ()) - set(manifest.shards))
@@ -472,10 +487,10 @@ def read_checksums(
         else:
             ranges.append((begin, end))
     if sum(end - begin for begin, end in ranges) > _MAX_CHECKSUMS_BYTES:
-        raise UnsupportedError(f"the sums of {len(wanted)} shard files are more than {_MAX_CHECKSUMS_BYTES} bytes")
+        raise UnsupportedError(f"the checksums of {len(wanted)} shard files are more than {_MAX_CHECKSUMS_BYTES} bytes")
     if not wanted:
         return {}
-    with OpenedFolder(folder) as opened:
+    with locate(folder).opened() as opened:
         data = memoryview(b"".join(opened.pieces(CHECKSUMS_FILE, manifest.files[CHECKSUMS_FILE].n_bytes, ranges)))
         path = opened.path(CHECKSUMS_FILE)
     checksums, place = {}, 0
@@ -483,23 +498,28 @@ def read_checksums(
         checksums[name] = bytes(data[place : place + 4 * entry.n_chunks])
         place += 4 * entry.n_chunks
         if digest_of(checksums[name]) != entry.checksums_digest:
-            raise DamagedFileError(f"{show(path)} was altered: the sums of {show(name)} differ", path=path)
+            raise DamagedFileError(f"{show(path)} was altered: the checksums of {show(name)} differ", path=path)
     return checksums
 
 
 def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Tell an index what its files must be, all of which lie in one folder.
+    """Give an index the sizes and checksums of its files, all of which are in one folder.
+
+    Args:
+        index: the index.
+        folder: where its files are.
+        manifest: that of the folder.
 
     Raises:
         DamagedFileError: the manifest does not list one; or as `read_checksums`.
         UnsupportedError, StorageError: as `read_checksums`.
     """
-    names = [Path(index.file_path(file)).name for file in range(index.n_files)]
+    names = [locate(index.file_path(file)).name for file in range(index.n_files)]
     for name in names:
         if name not in manifest.shards:
             raise DamagedFileError(
-                f"{show(os.fspath(folder))} is described as holding {show(name)}, which its manifest does not list",
-                path=str(Path(folder) / name),
+                f"{show(str(folder))} is described as holding {show(name)}, which its manifest does not list",
+                path=str(locate(folder) / name),
             )
     checksums = read_checksums(folder, manifest, names)
     for file, name in enumerate(names):
@@ -508,7 +528,7 @@ def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: 
 
 
 def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, max_bytes: int) -> bytes:
-    """The content of a file that is no shard file, proven by the manifest.
+    """The content of a file that is not a shard file, verified by the manifest.
 
     Args:
         folder: where it lies.
@@ -522,7 +542,7 @@ def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, ma
         StorageError: the system failed.
     """
     entry = manifest.files.get(name)
-    with OpenedFolder(folder) as opened:
+    with locate(folder).opened() as opened:
         path = opened.path(name)
         if entry is None:
             raise CheckpointNotFoundError(f"the manifest of {show(str(folder))} lists no file {show(name)}", path=path)
@@ -546,64 +566,42 @@ def plain_entry(folder: str | os.PathLike[str], name: str) -> PlainEntry:
         StorageError: the system failed.
     """
     found, n_bytes = hashlib.blake2b(digest_size=16), 0
-    with OpenedFolder(folder) as opened:
+    with locate(folder).opened() as opened:
         for piece in opened.pieces(name):
             found.update(piece)
             n_bytes += len(piece)
     return PlainEntry(n_bytes, found.hexdigest())
 
 
-def read_lock(folder: str | os.PathLike[str]) -> int:
-    """Tell retention that the folder is being read: a shared lock on its manifest.
+def read_lock(folder: str | os.PathLike[str]) -> Lock:
+    """Keep retention from removing a folder that is being read: a shared lock on its manifest.
 
-    Advice, not safety: where the file system has no locks this returns all the same, and a folder that is removed by
-    force stays readable through the files that are open.
+    Advice, not safety: where the store has no locks this returns all the same, and a folder that is removed by force
+    stays readable through the files that are open.
 
     Returns:
-        A file handle; closing it ends the lock.
+        The lock; `close` ends it.
 
     Raises:
         CheckpointNotFoundError: there is no manifest, or the folder is being removed.
-        DamagedFileError: the manifest is a link or no regular file.
+        DamagedFileError: the manifest is a link or not a regular file.
         StorageError: the system failed.
     """
-    with OpenedFolder(folder) as opened:
-        path = opened.path(MANIFEST_FILE)
-        handle = opened.open(MANIFEST_FILE, CheckpointNotFoundError)
+    place = locate(folder) / MANIFEST_FILE
     try:
-        _lock_shared(handle, path)
-        is_there = _is_at(handle, path)
+        lock = place.lock(shared=True, seconds=_LOCK_SECONDS)
+    except LockHeldError:
+        raise _removed(str(place)) from None
+    try:
+        # Between open and lock it may have been renamed away.
+        is_current = lock.is_current()
     except BaseException:
-        close_read(handle)
+        lock.close()
         raise
-    if not is_there:
-        close_read(handle)
-        raise _removed(path)
-    return handle
-
-
-def _lock_shared(handle: int, path: str) -> None:
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise _removed(path) from None
-            time.sleep(0.01)
-        except OSError:
-            return  # a file system without locks
-        else:
-            return
-
-
-def _is_at(handle: int, path: str) -> bool:
-    """Whether a path still means the file that was opened: between open and lock it may have been renamed away."""
-    try:
-        now, opened = Path(path).lstat(), os.fstat(handle)
-    except FileNotFoundError:
-        return False
-    return (now.st_dev, now.st_ino) == (opened.st_dev, opened.st_ino)
+    if not is_current:
+        lock.close()
+        raise _removed(str(place))
+    return lock
 
 
 def _removed(path: str) -> CheckpointNotFoundError:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,15 +9,15 @@ tensors in them. It knows no whole tensors and no layouts.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.small_files import read_small_file, show
+from reshard.storage.location import Location, locate
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -30,7 +30,7 @@ MAX_METADATA_BYTES = 4 << 30
 _RANK_FILE = re.compile(r"rank_(0|[1-9][0-9]{0,17})\.safetensors")
 
 
-def own_files(folder: Path, names: Iterable[str], manifest: Manifest | None) -> dict[int, list[str]]:
+def own_files(folder: Location, names: Iterable[str], manifest: Manifest | None) -> dict[int, list[str]]:
     """The shard files of each rank, by rank in ascending order; for each rank, files of the model first.
 
     Args:
@@ -47,7 +47,7 @@ def own_files(folder: Path, names: Iterable[str], manifest: Manifest | None) -> 
         StorageError: the system failed to read `metadata.json`.
 
     Example:
-        >>> own_files(Path("tp2"), ["rank_1.safetensors", "rank_0.safetensors"], None)
+        >>> own_files(locate("tp2"), ["rank_1.safetensors", "rank_0.safetensors"], None)
         {0: ['rank_0.safetensors'], 1: ['rank_1.safetensors']}
     """
     parsed = {name: checkpoint2.parse_shard_file_name(name) for name in names}
@@ -56,7 +56,7 @@ def own_files(folder: Path, names: Iterable[str], manifest: Manifest | None) -> 
         found: dict[int, list[str]] = {rank: [] for rank in range(manifest.world_size)}
     else:
         path = folder / checkpoint2.METADATA_FILE
-        rank_of = storage_ranks(read_small_file(path, MAX_METADATA_BYTES), str(path)) if path.exists() else {}
+        rank_of = storage_ranks(locate(path).read_small(MAX_METADATA_BYTES), str(path)) if path.exists() else {}
         found = {}
     for name in sorted(parsed, key=lambda name: (getattr(parsed[name], "part", "model") != "model", name)):
         rank = rank_of.get(name, _rank_in(name))
@@ -101,8 +101,8 @@ def own_index(
     """
     index = opened_again(opened, numbers, manifest, ckpt=ckpt, method=method)
     for file in range(index.n_files):
-        for key, *_ in index.file_arrays(file):
-            index.add_whole(key, file)
+        for array in index.file_arrays(file):
+            index.add_whole(array.name, file)
     return index
 
 
@@ -132,7 +132,7 @@ def opened_again(
         add(opened.file_path(number), follow_links=follow_links, method=method)
     if manifest is not None:
         if numbers:
-            manifests.set_checksums(index, Path(opened.file_path(numbers[0])).parent, manifest)
+            manifests.set_checksums(index, locate(opened.file_path(numbers[0])).parent, manifest)
         return index  # a replaced file has another checksum
     for file, number in enumerate(numbers):
         if index.file_tensors(file) != opened.file_tensors(number):

@@ -1,11 +1,11 @@
-"""`.iteration_<number>.verified.json` in a checkpoint root, a file of our own: the last result of verifying it.
+"""`.iteration_<number>.verified.json` in a checkpoint root, a file of this package: the last result of verifying it.
 
     {"version": 1, "state": "<32 hex digits>", "fault": null, "verified_at": "2026-01-31T12:00:00Z"}
 
 The fault is null where every byte was as the manifest says. The state is a digest of the manifest's digest and of the
-size and the change time of every file: a folder that was saved again, copied or repaired has another one, and the
-record then counts for nothing. So does a record that is torn or has another form. The record is a hint for retention.
-It is never used in place of the sums when a checkpoint is read.
+size and the change time of every file. A folder that was saved again, copied or repaired has another state, and the
+record then has no effect, nor has one that is torn or has another form. The record is a hint for retention. It is never
+used in place of the checksums when a checkpoint is read.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import ReshardError, StorageError
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.formats import manifest as manifests
 from reshard.formats.manifest import MANIFEST_FILE
-from reshard.small_files import read_small_file, show
+from reshard.storage.location import Location, locate
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
+
     from reshard.formats.manifest import Manifest
 
 __all__ = ["Proof", "file_of", "read", "state_of", "sweep", "write"]
@@ -47,14 +48,14 @@ class Proof:
     fault: str | None
 
 
-def file_of(folder: str | os.PathLike[str]) -> Path:
+def file_of(folder: str | os.PathLike[str]) -> Location:
     """Where the result of an iteration folder is recorded.
 
     Example:
-        >>> file_of("output/checkpoint/iteration_00000400").as_posix()
+        >>> str(file_of("output/checkpoint/iteration_00000400"))
         'output/checkpoint/.iteration_00000400.verified.json'
     """
-    path = Path(folder)
+    path = locate(folder)
     return path.with_name(f".{path.name}.verified.json")
 
 
@@ -64,19 +65,15 @@ def state_of(folder: str | os.PathLike[str], manifest: Manifest) -> str:
     Raises:
         StorageError: a file cannot be looked at.
     """
-    path = Path(folder)
+    place = locate(folder)
     lines = [manifest.digest]
     for name in (MANIFEST_FILE, *manifest.shards, *manifest.files):
         try:
-            found = (path / name).lstat()
-        except FileNotFoundError:
+            found = (place / name).stat()
+        except CheckpointNotFoundError:
             lines.append(f"- {name}")
-            continue
-        except OSError as error:
-            raise StorageError(
-                f"looking at {show(str(path / name))}: {error.strerror}", path=str(path / name), errno=error.errno
-            ) from None
-        lines.append(f"{found.st_size} {found.st_ctime_ns} {name}")
+        else:
+            lines.append(f"{found.n_bytes} {found.changed_ns} {name}")
     return manifests.digest_of("\n".join(lines).encode())
 
 
@@ -89,7 +86,7 @@ def read(folder: str | os.PathLike[str], manifest: Manifest) -> Proof | None:
     """
     path = file_of(folder)
     try:
-        content = parse_json(read_small_file(path, _MAX_BYTES), str(path))
+        content = parse_json(path.read_small(_MAX_BYTES), str(path))
         if not isinstance(content, dict) or content.get("version") != 1 or "fault" not in content:
             return None
         fault = content["fault"]
@@ -115,27 +112,24 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
     if state_of(folder, manifest) != state:
         raise StorageError(f"{show(str(folder))} changed while it was verified", path=str(folder))
     now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    told = None if fault is None else fault[:_MAX_FAULT] or "damaged"
-    content = json.dumps({"version": 1, "state": state, "fault": told, "verified_at": now})
+    reported = None if fault is None else fault[:_MAX_FAULT] or "damaged"
+    content = json.dumps({"version": 1, "state": state, "fault": reported, "verified_at": now})
     path = file_of(folder)
+    # Not by a rename: a torn record has no effect, and a crash leaves no temporary file.
+    if path.exists():
+        path.remove_file()
     try:
-        # Not by a rename: a torn record counts for nothing, and a crash leaves no temporary file.
-        if os.path.lexists(path):
-            path.unlink()
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
-        try:
-            os.write(handle, content.encode())
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise StorageError(f"writing {show(str(path))}: {error.strerror}", path=str(path), errno=error.errno) from None
+        path.create(content.encode(), _MODE, durable=False)
+    except FileExistsError:
+        raise StorageError(f"{show(str(path))} was written by another process meanwhile", path=str(path)) from None
     sweep(path.parent)
 
 
 def sweep(root: str | os.PathLike[str]) -> None:
     """Remove the records of iterations that are gone. Never raises."""
-    with contextlib.suppress(OSError), os.scandir(root) as entries:
-        for entry in entries:
-            match = _NAME.fullmatch(entry.name)
-            if match is not None and not os.path.lexists(Path(root) / match[1]):
-                Path(entry.path).unlink(missing_ok=True)
+    place = locate(root)
+    with contextlib.suppress(ReshardError):
+        for name in place.names():
+            match = _NAME.fullmatch(name)
+            if match is not None and not (place / match[1]).exists():
+                (place / name).remove_file()

@@ -8,12 +8,13 @@ several parts (records of a `.ckpt` file that exceed the size of one). Only this
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
+from reshard._core import StoredArray
 from reshard.errors import DamagedFileError, KeyNotFoundError
 from reshard.formats.ckpt import names as ckpt
-from reshard.small_files import read_head, read_tail, show
+from reshard.storage.location import Location, locate
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -21,27 +22,7 @@ if TYPE_CHECKING:
 
     from reshard import _core
 
-__all__ = ["LocalTensor", "OpenedRankFile", "Placed", "add_rank_file", "kind_of", "placed"]
-
-Tile: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
-Placed: TypeAlias = list[tuple[int, str, tuple[int, ...], list[Tile]]]
-"""`(file, stored name, stored shape, tiles)` of each part: the argument of `Index.add_tiles`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
-    """The local array of a key in a rank's file.
-
-    Attributes:
-        dtype: its safetensors name, such as "BF16".
-        shape: of the local array, in elements.
-        parts: `(stored name, stored shape, tiles)`, the tiles in coordinates of the local array; one part
-            unless it was split.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[tuple[str, tuple[int, ...], tuple[Tile, ...]], ...]
+__all__ = ["OpenedRankFile", "add_rank_file", "kind_of", "placed"]
 
 
 @dataclass(frozen=True)
@@ -59,9 +40,9 @@ class OpenedRankFile:
     """
 
     file: int
-    path: Path
+    path: Location
     kind: Literal["safetensors", "ckpt"]
-    tensors: Mapping[str, LocalTensor]
+    tensors: Mapping[str, _core.FileArray]
     metadata: Mapping[str, str]
     strings: tuple[str, ...]
     has_crc: bool | None = None
@@ -97,17 +78,14 @@ def add_rank_file(
         >>> add_rank_file(_core.Index(), "rank_0.safetensors").tensors["w"].shape
         (2, 3)
     """
-    path = Path(path)
+    path = locate(path)
     kind = kind_of(path, follow_links=follow_links)
     add = index.add_ckpt_file if kind == "ckpt" else index.add_file
     file = add(str(path), follow_links=follow_links, method=method)
-    tensors = {
-        name: LocalTensor(dtype, shape, tuple((stored, extents, tuple(tiles)) for stored, extents, tiles in parts))
-        for name, dtype, shape, parts in index.file_arrays(file)
-    }
+    tensors = {array.name: array for array in index.file_arrays(file)}
     has_crc = None
     if kind == "ckpt":
-        has_crc = ckpt.has_crc(read_tail(path, ckpt.TAIL_BYTES, follow_links=follow_links))
+        has_crc = ckpt.has_crc(locate(path).read_tail(ckpt.TAIL_BYTES, follow_links=follow_links))
     metadata, strings = index.file_metadata(file) or {}, tuple(index.file_strings(file))
     return OpenedRankFile(file, path, kind, tensors, metadata, strings, has_crc)
 
@@ -126,15 +104,15 @@ def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Lite
         >>> kind_of("safetensors.ckpt")
         'safetensors'
     """
-    head = read_head(path, ckpt.HEAD_BYTES, follow_links=follow_links)
+    head = locate(path).read_head(ckpt.HEAD_BYTES, follow_links=follow_links)
     if ckpt.is_head(head):
         return "ckpt"
-    is_named_ckpt = Path(path).suffix == ckpt.SUFFIX and not ckpt.is_safetensors_head(head)
+    is_named_ckpt = locate(path).suffix == ckpt.SUFFIX and not ckpt.is_safetensors_head(head)
     return "ckpt" if is_named_ckpt else "safetensors"
 
 
-def placed(rank_file: OpenedRankFile, key: str, offset: Sequence[int]) -> Placed:
-    """The parts of a local array, shifted to its position in the whole tensor.
+def placed(rank_file: OpenedRankFile, key: str, offset: Sequence[int]) -> list[StoredArray]:
+    """The stored parts of a local array, with tiles in coordinates of the whole tensor.
 
     Args:
         rank_file: the file that holds the array.
@@ -142,7 +120,7 @@ def placed(rank_file: OpenedRankFile, key: str, offset: Sequence[int]) -> Placed
         offset: first element of the local array in the global tensor, one index per dim.
 
     Returns:
-        The argument of `Index.add_tiles`. Lists of several ranks are concatenated.
+        The stored arrays, as `Index.add_tiles` takes them. Lists of several ranks are concatenated.
 
     Raises:
         KeyNotFoundError: the file does not hold the key.
@@ -152,8 +130,9 @@ def placed(rank_file: OpenedRankFile, key: str, offset: Sequence[int]) -> Placed
         >>> import numpy as np, reshard
         >>> from reshard import _core
         >>> reshard.save_file({"w": np.zeros((2, 3), np.float32)}, "rank_1.safetensors")
-        >>> placed(add_rank_file(_core.Index(), "rank_1.safetensors"), "w", (2, 0))
-        [(0, 'w', (2, 3), [((2, 0), (2, 3), 0, (3, 1))])]
+        >>> [array] = placed(add_rank_file(_core.Index(), "rank_1.safetensors"), "w", (2, 0))
+        >>> array.name, array.shape, array.tiles
+        ('w', (2, 3), [Tile(offset=(2, 0), shape=(2, 3), local_offset=0, local_strides=(3, 1))])
     """
     tensor = rank_file.tensors.get(key)
     if tensor is None:
@@ -167,10 +146,10 @@ def placed(rank_file: OpenedRankFile, key: str, offset: Sequence[int]) -> Placed
             key=key,
         )
     return [
-        (rank_file.file, name, shape, [_shifted(tile, offset) for tile in tiles]) for name, shape, tiles in tensor.parts
+        StoredArray(rank_file.file, part.name, part.shape, [_shifted(tile, offset) for tile in part.tiles])
+        for part in tensor.parts
     ]
 
 
-def _shifted(tile: Tile, offset: Sequence[int]) -> Tile:
-    start, shape, local_offset, strides = tile
-    return tuple(a + b for a, b in zip(start, offset, strict=True)), shape, local_offset, strides
+def _shifted(tile: _core.Tile, offset: Sequence[int]) -> _core.Tile:
+    return tile._replace(offset=tuple(a + b for a, b in zip(tile.offset, offset, strict=True)))

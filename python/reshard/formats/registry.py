@@ -18,9 +18,8 @@ from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.reader import TORCH_FILE
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.formats.base import Format
+    from reshard.storage.location import Location
 
 __all__ = ["FORMATS", "detect"]
 
@@ -37,7 +36,7 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
-def detect(path: Path) -> Format:
+def detect(path: Location) -> Format:
     """The format of an existing path: the first that matches, else the first that accepts it as a fallback.
 
     Raises:
@@ -45,9 +44,9 @@ def detect(path: Path) -> Format:
 
     Example:
         >>> import numpy as np, reshard
-        >>> from pathlib import Path
+        >>> from reshard.storage.location import locate
         >>> reshard.save_file({"w": np.zeros(2)}, "w.safetensors")
-        >>> detect(Path("w.safetensors")).traits.name
+        >>> detect(locate("w.safetensors")).traits.name
         'safetensors'
     """
     fallback = None

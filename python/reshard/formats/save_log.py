@@ -1,4 +1,4 @@
-"""`saves.jsonl` in a checkpoint root, a file of our own: one JSON line for every save, the latest last.
+"""`saves.jsonl` in a checkpoint root, a file of this package: one JSON line for every save, the latest last.
 
     {"iteration": 500, "saved_at": "2025-03-01T12:00:00+00:00", "wall_s": 3.2, "stall_s": 0.4, "n_bytes": 123,
      "metrics": {"loss": 2.17, "grad_norm": "nan"}, "epoch": 7, "attempt": "<32 hex digits>", "ckpt_status": 0}
@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import errno
 import io
 import json
 import logging
 import math
-import os
 import re
-import stat
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import ArgumentError, DamagedFileError, StorageError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
 from reshard.formats import metrics
-from reshard.small_files import close_read, fsync_folder, show
+from reshard.storage.location import locate
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
 __all__ = ["SAVE_LOG_FILE", "SaveRecord", "append", "read"]
@@ -45,16 +43,16 @@ _log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """One save, as the line says it. Making one that no line may hold is an `ArgumentError`.
+    """One save, as a line of the log holds it. A value that a line may not hold is an `ArgumentError`.
 
     Attributes:
         iteration: of the checkpoint.
         saved_at: when it was published, ISO 8601 with a time zone.
         wall_s: seconds from the call until it was published.
-        stall_s: seconds for which the call kept the trainer.
+        stall_s: seconds for which the call blocked the trainer.
         n_bytes: bytes of all its files.
         metrics: what the caller gave, numbers by name, scalars of numpy or torch too; nan and infinities are allowed.
-        epoch: of the writer's claim.
+        generation: that of the writer's claim; `epoch` in the file.
         attempt: 32 hex digits.
         ckpt_status: the health that was recorded, or None.
 
@@ -69,12 +67,12 @@ class SaveRecord:
     stall_s: float
     n_bytes: int
     metrics: Mapping[str, int | float] = field(default_factory=dict)
-    epoch: int = 0
+    generation: int = 0
     attempt: str = "0" * 32
     ckpt_status: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("iteration", "n_bytes", "epoch"):
+        for name in ("iteration", "n_bytes", "generation"):
             _check(_is_count(getattr(self, name)), f"`{name}` is not an integer from 0 to 2**63 - 1")
         for name in ("wall_s", "stall_s"):
             _check(_is_number(getattr(self, name)) and 0 <= getattr(self, name) < math.inf, f"`{name}` is no duration")
@@ -92,7 +90,7 @@ class SaveRecord:
 def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = True, mode: int = 0o666) -> None:
     """Add a line to the log of a checkpoint root; the log is made if there is none.
 
-    A line that a crash has left torn is ended first, so that it takes no other with it.
+    A torn line that a crash left is ended first, so that the new line is not part of it.
 
     Args:
         root: the folder.
@@ -114,62 +112,35 @@ def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = 
         [(500, {'loss': 2.25})]
     """
     fields = dataclasses.asdict(record) | {"metrics": metrics.to_json(record.metrics)}
-    line = json.dumps(fields, allow_nan=False).encode() + b"\n"
+    line = json.dumps({_key(name): value for name, value in fields.items()}, allow_nan=False).encode() + b"\n"
     if len(line) > _MAX_LINE_BYTES:
         raise ArgumentError(
             f"the metrics of iteration {record.iteration} make a line of {len(line)} bytes, "
             f"a line of the log has at most {_MAX_LINE_BYTES}"
         )
-    path = Path(root) / SAVE_LOG_FILE
-    handle = _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
-    assert handle is not None
-    try:
-        n_bytes = os.fstat(handle).st_size
-        if n_bytes and os.pread(handle, 1, n_bytes - 1) != b"\n":
-            line = b"\n" + line
-        # In one piece, so that the lines of two writers are not mixed.
-        if os.write(handle, line) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # noqa: TRY301
-        if durable:
-            os.fsync(handle)
-    except OSError as error:
-        close_read(handle)
-        raise _failed("writing", path, error) from None
-    try:
-        os.close(handle)  # where a network file system tells that it could not keep what was written
-    except OSError as error:
-        raise _failed("writing", path, error) from None
-    if durable and n_bytes == 0:
-        fsync_folder(root)
+    (locate(root) / SAVE_LOG_FILE).append_line(line, mode, durable=durable)
 
 
 def read(root: str | os.PathLike[str]) -> list[SaveRecord]:
-    """The saves that the log of a checkpoint root tells of, the latest last.
+    """The saves in the log of a checkpoint root, the latest last.
 
     A line about an iteration replaces the earlier ones about it. Of a log of more than 16 MiB only the end is read.
-    Lines that are none of ours are passed over; how many is logged as a warning.
+    Lines in another form are skipped; a warning logs how many.
 
     Returns:
         The records; none if there is no log.
 
     Raises:
-        DamagedFileError: the log is a symbolic link, not a regular file, or consists of something else altogether.
+        DamagedFileError: the log is a symbolic link, not a regular file, or has more than 10,000 lines in another form.
         StorageError: the system failed to read it.
     """
-    path = Path(root) / SAVE_LOG_FILE
-    handle = _open(path, os.O_RDONLY)
-    if handle is None:
-        return []
+    path = locate(root) / SAVE_LOG_FILE
     try:
-        start = max(os.fstat(handle).st_size - _MAX_READ_BYTES, 0)
-        with open(handle, "rb", closefd=False) as file:
-            file.seek(start)
-            lines = io.BytesIO(file.read(_MAX_READ_BYTES))
-    except OSError as error:
-        raise _failed("reading", path, error) from None
-    finally:
-        close_read(handle)
-    if start:
+        data = path.read_tail(_MAX_READ_BYTES + 1)
+    except CheckpointNotFoundError:
+        return []
+    lines = io.BytesIO(data)
+    if len(data) > _MAX_READ_BYTES:
         lines.readline()  # the end of one
     records: dict[int, SaveRecord] = {}
     n_bad = 0
@@ -184,52 +155,32 @@ def read(root: str | os.PathLike[str]) -> list[SaveRecord]:
         n_bad += 1
         if n_bad > _MAX_BAD_LINES:
             raise DamagedFileError(
-                f"{show(str(path))} is not a log of saves: more than {_MAX_BAD_LINES} lines are something else",
+                f"{show(str(path))} is not a log of saves: more than {_MAX_BAD_LINES} lines have another form",
                 path=str(path),
                 hint="move it away; the next save begins a new one, and no checkpoint depends on it",
             )
     if n_bad:
-        _log.warning("%s: %d lines are torn or none of ours, and passed over", show(str(path)), n_bad)
+        _log.warning("%s: %d lines are torn or in another form, and are skipped", show(str(path)), n_bad)
     return list(records.values())
 
 
+def _key(name: str) -> str:
+    """The key in the file of a field of `SaveRecord`."""
+    return "epoch" if name == "generation" else name
+
+
 def _parse(line: bytes, name: str) -> SaveRecord | None:
-    """The record of a line; None if it is none."""
+    """The record of a line; None if the line is not a record."""
     if len(line) > _MAX_LINE_BYTES:
         return None
     try:
         content = parse_json(line, name)
         if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
             return None
-        known: dict[str, Any] = {f.name: content[f.name] for f in dataclasses.fields(SaveRecord)}
+        known: dict[str, Any] = {f.name: content[_key(f.name)] for f in dataclasses.fields(SaveRecord)}
         return SaveRecord(**known | {"metrics": metrics.from_json(content["metrics"])})
     except (DamagedFileError, ArgumentError, KeyError):
         return None
-
-
-def _open(path: Path, flags: int, mode: int = 0) -> int | None:
-    """A handle of the log itself, which is a regular file; None if there is none."""
-    try:
-        # Without O_NONBLOCK the open of a pipe waits for its other end for ever.
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, mode)
-    except FileNotFoundError as error:
-        if flags & os.O_CREAT:
-            raise _failed("opening", path, error) from None
-        return None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise DamagedFileError(
-                f"{show(str(path))} is a symbolic link, expected a regular file", path=str(path)
-            ) from None
-        raise _failed("opening", path, error) from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise DamagedFileError(f"{show(str(path))} is not a regular file", path=str(path))
-    return handle
-
-
-def _failed(doing: str, path: Path, error: OSError) -> StorageError:
-    return StorageError(f"{doing} {show(str(path))}: {error.strerror}", path=str(path), errno=error.errno)
 
 
 def _check(holds: bool, message: str) -> None:  # noqa: FBT001

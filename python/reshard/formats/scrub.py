@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import heapq
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.formats import manifest as manifests
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.storage.location import Location, locate
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -37,7 +36,7 @@ def is_damage(error: ReshardError) -> bool:
         >>> is_damage(DamagedFileError("torn")), is_damage(StorageError("permission denied", errno=errno.EACCES))
         (True, False)
     """
-    if isinstance(error, UnsupportedError) and Path(str(error.path)).name == manifests.MANIFEST_FILE:
+    if isinstance(error, UnsupportedError) and locate(str(error.path)).name == manifests.MANIFEST_FILE:
         return False
     return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
 
@@ -96,7 +95,7 @@ class Damage:
 
 
 def scrub_file(
-    folder: Path,
+    folder: Location,
     manifest: Manifest,
     name: str,
     checksums: bytes,
@@ -125,14 +124,17 @@ def scrub_file(
 
     Example:
         >>> import numpy as np, reshard
-        >>> folder = Path(reshard.save("run", 1, {"w": np.zeros(4)}).path)
+        >>> folder = locate(reshard.save("run", 1, {"w": np.zeros(4)}).path)
         >>> manifest = manifests.read(folder)
         >>> [name] = manifest.shards
         >>> scrub_file(folder, manifest, name, manifests.read_checksums(folder, manifest)[name])
         []
     """
     path, entry = str(folder / name), manifest.shards[name]
-    ranges = _core.scrub(path, entry.n_bytes, checksums, direct=direct, threads=threads, progress=progress)
+    if folder.is_local:
+        ranges = _core.scrub(path, entry.n_bytes, checksums, direct=direct, threads=threads, progress=progress)
+    else:
+        ranges = _scrub_pieces(folder / name, entry.n_bytes, checksums)
     if not ranges:
         return []
     try:
@@ -149,17 +151,37 @@ def scrub_file(
             begin,
             end,
             tuple(
-                key
-                for key, _, _, first, last in tensors
-                if entry.header_bytes + first < end and begin < entry.header_bytes + last
+                tensor.name
+                for tensor in tensors
+                if entry.header_bytes + tensor.start < end and begin < entry.header_bytes + tensor.end
             ),
         )
         for begin, end in ranges
     ]
 
 
+def _scrub_pieces(file: Location, n_bytes: int, checksums: bytes) -> list[tuple[int, int]]:
+    """As `_core.scrub`, for a file that the core cannot open: it is read from its store."""
+    ranges: list[tuple[int, int]] = []
+    begin = filled = total = 0
+    for piece in file.pieces(n_bytes):
+        rest = memoryview(piece)
+        while rest:
+            part, rest = rest[: manifests.CHUNK_BYTES - filled], rest[manifests.CHUNK_BYTES - filled :]
+            total = _core.crc32c(part, total)
+            filled += len(part)
+            if filled < manifests.CHUNK_BYTES and begin + filled < n_bytes:
+                continue
+            chunk = begin // manifests.CHUNK_BYTES
+            if total.to_bytes(4, "little") != checksums[4 * chunk : 4 * chunk + 4]:
+                first = ranges.pop()[0] if ranges and ranges[-1][1] == begin else begin
+                ranges.append((first, begin + filled))
+            begin, filled, total = begin + filled, 0, 0
+    return ranges
+
+
 def scrub_folder(
-    folder: Path,
+    folder: Location,
     manifest: Manifest,
     names: Collection[str] | None = None,
     *,
@@ -182,7 +204,7 @@ def scrub_folder(
 
     Example:
         >>> import numpy as np, reshard
-        >>> folder = Path(reshard.save("a_run", 1, {"w": np.zeros(4)}).path)
+        >>> folder = locate(reshard.save("a_run", 1, {"w": np.zeros(4)}).path)
         >>> scrub_folder(folder, manifests.read(folder))
         []
     """
@@ -210,7 +232,7 @@ def scrub_folder(
     return faults
 
 
-def scrub_plain(folder: Path, manifest: Manifest) -> list[Fault]:
+def scrub_plain(folder: Location, manifest: Manifest) -> list[Fault]:
     """Compare the files that are not shard files with the manifest; returns differences and unreadable files."""
     faults = []
     for name, entry in manifest.files.items():
@@ -222,7 +244,7 @@ def scrub_plain(folder: Path, manifest: Manifest) -> list[Fault]:
 
 
 def scrub_share(
-    folder: Path,
+    folder: Location,
     manifest: Manifest,
     share: tuple[int, int],
     only: str | None = None,

@@ -14,21 +14,20 @@ from reshard.errors import DamagedFileError
 from reshard.formats import manifest as manifests
 from reshard.formats import state
 from reshard.outputs import load_all, whole_request
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
 
     from reshard.formats.manifest import Manifest
+    from reshard.storage.location import Location
 
 __all__ = ["load_by_name", "read"]
 
 _FILE = re.compile(r"extra-([0-9]{7,18})\.json")
 
 
-def read(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+def read(folder: Location, manifest: Manifest, rank: int) -> dict[str, Any]:
     """The state of an iteration folder for a rank, by name.
 
     Args:
@@ -51,7 +50,7 @@ def read(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     return shared | own
 
 
-def _of_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+def _of_rank(folder: Location, manifest: Manifest, rank: int) -> dict[str, Any]:
     """The content of the file of one rank."""
     name, arrays_name = state.file_name(rank), state.arrays_file_name(rank)
     if name not in manifest.files:
@@ -61,7 +60,9 @@ def _of_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     return load_by_name(folder / name, text, folder / arrays_name if is_there else None, manifest)
 
 
-def load_by_name(path: Path, text: bytes, arrays_path: Path | None, manifest: Manifest | None = None) -> dict[str, Any]:
+def load_by_name(
+    path: Location, text: bytes, arrays_path: Location | None, manifest: Manifest | None = None
+) -> dict[str, Any]:
     """Decode state whose top level is a dict.
 
     Args:
@@ -81,7 +82,7 @@ def load_by_name(path: Path, text: bytes, arrays_path: Path | None, manifest: Ma
         file = index.add_file(str(arrays_path), follow_links=False)
         if manifest is not None:
             manifests.set_checksums(index, arrays_path.parent, manifest)
-        shapes = {key: shape for key, _, shape, *_ in index.file_tensors(file)}
+        shapes = {tensor.name: tensor.shape for tensor in index.file_tensors(file)}
         for key in shapes:
             index.add_whole(key, file)
         arrays = load_all(index.plan(whole_request(shapes)))

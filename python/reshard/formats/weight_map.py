@@ -6,14 +6,14 @@ this package wrote it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import writer_mark
-from reshard.small_files import component_fault, show
+from reshard.storage.location import Location, locate
+from reshard.storage.names import component_fault
 from reshard.strict_json import read_json
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
@@ -40,7 +40,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
         DamagedFileError: the map is invalid, or a name in it is refused.
         StorageError: the system failed to read it.
     """
-    path = Path(path)
+    path = locate(path)
     content = read_json(path, _MAX_BYTES, follow_links=True)
     weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
@@ -80,5 +80,5 @@ def writer(path: str | os.PathLike[str]) -> str | None:
     return version if isinstance(version, str) else None
 
 
-def _damaged(path: Path, fault: str) -> DamagedFileError:
+def _damaged(path: Location, fault: str) -> DamagedFileError:
     return DamagedFileError(f"{show(str(path))}: {fault}", path=str(path))

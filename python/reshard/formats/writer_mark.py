@@ -8,7 +8,7 @@ from reshard import _core
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from reshard.storage.location import Location
 
 __all__ = ["KEY", "MARK", "is_marked", "is_ours"]
 
@@ -22,10 +22,10 @@ def is_marked(index: _core.Index, file: int) -> bool:
     return KEY in (index.file_metadata(file) or {})
 
 
-def is_ours(path: Path) -> bool:
+def is_ours(path: Location) -> bool:
     """Whether this package wrote a safetensors file; False where it cannot be read. Links are not followed."""
     try:
         index = _core.Index()
-        return is_marked(index, index.add_file(str(path), follow_links=False))
+        return is_marked(index, index.add_file(str(path.local), follow_links=False))
     except ReshardError:
         return False

@@ -15,9 +15,8 @@ from reshard.formats.huggingface.writer import HuggingFaceWriter
 from reshard.formats.tiled.writer import SafetensorsWriter
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.conversion.writer import Writer
+    from reshard.storage.location import Location
 
 __all__ = ["WRITERS", "writer_for"]
 
@@ -30,7 +29,7 @@ WRITERS: tuple[Writer, ...] = (
 )
 
 
-def writer_for(to: str | None, target: Path, *, has_layout: bool) -> Writer:
+def writer_for(to: str | None, target: Location, *, has_layout: bool) -> Writer:
     """The writer of a format. Default: Checkpoint 2.0 with a layout, else by the suffix of the destination.
 
     Args:
@@ -42,8 +41,8 @@ def writer_for(to: str | None, target: Path, *, has_layout: bool) -> Writer:
         ArgumentError: there is no such format.
 
     Example:
-        >>> from pathlib import Path
-        >>> writer_for(None, Path("model.safetensors"), has_layout=False).name
+        >>> from reshard.storage.location import locate
+        >>> writer_for(None, locate("model.safetensors"), has_layout=False).name
         'safetensors'
     """
     known = {one.name: one for one in WRITERS}

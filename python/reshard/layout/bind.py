@@ -1,4 +1,4 @@
-"""A resolved layout as geometry: one core layout a key, and the request that a rank makes of a checkpoint."""
+"""A resolved layout as geometry: the core's layout of each key, and what a rank requests of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ArgumentError, KeyNotFoundError, LayoutError
-from reshard.layout.resolve import Join, Spec, resolve
+from reshard.layout.resolve import Join, resolve
 from reshard.words import nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from reshard.layout.file import LayoutFile
+    from reshard.layout.partition import Places, TensorLayout
     from reshard.layout.resolve import Resolved, Unused
 
-__all__ = ["BoundLayout", "bind", "bound_of", "core_layout"]
+__all__ = ["BoundLayout", "bind", "bound_of"]
 
 _log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True, eq=False)
 class BoundLayout:
-    """A layout that met the tensors of a checkpoint: every question has an answer, and every cut fits its tensor.
+    """A layout applied to the tensors of a checkpoint: the partition of every tensor is decided and fits its shape.
 
     Attributes:
         mesh: the core's mesh.
         ranks: the global rank at each mesh point, row-major.
         layouts: the core's layout of each key, in the order of the tensors; of a joined key with its `flat` axes.
-        specs: the same in words: cuts, blocks, `flat` and so on of each key.
+        tensor_layouts: the values from which `layouts` was made: shape, partition and place of each key.
         joins: keys that are one array.
-        warnings: rules and places that match nothing, and state that `add` does not divide.
-        unused: rules and places that match nothing and are not optional.
+        warnings: rules and places that match no key, and state that `add` does not divide.
+        unused: rules and places that match no key and are not optional.
     """
 
     mesh: _core.Mesh
     ranks: list[int]
     layouts: dict[str, _core.Layout]
-    specs: dict[str, Spec]
+    tensor_layouts: dict[str, TensorLayout]
     joins: list[Join]
     warnings: list[str]
     _join_of: dict[str, Join] = field(repr=False)
-    _places: dict[str, tuple[object, _core.Layout]] = field(repr=False)  # who holds a key, and one layout that says so
     unused: list[Unused] = field(default_factory=list)
 
     def refuse_unused(self, left_out: Collection[str] = ()) -> None:
-        """Refuse a layout that does not say of the tensors what it was meant to say: before something is written.
+        """Refuse a layout with rules that have no effect. Called before something is written.
 
         Args:
-            left_out: keys for which the layout may have rules though they are not written.
+            left_out: keys that are not written, but for which the layout may have rules.
 
         Raises:
-            LayoutError: a rule or a place that is not optional matches no key; names the nearest keys.
+            LayoutError: a rule or a place that is not optional matches no key; the message names the nearest keys.
         """
         unused = [one for one in self.unused if not one.matches(left_out)]
         if unused:
@@ -67,6 +67,9 @@ class BoundLayout:
     def holds(self, rank: int) -> list[str]:
         """The keys of which a rank holds a part, in the order of the tensors.
 
+        Args:
+            rank: the global rank.
+
         Raises:
             ArgumentError: the layout has no such rank.
         """
@@ -74,14 +77,14 @@ class BoundLayout:
             raise ArgumentError(
                 f"the layout has no rank {rank}", hint=f"it has {len(self.ranks)} ranks, from {min(self.ranks)}"
             )
-        held: dict[object, bool] = {}  # thousands of keys share a handful of places
-        for place, layout in self._places.values():
-            if place not in held:
-                held[place] = layout.holds(rank)
-        return [key for key in self.layouts if held[self._places[key][0]]]
+        held: dict[Places, bool] = {}  # thousands of keys share a handful of places
+        for key, layout in self.tensor_layouts.items():
+            if layout.place not in held:
+                held[layout.place] = self.layouts[key].holds(rank)
+        return [key for key, layout in self.tensor_layouts.items() if held[layout.place]]
 
     def local_names(self, rank: int, keys: Collection[str] | None = None) -> list[str]:
-        """Names of the arrays that a rank loads or saves, in order; a join stands where its first key would.
+        """Names of the arrays that a rank loads or saves, in order; a join has the position of its first key.
 
         Args:
             rank: the global rank.
@@ -95,14 +98,14 @@ class BoundLayout:
         return [name for name, _, _ in self._arrays(rank, keys)]
 
     def request(self, rank: int, keys: Collection[str] | None = None) -> _core.Request:
-        """What a rank wants, as the core takes it, in the order of `local_names`. Raises as that does."""
+        """The request for the arrays of a rank, in the order of `local_names`. Arguments and errors as there."""
         request = _core.Request()
         for name, members, join in self._arrays(rank, keys):
             self._add(request, name, members, join, rank)
         return request
 
     def request_of(self, rank: int, names: Collection[str]) -> _core.Request:
-        """What a rank holds of the arrays of these names, in their order; joined keys are named by their join."""
+        """The request for some arrays of a rank, in the order of `names`; joined keys have the name of their join."""
         arrays = {name: (members, join) for name, members, join in self._arrays(rank, None)}
         request = _core.Request()
         for name in names:
@@ -158,55 +161,48 @@ def bind(
     optimizer_keys: Collection[str] = (),
     strict: bool = False,
 ) -> BoundLayout:
-    """See `ModelLayout.bind`."""
+    """Apply a layout file to the tensors of a checkpoint. Arguments and errors as in `ModelLayout.bind`."""
     mesh = _core.Mesh(list(layout.mesh.items()), layout.ranks)
     return bound_of(mesh, resolve(layout, tensors, optimizer_keys), strict=strict)
 
 
 def bound_of(mesh: _core.Mesh, resolved: Resolved, *, strict: bool = False) -> BoundLayout:
-    """What was decided for each key as geometry. Raises as `ModelLayout.bind`."""
+    """The geometry of resolved layouts.
+
+    Args:
+        mesh: the mesh on which they were resolved.
+        resolved: the layouts.
+        strict: whether a warning is an error.
+
+    Raises:
+        LayoutError: as `ModelLayout.bind`.
+    """
     if resolved.warnings and strict:
         raise LayoutError("; ".join(resolved.warnings), hint="`strict=False` makes this a warning")
     for warning in resolved.warnings:
         _log_once(warning)
-    made: dict[Spec, _core.Layout] = {}
+    made: dict[TensorLayout, _core.Layout] = {}
     layouts: dict[str, _core.Layout] = {}
-    for key, spec in resolved.specs.items():
-        if spec not in made:
+    for key, layout in resolved.layouts.items():
+        if layout not in made:
             with _naming(key):
-                made[spec] = core_layout(mesh, spec)
-        layouts[key] = made[spec]
+                made[layout] = _core.Layout(mesh, layout)
+        layouts[key] = made[layout]
     return BoundLayout(
         mesh,
         list(mesh.ranks),
         layouts,
-        resolved.specs,
+        resolved.layouts,
         resolved.joins,
         resolved.warnings,
         {key: join for join in resolved.joins for key in join.keys},
-        {key: (spec.place, layouts[key]) for key, spec in resolved.specs.items()},
         resolved.unused,
-    )
-
-
-def core_layout(mesh: _core.Mesh, spec: Spec) -> _core.Layout:
-    """A spec as the core has it. Raises LayoutError, which does not know the key."""
-    return _core.Layout(
-        mesh,
-        spec.shape,
-        spec.cut,
-        uneven=spec.uneven,
-        sizes=dict(spec.sizes) or None,
-        blocks={dim: [(block.size, block.is_cut) for block in blocks] for dim, blocks in spec.blocks} or None,
-        flat=spec.flat or None,
-        stored=spec.stored or None,
-        place=spec.place,
     )
 
 
 @contextlib.contextmanager
 def _naming(key: str) -> Iterator[None]:
-    """Errors of the core about a layout do not know the key: add it."""
+    """Add the key to errors of the core about a layout."""
     try:
         yield
     except LayoutError as error:
@@ -217,5 +213,5 @@ def _naming(key: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def _log_once(warning: str) -> None:
-    """Every rank and every load of a process binds the layout anew; its author needs to read this once."""
+    """Log a warning once in a process, though every load binds the layout again."""
     _log.warning("layout: %s", warning)

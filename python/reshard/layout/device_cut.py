@@ -1,7 +1,7 @@
-"""How one tensor is cut over a matrix of devices, and further by those that hold the same slice.
+"""How one tensor is divided over a matrix of devices, and further among the devices that hold the same slice.
 
-The holders of a slice are numbered in the order of their positions; the number modulo the share is the part of each.
-That is a cut by device axes where the share is a run of the innermost free ones, which may have to be divided anew.
+The holders of a slice are numbered in the order of their positions; a holder has the part `number % share`. This is a
+partition by device axes if the share is the product of the innermost free axes, which may have to be split.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["DeviceCut", "shared_further"]
 
 @dataclass(frozen=True)
 class DeviceCut:
-    """How one tensor is cut over the devices of one stage.
+    """How one tensor is divided over the devices of one stage.
 
     Attributes:
         dev_matrix: sizes of the device axes, outermost first.
-        tensor_map: for each dim the axes that cut it, the most significant first, counted from the innermost axis (0).
-            What ZeRO cuts further stands last in dim 0.
+        tensor_map: for each dim the axes that divide it, outermost first, counted from the innermost axis (0). The
+            axes of the further division by ZeRO are the last ones of dim 0.
         sizes: rows of each part of dim 0 if they differ; None: every dim divides evenly.
     """
 
@@ -28,7 +28,7 @@ class DeviceCut:
     sizes: tuple[int, ...] | None = None
 
     def parts(self) -> tuple[int, ...]:
-        """In how many parts each dim is cut.
+        """The number of parts of each dim.
 
         Example:
             >>> DeviceCut((2, 4), ((0,), ())).parts()
@@ -54,12 +54,12 @@ class DeviceCut:
 
     @property
     def free_axes(self) -> list[int]:
-        """The axes of several devices that cut no dim, counted from the outermost."""
+        """The axes of several devices that divide no dim, counted from the outermost."""
         used = {len(self.dev_matrix) - 1 - v for axes in self.tensor_map for v in axes}
         return [axis for axis, size in enumerate(self.dev_matrix) if size > 1 and axis not in used]
 
     def as_words(self) -> object:
-        """What is equal for cuts that say the same of tensors of different dims."""
+        """A value that is equal for equal partitions of tensors with different numbers of dims."""
         maps = [tuple(v for v in axes if self._size(v) > 1) for axes in self.tensor_map]
         while maps and not maps[-1]:
             maps.pop()
@@ -70,14 +70,14 @@ class DeviceCut:
 
 
 def shared_further(cut: DeviceCut, share: int) -> DeviceCut | None:
-    """The cut with each slice cut again along dim 0, by its holders' numbers modulo `share`.
+    """The partition with each slice divided again along dim 0, by its holders' numbers modulo `share`.
 
     Args:
-        cut: the cut; of at least one dim.
+        cut: the partition of a tensor of at least one dim.
         share: how many parts; divides the number of holders.
 
     Returns:
-        The cut, perhaps over a matrix whose free axes are other ones; None: no axes say it.
+        The partition, possibly over a matrix with other free axes; None: no axes express it.
 
     Example:
         >>> shared_further(DeviceCut((3, 2), ((), ())), 3)
@@ -87,7 +87,7 @@ def shared_further(cut: DeviceCut, share: int) -> DeviceCut | None:
 
 
 def _with_free_merged(cut: DeviceCut) -> DeviceCut:
-    """The same cut, its free axes one where they are neighbours: they can be divided in another way then."""
+    """The same partition with neighbouring free axes merged, so that they can be split in another way."""
     free = set(cut.free_axes)
     matrix: list[int] = []
     new_axis: dict[int, int] = {}
@@ -110,9 +110,9 @@ def _with_free_merged(cut: DeviceCut) -> DeviceCut:
 
 
 def _innermost(cut: DeviceCut, share: int) -> DeviceCut | None:
-    """The cut with so many of its holders as the innermost cut of dim 0; None: they are no product of free axes.
+    """The partition with `share` holders as the innermost division of dim 0; None: no product of free axes is `share`.
 
-    They are the innermost free axes; of one that is longer than what is still to be shared, the inner part.
+    The innermost free axes are used, and the inner part of an axis that is longer than the rest of `share`.
     """
     matrix = cut.dev_matrix
     axes: list[int] = []

@@ -1,7 +1,7 @@
-"""The layout file as a value: what may stand in it, checked as far as that needs no tensors, and how it is printed.
+"""The layout file as a value: its fields, the checks that need no tensors, and how it is printed.
 
-The dataclasses mirror the file. This module does not know which keys a checkpoint holds (that is `resolve`), nor where
-a file is kept.
+The dataclasses mirror the file; what a rule says about a tensor is a `Partition`. This module does not know which keys
+a checkpoint holds (that is `resolve`), nor where a file is stored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 from reshard.errors import ReshardError
 from reshard.fields import (
@@ -23,13 +23,13 @@ from reshard.fields import (
     read_items,
     read_name,
 )
-from reshard.layout.patterns import IndexPattern, Matcher, Pattern, expand_braces
+from reshard.layout.partition import WHOLE, Block, Blocks, Cut, Partition, trimmed
+from reshard.layout.patterns import IndexedPattern, Matcher, Pattern, expand_braces
 from reshard.strict_yaml import Lines, flow
 from reshard.words import nearest, show
 
-__all__ = ["Block", "Flat", "LayoutFile", "Optimizer", "Place", "Rule", "Uneven"]
+__all__ = ["LayoutFile", "LayoutRule", "OptimizerRule", "PlaceRule"]
 
-Uneven = Literal["refuse", "ceil"]
 T = TypeVar("T")
 
 _MAX_RANKS = 1 << 20
@@ -41,62 +41,34 @@ _MAX_EXPANDED = 1 << 16  # patterns of a layout that come of braces
 
 
 @dataclass(frozen=True)
-class Block:
-    """One block of a fused dim: its size in elements, and whether it is cut (else it is whole on every rank)."""
-
-    size: int
-    is_cut: bool = True
-
-
-@dataclass(frozen=True)
-class Flat:
-    """The local block flattened and cut 1-D over `axes`; with `join`, all keys of the rule laid end to end before that.
-
-    Attributes:
-        axes: first = outermost.
-        join: the name of the one array that all keys of the rule become, or None.
-        align: elements to whose multiples the start of each key is rounded up.
-    """
-
-    axes: tuple[str, ...]
-    join: str | None = None
-    align: int = 1
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How the keys that a pattern matches are cut.
+class LayoutRule:
+    """How the tensors are divided whose keys a pattern matches.
 
     Attributes:
         match: patterns over whole keys: `*` and `?` stand for any characters, braces for one of several as in a shell
-            (`*.{q,k,v}_proj.weight`, `h.{0..7}.*`); or `re:` and a regular expression. Read, braces are expanded.
-        cut: for each dim the axes that cut it, first = outermost; missing dims are not cut.
-        uneven: what happens to a dim that does not divide.
-        sizes: explicit sizes of the parts, by dim.
-        blocks: by dim, the blocks that are each cut by themselves; a number n stands for n equal ones.
-        flat: what happens to the local block after `cut`.
-        stored: storage order, `stored[j]` = the global dim at storage position j; empty: the global order.
-        optional: whether it may match no key. Otherwise that is an error where something is written.
+            (`*.{q,k,v}_proj.weight`, `h.{0..7}.*`); or `re:` and a regular expression. Braces are already expanded.
+        partition: how they are divided.
+        join: the name of the one array that all keys of the rule become on each rank, or None. Their flattened local
+            blocks are laid end to end in it, and the array is divided over `partition.flat`.
+        align: elements to a multiple of which the start of each key in that array is rounded up.
+        optional: whether the rule may match no key. Otherwise that is an error when tensors are written.
     """
 
     match: tuple[str, ...]
-    cut: tuple[tuple[str, ...], ...] = ()
-    uneven: Uneven = "refuse"
-    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    blocks: Mapping[int, tuple[Block, ...] | int] = field(default_factory=dict)
-    flat: Flat | None = None
-    stored: tuple[int, ...] = ()
+    partition: Partition = WHOLE
+    join: str | None = None
+    align: int = 1
     optional: bool = False
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """How state is cut further than its parameter.
+class OptimizerRule:
+    """How optimizer state is divided further than its parameter.
 
     Attributes:
         add: axes appended innermost, by dim.
-        flat: axes over which state is cut 1-D.
-        follow: False: state does not follow its parameter; like any other tensor it sees its own key.
+        flat: axes over which flattened state is divided 1-D.
+        follow: False: state does not follow its parameter; the rules are matched with its own key.
     """
 
     add: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -104,17 +76,21 @@ class Optimizer:
     follow: bool = True
 
 
+FOLLOWING = OptimizerRule()
+"""State has the partition of its parameter."""
+
+
 @dataclass(frozen=True)
-class Place:
-    """Which ranks hold the keys that a pattern matches: those of one coordinate over `axes`, folded, first = outermost.
+class PlaceRule:
+    """Which ranks hold the tensors whose keys a pattern matches: those with one folded coordinate on `axes`.
 
     Attributes:
-        match: patterns; without `at` each holds the index `{i}` once.
-        axes: the axes.
-        at: the coordinate itself, from 0.
+        match: patterns; without `at` each contains the index `{i}` once.
+        axes: the axes, first = outermost.
+        at: the coordinate, from 0.
         sizes: how many consecutive indices each coordinate holds; None: evenly, if `to` is None too.
         to: the coordinate of each index.
-        optional: whether it may match no key, as of a rule.
+        optional: whether the rule may match no key, as in `LayoutRule`.
     """
 
     match: tuple[str, ...]
@@ -127,21 +103,21 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class LayoutFile:
-    """All of a layout file. Make one with `from_mapping`, which checks it.
+    """The content of a layout file. `from_mapping` makes one and checks it.
 
     Attributes:
-        mesh: axis: size, in order; the first varies slowest.
+        mesh: the size of each axis, in order; the first varies slowest.
         ranks: the global rank at each mesh point, row-major; None: 0, 1, 2, ...
-        rules: the first that matches a key decides. Counters of one element (`global_step`) are whole without one.
-        optimizer: how state is cut further than its parameter.
+        rules: the first rule that matches a key applies. Counters of one element (`global_step`) are whole without one.
+        optimizer: how optimizer state is divided further than its parameter.
         place: which ranks hold a key at all; every matching entry applies.
     """
 
     mesh: dict[str, int]
-    rules: tuple[Rule, ...]
+    rules: tuple[LayoutRule, ...]
     ranks: tuple[int, ...] | None = None
-    optimizer: Optimizer = Optimizer()
-    place: tuple[Place, ...] = ()
+    optimizer: OptimizerRule = FOLLOWING
+    place: tuple[PlaceRule, ...] = ()
 
     # Two meshes that differ in the order of their axes are equal dicts, yet different layouts.
     def __eq__(self, other: object) -> bool:
@@ -157,25 +133,34 @@ class LayoutFile:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object], *, source: str | None = None) -> Self:
-        """Check a layout that was written as a mapping.
+        """Make a layout from a mapping, and check it.
 
         Args:
-            mapping: what the YAML file would hold. The dims of `sizes`, `blocks`, `add` may be text, as in JSON.
-            source: the file it came from, for messages.
+            mapping: the content of a YAML file. The dims in `sizes`, `blocks` and `add` may be text, as in JSON.
+            source: the file it was read from, for messages.
 
         Raises:
-            LayoutError: it contradicts itself, or a field is unknown or has a wrong value; the message names the place.
+            LayoutError: it contradicts itself, or a field is unknown or has a wrong value; the message names the field.
 
         Example:
             >>> mapping = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
-            >>> LayoutFile.from_mapping(mapping).rules[0].cut
+            >>> LayoutFile.from_mapping(mapping).rules[0].partition.cut
             (('tp',),)
         """
         return cls.from_lines(mapping, source=source, lines={})
 
     @classmethod
     def from_lines(cls, mapping: object, *, source: str | None, lines: Lines) -> Self:
-        """`from_mapping` for what was read from a file, of which the line of each value is known."""
+        """Make a layout from what was read from a file, and check it, as `from_mapping` does.
+
+        Args:
+            mapping: the content of the file.
+            source: the file, for messages.
+            lines: the line of each value in the file, for messages.
+
+        Raises:
+            LayoutError: as `from_mapping`.
+        """
         at = At(source, lines)
         fields = read_fields(at, mapping, required=("mesh", "rules"), optional=("ranks", "optimizer", "place"))
         mesh = _mesh(at / "mesh", fields["mesh"])
@@ -185,12 +170,12 @@ class LayoutFile:
             mesh=mesh,
             ranks=_ranks(at / "ranks", fields["ranks"], n_ranks) if "ranks" in fields else None,
             rules=_rules(at / "rules", fields["rules"], mesh, read),
-            optimizer=_optimizer(at / "optimizer", fields["optimizer"], mesh) if "optimizer" in fields else Optimizer(),
+            optimizer=_optimizer(at / "optimizer", fields["optimizer"], mesh) if "optimizer" in fields else FOLLOWING,
             place=_places(at / "place", fields["place"], mesh, read) if "place" in fields else (),
         )
 
     def to_mapping(self) -> dict[str, object]:
-        """The layout as a mapping in one canonical spelling: `from_mapping` of it is equal to this.
+        """The layout as a mapping in one canonical spelling; `from_mapping` of it is equal to this layout.
 
         Example:
             >>> mapping = {"mesh": {"tp": 2}, "rules": [{"match": ["*"], "cut": [["tp"], None]}]}
@@ -208,7 +193,7 @@ class LayoutFile:
         return mapping
 
     def to_yaml(self) -> str:
-        """The layout as a layout file: one line a field of a rule, one line a place.
+        """The text of the layout file: one line for each field of a rule, one line for each entry of `place`.
 
         Example:
             >>> mapping = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}]}
@@ -257,54 +242,46 @@ def _ranks(at: At, value: object, n_ranks: int) -> tuple[int, ...]:
     return ranks
 
 
-def _rules(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> tuple[Rule, ...]:
+def _rules(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> tuple[LayoutRule, ...]:
     rules = tuple(read_items(at, value, lambda a, v: _rule(a, v, mesh, read)))
     _refuse_expressions(at, rules)
     joins: dict[str, int] = {}
     for n, rule in enumerate(rules):
-        if rule.flat and rule.flat.join is not None and joins.setdefault(rule.flat.join, n) != n:
+        if rule.join is not None and joins.setdefault(rule.join, n) != n:
             where = at / n / "flat"
-            raise where.error(f"join {show(rule.flat.join)} is the name of an earlier rule's join too")
+            raise where.error(f"join {show(rule.join)} is the name of an earlier rule's join too")
     return rules
 
 
-def _rule(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> Rule:
+def _rule(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> LayoutRule:
     fields = read_fields(
         at, value, required=("match",), optional=("cut", "uneven", "sizes", "blocks", "flat", "stored", "optional")
     )
     match = read.patterns(at / "match", fields["match"], Pattern.check)
-    cut: tuple[tuple[str, ...], ...] = ()
+    cut: Cut = ()
     if "cut" in fields:
-        cut = tuple(read_items(at / "cut", fields["cut"], lambda a, v: _cut(a, v, mesh)))
-        while cut and not cut[-1]:
-            cut = cut[:-1]
-    flat = _flat(at / "flat", fields["flat"], mesh) if "flat" in fields else None
-    _refuse_twice(at, [axis for axes in cut for axis in axes] + list(flat.axes if flat else ()), "in one tensor")
+        cut = trimmed(read_items(at / "cut", fields["cut"], lambda a, v: _cut(a, v, mesh)))
+    flat, join, align = _flat(at / "flat", fields["flat"], mesh) if "flat" in fields else ((), None, 1)
     uneven = fields.get("uneven", "refuse")
     if uneven not in ("refuse", "ceil"):
         raise (at / "uneven").error(f"expected `refuse` or `ceil`, found {found(uneven)}")
     sizes = read_by_dim(at / "sizes", fields.get("sizes", {}), _sizes)
     if sizes and fields.get("blocks"):
         raise at.error("`sizes` and `blocks` cannot stand together", hint="give each block's size, or each part's")
-    for dim, parts in sizes.items():
-        axes = cut[dim] if dim < len(cut) else ()
+    blocks = read_by_dim(at / "blocks", fields.get("blocks", {}), _blocks)
+    stored = _stored(at / "stored", fields["stored"], len(cut)) if "stored" in fields else ()
+    partition = Partition(cut, uneven, tuple(sorted(sizes.items())), tuple(sorted(blocks.items())), flat, stored)
+    _refuse_twice(at, partition.axes, "in one tensor")
+    for dim, parts in partition.sizes:
+        axes = partition.axes_of(dim)
         if len(parts) != (n := math.prod(mesh[axis] for axis in axes)):
             by = f"{_axes_text(axes, mesh)} cut it into {n}" if axes else "`cut` does not cut it"
             raise (at / "sizes" / dim).error(f"{len(parts)} sizes for dim {dim}, but {by}")
-    return Rule(
-        match=match,
-        cut=cut,
-        uneven=uneven,
-        sizes=sizes,
-        blocks=read_by_dim(at / "blocks", fields.get("blocks", {}), _blocks),
-        flat=flat,
-        stored=_stored(at / "stored", fields["stored"], len(cut)) if "stored" in fields else (),
-        optional=_flag(at / "optional", fields.get("optional", False)),
-    )
+    return LayoutRule(match, partition, join, align, _flag(at / "optional", fields.get("optional", False)))
 
 
-def _refuse_expressions(at: At, entries: Sequence[Rule | Place]) -> None:
-    """Refuse more or larger regular expressions than can be searched at once."""
+def _refuse_expressions(at: At, entries: Sequence[LayoutRule | PlaceRule]) -> None:
+    """Refuse more or larger regular expressions than one search can handle."""
     texts = [_without_index(text) for entry in entries for text in entry.match]
     expressions = [text for text in texts if text.startswith("re:") and Pattern.check(text)]
     if len(expressions) > _MAX_EXPRESSIONS:
@@ -315,7 +292,7 @@ def _refuse_expressions(at: At, entries: Sequence[Rule | Place]) -> None:
     try:
         Matcher([expressions])
     except ValueError as error:
-        message, hint = _told(error)
+        message, hint = _message_of(error)
         raise at.error(message, hint=hint) from None
 
 
@@ -333,7 +310,7 @@ def _sizes(at: At, value: object) -> tuple[int, ...]:
     return tuple(read_items(at, value, lambda a, v: read_integer(a, v, 0)))
 
 
-def _blocks(at: At, value: object) -> tuple[Block, ...] | int:
+def _blocks(at: At, value: object) -> Blocks:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     n_blocks = read_integer(at, value, 1) if is_number else len(value) if isinstance(value, Sequence) else 0
     if n_blocks > _MAX_BLOCKS:
@@ -361,13 +338,14 @@ def _block(at: At, value: object) -> Block:
     return Block(read_integer(at / "size", fields["size"], 0), is_cut="cut" not in fields)
 
 
-def _flat(at: At, value: object, mesh: Mapping[str, int]) -> Flat:
+def _flat(at: At, value: object, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], str | None, int]:
+    """The axes of `flat`, the name of the join or None, and its alignment."""
     if not isinstance(value, Mapping):
-        return Flat(_axes(at, value, mesh))
+        return _axes(at, value, mesh), None, 1
     fields = read_fields(at, value, required=("axes",), optional=("join", "align"))
     if "align" in fields and "join" not in fields:
         raise (at / "align").error("has a meaning only with `join`")
-    return Flat(
+    return (
         _axes(at / "axes", fields["axes"], mesh),
         read_name(at / "join", fields["join"]) if "join" in fields else None,
         read_integer(at / "align", fields.get("align", 1), 1),
@@ -383,28 +361,28 @@ def _stored(at: At, value: object, n_cut: int) -> tuple[int, ...]:
     return stored
 
 
-def _optimizer(at: At, value: object, mesh: Mapping[str, int]) -> Optimizer:
+def _optimizer(at: At, value: object, mesh: Mapping[str, int]) -> OptimizerRule:
     fields = read_fields(at, value, optional=("add", "flat", "follow"))
     if len(fields) != 1:
         raise at.error(f"expected one of `add`, `flat` and `follow`, found {', '.join(fields) or 'none'}")
     if "follow" in fields:
-        return Optimizer(follow=_flag(at / "follow", fields["follow"]))
+        return OptimizerRule(follow=_flag(at / "follow", fields["follow"]))
     if "flat" in fields:
-        return Optimizer(flat=_axes(at / "flat", fields["flat"], mesh))
+        return OptimizerRule(flat=_axes(at / "flat", fields["flat"], mesh))
     add = read_by_dim(at / "add", fields["add"], lambda a, v: _axes(a, v, mesh))
     if not add:
         raise (at / "add").error("expected dims and their axes, as in {0: [dp]}")
     _refuse_twice(at / "add", [axis for axes in add.values() for axis in axes], "in one tensor")
-    return Optimizer(add=add)
+    return OptimizerRule(add=add)
 
 
-def _places(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> tuple[Place, ...]:
+def _places(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> tuple[PlaceRule, ...]:
     places = tuple(read_items(at, value, lambda a, v: _place(a, v, mesh, read)))
     _refuse_expressions(at, places)
     return places
 
 
-def _place(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> Place:
+def _place(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) -> PlaceRule:
     fields = read_fields(at, value, required=("match", "axis"), optional=("at", "sizes", "to", "optional"))
     axes = (
         (_axis(at / "axis", fields["axis"], mesh),)
@@ -423,21 +401,21 @@ def _place(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader)
             raise (at / "at").error(
                 f"{coordinate} is outside {_axes_text(axes, mesh)}: expected {-n_parts} to {n_parts - 1}"
             )
-        return Place(match, axes, at=coordinate % n_parts, optional=optional)
+        return PlaceRule(match, axes, at=coordinate % n_parts, optional=optional)
     match = read.patterns(at / "match", fields["match"], _pattern_with_index)
     if ways == ["sizes"]:
         sizes = _sizes(at / "sizes", fields["sizes"])
         if len(sizes) != n_parts:
             raise (at / "sizes").error(f"expected {n_parts} sizes for {_axes_text(axes, mesh)}, found {len(sizes)}")
-        return Place(match, axes, sizes=sizes, optional=optional)
+        return PlaceRule(match, axes, sizes=sizes, optional=optional)
     if ways == ["to"]:
         to = tuple(read_items(at / "to", fields["to"], lambda a, v: read_integer(a, v, 0)))
         for n, coordinate in enumerate(to):
             if coordinate >= n_parts:
                 where = at / "to" / n
                 raise where.error(f"{coordinate} is outside {_axes_text(axes, mesh)}: expected 0 to {n_parts - 1}")
-        return Place(match, axes, to=to, optional=optional)
-    return Place(match, axes, optional=optional)
+        return PlaceRule(match, axes, to=to, optional=optional)
+    return PlaceRule(match, axes, optional=optional)
 
 
 def _pattern_without_index(text: str) -> None:
@@ -449,11 +427,11 @@ def _pattern_without_index(text: str) -> None:
 def _pattern_with_index(text: str) -> None:
     if "{i}" not in text:
         raise ValueError(f"{show(text)} must hold `{{i}}`, the index of a layer or an expert, or the entry say `at`")
-    Pattern.check(IndexPattern.any_index(text))
+    Pattern.check(IndexedPattern.any_index(text))
 
 
 def _without_index(text: str) -> str:
-    return IndexPattern.any_index(text) if text.count("{i}") == 1 else text
+    return IndexedPattern.any_index(text) if text.count("{i}") == 1 else text
 
 
 class _PatternReader:
@@ -475,7 +453,7 @@ class _PatternReader:
                 for one in expanded:
                     check(one)
             except ValueError as error:
-                message, hint = _told(error)
+                message, hint = _message_of(error)
                 raise where.error(message, hint=hint) from None
             if expanded != [text]:
                 self.n_expanded += len(expanded)
@@ -491,7 +469,7 @@ def _flag(at: At, value: object) -> bool:
     return value
 
 
-def _told(error: ValueError) -> tuple[str, str | None]:
+def _message_of(error: ValueError) -> tuple[str, str | None]:
     """Message and hint of an error about a pattern."""
     return (error.message, error.hint) if isinstance(error, ReshardError) else (str(error), None)
 
@@ -535,37 +513,36 @@ def _axes_text(axes: Sequence[str], mesh: Mapping[str, int]) -> str:
 # ------------------------------------------------------------------------------------------------------- to a mapping
 
 
-def _rule_mapping(rule: Rule) -> dict[str, object]:
+def _rule_mapping(rule: LayoutRule) -> dict[str, object]:
     mapping: dict[str, object] = {"match": _one_or_list(rule.match)}
-    if rule.cut:
-        mapping["cut"] = [_one_or_list(axes) if axes else None for axes in rule.cut]
-    if rule.uneven != "refuse":
-        mapping["uneven"] = rule.uneven
-    if rule.sizes:
-        mapping["sizes"] = {dim: list(sizes) for dim, sizes in rule.sizes.items()}
-    if rule.blocks:
-        mapping["blocks"] = {dim: _blocks_value(blocks) for dim, blocks in rule.blocks.items()}
-    if rule.flat is not None:
-        axes = list(rule.flat.axes)
-        if rule.flat.join is None:
-            mapping["flat"] = axes
-        else:
-            align = {"align": rule.flat.align} if rule.flat.align != 1 else {}
-            mapping["flat"] = {"axes": axes, "join": rule.flat.join, **align}
-    if rule.stored:
-        mapping["stored"] = list(rule.stored)
+    partition = rule.partition
+    if partition.cut:
+        mapping["cut"] = [_one_or_list(axes) if axes else None for axes in partition.cut]
+    if partition.uneven != "refuse":
+        mapping["uneven"] = partition.uneven
+    if partition.sizes:
+        mapping["sizes"] = {dim: list(sizes) for dim, sizes in partition.sizes}
+    if partition.blocks:
+        mapping["blocks"] = {dim: _blocks_value(blocks) for dim, blocks in partition.blocks}
+    if rule.join is not None:
+        align = {"align": rule.align} if rule.align != 1 else {}
+        mapping["flat"] = {"axes": list(partition.flat), "join": rule.join, **align}
+    elif partition.flat:
+        mapping["flat"] = list(partition.flat)
+    if partition.stored:
+        mapping["stored"] = list(partition.stored)
     if rule.optional:
         mapping["optional"] = True
     return mapping
 
 
-def _blocks_value(blocks: tuple[Block, ...] | int) -> object:
+def _blocks_value(blocks: Blocks) -> object:
     if isinstance(blocks, int):
         return blocks
     return [block.size if block.is_cut else {"size": block.size, "cut": None} for block in blocks]
 
 
-def _optimizer_mapping(optimizer: Optimizer) -> dict[str, object]:
+def _optimizer_mapping(optimizer: OptimizerRule) -> dict[str, object]:
     if optimizer.add:
         return {"add": {dim: list(axes) for dim, axes in optimizer.add.items()}}
     if optimizer.flat:
@@ -573,7 +550,7 @@ def _optimizer_mapping(optimizer: Optimizer) -> dict[str, object]:
     return {} if optimizer.follow else {"follow": False}
 
 
-def _place_mapping(place: Place, mesh: Mapping[str, int]) -> dict[str, object]:
+def _place_mapping(place: PlaceRule, mesh: Mapping[str, int]) -> dict[str, object]:
     mapping: dict[str, object] = {"match": _one_or_list(place.match), "axis": _one_or_list(place.axes)}
     if place.at is not None:
         # The last one is what is usually meant by it, and stays the last one when the size of the axis is edited.

@@ -1,9 +1,9 @@
-"""A layout read backwards: the global shapes of tensors from the shapes of every rank's own arrays.
+"""The inverse of a layout: the global shapes of tensors from the shapes of the local arrays of all ranks.
 
-An extent that is cut is the sum of the parts, one for each coordinate on the axes that cut it; an extent that is not
-cut is the same on every rank. State of the optimizer is tried in its parameter's shape first, as the layout says, and
-is whole if its arrays do not fit that. Whether what was found is right is proven by binding the layout to it and
-comparing every rank's array with it: see `check_local_shapes`. Flattened arrays do not tell: their shapes are told.
+The extent of a divided dim is the sum of its parts, one for each coordinate on the axes that divide it. The extent of
+any other dim is the same on every rank. Optimizer state is first assumed to have the shape of its parameter; it is
+whole if its arrays do not fit that. `check_local_shapes` verifies the result: it compares every local array with the
+layout bound to these shapes. The shapes of flattened tensors cannot be found and must be given.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import LayoutError, MismatchError
-from reshard.layout.bind import core_layout
 from reshard.layout.patterns import Matcher
 from reshard.layout.resolve import is_counter, resolve, state_of
 from reshard.words import show
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from reshard.layout.bind import BoundLayout
-    from reshard.layout.file import LayoutFile, Rule
+    from reshard.layout.file import LayoutFile
+    from reshard.layout.partition import Partition
 
 __all__ = ["check_local_shapes", "global_shapes", "join_members"]
 
@@ -40,14 +40,14 @@ def global_shapes(
     Args:
         layout: the layout.
         local_shapes: for each key, the shape of each rank's array, in storage order, in elements.
-        told: global shapes that are known. They win, and may be of keys that nobody has under their own name (joins).
+        told: known global shapes. They take precedence, and may be of keys that no rank has under that name (joins).
         optimizer_keys: which keys belong to the optimizer part.
 
     Returns:
-        Shapes by key: those of `local_shapes` in their order, then the others that were told.
+        Shapes by key: those of `local_shapes` in their order, then the other known ones.
 
     Raises:
-        LayoutError: no rule matches a key; ranks disagree on an extent; the shape of a flattened tensor is not told.
+        LayoutError: no rule matches a key; ranks disagree on an extent; the shape of a flattened tensor is not given.
             The message names key and ranks.
 
     Example:
@@ -60,13 +60,13 @@ def global_shapes(
 
 
 def join_members(layout: LayoutFile, name: str, keys: Iterable[str], slot: str = "") -> list[str]:
-    """The keys among `keys` that lie in the array `name`, a join; empty if the layout has no join of this name.
+    """The keys among `keys` that are parts of the join `name`; empty if the layout has no join of this name.
 
     Args:
         layout: the layout.
         name: the name of the join in the layout file.
         keys: candidates.
-        slot: with its dot, what stands before the name of a parameter in that of its state.
+        slot: the prefix of the keys of optimizer state, with its dot; empty: parameters.
 
     Example:
         >>> from reshard.layout import ModelLayout
@@ -75,7 +75,7 @@ def join_members(layout: LayoutFile, name: str, keys: Iterable[str], slot: str =
         >>> join_members(layout, "biases", ["l.w", "l.b"])
         ['l.b']
     """
-    numbers = {n for n, rule in enumerate(layout.rules) if rule.flat is not None and rule.flat.join == name}
+    numbers = {n for n, rule in enumerate(layout.rules) if rule.join == name}
     matcher = _matcher(layout)
     found = []
     for key in keys if numbers else ():
@@ -87,7 +87,7 @@ def join_members(layout: LayoutFile, name: str, keys: Iterable[str], slot: str =
 
 
 def check_local_shapes(bound: BoundLayout, local_shapes: Mapping[str, Mapping[int, Shape]]) -> None:
-    """Prove that every rank has exactly the arrays that the layout says, in their shapes.
+    """Check that every rank has exactly the arrays of the layout, in their shapes.
 
     Args:
         bound: the layout, bound to the tensors of the whole checkpoint.
@@ -167,10 +167,10 @@ class _Inverter:
             key for key, parameter in self.parameter.items() if key not in self.told and shapes[key] != ()
         } & self.local_shapes.keys()
         if guessed:
-            specs = resolve(self.layout, shapes, self.optimizer_keys).specs
+            layouts = resolve(self.layout, shapes, self.optimizer_keys).layouts
             for key in guessed:
                 if shapes[key] == shapes[self.parameter[key]]:
-                    made = core_layout(self.mesh, specs[key])
+                    made = _core.Layout(self.mesh, layouts[key])
                     of_ranks = self.local_shapes[key]
                     if any(not made.holds(rank) or made.local_shape(rank) != of_ranks[rank] for rank in of_ranks):
                         shapes[key] = self._same(
@@ -191,21 +191,22 @@ class _Inverter:
                 f"no rule matches {show(key)}", key=key, hint='a last rule `match: "*"` leaves the rest whole'
             )
         rule = self.layout.rules[found[0]]
-        if rule.flat is not None:
+        partition = rule.partition
+        if partition.flat:
             raise LayoutError(
                 f"{show(key)} is flattened by its rule, and its arrays do not tell its shape",
                 key=key,
                 hint=f"tell it: `shapes={{{key!r}: global_shape}}`, or `reshard.Shard(array, global_shape)`",
             )
-        stored = rule.stored or tuple(range(len(shape)))
-        if len(stored) != len(shape) or len(rule.cut) > len(shape):
-            n = len(stored) if rule.stored else len(rule.cut)
-            raise LayoutError(f"{show(key)} has {len(shape)} dims, its rule speaks of {n}", key=key)
-        return tuple(self._extent(key, rule, dim, stored.index(dim)) for dim in range(len(shape)))
+        stored = partition.stored or tuple(range(len(shape)))
+        if len(stored) != len(shape) or len(partition.cut) > len(shape):
+            n = len(stored) if partition.stored else len(partition.cut)
+            raise LayoutError(f"{show(key)} has {len(shape)} dims, its rule has {n}", key=key)
+        return tuple(self._extent(key, partition, dim, stored.index(dim)) for dim in range(len(shape)))
 
-    def _extent(self, key: str, rule: Rule, dim: int, position: int) -> int:
+    def _extent(self, key: str, partition: Partition, dim: int, position: int) -> int:
         """The global extent of a dim that lies at `position` in the ranks' arrays."""
-        axes = rule.cut[dim] if dim < len(rule.cut) else ()
+        axes = partition.axes_of(dim)
         parts: dict[tuple[int, ...], tuple[int, int]] = {}
         for rank, shape in self.local_shapes[key].items():
             if rank not in self.at:
@@ -219,13 +220,13 @@ class _Inverter:
                     key=key,
                 )
         n_parts = math.prod(self.layout.mesh[axis] for axis in axes)
-        blocks = rule.blocks.get(dim)
-        if dim in rule.sizes:
-            return sum(rule.sizes[dim])
+        sizes, blocks = partition.sizes_of(dim), partition.blocks_of(dim)
+        if sizes is not None:
+            return sum(sizes)
         if blocks is not None and not isinstance(blocks, int):
             return sum(block.size for block in blocks)
         extents = {extent for extent, _ in parts.values()}
-        if rule.uneven != "ceil" and len(extents) > 1:
+        if partition.uneven != "ceil" and len(extents) > 1:
             (a, rank_a), (b, rank_b) = min(parts.values()), max(parts.values())
             raise LayoutError(
                 f"dim {dim} of {show(key)} has {a} elements on rank {rank_a} and {b} on rank {rank_b}, and its rule "
@@ -233,7 +234,7 @@ class _Inverter:
                 key=key,
                 hint="write `uneven: ceil` in its rule, or the `sizes` of the parts",
             )
-        if rule.uneven != "ceil":
+        if partition.uneven != "ceil":
             return extents.pop() * n_parts
         if len(parts) != n_parts:
             raise LayoutError(
@@ -244,12 +245,14 @@ class _Inverter:
         return sum(extent for extent, _ in parts.values())
 
     def _guess(self, key: str, of_parameter: Shape) -> Shape:
-        """State: its parameter's shape, unless its arrays cannot be parts of that."""
+        """The shape of optimizer state: that of its parameter, unless its arrays cannot be parts of such a tensor."""
         if key not in self.local_shapes:
             return of_parameter
         n_dims = len(next(iter(self.local_shapes[key].values())))
         rule = self.matcher.find(self.parameter[key])
-        is_flat = bool(self.layout.optimizer.flat) or (rule is not None and self.layout.rules[rule[0]].flat is not None)
+        is_flat = bool(self.layout.optimizer.flat) or (
+            rule is not None and bool(self.layout.rules[rule[0]].partition.flat)
+        )
         if of_parameter and (n_dims == len(of_parameter) or (is_flat and n_dims == 1)):
             return of_parameter
         return self._same(key, "of its parameter's shape, nor")
@@ -268,7 +271,7 @@ class _Inverter:
         return shape
 
     def _common_rank(self, key: str) -> Shape:
-        """One rank's shape, once all have as many dims."""
+        """The shape on one rank. Raises LayoutError unless all ranks have the same number of dims."""
         (first, shape), *others = self.local_shapes[key].items()
         for rank, other in others:
             if len(other) != len(shape):

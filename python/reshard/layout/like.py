@@ -1,9 +1,10 @@
 """The layout in which a checkpoint is stored, as a layout mapping.
 
-Checkpoint 2.0 gives each tensor a device matrix of its own over the ranks of its pipeline stage, and names for its
-axes that carry no meaning. One layout file has one mesh: the matrices are refined to the coarsest mesh in which each of
-their axes is a run of axes, and stages become an outermost axis. Patterns are then found for keys that are cut alike.
-What comes out is resolved against the checkpoint before it is given out, so a pattern can be clumsy, never wrong.
+Checkpoint 2.0 gives each tensor a device matrix of its own over the ranks of its pipeline stage, with names of axes
+that mean nothing outside it. A layout file has one mesh: the matrices are refined to the coarsest mesh in which each of
+their axes is a run of axes, and the stages become the outermost axis. Patterns are then found for keys with the same
+partition. The mapping is resolved against the checkpoint before it is returned, so it is always right, though it may
+have more patterns than needed.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from reshard._core import DeviceLayout
 from reshard.errors import LayoutError
 from reshard.layout.file import LayoutFile
-from reshard.layout.patterns import IndexPattern, Pattern, glob_of
+from reshard.layout.partition import Cut, trimmed
+from reshard.layout.patterns import IndexedPattern, Pattern, glob_of
 from reshard.layout.resolve import resolve, state_of
 from reshard.words import show
 
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
 __all__ = [
     "CheckpointLike",
-    "Cut",
     "DeviceLayout",
     "axis_names",
     "common_spans",
@@ -32,11 +36,6 @@ __all__ = [
     "stage_axis_name",
 ]
 
-DeviceLayout: TypeAlias = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[str], Sequence[int]]
-"""`device_matrix, tensor_map (a list a dim), alias_name, rank_list`, as metadata.json has them."""
-
-Cut: TypeAlias = tuple[tuple[str, ...], ...]
-
 
 class _Shaped(Protocol):
     @property
@@ -44,7 +43,7 @@ class _Shaped(Protocol):
 
 
 class CheckpointLike(Protocol):
-    """What `like` asks of a checkpoint."""
+    """The part of a checkpoint that `like` uses."""
 
     def keys(self, part: Literal["all", "optimizer"] = "all", /) -> Iterable[str]:
         """The keys, all of them or those of the optimizer part."""
@@ -83,7 +82,7 @@ def mapping_like(checkpoint: CheckpointLike) -> Mapping[str, object] | None:
 
 @dataclass(frozen=True)
 class _Stored:
-    """How every tensor is stored, over one mesh.
+    """How every tensor is stored, on one mesh.
 
     Attributes:
         tensors: shapes.
@@ -91,7 +90,7 @@ class _Stored:
         ranks: the rank at each mesh point.
         stage_axis: its name, or None if there is one stage.
         n_stages: how many.
-        cut: of each tensor; not cut: ().
+        cut: the axes that divide each dim of a tensor; (): none.
         stage: of each tensor; None: unknown (a null layout), or there is only one.
     """
 
@@ -133,8 +132,9 @@ class _Stored:
             ranks=ranks,
             stage_axis=stage_axis,
             n_stages=len(stages),
-            cut={key: cut_on(known[key], spans, names) if key in known else () for key in tensors},
-            stage={key: number[tuple(known[key][3])] if key in known and stage_axis else None for key in tensors},
+            cut=dict.fromkeys(tensors, ()) | {key: cut_on(*layout[:2], spans, names) for key, layout in known.items()},
+            stage=dict.fromkeys(tensors)
+            | {key: number[tuple(layout.rank_list)] for key, layout in known.items() if stage_axis},
         )
 
 
@@ -147,7 +147,7 @@ def _span(matrix: Sequence[int], axis: int) -> Span:
 
 
 def common_spans(matrices: Collection[tuple[int, ...]]) -> list[Span]:
-    """The spans of the common mesh, outermost first: between neighbours of all the bounds of all axes."""
+    """The spans of the common mesh, outermost first. Raises LayoutError if the matrices have no common mesh."""
     bounds = sorted({bound for matrix in matrices for axis in range(len(matrix)) for bound in _span(matrix, axis)})
     for inner, outer in itertools.pairwise(bounds):
         if outer % inner:
@@ -160,7 +160,7 @@ def common_spans(matrices: Collection[tuple[int, ...]]) -> list[Span]:
 
 
 def axis_names(spans: Sequence[Span], layouts: Iterable[DeviceLayout]) -> list[str]:
-    """The alias of each span where all matrices agree on one that means nothing else; else a made-up name."""
+    """A name for each span: its alias where all matrices agree on one that is unique; else a generated name."""
     aliases: dict[Span, set[str]] = {span: set() for span in spans}
     used: dict[str, set[Span]] = {}
     for matrix, _, alias, _ in layouts:
@@ -170,45 +170,55 @@ def axis_names(spans: Sequence[Span], layouts: Iterable[DeviceLayout]) -> list[s
                 continue  # an axis of one device
             used.setdefault(name, set()).add(span)
             aliases.setdefault(span, set()).add(name)
-    invented = iter(_invented(used))
+    generated = iter(_generated(used))
     names: list[str] = []
     for span in spans:
         alias_name = next(iter(aliases[span])) if len(aliases[span]) == 1 else ""
         usable = 0 < len(alias_name) <= 256 and alias_name.isprintable() and len(used[alias_name]) == 1
-        names.append(alias_name if usable else next(invented))
+        names.append(alias_name if usable else next(generated))
     return names
 
 
 def stage_axis_name(names: Collection[str]) -> str:
-    """A name for the axis of the pipeline stages beside these."""
-    return next(name for name in ("pp", "stage", *_invented(names)) if name not in names)
+    """A name for the axis of the pipeline stages that is not among `names`."""
+    return next(name for name in ("pp", "stage", *_generated(names)) if name not in names)
 
 
-def _invented(taken: Collection[str]) -> list[str]:
+def _generated(taken: Collection[str]) -> list[str]:
     return [name for n in range(2 * len(taken) + 64) if (name := f"axis{n}") not in taken]
 
 
-def cut_on(layout: DeviceLayout, spans: Sequence[Span], names: Sequence[str]) -> Cut:
-    """The cut of a tensor in axes of the common mesh."""
-    matrix, tensor_map, _, _ = layout
+def cut_on(
+    matrix: Sequence[int], tensor_map: Sequence[Sequence[int]], spans: Sequence[Span], names: Sequence[str]
+) -> Cut:
+    """The axes of the common mesh that divide each dim of a tensor.
+
+    Args:
+        matrix: sizes of its device axes, outermost first.
+        tensor_map: for each dim its device axes, counted from the last one (0), outermost first; -1: none.
+        spans: those of the common mesh, outermost first.
+        names: of the axes of the common mesh.
+
+    Example:
+        >>> cut_on((2, 4), ((1,), (-1,)), [(8, 4), (4, 1)], ["dp", "tp"])
+        (('dp',),)
+    """
     cut: list[tuple[str, ...]] = []
     for dim in tensor_map:
         axes: list[str] = []
         for v in dim:
-            if v >= 0:  # counted from the last axis; -1 is not cut
+            if v >= 0:
                 outer, inner = _span(matrix, len(matrix) - 1 - v)
                 axes += [name for name, (o, i) in zip(names, spans, strict=True) if o <= outer and i >= inner]
         cut.append(tuple(axes))
-    while cut and not cut[-1]:
-        cut.pop()
-    return tuple(cut)
+    return trimmed(cut)
 
 
 # ------------------------------------------------------------------------------------------------------- one file
 
 
 class _Writer:
-    """Writes the mapping of what is stored, and checks it."""
+    """Writes the layout mapping of the stored tensors, and checks it."""
 
     def __init__(self, stored: _Stored, optimizer: set[str]) -> None:
         self.stored = stored
@@ -230,7 +240,7 @@ class _Writer:
             candidates.append(({"follow": False}, keys))
         for optimizer, seen in candidates:
             mapping = self._mapping(optimizer, seen)
-            if self._is_right(mapping):
+            if self._describes(mapping):
                 return mapping
         raise LayoutError("no layout file describes this checkpoint", hint="write one, or load whole tensors")
 
@@ -247,7 +257,7 @@ class _Writer:
             mapping["place"] = place
         return mapping
 
-    def _is_right(self, mapping: Mapping[str, object]) -> bool:
+    def _describes(self, mapping: Mapping[str, object]) -> bool:
         stored = self.stored
         try:
             resolved = resolve(LayoutFile.from_mapping(mapping), stored.tensors, self.optimizer)
@@ -255,15 +265,15 @@ class _Writer:
             return False
         if resolved.warnings:
             return False
-        for key, spec in resolved.specs.items():
-            stages = {coordinate for _, coordinate in spec.place}
+        for key, layout in resolved.layouts.items():
+            stages = {coordinate for _, coordinate in layout.place}
             stage = stored.stage[key]
-            if not _same(spec.cut, stored.cut[key]) or (stage is not None and stages != {stage}):
+            if trimmed(layout.partition.cut) != stored.cut[key] or (stage is not None and stages != {stage}):
                 return False
         return True
 
     def _add(self) -> dict[int, list[str]]:
-        """What `add` would have to say, from the state that is cut further than its parameter; checked later."""
+        """The value of `add`, from state that is divided further than its parameter; it is checked later."""
         add: dict[int, list[str]] = {}
         for key, parameter in self.parameter.items():
             cut, base = self.stored.cut[key], self.stored.cut[parameter]
@@ -304,7 +314,7 @@ class _Writer:
         if glob_of(key) != key:
             return []
         wide = _NUMBER.sub("*", key)
-        # State of the optimizer among the keys is often cut as its parameter is: one pattern for both.
+        # Optimizer state among the keys often has the partition of its parameter: one pattern for both.
         stars = [f"*{wide}"] if any(state in seen for state in self.states.get(key, ())) else []
         return [*stars, wide] if wide != key else stars
 
@@ -342,7 +352,7 @@ class _Writer:
         return entries + [{"match": at[n], "axis": axis, "at": n} for n in sorted(at)]
 
     def _templates(self, key: str, *, with_state: bool) -> list[str]:
-        """The key up to its first number, with `{i}` in its place; the wide one takes in state of the optimizer too."""
+        """The key up to its first number, which `{i}` replaces; the first template also matches optimizer state."""
         number = _NUMBER.search(key)
         if number is None or glob_of(key) != key:
             return []
@@ -350,8 +360,8 @@ class _Writer:
         return ([f"*{before}{{i}}{rest}"] if with_state and before else []) + [f"{before}{{i}}{rest}"]
 
     def _by_index(self, template: str, seen: Sequence[str]) -> tuple[dict[str, object], list[str]] | None:
-        """How the stage follows from the index in the template, and the keys that it matches; None if it does not."""
-        pattern = IndexPattern.compile(template)
+        """How the stage follows from the index in the template, and the keys that match; None: it does not follow."""
+        pattern = IndexedPattern.compile(template)
         stage_of: dict[int, int] = {}
         matched: list[str] = []
         n = 0
@@ -365,7 +375,7 @@ class _Writer:
             index = indices.pop()
             n = max(n, index + 1)
             stage = self.stored.stage[key]
-            # A null layout does not say where its tensor is; with its layer is as good as anywhere.
+            # A null layout records no stage: the tensor may be on that of its layer.
             if stage is not None and stage_of.setdefault(index, stage) != stage:
                 return None
         if n != len(stage_of):
@@ -385,8 +395,3 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]+(?=\.|$)")
 def _matched(pattern: str, keys: Sequence[str]) -> list[str]:
     compiled = Pattern.compile(pattern)
     return [key for key in keys if compiled.matches(key)]
-
-
-def _same(cut: Cut, other: Cut) -> bool:
-    length = max(len(cut), len(other))
-    return (*cut, *[()] * (length - len(cut))) == (*other, *[()] * (length - len(other)))

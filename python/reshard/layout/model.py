@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from reshard import _core
 from reshard.arguments import check, check_given, check_shapes, checked
@@ -18,9 +17,13 @@ from reshard.layout.like import CheckpointLike, mapping_like
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
-from reshard.layout.strategy_layout import specs_of
+from reshard.layout.strategy_layout import layouts_of
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
+from reshard.storage.location import locate
 from reshard.strict_yaml import quote, read_yaml
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["LayoutLike", "ModelLayout", "as_layout", "write_strategy"]
 
@@ -187,7 +190,7 @@ class ModelLayout(LayoutFile):
         if not isinstance(path, Strategy):
             check_given(path=path)
         strategy = path if isinstance(path, Strategy) else read_strategy(path)
-        found = specs_of(strategy)
+        found = layouts_of(strategy)
         layout = cls.from_mapping(found.mapping(), source=strategy.source)
         return replace(layout, strategy=strategy, uncertain=found.uncertain)
 
@@ -208,7 +211,7 @@ class ModelLayout(LayoutFile):
         """
         if self.strategy is None:
             return self
-        return ModelLayout.from_mapping(specs_of(self.strategy, tensors).mapping(), source=self.strategy.source)
+        return ModelLayout.from_mapping(layouts_of(self.strategy, tensors).mapping(), source=self.strategy.source)
 
     @checked
     def to_strategy(self, tensors: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()) -> Strategy:
@@ -254,7 +257,7 @@ class ModelLayout(LayoutFile):
         """
         check_shapes("tensors", tensors)
         if self.strategy is not None:
-            found = specs_of(self.strategy, tensors)
+            found = layouts_of(self.strategy, tensors)
             return bound_of(_core.Mesh(list(found.mesh.items())), found.resolved(), strict=strict)
         return bind(self, tensors, optimizer_keys=optimizer_keys, strict=strict)
 
@@ -279,8 +282,8 @@ def as_layout(value: LayoutLike) -> ModelLayout:
         return ModelLayout.from_mapping(value)
     if isinstance(value, str | os.PathLike):
         check(layout=value)
-        path = Path(value)
-        if path.is_dir() or (path.exists() and is_strategy(path)):
+        path = locate(value)
+        if path.is_folder() or (path.is_file() and is_strategy(path)):
             return ModelLayout.from_strategy(path)
         return ModelLayout.from_yaml(value)
     raise ArgumentError(f"a layout is a ModelLayout, a path or a mapping, found a {type(value).__name__}")

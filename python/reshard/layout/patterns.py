@@ -17,7 +17,7 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-__all__ = ["IndexPattern", "Matcher", "Pattern", "expand_braces", "glob_of", "natural_order"]
+__all__ = ["IndexedPattern", "Matcher", "Pattern", "expand_braces", "glob_of", "natural_order"]
 
 _INDEX = "{i}"
 _MAX_PATTERN = 4096  # characters
@@ -71,13 +71,13 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class IndexPattern:
+class IndexedPattern:
     """A pattern that holds `{i}` exactly once: one run of digits, whose value is the index of a layer or an expert.
 
     Example:
-        >>> IndexPattern.compile("layers.{i}.*").indices("layers.12.mlp.weight")
+        >>> IndexedPattern.compile("layers.{i}.*").indices("layers.12.mlp.weight")
         {12}
-        >>> sorted(IndexPattern.compile("*.{i}.*").indices("layers.3.experts.5.w"))
+        >>> sorted(IndexedPattern.compile("*.{i}.*").indices("layers.3.experts.5.w"))
         [3, 5]
     """
 
@@ -85,7 +85,7 @@ class IndexPattern:
     _compiled: _core.IndexPattern = field(repr=False, compare=False)
 
     @classmethod
-    def compile(cls, text: str) -> IndexPattern:
+    def compile(cls, text: str) -> IndexedPattern:
         """Compile a pattern with one `{i}`.
 
         Raises:

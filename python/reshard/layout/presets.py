@@ -1,11 +1,11 @@
 """The usual layouts of Hugging Face model families, as layout mappings.
 
-Each family is a table of key names: which Linear weights are cut by their output (column), by their input (row), by
-key-value heads, or by the vocabulary. What is in no table (norms, routers, biases of row layers) is whole. Nothing is
-read but a `config.json`.
+Each family is a table of key names: which Linear weights are divided by their output (column), by their input (row),
+by key-value heads, or by the vocabulary. Other tensors (norms, routers, biases of row layers) are whole. The only file
+that is read is a `config.json`.
 
-GPT-2's Linear layers are stored transposed ([in, out], `Conv1D`): its preset cuts the dims where they are stored, so
-that arrays have the shapes that its modules expect; it says no `stored`.
+GPT-2's Linear layers are stored transposed ([in, out], `Conv1D`). Its preset divides the dims in their stored order, so
+that arrays have the shapes that its modules expect; it does not use `stored`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, StorageError
+from reshard.storage.inputs import read_input
+from reshard.storage.location import locate
 from reshard.words import nearest, show
 
 __all__ = ["FAMILIES", "mapping_of_preset"]
@@ -158,13 +159,12 @@ def _family_and_config(name_or_config: str | os.PathLike[str] | Mapping[str, obj
 
 
 def _read_json(path: str) -> object:
-    file = Path(path)
+    file = locate(path)
+    if file.is_folder():
+        file /= "config.json"
     try:
-        if file.is_dir():
-            file /= "config.json"
-        with file.open("rb") as stream:
-            data = stream.read(_MAX_CONFIG_BYTES + 1)
-    except FileNotFoundError:
+        data = read_input(file, _MAX_CONFIG_BYTES + 1)
+    except CheckpointNotFoundError:
         near = nearest(path, FAMILIES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CheckpointNotFoundError(
@@ -172,9 +172,8 @@ def _read_json(path: str) -> object:
             path=path,
             hint=f"{hint}families are {', '.join(FAMILIES)}",
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        errno = error.errno if isinstance(error, OSError) else None
-        raise StorageError(f"reading {show(str(file))}: {error}", path=str(file), errno=errno) from None
+    except ValueError as error:  # a null character in the path
+        raise StorageError(f"reading {show(str(file))}: {error}", path=str(file)) from None
     if len(data) > _MAX_CONFIG_BYTES:
         raise LayoutError(f"{file}: larger than {_MAX_CONFIG_BYTES >> 20} MiB", path=str(file))
     try:

@@ -1,7 +1,7 @@
-"""A layout file meets the tensors of a checkpoint: which rule, which place and which join each key gets.
+"""The rules of a layout file applied to the tensors of a checkpoint: which partition, place and join each key gets.
 
-Everything that a layout file says is decided and checked here, in plain values that need no core; `bind` turns them
-into geometry. What is in the tensors, and where they are stored, is not known here.
+Everything that depends on shapes is decided and checked here, in plain values; `bind` turns them into geometry. This
+module does not know the content of the tensors or where they are stored.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
-from reshard.layout.file import Block, LayoutFile, Place, Rule, Uneven
-from reshard.layout.patterns import IndexPattern, Matcher, natural_order
+from reshard.layout.partition import Block, Blocks, Partition, TensorLayout
+from reshard.layout.patterns import IndexedPattern, Matcher, natural_order
 from reshard.words import listed, nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["COUNTERS", "OF_NO_PARAMETER", "Join", "Resolved", "Spec", "Unused", "is_counter", "resolve", "state_of"]
+    from reshard.layout.file import LayoutFile, LayoutRule, PlaceRule
+    from reshard.layout.partition import Places
+
+__all__ = ["COUNTERS", "OF_NO_PARAMETER", "Join", "Resolved", "Unused", "is_counter", "resolve", "state_of"]
 
 COUNTERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 """Counters of a training run, which some formats store as tensors of one element."""
@@ -36,44 +39,14 @@ _MAX_LISTED = 1 << 24  # uneven parts of all tensors of different shape together
 
 
 @dataclass(frozen=True)
-class Spec:
-    """How one tensor lies on the mesh, with nothing left to look up. Equal specs have equal geometry.
-
-    Attributes:
-        shape: the global shape.
-        cut: the axes of each dim, first = outermost; missing dims are not cut.
-        uneven: what happens to a dim that does not divide.
-        sizes: `(dim, sizes of its parts)`.
-        blocks: `(dim, its blocks)`.
-        flat: axes over which the local block is cut 1-D.
-        stored: storage order; empty: the global order.
-        place: `(axes, coordinate)`; every one of them must hold.
-    """
-
-    shape: tuple[int, ...]
-    cut: tuple[tuple[str, ...], ...] = ()
-    uneven: Uneven = "refuse"
-    sizes: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    blocks: tuple[tuple[int, tuple[Block, ...]], ...] = ()
-    flat: tuple[str, ...] = ()
-    stored: tuple[int, ...] = ()
-    place: tuple[tuple[tuple[str, ...], int], ...] = ()
-
-    @property
-    def axes(self) -> set[str]:
-        """The axes that cut the tensor, `place` aside."""
-        return {axis for axes in self.cut for axis in axes} | set(self.flat)
-
-
-@dataclass(frozen=True)
 class Join:
-    """Keys that are one 1-D array on each rank: the local blocks of those that it holds, laid end to end.
+    """Keys that are one 1-D array on each rank: the flattened local blocks of the keys that it holds, end to end.
 
     Attributes:
-        name: the array's name; of optimizer state `<slot>.<name in the file>`.
-        keys: in the order in which they lie.
-        align: elements to whose multiples each start is rounded up.
-        axes: the axes over which the array is cut.
+        name: the name of the array; for optimizer state `<slot>.<name in the file>`.
+        keys: in the order of their blocks.
+        align: elements to a multiple of which each start is rounded up.
+        axes: the axes over which the array is divided.
     """
 
     name: str
@@ -84,12 +57,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Unused:
-    """A rule or a place that takes no effect: it matches no key, or comes after one that takes every key.
+    """A rule or an entry of `place` without effect: it matches no key, or follows a rule that matches every key.
 
     Attributes:
         text: which one.
         hint: what to do about it.
-        match: its patterns, with a wildcard for the index, if it would matter which keys there are.
+        match: its patterns, with a wildcard for the index; empty if other keys would change nothing.
     """
 
     text: str
@@ -97,23 +70,23 @@ class Unused:
     match: tuple[str, ...]
 
     def matches(self, keys: Collection[str]) -> bool:
-        """Whether it matches one of these keys, which were left out before."""
+        """Whether it matches one of these keys."""
         matcher = Matcher([self.match])
         return any(matcher.find(key) is not None for key in keys)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What `resolve` found.
+    """The result of `resolve`.
 
     Attributes:
-        specs: a spec for each key, in the order of the tensors.
+        layouts: the layout of each key, in the order of the tensors.
         joins: keys that are one array.
-        warnings: what deserves a look, what is in `unused` included.
-        unused: rules and places that are not optional and match no key.
+        warnings: messages for the author of the layout, those of `unused` included.
+        unused: rules and entries of `place` that are not optional and match no key.
     """
 
-    specs: dict[str, Spec]
+    layouts: dict[str, TensorLayout]
     joins: list[Join]
     warnings: list[str]
     unused: list[Unused] = field(default_factory=list)
@@ -122,19 +95,20 @@ class Resolved:
 def resolve(
     layout: LayoutFile, tensors: Mapping[str, tuple[int, ...]], optimizer_keys: Collection[str] = ()
 ) -> Resolved:
-    """Decide for each tensor of a whole checkpoint how it is cut and who holds it.
+    """Decide for each tensor of a checkpoint how it is divided and which ranks hold it.
 
     Args:
         layout: the layout.
-        tensors: the global shape of every tensor, model and optimizer.
+        tensors: the global shape, in elements, of every tensor, model and optimizer.
         optimizer_keys: which of them belong to the optimizer part.
 
     Raises:
-        LayoutError: no rule matches a key, a cut does not fit a shape, or a key is placed in a way that loses it.
+        LayoutError: no rule matches a key, a partition does not fit a shape, or no rank would hold a part of a tensor.
 
     Example:
+        >>> from reshard.layout.file import LayoutFile
         >>> layout = LayoutFile.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}]})
-        >>> resolve(layout, {"a.w": (4, 2)}).specs["a.w"].cut
+        >>> resolve(layout, {"a.w": (4, 2)}).layouts["a.w"].partition.cut
         (('tp',),)
     """
     return _Resolver(layout, tensors, optimizer_keys).run()
@@ -155,29 +129,29 @@ class _Resolver:
         self.own = [key for key in self.tensors if key not in self.parameter]
         self.matcher = Matcher([rule.match for rule in layout.rules])
         self.rule_of: dict[str, tuple[int, int]] = {}  # (rule, entry of its `match`)
-        self.cuts: dict[tuple[int, tuple[int, ...]], Spec] = {}
-        self.states: dict[Spec, tuple[Spec, tuple[int, ...]]] = {}
+        self.by_rule: dict[tuple[int, tuple[int, ...]], TensorLayout] = {}
+        self.states: dict[TensorLayout, tuple[TensorLayout, tuple[int, ...]]] = {}
         self.n_blocks = 0
         self.n_listed = 0
-        self.kept: dict[int, list[str]] = {}  # dim of `add`: state that keeps its parameter's cut
+        self.kept: dict[int, list[str]] = {}  # dim of `add`: state that keeps the partition of its parameter
 
     def run(self) -> Resolved:
         for key in self.own:
             if not is_counter(key, self.tensors[key]):
                 self.rule_of[key] = self._rule(key)
         place, unused_places = self._places()
-        specs: dict[str, Spec] = {}
+        layouts: dict[str, TensorLayout] = {}
         for key in self.own:
-            spec = self._cut(key) if key in self.rule_of else Spec(self.tensors[key])
-            specs[key] = self._placed(key, spec, place[key]) if key in place else spec
+            layout = self._by_rule(key) if key in self.rule_of else TensorLayout(self.tensors[key])
+            layouts[key] = self._with_place(key, layout, place[key]) if key in place else layout
         for key, parameter in self.parameter.items():
-            specs[key] = self._state(key, specs[parameter])
-        joins = self._joins(specs)
+            layouts[key] = self._state(key, layouts[parameter])
+        joins = self._joins(layouts)
         unused = [*self._unused_rules(), *unused_places]
         n_more = len(unused) - _MAX_WARNINGS
         more = [f"{n_more} more rules match no key"] if n_more > 0 else []
         warnings = [*(one.text for one in unused[:_MAX_WARNINGS]), *more, *self._kept()]
-        return Resolved({key: specs[key] for key in self.tensors}, joins, warnings, unused)
+        return Resolved({key: layouts[key] for key in self.tensors}, joins, warnings, unused)
 
     # -- which rule
 
@@ -213,10 +187,9 @@ class _Resolver:
             hint = self._hint_of(match) if count < _MAX_HINTS else ""
             yield Unused(f"rules[{rest[n]}], {_texts(match)}, matches no key", hint, match)
 
-    def _cuts(self, rule: Rule) -> bool:
-        """Whether a rule divides what it matches over ranks."""
-        axes = {axis for axes in rule.cut for axis in axes} | set(rule.flat.axes if rule.flat else ())
-        return any(self.mesh[axis] > 1 for axis in axes)
+    def _cuts(self, rule: LayoutRule) -> bool:
+        """Whether a rule divides its tensors over several ranks."""
+        return any(self.mesh[axis] > 1 for axis in rule.partition.axes)
 
     def _hint_of(self, match: Sequence[str]) -> str:
         """What to do about patterns that match no key that has a rule of its own."""
@@ -233,51 +206,47 @@ class _Resolver:
         near = ", ".join(show(key) for key in _nearest_keys(pattern, self.own))
         return f"the nearest keys are {near}; where a model may be without it, write `optional: true`"
 
-    # -- how it is cut
+    # -- how it is divided
 
-    def _cut(self, key: str) -> Spec:
+    def _by_rule(self, key: str) -> TensorLayout:
         n, _ = self.rule_of[key]
         shape = self.tensors[key]
-        if (n, shape) not in self.cuts:
-            self.cuts[n, shape] = self._spec(key, shape, self.layout.rules[n])
-        return self.cuts[n, shape]
+        if (n, shape) not in self.by_rule:
+            self.by_rule[n, shape] = self._checked(key, shape, self.layout.rules[n])
+        return self.by_rule[n, shape]
 
-    def _spec(self, key: str, shape: tuple[int, ...], rule: Rule) -> Spec:
-        if not shape:  # never cut; in a join it is one element of the joint array
-            return Spec(shape, flat=rule.flat.axes if rule.flat and rule.flat.join is not None else ())
-        if len(rule.cut) > len(shape):
+    def _checked(self, key: str, shape: tuple[int, ...], rule: LayoutRule) -> TensorLayout:
+        partition = rule.partition
+        if not shape:  # never divided; in a join it is one element of the joint array
+            return TensorLayout(shape, Partition(flat=partition.flat if rule.join is not None else ()))
+        if len(partition.cut) > len(shape):
             raise LayoutError(
-                f"{show(key)} has {len(shape)} dims, and the rule {_texts(rule.match)} cuts dim {len(rule.cut) - 1}",
+                f"{show(key)} has {len(shape)} dims, and the rule {_texts(rule.match)} cuts dim "
+                f"{len(partition.cut) - 1}",
                 key=key,
                 hint="put a rule for this key before it",
             )
-        for what, dims in (("sizes", rule.sizes), ("blocks", rule.blocks)):
+        for what, dims in (("sizes", dict(partition.sizes)), ("blocks", dict(partition.blocks))):
             for dim in dims:
                 if dim >= len(shape):
-                    raise LayoutError(f"{show(key)} has {len(shape)} dims, and `{what}` speaks of dim {dim}", key=key)
-        if rule.stored and len(rule.stored) != len(shape):
+                    raise LayoutError(f"{show(key)} has {len(shape)} dims, and `{what}` names dim {dim}", key=key)
+        if partition.stored and len(partition.stored) != len(shape):
             raise LayoutError(
-                f"{show(key)} has {len(shape)} dims, and `stored` of its rule orders {len(rule.stored)}", key=key
+                f"{show(key)} has {len(shape)} dims, and `stored` of its rule orders {len(partition.stored)}", key=key
             )
-        spec = Spec(
-            shape,
-            rule.cut,
-            rule.uneven,
-            tuple(rule.sizes.items()),
-            tuple((dim, self._equal_blocks(key, shape, dim, blocks)) for dim, blocks in rule.blocks.items()),
-            rule.flat.axes if rule.flat else (),
-            () if rule.stored == tuple(range(len(shape))) else rule.stored,
-        )
+        layout = TensorLayout(shape, partition)
+        for dim, blocks in partition.blocks:
+            self._check_blocks(key, shape[dim], dim, blocks)
         for dim in range(len(shape)):
-            self._refuse_misfit(key, spec, dim)
-        self._refuse_listed(key, spec)
-        return spec
+            self._check_dim(key, layout, dim)
+        self._check_listed(key, layout)
+        return layout
 
-    def _refuse_listed(self, key: str, spec: Spec) -> None:
-        """Where a dim does not divide, the bounds of all its parts are kept, for each shape."""
-        for extent, axes in zip(spec.shape, spec.cut, strict=False):
+    def _check_listed(self, key: str, layout: TensorLayout) -> None:
+        """Limit the bounds of parts that are kept for each shape: those of dims that do not divide evenly."""
+        for extent, axes in zip(layout.shape, layout.partition.cut, strict=False):
             n_parts = math.prod(self.mesh[axis] for axis in axes)
-            self.n_listed += n_parts if extent % n_parts or spec.sizes else 0
+            self.n_listed += n_parts if extent % n_parts or layout.partition.sizes else 0
         if self.n_listed > _MAX_LISTED:
             raise LayoutError(
                 f"the tensors are cut into more than {_MAX_LISTED} uneven parts in total, with those of {show(key)}",
@@ -285,9 +254,7 @@ class _Resolver:
                 hint="cut over fewer ranks, or only dims that divide",
             )
 
-    def _equal_blocks(
-        self, key: str, shape: tuple[int, ...], dim: int, blocks: tuple[Block, ...] | int
-    ) -> tuple[Block, ...]:
+    def _check_blocks(self, key: str, extent: int, dim: int, blocks: Blocks) -> None:
         self.n_blocks += blocks if isinstance(blocks, int) else len(blocks)
         if self.n_blocks > _MAX_BLOCKS:
             raise LayoutError(
@@ -296,88 +263,89 @@ class _Resolver:
                 key=key,
                 hint="cut with fewer blocks; `blocks` counts the parts of a fused tensor, not its elements",
             )
-        if not isinstance(blocks, int):
-            return blocks
-        if shape[dim] % blocks:
-            raise LayoutError(f"dim {dim} of {show(key)} has {shape[dim]} elements: no {blocks} equal blocks", key=key)
-        return (Block(shape[dim] // blocks),) * blocks
-
-    def _refuse_misfit(self, key: str, spec: Spec, dim: int) -> None:
-        extent = spec.shape[dim]
-        sizes, blocks = dict(spec.sizes), dict(spec.blocks)
-        if dim in sizes and sum(sizes[dim]) != extent:
-            raise LayoutError(
-                f"dim {dim} of {show(key)} has {extent} elements, and its `sizes` sum to {sum(sizes[dim])}", key=key
-            )
-        if dim in blocks and (total := sum(block.size for block in blocks[dim])) != extent:
+        if isinstance(blocks, int) and extent % blocks:
+            raise LayoutError(f"dim {dim} of {show(key)} has {extent} elements: no {blocks} equal blocks", key=key)
+        if not isinstance(blocks, int) and (total := sum(block.size for block in blocks)) != extent:
             raise LayoutError(
                 f"dim {dim} of {show(key)} has {extent} elements, and its `blocks` sum to {total}", key=key
             )
-        for number, size in self._undivided(spec, dim):
-            axes = self._axes_text(spec.cut[dim])
-            what = f"block {number} of dim {dim}" if dim in blocks else f"dim {dim}"
-            hint = "write `uneven: ceil` in its rule" + ("" if dim in blocks else ", or the `sizes` of the parts")
+
+    def _check_dim(self, key: str, layout: TensorLayout, dim: int) -> None:
+        extent, partition = layout.shape[dim], layout.partition
+        sizes, has_blocks = partition.sizes_of(dim), partition.blocks_of(dim) is not None
+        if sizes is not None and sum(sizes) != extent:
+            raise LayoutError(
+                f"dim {dim} of {show(key)} has {extent} elements, and its `sizes` sum to {sum(sizes)}", key=key
+            )
+        for number, size in self._undivided(layout, dim):
+            axes = self._axes_text(partition.axes_of(dim))
+            what = f"block {number} of dim {dim}" if has_blocks else f"dim {dim}"
+            hint = "write `uneven: ceil` in its rule" + ("" if has_blocks else ", or the `sizes` of the parts")
             raise LayoutError(
                 f"{what} of {show(key)} has {size} elements, not a multiple of {axes}", key=key, hint=hint
             )
 
-    def _undivided(self, spec: Spec, dim: int) -> Iterator[tuple[int, int]]:
-        """`(number, size)` of what the axes of a dim would have to divide and do not: its blocks, or the dim itself."""
-        if dim >= len(spec.cut) or spec.uneven == "ceil" or dim in dict(spec.sizes):
+    def _undivided(self, layout: TensorLayout, dim: int) -> Iterator[tuple[int, int]]:
+        """`(number, size)` of the blocks of a dim, or of the dim itself as block 0, that its axes do not divide."""
+        partition = layout.partition
+        if partition.uneven == "ceil" or partition.sizes_of(dim) is not None or not partition.axes_of(dim):
             return
-        parts = math.prod(self.mesh[axis] for axis in spec.cut[dim])
-        blocks = dict(spec.blocks).get(dim, (Block(spec.shape[dim]),))
-        yield from ((n, block.size) for n, block in enumerate(blocks) if block.is_cut and block.size % parts)
+        n_parts = math.prod(self.mesh[axis] for axis in partition.axes_of(dim))
+        extent, blocks = layout.shape[dim], partition.blocks_of(dim) or 1
+        if isinstance(blocks, int):  # of equal size: one speaks for all
+            blocks = (Block(extent // blocks),)
+        yield from ((n, block.size) for n, block in enumerate(blocks) if block.is_cut and block.size % n_parts)
 
     def _axes_text(self, axes: tuple[str, ...]) -> str:
         return " x ".join(f"{axis} ({self.mesh[axis]})" for axis in axes)
 
     # -- state of the optimizer
 
-    def _state(self, key: str, parameter: Spec) -> Spec:
+    def _state(self, key: str, parameter: TensorLayout) -> TensorLayout:
         if self.tensors[key] != parameter.shape:
-            return Spec(self.tensors[key], place=parameter.place)
+            return TensorLayout(self.tensors[key], place=parameter.place)
         optimizer = self.layout.optimizer
         if not parameter.shape or not (optimizer.add or optimizer.flat):
             return parameter
         if parameter not in self.states:
             self.states[parameter] = (
-                self._flattened(key, parameter) if optimizer.flat else self._cut_further(key, parameter)
+                self._flattened(key, parameter) if optimizer.flat else self._divided_further(key, parameter)
             )
-        spec, kept = self.states[parameter]
+        layout, kept = self.states[parameter]
         for dim in kept:
             self.kept.setdefault(dim, []).append(key)
-        return spec
+        return layout
 
-    def _flattened(self, key: str, parameter: Spec) -> tuple[Spec, tuple[int, ...]]:
+    def _flattened(self, key: str, parameter: TensorLayout) -> tuple[TensorLayout, tuple[int, ...]]:
         axes = self.layout.optimizer.flat
-        if parameter.flat:
+        if parameter.partition.flat:
             self._refuse_state(key, "`flat`", "its parameter is `flat` already")
         self._refuse_used(key, "`flat`", parameter, axes)
-        return replace(parameter, flat=axes), ()
+        return replace(parameter, partition=replace(parameter.partition, flat=axes)), ()
 
-    def _cut_further(self, key: str, parameter: Spec) -> tuple[Spec, tuple[int, ...]]:
-        """The spec with the axes of `add` innermost, and the dims where they do not fit."""
-        spec, kept = parameter, []
+    def _divided_further(self, key: str, parameter: TensorLayout) -> tuple[TensorLayout, tuple[int, ...]]:
+        """The layout with the axes of `add` innermost, and the dims that they do not divide."""
+        layout, kept = parameter, []
         for dim, axes in self.layout.optimizer.add.items():
-            if parameter.flat:
+            if parameter.partition.flat:
                 self._refuse_state(key, "`add`", "its parameter is `flat`")
-            if dim in dict(parameter.sizes):
+            if parameter.partition.sizes_of(dim) is not None:
                 self._refuse_state(key, "`add`", f"dim {dim} of its parameter has `sizes`")
             self._refuse_used(key, "`add`", parameter, axes)
-            cut = [*spec.cut, *[()] * (dim + 1 - len(spec.cut))]
+            partition = layout.partition
+            cut = [*partition.cut, *[()] * (dim + 1 - len(partition.cut))]
             cut[dim] = (*cut[dim], *axes)
-            further = replace(spec, cut=tuple(cut))
-            if dim >= len(spec.shape) or any(self._undivided(further, dim)):
+            further = replace(layout, partition=replace(partition, cut=tuple(cut)))
+            if dim >= len(layout.shape) or any(self._undivided(further, dim)):
                 kept.append(dim)
             else:
-                spec = further
-        return spec, tuple(kept)
+                layout = further
+        return layout, tuple(kept)
 
-    def _refuse_used(self, key: str, what: str, parameter: Spec, axes: tuple[str, ...]) -> None:
+    def _refuse_used(self, key: str, what: str, parameter: TensorLayout, axes: tuple[str, ...]) -> None:
         placed = {axis for placed_axes, _ in parameter.place for axis in placed_axes if self.mesh[axis] > 1}
         for axis in axes:
-            if axis in parameter.axes:
+            if axis in parameter.partition.axes:
                 self._refuse_state(key, what, f"axis {show(axis)} cuts its parameter already")
             if axis in placed:
                 self._refuse_state(key, what, f"axis {show(axis)} places its parameter already")
@@ -393,12 +361,12 @@ class _Resolver:
 
     # -- who holds it
 
-    def _places(self) -> tuple[dict[str, tuple[tuple[tuple[str, ...], int], ...]], list[Unused]]:
-        """The place of each key that has one, and the entries that match nothing."""
+    def _places(self) -> tuple[dict[str, Places], list[Unused]]:
+        """The places of each key that has any, and the entries that match no key."""
         place: dict[str, list[tuple[tuple[str, ...], int]]] = {}
         unused: list[Unused] = []
         indexed = [
-            [] if entry.at is not None else [IndexPattern.compile(text) for text in entry.match]
+            [] if entry.at is not None else [IndexedPattern.compile(text) for text in entry.match]
             for entry in self.layout.place
         ]
         matched = self._matched_by_place(indexed)
@@ -408,19 +376,19 @@ class _Resolver:
             else:
                 coordinates = self._coordinates_of(n, entry, indexed[n], matched[n])
             if not coordinates and not entry.optional:
-                match = tuple(IndexPattern.any_index(text) if entry.at is None else text for text in entry.match)
+                match = tuple(IndexedPattern.any_index(text) if entry.at is None else text for text in entry.match)
                 unused.append(Unused(f"place[{n}], {_texts(entry.match)}, matches no key", self._hint_of(match), match))
             for key, coordinate in coordinates.items():
                 place.setdefault(key, []).append((entry.axes, coordinate))
         return {key: tuple(entries) for key, entries in place.items()}, unused
 
-    def _matched_by_place(self, indexed: Sequence[Sequence[IndexPattern]]) -> list[list[str]]:
-        """The keys that each entry of `place` matches; of one with an index perhaps too many."""
+    def _matched_by_place(self, indexed: Sequence[Sequence[IndexedPattern]]) -> list[list[str]]:
+        """The keys that each entry of `place` can match; the index is checked by `_coordinates_of`."""
         if not self.layout.place:
             return []
         matcher = Matcher(
             [
-                [IndexPattern.any_index(pattern.text) for pattern in patterns] or entry.match
+                [IndexedPattern.any_index(pattern.text) for pattern in patterns] or entry.match
                 for entry, patterns in zip(self.layout.place, indexed, strict=True)
             ]
         )
@@ -440,7 +408,7 @@ class _Resolver:
         return matched
 
     def _coordinates_of(
-        self, n: int, entry: Place, patterns: Sequence[IndexPattern], keys: Sequence[str]
+        self, n: int, entry: PlaceRule, patterns: Sequence[IndexedPattern], keys: Sequence[str]
     ) -> dict[str, int]:
         index: dict[str, int] = {}
         for key in keys:
@@ -462,7 +430,7 @@ class _Resolver:
         coordinate_of = self._coordinate_of(n, entry, max(index.values()) + 1)
         return {key: coordinate_of[i] for key, i in index.items()}
 
-    def _coordinate_of(self, n: int, entry: Place, n_indices: int) -> _Coordinates:
+    def _coordinate_of(self, n: int, entry: PlaceRule, n_indices: int) -> _Coordinates:
         n_parts = math.prod(self.mesh[axis] for axis in entry.axes)
         what = f"place[{n}], {_texts(entry.match)}: the checkpoint has indices 0 to {n_indices - 1}"
         if entry.to is not None:
@@ -479,8 +447,8 @@ class _Resolver:
             raise LayoutError(f"{what}: {n_indices} are not a multiple of {axes}", hint=hint)
         return _Coordinates(each=n_indices // n_parts)
 
-    def _placed(self, key: str, spec: Spec, place: tuple[tuple[tuple[str, ...], int], ...]) -> Spec:
-        """The spec with its place, if some rank holds every part of the tensor."""
+    def _with_place(self, key: str, layout: TensorLayout, place: Places) -> TensorLayout:
+        """The layout with its place. Raises LayoutError unless some rank holds every part of the tensor."""
         at: dict[str, int] = {}
         for axes, folded in place:
             coordinate = folded
@@ -491,44 +459,43 @@ class _Resolver:
                         f"no rank holds {show(key)}: `place` asks for {show(axis)} {at[axis]} and {c}", key=key
                     )
         for axis in at:
-            if axis in spec.axes and self.mesh[axis] > 1:
+            if axis in layout.partition.axes and self.mesh[axis] > 1:
                 raise LayoutError(
                     f"axis {show(axis)} cuts {show(key)}, and `place` gives it to one coordinate of that axis only",
                     key=key,
                     hint="leave the axis out of its rule, or out of `place`",
                 )
-        return replace(spec, place=place)
+        return replace(layout, place=place)
 
     # -- joins
 
-    def _joins(self, specs: Mapping[str, Spec]) -> list[Join]:
+    def _joins(self, layouts: Mapping[str, TensorLayout]) -> list[Join]:
         members: dict[tuple[int, str], list[tuple[int, tuple[object, ...], str]]] = {}
         for key in self.tensors:
             parameter = self.parameter.get(key, key)
             if parameter not in self.rule_of:
                 continue
             n, entry = self.rule_of[parameter]
-            flat = self.layout.rules[n].flat
-            # State that is not of its parameter's shape is whole, and no part of a join.
-            if flat is None or flat.join is None or not specs[key].flat:
+            join = self.layout.rules[n].join
+            # State whose shape differs from its parameter's is whole, and not in a join.
+            if join is None or not layouts[key].partition.flat:
                 continue
             slot = key[: len(key) - len(parameter)]
-            members.setdefault((n, slot + flat.join), []).append((entry, natural_order(parameter), key))
+            members.setdefault((n, slot + join), []).append((entry, natural_order(parameter), key))
         joins: list[Join] = []
         names: set[str] = set()
         for (n, name), found in members.items():
-            flat = self.layout.rules[n].flat
-            assert flat is not None
+            rule = self.layout.rules[n]
             if name in self.tensors or name in names:
-                raise LayoutError(f"the join {show(name)} bears the name of something else", key=name)
+                raise LayoutError(f"the join {show(name)} has the name of a tensor or of another join", key=name)
             names.add(name)
-            joins.append(Join(name, tuple(key for *_, key in sorted(found)), flat.align, flat.axes))
+            joins.append(Join(name, tuple(key for *_, key in sorted(found)), rule.align, rule.partition.flat))
         return joins
 
 
 @dataclass(frozen=True)
 class _Coordinates:
-    """The coordinate of an index: explicit, by the ends of consecutive blocks, or in equal blocks."""
+    """The coordinate of each index: listed, by the ends of consecutive runs of indices, or by runs of equal length."""
 
     to: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()

@@ -1,9 +1,9 @@
-"""What a strategy means: which box of a tensor lies on which rank.
+"""The meaning of a strategy: which region of a tensor lies on which rank.
 
-A rank's stage is its number divided by the devices of a stage, its coordinates follow from its position within. The
-axes that `tensor_map` names cut the dims; where the ranks that hold the same slice share it further (ZeRO, in the file
-`opt_weight_shard_*`), that is one more innermost cut of dim 0. What a file leaves open is refused unless the tensor
-settles it. How the files are read is not known here.
+The stage of a rank is its number divided by the devices of a stage; its coordinates follow from its position in the
+stage. The axes in `tensor_map` divide the dims. Where the ranks that hold the same slice divide it further (ZeRO, in
+the file `opt_weight_shard_*`), dim 0 has one more, innermost division. An ambiguous record is refused unless the shape
+of the tensor resolves it. How the files are read is not known here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["DeviceCut", "Strategy", "box_of"]
 
 
 class Strategy:
-    """How every parameter of a model is cut over all ranks, stage by stage.
+    """How every parameter of a model is divided over all ranks, stage by stage.
 
     A key that no stage lists is whole on every rank.
 
     Attributes:
-        source: where it was read, for messages.
+        source: the file or folder it was read from, for messages.
         n_stages: pipeline stages.
         devices_per_stage: ranks of each stage; rank = stage x this + position.
         world_size: ranks in all.
@@ -43,7 +43,11 @@ class Strategy:
     """
 
     def __init__(self, stages: Mapping[int, Mapping[str, LayoutItem]], *, source: str = "strategy") -> None:
-        """Put the stages together.
+        """Combine the stages.
+
+        Args:
+            stages: the records of each stage, by name of the parameter.
+            source: where they were read from, for messages.
 
         Raises:
             CheckpointNotFoundError: stages are missing.
@@ -84,13 +88,13 @@ class Strategy:
         return tuple(stage for stage, items in self.stages.items() if key in items)
 
     def check_unlisted(self, keys: Iterable[str]) -> None:
-        """Refuse keys that the strategy lists with the number of a stage before them, or the other way round.
+        """Refuse keys that the strategy lists with a stage number as prefix, or without the prefix that they have.
 
         Args:
-            keys: of tensors with dims that no stage lists: they would be taken for whole.
+            keys: keys of tensors with dims that no stage lists, which would be read as whole.
 
         Raises:
-            MismatchError: it was read as merged, and is not, or the reverse.
+            MismatchError: the strategy was read as merged though it is not, or the reverse.
         """
         with_stage = {f"{stage}-{key}": key for stage, items in self.stages.items() for key in items}
         numbers = set(map(str, self.stages))
@@ -107,21 +111,21 @@ class Strategy:
                 )
 
     def cut_of(self, key: str, rank: int, ndim: int, shape: Sequence[int] | None = None) -> DeviceCut | None:
-        """How a tensor is cut over the stage of a rank.
+        """How a tensor is divided over the stage of a rank.
 
         Args:
             key: its name.
             rank: the global rank.
             ndim: the tensor's number of dims.
-            shape: its global shape, where it is known: settles what some files leave open.
+            shape: its global shape in elements, if known: it resolves ambiguous records.
 
         Returns:
-            The cut; None if other stages hold the tensor.
+            The partition; None if other stages hold the tensor.
 
         Raises:
             ArgumentError: there is no such rank.
-            MismatchError: the tensor has not the dims, or the shape, of which the strategy speaks.
-            UnsupportedError: the strategy says something of the tensor that is not known how to carry out.
+            MismatchError: the tensor does not have the dims, or the shape, of the strategy.
+            UnsupportedError: the record of the tensor uses a feature that is not supported.
         """
         stage, _ = self._position(rank)
         readings = self._read(key, stage, ndim)
@@ -135,11 +139,15 @@ class Strategy:
         raise self._mismatch(key, f"shape {tuple(shape)}", readings[0])
 
     def likely_cut(self, key: str, stage: int) -> tuple[DeviceCut, bool]:
-        """How a tensor that a stage lists is cut there, as far as its record says without the tensor's shape.
+        """How a tensor is divided on a stage that lists it, as far as this follows from its record without its shape.
+
+        Args:
+            key: the tensor.
+            stage: the stage.
 
         Returns:
-            The cut, and whether it is certain. If not, it is that of a tensor of several dims with one axis each; one
-            of a single dim would be cut by all these axes.
+            The partition, and whether it is certain. If not, it is that of a tensor of several dims with one axis each;
+            a tensor of one dim would be divided by all these axes.
 
         Raises:
             UnsupportedError: as `cut_of`, whatever the shape is.
@@ -199,10 +207,10 @@ class Strategy:
 def box_of(
     strategy: Strategy, key: str, rank: int, local_shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where in the whole tensor the array lies that a rank's own file holds.
+    """Where in the whole tensor a local array lies that the file of a rank holds.
 
     Args:
-        strategy: how the checkpoint was cut.
+        strategy: how the checkpoint was divided.
         key: the tensor; one that the strategy does not list is whole on every rank.
         rank: the global rank.
         local_shape: the shape of the array of that rank.
@@ -214,7 +222,7 @@ def box_of(
     Raises:
         ArgumentError: the strategy has no such rank.
         MismatchError: an array of this shape cannot be the rank's part.
-        UnsupportedError: the strategy says something of the tensor that is not known how to carry out.
+        UnsupportedError: the record of the tensor uses a feature that is not supported.
 
     Example:
         >>> from reshard.layout.strategy_file import LayoutItem
@@ -250,7 +258,7 @@ class _Where:
 
 @dataclass(frozen=True)
 class _Reading:
-    """One meaning of a record: the cut, and the global shape if the record tells it."""
+    """One meaning of a record: the partition, and the global shape if the record contains it."""
 
     cut: DeviceCut
     shape: tuple[int, ...] | None

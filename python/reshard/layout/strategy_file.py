@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from reshard import _core
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.fields import At, found, is_list, read_integer, read_items
-from reshard.small_files import read_small_file, write_file_atomically
+from reshard.storage.location import locate
 from reshard.strict_json import parse_json
 from reshard.words import show
 
@@ -157,7 +157,7 @@ def read_content(path: str | os.PathLike[str], *, follow_links: bool = True) -> 
     prefix = _prefix(path)
     _check_kind(prefix, path)
     max_bytes = _MAX_JSON_BYTES if _kind(prefix) == "json" else _MAX_PROTOBUF_BYTES
-    return read_small_file(path, max_bytes, follow_links=follow_links)
+    return locate(path).read_small(max_bytes, follow_links=follow_links)
 
 
 def parse_strategy(data: bytes, path: str) -> StrategyFile:
@@ -175,7 +175,7 @@ def write_strategy_file(
         UnsupportedError: JSON has no words for a record.
         StorageError: the system failed; nothing has changed under `path`.
     """
-    write_file_atomically(path, _encoded(path, content), mode, durable=durable)
+    locate(path).replace(_encoded(path, content), mode, durable=durable)
 
 
 def written_as(path: str | os.PathLike[str], content: StrategyFile) -> StrategyFile:
@@ -194,20 +194,13 @@ def why_not_json(item: LayoutItem) -> str | None:
 
 
 def _prefix(path: str) -> bytes:
-    """The first bytes of a file; of a folder none."""
+    """The first bytes of a file; none of what is not a regular file."""
     try:
-        # Without O_NONBLOCK the open of a pipe waits for a writer for ever.
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        try:
-            return os.read(handle, _PREFIX_BYTES)
-        finally:
-            os.close(handle)
-    except FileNotFoundError:
+        return locate(path).read_head(_PREFIX_BYTES, follow_links=True)
+    except CheckpointNotFoundError:
         raise CheckpointNotFoundError(f"there is no strategy file {show(path)}", path=path) from None
-    except IsADirectoryError:
+    except DamagedFileError:  # not a regular file
         return b""
-    except OSError as error:
-        raise StorageError(f"reading {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
 
 
 def _kind(prefix: bytes) -> str | None:

@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import (
@@ -20,7 +19,6 @@ from reshard.errors import (
     CheckpointNotFoundError,
     DamagedFileError,
     DestinationExistsError,
-    StorageError,
     UnsupportedError,
 )
 from reshard.layout.strategy import Strategy
@@ -33,6 +31,7 @@ from reshard.layout.strategy_file import (
     write_strategy_file,
     written_as,
 )
+from reshard.storage.location import Location, locate
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ __all__ = ["Stage", "check_reads_back", "merge_strategies", "merged_file", "read
 
 _MERGED_NAME = re.compile(r"(0|[1-9][0-9]{0,8})-(.+)", re.DOTALL)
 _OF_RANK = re.compile(r"rank_[0-9]+\.(ckpt|json)$")
-_MAX_FILES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,12 @@ def read_strategy(path: str | os.PathLike[str]) -> Strategy:
 
 def read_stages(path: str | os.PathLike[str]) -> dict[int, Stage]:
     """What a file or a folder says of each stage, in their order; some may be missing. Raises as `read_strategy`."""
-    if not Path(path).is_dir():
+    if not locate(path).is_folder():
         found = _stages_of(read_strategy_file(path), os.fspath(path))
     else:
         found = {}
         seen: set[bytes] = set()
-        for file in _files(Path(path)):
+        for file in _files(locate(path)):
             data = read_content(file, follow_links=False)
             digest = hashlib.blake2b(data, digest_size=16).digest()
             if digest in seen:
@@ -137,12 +135,12 @@ def merge_strategies(
         ...     merge_strategies(folder, dst).world_size, list(read_strategy_file(dst).layouts)
         (2, ['0-w'])
     """
-    target = Path(dst)
-    if target.is_dir():
+    target = locate(dst)
+    if target.is_folder():
         raise ArgumentError(f"{show(str(target))} is a folder, the destination is one file", path=str(target))
     stages = read_stages(src)
     strategy = Strategy({number: stage.layouts for number, stage in stages.items()}, source=os.fspath(src))
-    if os.path.lexists(target):
+    if target.exists():
         if not overwrite:
             raise DestinationExistsError(
                 f"{show(str(target))} exists", path=str(target), hint="remove it, or ask to overwrite it"
@@ -174,14 +172,8 @@ def stage_file(stage: int, layouts: Mapping[str, LayoutItem]) -> StrategyFile:
     return StrategyFile(1, tuple(OperatorItem(name, stage) for name in names), layouts)
 
 
-def _files(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry, _ in zip(entries, range(_MAX_FILES), strict=False)]
-    except OSError as error:
-        raise StorageError(
-            f"listing {show(str(folder))}: {error.strerror}", path=str(folder), errno=error.errno
-        ) from None
+def _files(folder: Location) -> list[Location]:
+    names = folder.names()
     by_kind = {
         suffix: sorted(name for name in names if name.endswith(suffix) and not name.startswith("."))
         for suffix in (".ckpt", ".json")

@@ -1,8 +1,8 @@
 """A strategy as a layout.
 
-A strategy gives each tensor a device matrix of its own over the ranks of its stage; a layout has one mesh. So the
-matrices are refined to their common mesh, with the stages as an outermost axis. A strategy speaks of each tensor by its
-name, and so does the layout: no pattern can take in what the strategy does not list.
+A strategy gives each tensor a device matrix of its own over the ranks of its stage; a layout has one mesh. The matrices
+are refined to their common mesh, with the stages as the outermost axis. The rules of the layout name each tensor, as
+the strategy does, so no pattern matches a tensor that the strategy does not list.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
-from reshard.layout.like import axis_names, common_spans, cut_on, stage_axis_name
+from reshard.layout.like import DeviceLayout, axis_names, common_spans, cut_on, stage_axis_name
+from reshard.layout.partition import Partition, Places, TensorLayout
 from reshard.layout.patterns import glob_of
-from reshard.layout.resolve import Resolved, Spec
+from reshard.layout.resolve import Resolved
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -21,43 +22,43 @@ if TYPE_CHECKING:
 
     from reshard.layout.strategy import DeviceCut, Strategy
 
-__all__ = ["StrategySpecs", "specs_of"]
+__all__ = ["StrategyLayouts", "layouts_of"]
 
 
 @dataclass(frozen=True)
-class StrategySpecs:
-    """A strategy over one mesh.
+class StrategyLayouts:
+    """The layout of each tensor of a strategy, over one mesh.
 
     Attributes:
         mesh: the stages, if there are several, then the axes that all device matrices have in common.
-        specs: how each tensor lies on it.
-        warnings: what a layout says otherwise than the strategy, and tensors that the strategy does not list.
-        uncertain: the tensors whose shapes it takes to say how they are cut; `specs` has what is likely. A layout that
-            says that refuses the tensors of which it is not true: they have fewer dims than it cuts.
+        layouts: how each tensor lies on it.
+        warnings: where the layouts differ from the strategy, and tensors that the strategy does not list.
+        uncertain: tensors whose partition depends on their shapes, which are not known; `layouts` has the likely one.
+            It is refused for a tensor of which it is not true: such a tensor has fewer dims than it divides.
     """
 
     mesh: dict[str, int]
-    specs: dict[str, Spec]
+    layouts: dict[str, TensorLayout]
     warnings: list[str]
     uncertain: tuple[str, ...] = ()
 
     def resolved(self) -> Resolved:
-        """The same as if rules had been met."""
-        return Resolved(self.specs, [], self.warnings)
+        """The layouts as a result of `reshard.layout.resolve.resolve`."""
+        return Resolved(self.layouts, [], self.warnings)
 
     def mapping(self) -> dict[str, object]:
-        """The same as a layout mapping, in which every tensor that is cut or placed is named."""
-        cuts: dict[tuple[object, ...], list[str]] = {}
-        places: dict[tuple[tuple[tuple[str, ...], int], ...], list[str]] = {}
-        for key, spec in self.specs.items():
-            if any(spec.cut):
-                cuts.setdefault((spec.cut, spec.sizes), []).append(glob_of(key))
-            if spec.place:
-                places.setdefault(spec.place, []).append(glob_of(key))
+        """The layouts as the mapping of a layout file that names every tensor that is divided or placed."""
+        partitions: dict[Partition, list[str]] = {}
+        places: dict[Places, list[str]] = {}
+        for key, layout in self.layouts.items():
+            if layout.partition.axes:
+                partitions.setdefault(layout.partition, []).append(glob_of(key))
+            if layout.place:
+                places.setdefault(layout.place, []).append(glob_of(key))
         rules: list[dict[str, object]] = []
-        for (cut, sizes), keys in cuts.items():
-            rule: dict[str, object] = {"match": keys, "cut": [list(axes) for axes in cut]}  # type: ignore[attr-defined]
-            rules.append(rule | ({"sizes": dict(sizes)} if sizes else {}))  # type: ignore[call-overload]
+        for partition, keys in partitions.items():
+            rule: dict[str, object] = {"match": keys, "cut": [list(axes) for axes in partition.cut]}
+            rules.append(rule | ({"sizes": dict(partition.sizes)} if partition.sizes else {}))
         mapping: dict[str, object] = {
             "mesh": self.mesh,
             "rules": [*rules, {"match": "*"}],
@@ -70,15 +71,15 @@ class StrategySpecs:
         return mapping
 
 
-def specs_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None = None) -> StrategySpecs:
+def layouts_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None = None) -> StrategyLayouts:
     """How the tensors of a checkpoint lie on the mesh of a strategy.
 
     Args:
         strategy: the strategy.
-        tensors: the global shape of each; None: those that the strategy lists, as far as it tells.
+        tensors: the global shape of each, in elements; None: the tensors that the strategy lists, with unknown shapes.
 
     Raises:
-        LayoutError: the device matrices have no common mesh, or the stages cut a tensor differently.
+        LayoutError: the device matrices have no common mesh, or the stages divide a tensor differently.
         MismatchError, UnsupportedError: as `Strategy.cut_of`, and `Strategy.check_unlisted`.
     """
     shapes = {key: None if tensors is None or key not in tensors else tuple(tensors[key]) for key in strategy.keys()}  # noqa: SIM118
@@ -86,14 +87,14 @@ def specs_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None = N
     cuts = {key: by_stage for key, (by_stage, _) in found.items()}
     uncertain = tuple(key for key, (_, is_certain) in found.items() if not is_certain) if tensors is None else ()
     ranks = range(strategy.devices_per_stage)
-    layouts = {
-        key: (cut.dev_matrix, cut.tensor_map, [""] * len(cut.dev_matrix), ranks)
-        for key, by_stage in cuts.items()
+    on_devices = [
+        DeviceLayout(cut.dev_matrix, cut.tensor_map, [""] * len(cut.dev_matrix), ranks)
+        for by_stage in cuts.values()
         for cut in by_stage[:1]
-    }
+    ]
     matrices = {cut.dev_matrix for by_stage in cuts.values() for cut in by_stage}
     spans = common_spans(matrices)
-    names = axis_names(spans, layouts.values())
+    names = axis_names(spans, on_devices)
     sizes = {name: outer // inner for name, (outer, inner) in zip(names, spans, strict=True)}
     mesh = dict(sizes)
     if strategy.n_stages > 1:
@@ -101,58 +102,57 @@ def specs_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None = N
         mesh = {stage_axis: strategy.n_stages, **sizes}
     warnings: list[str] = []
     several: list[str] = []
-    specs: dict[str, Spec] = {}
+    layouts: dict[str, TensorLayout] = {}
     for key, shape in (shapes if tensors is None else {key: tuple(shape) for key, shape in tensors.items()}).items():
         if key not in cuts:
-            specs[key] = Spec(shape or ())
+            layouts[key] = TensorLayout(shape or ())
             continue
         stages = strategy.stages_of(key)
-        cut_by_stage = [cut_on((cut.dev_matrix, cut.tensor_map, (), ranks), spans, names) for cut in cuts[key]]
+        cut_by_stage = [cut_on(cut.dev_matrix, cut.tensor_map, spans, names) for cut in cuts[key]]
         rows = cuts[key][0].sizes
         for stage, cut, other in zip(stages, cut_by_stage, cuts[key], strict=True):
             if found[key][1] and (cut != cut_by_stage[0] or other.sizes != rows):
                 raise LayoutError(
                     f"{show(strategy.source)}: stages {stages[0]} and {stage} cut {show(key)} differently, which no "
-                    "layout says",
+                    "layout can describe",
                     path=strategy.source,
                     key=key,
                 )
         if 1 < len(stages) < strategy.n_stages:
             several.append(key)
-        specs[key] = Spec(
-            shape=shape if shape is not None else _nominal_shape(cuts[key][0]),
-            cut=cut_by_stage[0],
-            sizes=((0, rows),) if rows is not None else (),
-            place=(((stage_axis,), stages[0]),) if len(stages) == 1 and strategy.n_stages > 1 else (),
+        layouts[key] = TensorLayout(
+            shape if shape is not None else _nominal_shape(cuts[key][0]),
+            Partition(cut_by_stage[0], sizes=((0, rows),) if rows is not None else ()),
+            (((stage_axis,), stages[0]),) if len(stages) == 1 and strategy.n_stages > 1 else (),
         )
     if several:
         warnings.append(
             f"{show(strategy.source)} puts {listed(map(show, several))} on some stages; in a layout, one or all: "
             "here it is all"
         )
-    unlisted = [key for key, spec in specs.items() if key not in cuts and spec.shape]
+    unlisted = [key for key, layout in layouts.items() if key not in cuts and layout.shape]
     strategy.check_unlisted(unlisted)
     if unlisted:
         warnings.append(f"{show(strategy.source)} does not list {listed(map(show, unlisted))}: whole on every rank")
-    return StrategySpecs(mesh or {"dp": 1}, specs, warnings, uncertain)
+    return StrategyLayouts(mesh or {"dp": 1}, layouts, warnings, uncertain)
 
 
 def _by_stage(strategy: Strategy, key: str, shape: tuple[int, ...] | None) -> tuple[list[DeviceCut], bool]:
-    """The cut of a tensor on each stage that has it, and whether it is certain."""
+    """The partition of a tensor over the devices of each stage that has it, and whether it is certain."""
     cuts, is_certain = [], True
     for stage in strategy.stages_of(key):
         if shape is None:
             cut, known = strategy.likely_cut(key, stage)
             is_certain &= known
         else:
-            told = strategy.cut_of(key, stage * strategy.devices_per_stage, len(shape), shape)
-            assert told is not None
-            cut = told
+            found = strategy.cut_of(key, stage * strategy.devices_per_stage, len(shape), shape)
+            assert found is not None
+            cut = found
         cuts.append(cut)
     return cuts, is_certain
 
 
 def _nominal_shape(cut: DeviceCut) -> tuple[int, ...]:
-    """The smallest shape that can be cut so."""
+    """The smallest shape that can be divided so."""
     parts = cut.parts()
     return parts if cut.sizes is None else (sum(cut.sizes), *parts[1:])

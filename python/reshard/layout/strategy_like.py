@@ -1,7 +1,7 @@
-"""The layout in which rank folders are stored, out of the strategy with which they were opened.
+"""The layout in which rank folders are stored, from the strategy with which they were opened.
 
-What a device layout of Checkpoint 2.0 can say is told as one, so that `like` finds patterns of keys that are cut alike.
-The rest, tables that are cut unevenly and tensors that several stages cut, is told key by key.
+Where device layouts of Checkpoint 2.0 can express the strategy, they are returned, and `like` finds patterns for keys
+with the same partition. Otherwise, for uneven tables and for tensors that several stages divide, every key gets a rule.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.layout.strategy_layout import specs_of
+from reshard.layout.like import DeviceLayout
+from reshard.layout.strategy_layout import layouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
 
 __all__ = ["device_layouts", "named_mapping"]
@@ -26,9 +26,9 @@ def device_layouts(strategy: Strategy, shapes: Shapes, followed: Mapping[str, st
     """The layout of each tensor on the stage that holds it; None: every rank holds it whole.
 
     Args:
-        strategy: how the run cut its tensors.
+        strategy: how the run divided its tensors.
         shapes: the global shape, in elements, of each tensor.
-        followed: keys that the strategy does not list, and the parameters as which they are cut.
+        followed: keys that the strategy does not list, and the parameter with the same partition.
 
     Raises:
         MismatchError, UnsupportedError: as `Strategy.cut_of`.
@@ -36,8 +36,10 @@ def device_layouts(strategy: Strategy, shapes: Shapes, followed: Mapping[str, st
     Example:
         >>> from reshard.layout.strategy import Strategy
         >>> from reshard.layout.strategy_file import LayoutItem
-        >>> device_layouts(Strategy({0: {"w": LayoutItem((2, 2), ((0, -1),))}}), {"w": (4, 6), "step": ()}, {})
-        {'w': ((2, 2), ((0,), ()), ('', ''), (0, 1, 2, 3)), 'step': None}
+        >>> strategy = Strategy({0: {"w": LayoutItem((2, 2), ((0, -1),))}})
+        >>> layouts = device_layouts(strategy, {"w": (4, 6), "step": ()}, {})
+        >>> layouts["w"].tensor_map, layouts["step"]
+        (((0,), ()), None)
     """
     return {key: _device_layout(strategy, followed.get(key, key), shape) for key, shape in shapes.items()}
 
@@ -50,20 +52,26 @@ def _device_layout(strategy: Strategy, key: str, shape: tuple[int, ...]) -> Devi
     cut = strategy.cut_of(key, first, len(shape), shape)
     if cut is None or (len(stages) > 1 and not any(cut.tensor_map)):
         return None
-    # Axes have no names there; nothing can be meant by an empty one.
-    names = ("",) * len(cut.dev_matrix)
-    return cut.dev_matrix, cut.tensor_map, names, tuple(range(first, first + strategy.devices_per_stage))
+    names = ("",) * len(cut.dev_matrix)  # the axes of a strategy have no names
+    ranks = tuple(range(first, first + strategy.devices_per_stage))
+    return DeviceLayout(cut.dev_matrix, cut.tensor_map, names, ranks)
 
 
 def named_mapping(strategy: Strategy, shapes: Shapes, followed: Mapping[str, str]) -> dict[str, object] | None:
-    """The layout mapping that names every tensor; None if device layouts say the same.
+    """The layout mapping that names every tensor; None if device layouts express the same.
+
+    Args:
+        strategy: how the run divided its tensors.
+        shapes: the global shape, in elements, of each tensor.
+        followed: keys that the strategy does not list, and the parameter with the same partition.
 
     Raises:
-        LayoutError: no one layout says it.
+        LayoutError: no layout can describe it.
         MismatchError, UnsupportedError: as `Strategy.cut_of`.
     """
-    found = specs_of(strategy, shapes)
-    if not any(spec.sizes or (any(spec.cut) and len(strategy.stages_of(key)) > 1) for key, spec in found.specs.items()):
+    found = layouts_of(strategy, shapes)
+    partitions = {key: layout.partition for key, layout in found.layouts.items()}
+    if not any(one.sizes or (one.axes and len(strategy.stages_of(key)) > 1) for key, one in partitions.items()):
         return None
-    specs = {key: replace(found.specs[of], shape=shapes[key]) for key, of in followed.items()}
-    return replace(found, specs=found.specs | specs).mapping()
+    layouts = {key: replace(found.layouts[of], shape=shapes[key]) for key, of in followed.items()}
+    return replace(found, layouts=found.layouts | layouts).mapping()

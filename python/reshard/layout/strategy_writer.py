@@ -1,38 +1,41 @@
-"""A layout as a strategy, so that it can go to the original.
+"""A layout as a strategy that MindSpore can read.
 
-The axes on which `place` puts tensors are the stages. Each tensor's cut is written in the plainest words that say it: a
-flat map in which neighbouring axes are taken together, then what the optimizer shares further, then a list of axes a
-dim. What no words say is an error that names the tensor and the reason.
+The axes on which `place` puts tensors are the stages. The partition of each tensor is written in the simplest form that
+expresses it: a flat tensor map in which neighbouring axes are merged, else with the further division by the optimizer,
+else with a list of axes for each dim. A partition that has no such form is an error that names the tensor and the
+reason.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import ArgumentError, StorageError, UnsupportedError
+from reshard.errors import ArgumentError, UnsupportedError
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import LayoutItem, StrategyFile, write_strategy_file
 from reshard.layout.strategy_folder import check_reads_back, stage_file
+from reshard.storage.changes import make_folders
 from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection
 
     from reshard.layout.bind import BoundLayout
-    from reshard.layout.resolve import Spec
+    from reshard.layout.partition import TensorLayout
 
 __all__ = ["strategy_of", "write_stage_files"]
 
 
 def strategy_of(bound: BoundLayout) -> Strategy:
-    """The strategy that says what a layout says of the tensors to which it was bound.
+    """The strategy that describes the tensors to which a layout was bound.
 
     Raises:
-        UnsupportedError: a strategy has no words for the cut or the place of a tensor; the message names it, and why.
+        UnsupportedError: a strategy cannot express the partition or the place of a tensor; the message names the tensor
+            and the reason.
     """
     return _Writer(bound).strategy()
 
@@ -46,25 +49,27 @@ def write_stage_files(
     mode: int = 0o666,
     durable: bool = True,
 ) -> list[Path]:
-    """Write what each rank of the original would: `ckpt_strategy_rank_<r>.ckpt`, the file of its stage.
+    """Write the files that MindSpore writes: for each rank `ckpt_strategy_rank_<r>.ckpt`, the strategy of its stage.
 
-    The other arguments, and what it returns, are those of `write_strategy`.
+    Args:
+        strategy: the strategy.
+        folder: as in `write_strategy`.
+        ranks: whose files; None: all.
+        suffix: ".ckpt" or ".json".
+        mode: permission bits of the files.
+        durable: sync the files before this returns.
+
+    Returns:
+        The files, in the order of the ranks.
 
     Raises:
-        ArgumentError: there is no such rank, or no such kind of file.
-        UnsupportedError: JSON has no words for a tensor; or a file would be read back as another strategy.
-        StorageError: the system failed.
+        ArgumentError: a rank does not exist, or the suffix is another one.
+        UnsupportedError: JSON cannot express a tensor; or a file would be read back as another strategy.
+        StorageError: the operating system reported an error.
     """
     if suffix not in (".ckpt", ".json"):
         raise ArgumentError(f'`suffix` is {suffix!r}; ".ckpt" or ".json" are accepted')
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"making the folder {show(os.fspath(folder))}: {error.strerror}",
-            path=os.fspath(folder),
-            errno=error.errno,
-        ) from None
+    make_folders(folder)
     written = []
     contents: dict[int, StrategyFile] = {}
     for rank in sorted(range(strategy.world_size) if ranks is None else ranks):
@@ -88,7 +93,8 @@ class _Writer:
         sizes = dict(bound.mesh.axes)
         # The axes as the ranks count them, outermost first.
         order = _order(bound)
-        placing = {axis for spec in bound.specs.values() for axes, _ in spec.place for axis in axes if sizes[axis] > 1}
+        layouts = bound.tensor_layouts
+        placing = {axis for one in layouts.values() for axes, _ in one.place for axis in axes if sizes[axis] > 1}
         self.stage_axes = [axis for axis in order if axis in placing]
         self.axes = [axis for axis in order if axis not in placing]
         self.sizes = sizes
@@ -96,7 +102,7 @@ class _Writer:
         self.n_stages = math.prod(sizes[axis] for axis in self.stage_axes)
         for axis, expected in zip(order, self.stage_axes, strict=False):
             if axis != expected:
-                key = next(key for key, spec in bound.specs.items() for axes, _ in spec.place if expected in axes)
+                key = next(key for key, one in layouts.items() for axes, _ in one.place if expected in axes)
                 raise _inexpressible(
                     key,
                     f"it is placed on axis {show(expected)}, and the ranks of one place are not neighbours",
@@ -106,28 +112,24 @@ class _Writer:
     def strategy(self) -> Strategy:
         stages: dict[int, dict[str, LayoutItem]] = {stage: {} for stage in range(self.n_stages)}
         joined = {key for join in self.bound.joins for key in join.keys}
-        made: dict[Spec, LayoutItem] = {}
-        for key, spec in self.bound.specs.items():
+        made: dict[TensorLayout, LayoutItem] = {}
+        for key, layout in self.bound.tensor_layouts.items():
             if key in joined:
-                raise _inexpressible(key, "it lies in one array with others")
-            held = self._stages(spec)
-            if not spec.shape and len(held) == self.n_stages:
-                continue  # counters, which the original lists nowhere
-            if spec not in made:
-                made[spec] = self._item(key, spec)
+                raise _inexpressible(key, "it is joined with others into one array")
+            held = self._stages(layout)
+            if not layout.shape and len(held) == self.n_stages:
+                continue  # a counter, which MindSpore lists in no strategy
+            if layout not in made:
+                made[layout] = self._item(key, layout)
             for stage in held:
-                stages[stage][key] = made[spec]
+                stages[stage][key] = made[layout]
         if not any(stages.values()):
-            raise UnsupportedError("no tensor has dims: a strategy tells its number of devices by what it lists")
+            raise UnsupportedError("no tensor has dims: the number of devices follows from the tensors of a strategy")
         return Strategy(stages, source="layout")
 
-    def _stages(self, spec: Spec) -> list[int]:
-        """The stages that hold a tensor: those whose coordinates are where its places put it."""
-        at: dict[str, int] = {}
-        for axes, coordinate in spec.place:
-            for axis in reversed(axes):
-                at[axis] = coordinate % self.sizes[axis]
-                coordinate //= self.sizes[axis]  # noqa: PLW2901
+    def _stages(self, layout: TensorLayout) -> list[int]:
+        """The stages that hold a tensor: those at the coordinates of its place."""
+        at = self.bound.mesh.fixed(layout.place)
         coordinates = itertools.product(*(range(self.sizes[axis]) for axis in self.stage_axes))
         return [
             stage
@@ -135,13 +137,13 @@ class _Writer:
             if all(at.get(axis, k) == k for axis, k in zip(self.stage_axes, point, strict=True))
         ]
 
-    def _item(self, key: str, spec: Spec) -> LayoutItem:
-        dims = self._dims(key, spec)
-        rows = self._rows(key, spec, dims)
-        if not spec.shape:
+    def _item(self, key: str, layout: TensorLayout) -> LayoutItem:
+        dims = self._dims(key, layout)
+        rows = self._rows(key, layout, dims)
+        if not layout.shape:
             return LayoutItem(self.matrix, ((),))
         further = None if rows else self._shared_further(dims)
-        # Where the first device axis is shared further and the map's axes ascend, the original's tools err silently.
+        # MindSpore's tools give wrong slices where the first device axis is divided further and the axes ascend.
         is_trap = further is not None and self._is_trap(further)
         plain = self._flat(dims)
         if plain is not None:
@@ -154,57 +156,58 @@ class _Writer:
             item = LayoutItem(self.matrix, lists)
         else:
             axes = ", ".join(self.axes[a] for a in dims[0])
-            raise _inexpressible(key, f"its one dim is cut by the axes {axes}, which are no neighbours in this order")
+            raise _inexpressible(key, f"its one dim is cut by the axes {axes}, which are not neighbours in this order")
         if rows:
             starts = tuple(itertools.accumulate(rows[:-1], initial=0))
             return LayoutItem(item.dev_matrix, item.tensor_map, rows, starts)
         return item
 
-    def _dims(self, key: str, spec: Spec) -> list[list[int]]:
+    def _dims(self, key: str, layout: TensorLayout) -> list[list[int]]:
         """For each dim the numbers of the device axes that cut it."""
-        if spec.flat:  # over one rank too: its array has one dim then
+        partition = layout.partition
+        if partition.flat:  # even over one rank: its array has one dim then
             raise _inexpressible(key, "it is flattened and cut 1-D")
-        if spec.stored and spec.stored != tuple(range(len(spec.shape))):
+        if partition.is_reordered:
             raise _inexpressible(key, "its dims are stored in another order")
         dims: list[list[int]] = []
-        for dim in range(len(spec.shape)):
-            axes = [axis for axis in (spec.cut[dim] if dim < len(spec.cut) else ()) if self.sizes[axis] > 1]
+        for dim in range(len(layout.shape)):
+            axes = [axis for axis in partition.axes_of(dim) if self.sizes[axis] > 1]
             for axis in axes:
                 if axis in self.stage_axes:
                     raise _inexpressible(key, f"axis {show(axis)} cuts it, which places other tensors")
-            if axes and any(d == dim for d, _ in spec.blocks):
+            if axes and partition.blocks_of(dim) is not None:
                 raise _inexpressible(key, f"dim {dim} consists of blocks that are cut by themselves")
             dims.append([self.axes.index(axis) for axis in axes])
         return dims
 
-    def _rows(self, key: str, spec: Spec, dims: list[list[int]]) -> tuple[int, ...]:
+    def _rows(self, key: str, layout: TensorLayout, dims: list[list[int]]) -> tuple[int, ...]:
         """The rows of each part of dim 0, if they are not even."""
-        uneven = [dim for dim in range(len(dims)) if not self._is_even(spec, dim, dims[dim])]
+        uneven = [dim for dim in range(len(dims)) if not self._is_even(layout, dim, dims[dim])]
         if uneven and uneven[-1] > 0:
             raise _inexpressible(key, f"dim {uneven[-1]} is cut into parts of different sizes")
         if not uneven:
             return ()
-        if 0 in dict(spec.sizes):
-            return dict(spec.sizes)[0]
-        layout, order = self.bound.layouts[key], math.prod(self.matrix)
-        first = self._stages(spec)[0] * order
+        if (sizes := layout.partition.sizes_of(0)) is not None:
+            return sizes
+        made, order = self.bound.layouts[key], math.prod(self.matrix)
+        first = self._stages(layout)[0] * order
         rows: dict[int, int] = {}
         for position in range(order):
             part = 0
             for a in dims[0]:
                 part = part * self.matrix[a] + position // math.prod(self.matrix[a + 1 :]) % self.matrix[a]
-            rows[part] = layout.local_shape(first + position)[0]
+            rows[part] = made.local_shape(first + position)[0]
         return tuple(rows[part] for part in range(len(rows)))
 
-    def _is_even(self, spec: Spec, dim: int, axes: list[int]) -> bool:
+    def _is_even(self, layout: TensorLayout, dim: int, axes: list[int]) -> bool:
         """Whether all parts of a dim have one size."""
-        sizes = dict(spec.sizes).get(dim)
+        sizes = layout.partition.sizes_of(dim)
         if sizes is not None:
             return len(set(sizes)) < 2
-        return spec.shape[dim] % math.prod(self.matrix[a] for a in axes) == 0
+        return layout.shape[dim] % math.prod(self.matrix[a] for a in axes) == 0
 
     def _flat(self, dims: list[list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """A device matrix and one axis a dim, neighbours that cut one dim taken together; None if they are none."""
+        """A device matrix and one axis for each dim, neighbours that divide one dim merged; None: impossible."""
         begin: dict[int, list[int]] = {}
         for axes in dims:
             if axes:
@@ -221,7 +224,7 @@ class _Writer:
         return tuple(matrix), tuple(len(matrix) - 1 - number[axes[0]] if axes else -1 for axes in dims)
 
     def _shared_further(self, dims: list[list[int]]) -> LayoutItem | None:
-        """The innermost cut of dim 0 as what the holders of one slice share further; None if it cannot be said so."""
+        """The innermost axes of dim 0 as a further division among the holders of one slice; None: impossible."""
         for n in range(1, len(dims[0]) + 1 if dims else 0):
             kept, tail = dims[0][:-n], dims[0][-n:]
             used = {a for axes in (kept, *dims[1:]) for a in axes}
@@ -263,11 +266,11 @@ def _order(bound: BoundLayout) -> list[str]:
     counted = [sum(k * strides[name] for k, (name, _) in zip(point, axes, strict=True)) for point in points]
     if expected != len(ranks) or counted != ranks:
         raise UnsupportedError(
-            "a strategy counts ranks through the stages and then through the device axes; the layout's `ranks` do not",
+            "a strategy numbers ranks by stage and then by device axes; the layout's `ranks` have another order",
             hint="leave `ranks` out, or order the axes of the mesh as the ranks are counted",
         )
     return order
 
 
 def _inexpressible(key: str, reason: str, *, hint: str | None = None) -> UnsupportedError:
-    return UnsupportedError(f"a strategy has no words for {show(key)}: {reason}", key=key, hint=hint)
+    return UnsupportedError(f"a strategy cannot express {show(key)}: {reason}", key=key, hint=hint)

@@ -1,8 +1,8 @@
 """A tensor-parallel plan of transformers as a layout mapping.
 
-A plan says for module or parameter names which style they follow; transformers (4.50 to 5.x) then shards `weight` and
-`bias` of the module. `*` in a name stands for a number. Only what a style does to stored tensors matters here, not what
-it does to activations: most styles leave them whole.
+A plan maps names of modules or parameters to styles; transformers (4.50 to 5.x) shards `weight` and `bias` of each
+module by its style. `*` in a name stands for a number. Only the effect of a style on stored tensors matters here, not
+that on activations; most styles leave stored tensors whole.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KNOWN = _COLUMN | _ROW | _PACKED_COLUMN | _PACKED_ROW | _VOCABULARY | _EMBEDDIN
 
 
 def mapping_of_plan(plan: Mapping[str, str], tp: int) -> dict[str, object]:
-    """The layout mapping of a plan; see `ModelLayout.from_tp_plan`."""
+    """The layout mapping of a plan. Arguments and errors as in `ModelLayout.from_tp_plan`."""
     if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
         raise ArgumentError(f"tp must be an integer of at least 1, found {tp!r}")
     for name, style in plan.items():
@@ -57,7 +57,7 @@ def mapping_of_plan(plan: Mapping[str, str], tp: int) -> dict[str, object]:
             raise LayoutError(
                 f"the plan gives {show(name)} the unknown style {show(str(style))}", hint=f"{hint}known are {known}"
             )
-    # A plan is one of a class of models, of which not each has all that it names.
+    # A plan is for a class of models; a model may lack some of the modules that it names.
     rules = [{**rule, "optional": True} for name in _specific_first(plan) for rule in _rules(name, plan)]
     return {"mesh": {"tp": tp}, "rules": [*rules, {"match": "*"}]}
 
@@ -95,6 +95,6 @@ def _rules(name: str, plan: Mapping[str, str]) -> list[dict[str, object]]:
         return [{"match": weight, "cut": ["tp"], "uneven": "ceil"}]
     if style in _EXPERTS:
         return [{"match": [own, weight, bias], "cut": ["tp"]}]
-    # Whole is what the last rule says anyhow, unless a wider name of the plan would come before it.
+    # The last rule leaves a tensor whole, unless a wider name of the plan matches before it.
     wider = [other for other in plan if other != name and Pattern.compile(f"*{other}").matches(name.replace("*", "0"))]
     return [{"match": [own, weight, bias]}] if wider else []

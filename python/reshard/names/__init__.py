@@ -1,6 +1,6 @@
 """Name maps: convert the tensors of one naming to another. They rename, fuse, split, stack, transpose and tie tensors.
 
-`file` defines the file format, `resolve` applies a map to keys and shapes, `placement` computes with tiles. Nothing
+`file` defines the file format, `resolve` applies a map to keys and shapes, `part_map` converts tiles. Nothing
 here opens a checkpoint or copies data.
 """
 

@@ -64,8 +64,8 @@ class NameRule:
         is_list: whether the parts are a list in the file.
         transpose: permutation of the dims of each part, as for `numpy.transpose`; empty: none.
         join: the dim of the whole along which the parts are concatenated; None: there is one part.
-        turns: if the parts are interleaved, the elements of each part in one round; empty: they are not interleaved,
-            and all have the same size.
+        interleave: if the parts are interleaved, the elements of each part in one round (the key `turns`); empty: they
+            are not interleaved, and all have the same size.
         lay: by index, the dim of the whole along which the parts of its values are concatenated.
         stack: by index, the new dim of the whole along which the parts of its values are stacked.
     """
@@ -76,7 +76,7 @@ class NameRule:
     is_list: bool = False
     transpose: tuple[int, ...] = ()
     join: int | None = None
-    turns: tuple[Expression, ...] = ()
+    interleave: tuple[Expression, ...] = ()
     lay: Mapping[str, int] = field(default_factory=dict)
     stack: Mapping[str, int] = field(default_factory=dict)
 
@@ -280,7 +280,7 @@ def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> NameRule | Tie:
         is_list=bool(lists),
         transpose=_transpose(at / "transpose", fields["transpose"]) if "transpose" in fields else (),
         join=read_integer(at / "join", fields["join"], 0) if "join" in fields else None,
-        turns=_turns(at / "turns", fields["turns"], sizes) if "turns" in fields else (),
+        interleave=_turns(at / "turns", fields["turns"], sizes) if "turns" in fields else (),
         lay=_by_index(at / "lay", fields.get("lay", {})),
         stack=_by_index(at / "stack", fields.get("stack", {})),
     )
@@ -311,8 +311,8 @@ def _check_rule(at: At, rule: NameRule, only: Sequence[str]) -> None:
         raise at.error("`join` is missing: the dim along which the parts are concatenated", hint="join: 0")
     if len(rule.parts) == 1 and rule.join is not None:
         raise at.error("`join` needs several parts")
-    if rule.turns and len(rule.turns) != len(rule.parts):
-        raise (at / "turns").error(f"{len(rule.turns)} turns for {len(rule.parts)} parts")
+    if rule.interleave and len(rule.interleave) != len(rule.parts):
+        raise (at / "turns").error(f"{len(rule.interleave)} turns for {len(rule.parts)} parts")
     for word, dims in (("lay", rule.lay), ("stack", rule.stack)):
         if len(set(dims.values())) != len(dims):
             raise (at / word).error("two indices have the same dim")
@@ -404,8 +404,8 @@ def _rule_mapping(rule: NameRule | Tie) -> dict[str, object]:
         mapping["transpose"] = list(rule.transpose)
     if rule.join is not None:
         mapping["join"] = rule.join
-    if rule.turns:
-        mapping["turns"] = [_expression_value(turn) for turn in rule.turns]
+    if rule.interleave:
+        mapping["turns"] = [_expression_value(turn) for turn in rule.interleave]
     for word, dims in (("lay", rule.lay), ("stack", rule.stack)):
         if dims:
             mapping[word] = dict(dims)

@@ -1,6 +1,6 @@
-"""The geometry of one rule: the shape of a whole from its parts and the reverse, and the placement of each part.
+"""The geometry of one rule: the shape of a whole from its parts and the reverse, and the part map of each part.
 
-Both directions return the same type, a `Fusion`, with shapes and placements; so fusing and splitting again is the
+Both directions return the same type, a `Fusion`, with shapes and part maps; so fusing and splitting again is the
 identity. Shapes that do not fit the `turns` and counts of the rule raise an error with the key.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.errors import NamesError
-from reshard.names.placement import Link, Placement
+from reshard.names.part_map import DimMap, PartMap
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ class Fusion:
     Attributes:
         rule: its rule.
         extents: for each entry of the rule, the shape of its parts after `transpose`, in elements.
-        turns: for each entry, its elements in one round along the dim `join`.
+        interleave: for each entry, its elements in one round along the dim `join`.
         counts: number of values of each index that only the parts have.
     """
 
     rule: NameRule
     extents: tuple[Shape, ...]
-    turns: tuple[int, ...]
+    interleave: tuple[int, ...]
     counts: Mapping[str, int]
 
     @property
@@ -69,8 +69,8 @@ class Fusion:
         shape = dict(zip(self._order(entry), self.extents[entry], strict=True))
         return tuple(shape[dim] for dim in range(len(shape)))
 
-    def placement(self, entry: int, values: tuple[int, ...], whole: Shape) -> Placement:
-        """The placement of a part in the whole.
+    def part_map(self, entry: int, values: tuple[int, ...], whole: Shape) -> PartMap:
+        """The position of a part in the whole, as a map of tiles.
 
         Args:
             entry: the entry of the part in the rule.
@@ -80,18 +80,18 @@ class Fusion:
         rule = self.rule
         indices = dict(zip(rule.indices, values, strict=True))
         laid = {dim: index for index, dim in rule.lay.items()}
-        links = []
+        dims = []
         for dim, extent in zip(self._dims(), self.extents[entry], strict=True):
-            start, turn, period, rounds = 0, extent, extent, 1
+            start, run, period, n_runs = 0, extent, extent, 1
             if dim == rule.join:
-                start, turn, period = sum(self.turns[:entry]), self.turns[entry], sum(self.turns)
-                rounds = extent // turn if turn else 1
+                start, run, period = sum(self.interleave[:entry]), self.interleave[entry], sum(self.interleave)
+                n_runs = extent // run if run else 1
             if dim in laid:
                 start += indices[laid[dim]] * (whole[dim] // self.counts[laid[dim]])
-            links.append(Link(dim, start, turn, period, rounds))
-        by_part_dim = sorted(zip(self._order(entry), links, strict=True), key=lambda one: one[0])
+            dims.append(DimMap(dim, start, run, period, n_runs))
+        by_part_dim = sorted(zip(self._order(entry), dims, strict=True), key=lambda one: one[0])
         fixed = tuple((dim, indices[index]) for index, dim in rule.stack.items())
-        return Placement(tuple(link for _, link in by_part_dim), fixed)
+        return PartMap(tuple(one for _, one in by_part_dim), fixed)
 
     def _dims(self) -> list[int]:
         """For each dim of a transposed part, the dim of the whole."""
@@ -142,8 +142,8 @@ def fuse_parts(
                 key=key,
             )
     along = [0 if at is None else own[at] for own in extents]
-    turns = _turns(rule, sizes)
-    if turns is None:
+    interleave = _interleave(rule, sizes)
+    if interleave is None:
         if len(set(along)) > 1:
             raise NamesError(
                 f"{show(first_key)} and the other parts have {along} elements along dim {rule.join}: "
@@ -151,16 +151,16 @@ def fuse_parts(
                 key=first_key,
                 hint="without `turns` all parts must have the same size, so that the whole can be split again",
             )
-        turns = along
-    rounds = {divmod(extent, turn) for extent, turn in zip(along, turns, strict=True) if turn}
-    if len(rounds) > 1 or any(rest for _, rest in rounds):
+        interleave = along
+    n_runs = {divmod(extent, run) for extent, run in zip(along, interleave, strict=True) if run}
+    if len(n_runs) > 1 or any(rest for _, rest in n_runs):
         raise NamesError(
             f"{show(first_key)} and the other parts have {along} elements along dim {rule.join}, which is not the same "
-            f"multiple of {turns}",
+            f"multiple of {interleave}",
             key=first_key,
             hint=_NOT_THIS_MODEL,
         )
-    return Fusion(rule, tuple(extents), tuple(turns), counts)
+    return Fusion(rule, tuple(extents), tuple(interleave), counts)
 
 
 def split_whole(rule: NameRule, key: str, shape: Shape, sizes: Mapping[str, int]) -> Fusion:
@@ -195,43 +195,43 @@ def split_whole(rule: NameRule, key: str, shape: Shape, sizes: Mapping[str, int]
         counts[index] = sizes[index]
         extents[dim] = _divided(key, extents, dim, sizes[index], f"{sizes[index]} of `{{{index}}}`")
     parts = [list(extents) for _ in rule.parts]
-    turns, rounds = [0] * len(rule.parts), 1
+    interleave, rounds = [0] * len(rule.parts), 1
     if rule.join is not None:
-        specified = _turns(rule, sizes)
+        specified = _interleave(rule, sizes)
         if specified is None:
             specified = [_divided(key, extents, rule.join, len(parts), f"{len(parts)} parts")] * len(parts)
         else:
             rounds = _divided(key, extents, rule.join, sum(specified), f"turns of {specified}")
-        for part, turn in zip(parts, specified, strict=True):
-            part[rule.join] = turn * rounds
-        turns = specified
+        for part, run in zip(parts, specified, strict=True):
+            part[rule.join] = run * rounds
+        interleave = specified
     new = set(rule.stack.values())
     of_parts = tuple(tuple(extent for dim, extent in enumerate(part) if dim not in new) for part in parts)
     if rule.transpose and len(rule.transpose) != len(of_parts[0]):
         raise _not_transposable(rule, key, shape)
-    return Fusion(rule, of_parts, tuple(turns), counts)
+    return Fusion(rule, of_parts, tuple(interleave), counts)
 
 
 # -- checks
 
 
-def _turns(rule: NameRule, sizes: Mapping[str, int]) -> list[int] | None:
+def _interleave(rule: NameRule, sizes: Mapping[str, int]) -> list[int] | None:
     """The elements of each part in one round; None if the rule has no `turns`."""
     values = []
-    for turn in rule.turns:
-        unknown = next((name for name in turn.names if name not in sizes), None)
+    for run in rule.interleave:
+        unknown = next((name for name in run.names if name not in sizes), None)
         if unknown is not None:
             raise NamesError(
                 f"the rule for {show(rule.whole.text)} needs the size `{unknown}`, which is not known",
                 hint="pass the model's config.json, or write a number under `sizes`",
             )
         try:
-            values.append(turn.value(sizes))
+            values.append(run.value(sizes))
         except ValueError as error:
             raise NamesError(f"the rule for {show(rule.whole.text)}: {error}") from None
         if values[-1] < 1:
             raise NamesError(
-                f"the rule for {show(rule.whole.text)}: {show(turn.text)} is {values[-1]}, expected at least 1"
+                f"the rule for {show(rule.whole.text)}: {show(run.text)} is {values[-1]}, expected at least 1"
             )
     return values or None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Self, TypeAlias, TypeGuard
 
@@ -16,6 +15,7 @@ from reshard.names import presets
 from reshard.names.file import NamesFile, Size
 from reshard.names.resolve import ResolvedTensor, resolve
 from reshard.names.sizes import Expression
+from reshard.storage.location import Location, locate
 from reshard.strict_json import read_json
 from reshard.strict_yaml import read_yaml
 from reshard.words import show
@@ -130,7 +130,7 @@ class NameMap(NamesFile):
             optimizer_keys: the keys of optimizer state.
 
         Returns:
-            The tensors under their new names, each with its placement in the old ones.
+            The tensors under their new names, each with its part map in the old ones.
 
         Raises:
             NamesError: the map does not fit the tensors; the message names the key.
@@ -203,15 +203,15 @@ def as_names(value: NamesLike, config: ConfigLike | None = None) -> NameMap:
         return as_names(text.removesuffix(_REVERSE), config).reversed()
     if isinstance(value, str) and presets.is_preset(text):
         return NameMap.preset(text, config)
-    if Path(text).suffix not in (".yaml", ".yml", ".json") and not os.path.lexists(text):
+    if locate(text).suffix not in (".yaml", ".yml", ".json") and not locate(text).exists():
         raise presets.unknown(text)
     return as_names(NameMap.from_yaml(text), config)
 
 
-def config_beside(path: str | os.PathLike[str]) -> Path | None:
+def config_beside(path: str | os.PathLike[str]) -> Location | None:
     """The `config.json` in a folder, or beside a file; None if there is none."""
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    config = folder / _CONFIG_FILE
+    location = locate(path)
+    config = (location if location.is_folder() else location.parent) / _CONFIG_FILE
     return config if config.is_file() else None
 
 
@@ -225,10 +225,10 @@ def read_config(config: ConfigLike) -> Mapping[str, object]:
     """
     if isinstance(config, Mapping):
         return config
-    path = Path(config)
-    if path.is_dir():
+    path = locate(config)
+    if path.is_folder():
         path /= _CONFIG_FILE
-    if not path.exists():
+    if path.kind(follow_links=True) is None:
         raise CheckpointNotFoundError(f"there is no config at {show(str(path))}", path=str(path))
     value = read_json(path, _MAX_CONFIG_BYTES, follow_links=True)
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Applies a name map to keys and shapes: the tensors under their new names, and their placements in the old ones.
 
 First keys are grouped: the parts of one whole, or one whole that is split; optimizer state is grouped by slot. Then
-`fuse` computes the geometry of each group. Pure functions: shapes in, placements out.
+`fuse` computes the geometry of each group. Pure functions: shapes in, part maps out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from reshard._core import StoredArray
 from reshard.errors import NamesError
 from reshard.names.file import NameRule, Tie
 from reshard.names.fuse import Fusion, Shape, fuse_parts, members, split_whole
@@ -22,12 +23,9 @@ if TYPE_CHECKING:
 
     from reshard._core import Tile
     from reshard.names.file import NamesFile
-    from reshard.names.placement import Placement
+    from reshard.names.part_map import PartMap
 
-__all__ = ["ResolvedTensor", "SourceTensor", "StoredArray", "resolve"]
-
-StoredArray: TypeAlias = "tuple[int, str, Shape, list[Tile]]"
-"""`(file, stored name, stored shape, tiles)`."""
+__all__ = ["ResolvedTensor", "SourceTensor", "resolve"]
 
 _MAX_PARTS = 500_000  # tensors created by splits and copies; experts of the largest models, with state, are 200,000
 
@@ -41,25 +39,25 @@ class SourceTensor:
 
     Attributes:
         key: its key in the checkpoint.
-        placement: the placement of the part in the whole; None: the tensors are equal.
+        part_map: the position of the part in the whole; None: the tensors are equal.
         is_whole: whether the tensor of the checkpoint is the whole and the new tensor the part; else the reverse.
     """
 
     key: str
-    placement: Placement | None = None
+    part_map: PartMap | None = None
     is_whole: bool = False
 
     def factors(self, shape: Shape) -> dict[int, tuple[int, int]]:
         """The factors into which dims of the new tensor are split for its tiles, by dim; `shape` is its shape."""
-        if self.placement is None:
+        if self.part_map is None:
             return {}
-        return self.placement.factors_of_part() if self.is_whole else self.placement.factors_of_whole(shape)
+        return self.part_map.factors_of_part() if self.is_whole else self.part_map.factors_of_whole(shape)
 
     def moved(self, tiles: Sequence[Tile]) -> list[Tile]:
         """Tiles of the tensor of the checkpoint as tiles of the new tensor, with dims split as in `factors`."""
-        if self.placement is None:
+        if self.part_map is None:
             return list(tiles)
-        move = self.placement.to_part if self.is_whole else self.placement.to_whole
+        move = self.part_map.to_part if self.is_whole else self.part_map.to_whole
         return [one for tile in tiles for one in move(tile)]
 
 
@@ -87,8 +85,7 @@ class ResolvedTensor:
         """The stored arrays that hold the tensor.
 
         Args:
-            stored_of: returns the stored arrays of a tensor of the checkpoint: `(file, stored name, stored shape,
-                tiles)` each.
+            stored_of: returns the stored arrays of a tensor of the checkpoint.
 
         Returns:
             The stored arrays of this tensor, with dims of its tiles split as in `factors`; without arrays that hold no
@@ -96,10 +93,10 @@ class ResolvedTensor:
         """
         arrays: list[StoredArray] = []
         for source in self.sources:
-            for file, name, shape, tiles in stored_of(source.key):
-                moved = source.moved(tiles)
+            for stored in stored_of(source.key):
+                moved = source.moved(stored.tiles)
                 if moved:
-                    arrays.append((file, name, shape, moved))
+                    arrays.append(StoredArray(stored.file, stored.name, stored.shape, moved))
         return arrays
 
 
@@ -304,7 +301,7 @@ class _Resolver:
             return [ResolvedTensor(name, self.shapes[firsts[0]], (SourceTensor(firsts[0]),))]
         fusion = fuse_parts(rule, [(key, self.shapes[key]) for key in firsts], counts, self.sizes)
         shape = fusion.shape()
-        sources = (SourceTensor(keys[member], fusion.placement(*member, shape)) for member in fusion.members())
+        sources = (SourceTensor(keys[member], fusion.part_map(*member, shape)) for member in fusion.members())
         return [ResolvedTensor(name, shape, tuple(sources))]
 
     def _fusions(self, groups: Mapping[_Group, Mapping[_Member, str]]) -> dict[_Group, tuple[str, Fusion]]:
@@ -334,7 +331,7 @@ class _Resolver:
         shape = self.shapes[key]
         for entry, values in fusion.members():
             numbers = dict(shared) | dict(zip(rule.indices, values, strict=True))
-            source = SourceTensor(key, fusion.placement(entry, values, shape), is_whole=True)
+            source = SourceTensor(key, fusion.part_map(entry, values, shape), is_whole=True)
             yield ResolvedTensor(slot + rule.parts[entry].format(numbers), fusion.part_shape(entry), (source,))
 
 

@@ -7,13 +7,11 @@ damage is found later, while bytes are read, `verbs.load` falls back to another 
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, StorageError
+from reshard.errors import CheckpointNotFoundError, EmptyRootError
 from reshard.formats import registry
 from reshard.formats.base import OpenOptions, StrategyLike
 from reshard.formats.checkpoint1 import reader as rank_folders
@@ -21,9 +19,12 @@ from reshard.formats.checkpoint1.reader import CHECKPOINT1, RankSave, open_rank_
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import Chosen, chosen, marks, open_chosen
 from reshard.formats.checkpoint2.root import CHECKPOINT2, best_of, is_damage, newer_than, order_of, reason_of
-from reshard.small_files import show
+from reshard.storage.location import Location, locate
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
+
     from reshard import _core
     from reshard.formats.checkpoint2.candidates import Order
     from reshard.names import NamesLike
@@ -97,27 +98,19 @@ def open(  # noqa: A001
     if names is not None:
         with open(path, strategy=strategy, method=method) as as_stored:
             return as_stored.renamed(names)
-    target = Path(path)
-    try:
-        return _open(target, strategy, method)
-    except OSError as error:  # a name that is too long, or a folder without permission
-        if isinstance(error, ReshardError):
-            raise
-        raise StorageError(
-            f"opening {show(str(error.filename or target))}: {error.strerror}", path=str(target), errno=error.errno
-        ) from None
+    return _open(locate(path), strategy, method)
 
 
-def _open(target: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
-    exists = target.exists()
+def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
+    found = target.found()
     could_be_root = (
         target.suffix not in (".safetensors", ".ckpt") and checkpoint2.parse_iteration_folder(target.name) is None
     )
-    if not exists:
+    if found is None:
         # A broken link can mean that a disk is not mounted, so it is not an empty root.
-        kind = EmptyRootError if could_be_root and not target.is_symlink() else CheckpointNotFoundError
+        kind = EmptyRootError if could_be_root and not target.exists() else CheckpointNotFoundError
         raise kind(f"there is nothing at {show(str(target))}", path=str(target))
-    if could_be_root and target.is_dir() and _is_empty(target):
+    if could_be_root and found == "folder" and _is_empty(target):
         raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
     format_ = registry.detect(target)
     if strategy is not None and not format_.traits.rank_folders:
@@ -125,10 +118,9 @@ def _open(target: Path, strategy: StrategyLike | None, method: _core.ReadMethod)
     return Checkpoint(format_.open(target, OpenOptions(method, strategy)))
 
 
-def _is_empty(folder: Path) -> bool:
+def _is_empty(folder: Location) -> bool:
     """Whether a folder contains at most hidden entries, such as those of an unfinished first save."""
-    with os.scandir(folder) as entries:
-        return all(entry.name.startswith(".") for entry in entries)
+    return all(name.startswith(".") for name in folder.names())
 
 
 def iterations(path: str | os.PathLike[str]) -> Order | None:
@@ -149,8 +141,8 @@ def iterations(path: str | os.PathLike[str]) -> Order | None:
         >>> iterations("run").tracker
         10
     """
-    target = Path(path)
-    if not target.is_dir() or registry.detect(target) is not CHECKPOINT2 or not CHECKPOINT2.is_root(target):
+    target = locate(path)
+    if not target.is_folder() or registry.detect(target) is not CHECKPOINT2 or not CHECKPOINT2.is_root(target):
         return None
     return order_of(target)
 
@@ -170,6 +162,6 @@ def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
         >>> [save.name for save in rank_saves("ranks")]
         ['CKP_rank_0-1_10.safetensors']
     """
-    target = Path(path)
-    is_root = target.is_dir() and registry.detect(target) is CHECKPOINT1 and CHECKPOINT1.is_root(target)
+    target = locate(path)
+    is_root = target.is_folder() and registry.detect(target) is CHECKPOINT1 and CHECKPOINT1.is_root(target)
     return rank_folders.rank_saves(target) if is_root else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from reshard.opening import open as open_path
 from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
 from reshard.resume import CandidateFacts, ResumeFacts, RunFacts, evaluate
 from reshard.resume.choose import is_settled
+from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +67,7 @@ def gather(
         >>> gather(Config(load_path="not/there", resume=True)).kind
         'absent'
     """
-    path = Path(config.load_path)
+    path = locate(config.load_path)
     facts = ResumeFacts(config.load_path, "absent", run=run or RunFacts())
     gatherer = _Gatherer(config, facts, method, faults or {}, opened, keep_going)
     if not config.load_path:
@@ -76,11 +76,11 @@ def gather(
     if tree is not None:
         return gather_saves(config, facts.run, tree, method=method, faults=faults, keep_going=keep_going)
     root, iteration = split_iteration(config.load_path)
-    if not path.exists() and iteration is not None and Path(root).is_dir() and checkpoint2.is_root(root):
-        return gatherer.at_root(Path(root), iteration)
-    if not path.exists():
+    if path.found() is None and iteration is not None and locate(root).is_folder() and checkpoint2.is_root(root):
+        return gatherer.at_root(locate(root), iteration)
+    if path.found() is None:
         # A broken link can mean that a disk is not mounted: the run must not start fresh.
-        return replace(facts, kind="other") if path.is_symlink() else facts
+        return replace(facts, kind="other") if path.exists() else facts
     found = registry.detect(path)
     if found.traits.has_metadata and found.is_root(path):
         return gatherer.at_root(path)
@@ -107,12 +107,12 @@ class _Gatherer:
     opened: dict[str, Checkpoint] | None
     keep_going: bool
 
-    def at_one(self, path: Path, kind: Kind) -> ResumeFacts:
+    def at_one(self, path: Location, kind: Kind) -> ResumeFacts:
         """The facts of a path that is not a root."""
         found = self._candidate(path, None, "given by itself", kind)
         return replace(self.facts, kind=kind, candidates=(found,))
 
-    def at_root(self, root: Path, exact: int | None = None) -> ResumeFacts:
+    def at_root(self, root: Location, exact: int | None = None) -> ResumeFacts:
         """The facts of a root. Candidates are opened in order until one is accepted."""
         before: Order | None = None
         facts = replace(self.facts, path=str(root), kind="root")
@@ -133,7 +133,7 @@ class _Gatherer:
             # A save may have finished, and retention deleted iterations meanwhile: list the root again.
         return facts
 
-    def _candidate(self, path: Path, iteration: int | None, why: str, kind: Kind) -> CandidateFacts:
+    def _candidate(self, path: Location, iteration: int | None, why: str, kind: Kind) -> CandidateFacts:
         """The content of a candidate, or its fault."""
         if str(path) in self.faults:
             number = split_iteration(str(path))[1] if iteration is None else iteration
@@ -161,7 +161,7 @@ class _Gatherer:
             world_size=_world_size(checkpoint),
             is_legacy=checkpoint.data.traits.counters_as_tensors,
         )
-        if kind == "single" and not path.is_dir() and checkpoint.common is None:
+        if kind == "single" and not path.is_folder() and checkpoint.common is None:
             # The file of one rank of Checkpoint 1.0.
             try:
                 checkpoint.common = counters_of(checkpoint)
@@ -180,7 +180,7 @@ class _Gatherer:
         return facts
 
 
-def _unopened(root: Path, one: Candidate) -> CandidateFacts:
+def _unopened(root: Location, one: Candidate) -> CandidateFacts:
     return CandidateFacts(str(root / one.name), one.iteration, one.reason)
 
 

@@ -9,7 +9,6 @@ by opening it. Of its content, only the counters are read.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
@@ -28,6 +27,7 @@ from reshard.formats.checkpoint2.root import is_damage, reason_of
 from reshard.formats.full_weights import names as full_weights
 from reshard.resume import CandidateFacts, RankFolderFacts, ResumeFacts, RunFacts, evaluate
 from reshard.resume.choose import is_settled
+from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,17 +77,22 @@ def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
     Raises:
         StorageError: the system failed to list a folder.
     """
-    path = Path(config.load_path)
+    path = locate(config.load_path)
     if not config.load_path:
         return None
-    if path.is_dir():
+    if path.is_folder():
         found = registry.detect(path)
         is_tree = found.traits.rank_folders and found.is_root(path)
         # An interrupted merge can have written this file before the first part.
         is_merge = (path / full_weights.HYPER_FILE).is_file()
         return SavesRoot(str(path), config.resume_file) if is_tree and not is_merge else None
     root, iteration = split_iteration(config.load_path)
-    if iteration is not None and Path(root).is_dir() and not checkpoint2.is_root(root) and checkpoint1.is_root(root):
+    if (
+        iteration is not None
+        and locate(root).is_folder()
+        and not checkpoint2.is_root(root)
+        and checkpoint1.is_root(root)
+    ):
         return SavesRoot(root, config.resume_file, iteration)
     parsed = checkpoint1.parse_file_name(path.name)
     if world_size > 1 and parsed is not None and path.parent.name == checkpoint1.rank_folder_name(parsed.rank):
@@ -95,7 +100,7 @@ def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
     return None
 
 
-def path_of(root: str, save: str, rank: int) -> Path:
+def path_of(root: str, save: str, rank: int) -> Location:
     """The path of a rank's file in a save.
 
     Args:
@@ -104,10 +109,10 @@ def path_of(root: str, save: str, rank: int) -> Path:
         rank: the rank.
 
     Example:
-        >>> path_of("checkpoint", "x_rank_0-20_2.ckpt", 3).as_posix()
-        'checkpoint/rank_3/x_rank_3-20_2.ckpt'
+        >>> path_of("checkpoint", "x_rank_0-20_2.ckpt", 3)
+        Location('checkpoint/rank_3/x_rank_3-20_2.ckpt')
     """
-    return Path(root) / checkpoint1.rank_folder_name(rank) / name_of_rank(save, rank)
+    return locate(root) / checkpoint1.rank_folder_name(rank) / name_of_rank(save, rank)
 
 
 # -- the facts
@@ -262,7 +267,7 @@ def _checked(candidate: CandidateFacts, reports: Sequence[_Report], status: int 
     common = next((report.common for report in reports if report.files), None)
     if not faults:
         files = dict(sorted((rank, file) for report in reports for rank, file in report.files.items()))
-        save = Path(candidate.path).name
+        save = locate(candidate.path).name
         faults = [(rank, f"{name_of_rank(save, rank)}: {fault}") for rank, fault in faults_of(files).items()]
     if faults:
         rank, fault = faults[0]
@@ -288,7 +293,7 @@ def _with_faults(views: list[RankFolderFacts], found: list[CandidateFacts]) -> t
     faults: dict[int, list[tuple[str, str]]] = {}
     for candidate in found:
         for rank, fault in candidate.rank_faults:
-            name = name_of_rank(Path(candidate.path).name, rank)
+            name = name_of_rank(locate(candidate.path).name, rank)
             faults.setdefault(rank, []).append((name, fault))
     return tuple(replace(view, faults=tuple(faults.get(view.rank, ()))) for view in views)
 
@@ -296,7 +301,7 @@ def _with_faults(views: list[RankFolderFacts], found: list[CandidateFacts]) -> t
 # -- the file of one rank
 
 
-def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
+def open_own(path: Location, method: _core.ReadMethod = "auto") -> Checkpoint:
     """Open the file of one rank: its local arrays are the tensors, and its counters are `common`.
 
     Raises:
@@ -305,7 +310,7 @@ def open_own(path: Path, method: _core.ReadMethod = "auto") -> Checkpoint:
     Example:
         >>> import numpy as np, reshard
         >>> _ = reshard.save("run", 40, {"w": np.zeros(4)}, format="checkpoint1")
-        >>> open_own(Path("run/rank_0/CKP_rank_0-1_40.safetensors")).common.step_num
+        >>> open_own(locate("run/rank_0/CKP_rank_0-1_40.safetensors")).common.step_num
         40
     """
     return Checkpoint(open_rank_files(path.parent, {0: path}, None, method))

@@ -6,16 +6,19 @@ is limited in levels and entries, and opens only the files that detection opens.
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.full_weights import names as full_weights
 from reshard.formats.huggingface import names as huggingface
+from reshard.storage.location import Location, locate
 from reshard.words import nearest
+
+if TYPE_CHECKING:
+    import os
 
 __all__ = ["near"]
 
@@ -39,29 +42,24 @@ def near(path: str | os.PathLike[str]) -> list[str]:
         >>> near("output/chekpoint")
         ['output/checkpoint']
     """
-    target = Path(path)
-    try:
-        if target.is_dir():
-            return [] if _is_checkpoint(target) else [str(found) for found in _below(target)]
-        if os.path.lexists(target):
-            return []
-        return [str(found) for found in _similar_paths(target)]
-    except OSError:
-        return []
+    target = locate(path)
+    if target.is_folder():
+        return [] if _is_checkpoint(target) else [str(found) for found in _below(target)]
+    return [] if target.exists() else [str(found) for found in _similar_paths(target)]
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def _is_checkpoint(folder: Location) -> bool:
     try:
         if checkpoint2.is_root(folder) or huggingface.detect(folder) or full_weights.detect(folder):
             return True
         return checkpoint1.is_root(folder)
-    except (ReshardError, OSError):
+    except ReshardError:
         return False
 
 
-def _below(folder: Path) -> list[Path]:
+def _below(folder: Location) -> list[Location]:
     """Checkpoints below a folder, the nearest first."""
-    found: list[Path] = []
+    found: list[Location] = []
     queue = deque([(folder, 0)])
     n_entries = 0
     while queue and len(found) < _MAX_FOUND:
@@ -77,26 +75,17 @@ def _below(folder: Path) -> list[Path]:
     return found[:_MAX_FOUND]
 
 
-def _folders(parent: Path) -> list[str]:
+def _folders(parent: Location) -> list[str]:
     """Subfolders that are not hidden, sorted by name."""
-    names: list[str] = []
-    try:
-        with os.scandir(parent) as entries:
-            for entry in entries:
-                if len(names) == _MAX_ENTRIES:
-                    break
-                if not entry.name.startswith(".") and entry.is_dir():
-                    names.append(entry.name)
-    except OSError:
-        return []
-    return sorted(names)
+    names = [name for name in _names(parent)[:_MAX_ENTRIES] if not name.startswith(".")]
+    return [name for name in names if (parent / name).is_folder()]
 
 
-def _similar_paths(target: Path) -> list[Path]:
+def _similar_paths(target: Location) -> list[Location]:
     """Existing paths whose components are equal or similar to those of a path that does not exist."""
     missing: list[str] = []
     base = target
-    while base != base.parent and not base.is_dir():
+    while base != base.parent and not base.is_folder():
         missing.insert(0, base.name)
         base = base.parent
     found = [base]
@@ -109,14 +98,13 @@ def _similar_paths(target: Path) -> list[Path]:
     return found
 
 
-def _similar_names(folder: Path, name: str) -> list[str]:
-    names: list[str] = []
+def _similar_names(folder: Location, name: str) -> list[str]:
+    return nearest(name, _names(folder)[:_MAX_ENTRIES], _MAX_FOUND)
+
+
+def _names(folder: Location) -> list[str]:
+    """The names in a folder, sorted; none if it cannot be listed."""
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if len(names) == _MAX_ENTRIES:
-                    break
-                names.append(entry.name)
-    except OSError:
+        return folder.names()
+    except ReshardError:
         return []
-    return nearest(name, sorted(names), _MAX_FOUND)

@@ -1,20 +1,19 @@
-"""Who may write into a checkpoint root: one process at a time, by a claim; and the lock under which it does so.
+"""Which process may write into a checkpoint root: one at a time, by a claim; and the lock under which it writes.
 
-A claim is a file `.writers/epoch_<n>`, made with O_EXCL, n one more than the highest there is. It says who holds it,
-and its holder touches it every few seconds. A process claims a root once, keeps the claim until it ends, and looks
-before each change whether its claim is still the highest: whoever was paused, declared dead and overtaken stops there.
+A claim is a file `.writers/epoch_<n>` that must not exist when it is made. `n`, its generation, is one more than the
+highest there is (a fencing token). The file records its holder, which touches it every few seconds. A process claims a
+root once, keeps the claim until it ends, and checks before each change that its claim is still the highest. A process
+that was paused, declared dead and replaced stops there.
 
-Another claim is dead if its process is gone (same boot, same pid namespace: the start time tells a pid that was used
+Another claim is dead if its process is gone (same boot, same pid namespace: the start time shows a pid that was used
 again), or if it was not touched while it was watched for 30 s. Clocks of different machines are never compared. The
-lock `.lock` keeps processes that can see it apart for the moment of a change; on a file system whose locks are only
-local or none at all, the claims alone do.
+lock `.lock` separates processes for the time of a change; in a store whose locks are local or missing, the claims
+alone do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -28,13 +27,18 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
-from reshard.small_files import close_read, read_small_file, show
 from reshard.storage import filesystem
+from reshard.storage.location import locate
+from reshard.storage.store import LockHeldError
 from reshard.strict_json import parse_json
+from reshard.words import show
 from reshard.write import process_end
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
+
+    from reshard.storage.location import Location
+    from reshard.storage.store import HeldFile
 
 __all__ = [
     "LOCK_FILE",
@@ -56,7 +60,7 @@ _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0
 _LOCK_SECONDS = 60.0  # publication takes milliseconds; a recovery with large headers to check, seconds
 _MAX_CLAIM_BYTES = 4096
-_EPOCH = re.compile("epoch_([0-9]{1,18})")
+_CLAIM_FILE = re.compile("epoch_([0-9]{1,18})")
 _log = logging.getLogger("reshard")
 
 
@@ -66,20 +70,20 @@ class Claim:
 
     Attributes:
         root: the checkpoint root.
-        epoch: its number; no other claim of this root has it.
-        handle: the open claim file: its times are the heartbeat, its inode tells it from a later file of that name.
+        generation: its number; no other claim of this root has it.
+        file: the claim file: its time of modification is the heartbeat.
         stop: ends the heartbeat.
-        beat: the thread that touches it.
+        beat: the thread that touches the file.
     """
 
-    root: Path
-    epoch: int
-    handle: int = field(repr=False)
+    root: Location
+    generation: int
+    file: HeldFile = field(repr=False)
     stop: threading.Event = field(repr=False)
     beat: threading.Thread = field(repr=False)
 
 
-_held: dict[tuple[int, int], Claim] = {}
+_held: dict[Hashable, Claim] = {}
 _held_lock = threading.Lock()
 
 
@@ -87,55 +91,34 @@ _held_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def locked(root: Path) -> Iterator[bool]:
+def locked(root: str | os.PathLike[str]) -> Iterator[bool]:
     """Hold the lock of a root, which must exist; waits for at most a minute.
 
     Yields:
-        Whether the file system has locks at all.
+        Whether the store has locks.
 
     Raises:
-        StorageError: somebody else held it all the time, or the system failed.
+        StorageError: another process held it for the whole time, or the system failed.
     """
-    path = root / LOCK_FILE
-    with filesystem.failing("opening", path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    place = locate(root)
     try:
-        is_real = _lock(handle, path)
-        try:
-            yield is_real
-        finally:
-            # Said, not left to the close: a child that was forked meanwhile has the handle open too.
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)
-    finally:
-        close_read(handle)
-
-
-def _lock(handle: int, path: Path) -> bool:
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"{show(str(path))} was held by another process for {_LOCK_SECONDS:g} s",
-                    path=str(path),
-                    errno=errno.EWOULDBLOCK,
-                    hint="a process that was stopped in the middle of a change may hold it: end it, or let it go on",
-                ) from None
-            time.sleep(0.02)
-        except OSError as error:
-            _log.warning("%s: the file system has no locks (%s); claims alone keep writers apart", path, error.strerror)
-            return False
-        else:
-            return True
+        lock = (place / LOCK_FILE).lock(seconds=_LOCK_SECONDS, make=True)
+    except LockHeldError as error:
+        error.hint = "a process that was stopped in the middle of a change may hold it: end it, or let it continue"
+        raise
+    with lock:
+        if lock.errno is not None:
+            reason = os.strerror(lock.errno)
+            _log.warning("%s: the store has no locks (%s); claims alone separate writers", place, reason)
+        yield lock.is_real
 
 
 # -- claims
 
 
-def hold(root: Path, *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777) -> Claim:
+def hold(
+    root: str | os.PathLike[str], *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777
+) -> Claim:
     """The claim of this process on a root: the one that it has, or a new one.
 
     Args:
@@ -148,9 +131,8 @@ def hold(root: Path, *, takeover: bool = False, durable: bool = True, folder_mod
         ClaimedError: another process has a live claim, or has overtaken ours.
         StorageError: the system failed, or the lock was not free in time.
     """
-    with filesystem.failing("looking at", root):
-        found = root.stat()
-    key = (found.st_dev, found.st_ino)
+    place = locate(root)
+    key = _key(place)
     with _held_lock:
         claim = _held.get(key)
         if claim is not None:
@@ -163,28 +145,31 @@ def hold(root: Path, *, takeover: bool = False, durable: bool = True, folder_mod
                 del _held[key]
             else:
                 return claim
-        claim = _held[key] = _claim(root, takeover=takeover, durable=durable, folder_mode=folder_mode)
+        claim = _held[key] = _claim(place, takeover=takeover, durable=durable, folder_mode=folder_mode)
         return claim
 
 
-def held(root: Path) -> Claim | None:
-    """The claim that this process has on a root, if it has one. Raises StorageError."""
-    with filesystem.failing("looking at", root):
-        found = root.stat()
-    return _held.get((found.st_dev, found.st_ino))
+def held(root: str | os.PathLike[str]) -> Claim | None:
+    """The claim that this process has on a root, if it has one. Raises CheckpointNotFoundError, StorageError."""
+    return _held.get(_key(locate(root)))
 
 
-def is_alive(root: Path, epoch: int) -> bool | None:
-    """Whether the process with a claim of this number still writes; None: it runs where it cannot be seen from here.
+def _key(root: Location) -> Hashable:
+    """What tells a root from another one, whatever its path."""
+    return (root.store, root.store.folder_identity(root.path))
+
+
+def is_alive(root: str | os.PathLike[str], generation: int) -> bool | None:
+    """Whether the process with a claim of this generation still writes; None: it runs on a host that is not visible.
 
     Raises:
         StorageError: the system failed.
     """
-    writers = root / WRITERS_FOLDER
-    epochs = _epochs(writers)
-    if not epochs or epochs[-1] != epoch:
-        return False  # released, or overtaken by a later claim
-    owner = _owner(writers / f"epoch_{epoch}")
+    writers = locate(root) / WRITERS_FOLDER
+    generations = _generations(writers)
+    if not generations or generations[-1] != generation:
+        return False  # released, or replaced by a later claim
+    owner = _owner(_file(writers, generation))
     if owner is not None and owner.get("pid") == os.getpid() and held(root) is not None:
         return True
     is_dead = _is_dead(owner, is_real_lock=False)
@@ -199,21 +184,17 @@ def check(claim: Claim) -> None:
         StorageError: the system failed.
     """
     writers = claim.root / WRITERS_FOLDER
-    epochs = _epochs(writers)
-    path = writers / f"epoch_{claim.epoch}"
-    if epochs and epochs[-1] > claim.epoch:
-        who = _describe(_owner(writers / f"epoch_{epochs[-1]}"))
+    generations = _generations(writers)
+    path = _file(writers, claim.generation)
+    if generations and generations[-1] > claim.generation:
+        who = _describe(_owner(_file(writers, generations[-1])))
         raise ClaimedError(
-            f"{show(str(claim.root))} was taken over by {who}, which made claim {epochs[-1]}; ours is {claim.epoch}",
+            f"{show(str(claim.root))} was taken over by {who}, which made claim {generations[-1]}; ours is "
+            f"{claim.generation}",
             path=str(claim.root),
             hint="two jobs write into one root; stop one, or give them different roots",
         )
-    with filesystem.failing("looking at", path):
-        try:
-            is_ours = os.path.samestat(path.lstat(), os.fstat(claim.handle))
-        except FileNotFoundError:
-            is_ours = False
-    if not is_ours:
+    if not claim.file.is_current():
         raise ClaimedError(
             f"the claim {show(str(path))} of this process was removed",
             path=str(claim.root),
@@ -221,43 +202,42 @@ def check(claim: Claim) -> None:
         )
 
 
-def living_claim(root: Path) -> ClaimedError | None:
-    """The error for a root that another process of this machine has claimed and is alive; None: none is seen."""
+def living_claim(root: str | os.PathLike[str]) -> ClaimedError | None:
+    """The error for a root that another living process of this machine has claimed; None: no such process is seen."""
+    place = locate(root)
     try:
-        if not root.is_dir() or held(root) is not None:
+        if not place.is_folder() or held(place) is not None:
             return None
-        owners = [_owner(root / WRITERS_FOLDER / f"epoch_{epoch}") for epoch in _epochs(root / WRITERS_FOLDER)]
+        writers = place / WRITERS_FOLDER
+        owners = [_owner(_file(writers, one)) for one in _generations(writers)]
     except (OSError, ReshardError):
-        return None  # what cannot be looked at is reported where it is claimed
-    return next((_claimed(root, one) for one in owners if _is_dead(one, is_real_lock=True) is False), None)
+        return None  # what cannot be seen is reported when the root is claimed
+    return next((_claimed(place, one) for one in owners if _is_dead(one, is_real_lock=True) is False), None)
 
 
-def release(root: Path | None = None) -> None:
+def release(root: str | os.PathLike[str] | None = None) -> None:
     """Give back the claim on a root, or all of this process; another process may then claim at once. Never raises."""
+    key = None
+    if root is not None:
+        try:
+            key = _key(locate(root))
+        except (OSError, ReshardError):
+            return
     with _held_lock:
-        for key, claim in list(_held.items()):
-            if root is None or _is_same(root, key):
+        for one, claim in list(_held.items()):
+            if root is None or one == key:
                 with contextlib.suppress(OSError, ReshardError):
                     check(claim)
-                    # The number stays taken: no later claim has it, so that a late writer finds itself overtaken.
-                    os.truncate(claim.handle, 0)
-                    os.pwrite(claim.handle, b'{"released":true}', 0)
+                    # The generation stays taken: no later claim has it, so that a late writer finds itself replaced.
+                    claim.file.write(b'{"released":true}')
                 _drop(claim)
-                del _held[key]
-
-
-def _is_same(root: Path, key: tuple[int, int]) -> bool:
-    try:
-        found = root.stat()
-    except OSError:
-        return False
-    return (found.st_dev, found.st_ino) == key
+                del _held[one]
 
 
 def _drop(claim: Claim) -> None:
     claim.stop.set()
-    claim.beat.join()  # before the close: its handle must not touch a file that takes the number over
-    close_read(claim.handle)
+    claim.beat.join()  # before the close: its handle must not touch a file that reuses the handle's number
+    claim.file.close()
 
 
 def _forget() -> None:
@@ -265,8 +245,7 @@ def _forget() -> None:
     global _held_lock  # noqa: PLW0603  the parent may have held it at the fork
     _held_lock = threading.Lock()
     for claim in _held.values():
-        with contextlib.suppress(OSError):
-            close_read(claim.handle)
+        claim.file.close()
     _held.clear()
 
 
@@ -275,21 +254,21 @@ os.register_at_fork(after_in_child=_forget)
 process_end.call_at_end(release, process_end.CLAIMS)
 
 
-def _claim(root: Path, *, takeover: bool, durable: bool, folder_mode: int) -> Claim:
+def _claim(root: Location, *, takeover: bool, durable: bool, folder_mode: int) -> Claim:
     writers = root / WRITERS_FOLDER
     filesystem.make_folder(writers, folder_mode, durable=durable)
-    quiet: dict[str, int] = {}  # claims that were watched, and their heartbeat then
+    quiet: dict[int, int] = {}  # claims that were watched, and their heartbeat then
     while True:
         with locked(root) as is_real:
-            unknown: dict[str, int] = {}
-            for epoch in [] if takeover else _epochs(writers):
-                path = writers / f"epoch_{epoch}"
+            unknown: dict[int, int] = {}
+            for generation in [] if takeover else _generations(writers):
+                path = _file(writers, generation)
                 beat = _beat(path)
                 owner = _owner(path)
-                is_dead = True if beat is None or beat == quiet.get(path.name) else _is_dead(owner, is_real)
+                is_dead = True if beat is None or beat == quiet.get(generation) else _is_dead(owner, is_real)
                 if is_dead is None:
                     assert beat is not None
-                    unknown[path.name] = beat
+                    unknown[generation] = beat
                 elif not is_dead:
                     raise _claimed(root, owner)
             if not unknown:
@@ -300,35 +279,39 @@ def _claim(root: Path, *, takeover: bool, durable: bool, folder_mode: int) -> Cl
         quiet |= _watch(root, writers, unknown)
 
 
-def _make(root: Path, writers: Path, *, durable: bool) -> Claim | None:
-    """A new claim; None if somebody was faster, who is then to be looked at."""
-    dead = _epochs(writers)
-    epoch = dead[-1] + 1 if dead else 1
-    path = writers / f"epoch_{epoch}"
+def _make(root: Location, writers: Location, *, durable: bool) -> Claim | None:
+    """A new claim; None if another process was faster, whose claim is checked next."""
+    dead = _generations(writers)
+    generation = dead[-1] + 1 if dead else 1
+    path = _file(writers, generation)
     try:
         filesystem.make_file(path, json.dumps(_me()).encode(), durable=durable)
     except FileExistsError:
         return None
-    with filesystem.failing("opening", path):
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    for old in dead:  # only now: at every moment the highest number is there
+    file = path.store.hold(path.path)
+    for old in dead:  # only now: at every time the highest generation is there
         with contextlib.suppress(StorageError):
-            filesystem.remove_file(writers / f"epoch_{old}")
+            filesystem.remove_file(_file(writers, old))
     process_end.call_at_end(release, process_end.CLAIMS)  # once more: this may be a forked worker
     stop = threading.Event()
-    beat = threading.Thread(target=_touch, args=(handle, stop), name="reshard-claim", daemon=True)
+    beat = threading.Thread(target=_touch, args=(file, stop), name="reshard-claim", daemon=True)
     beat.start()
-    return Claim(root, epoch, handle, stop, beat)
+    return Claim(root, generation, file, stop, beat)
 
 
-def _touch(handle: int, stop: threading.Event) -> None:
+def _touch(file: HeldFile, stop: threading.Event) -> None:
     while not stop.wait(_BEAT_SECONDS):
-        with contextlib.suppress(OSError):
-            os.utime(handle)
+        with contextlib.suppress(ReshardError):
+            file.touch()
 
 
-def _watch(root: Path, writers: Path, beats: dict[str, int]) -> dict[str, int]:
+def _watch(root: Location, writers: Location, beats: dict[int, int]) -> dict[int, int]:
     """Watch claims whose process cannot be seen.
+
+    Args:
+        root: the checkpoint root.
+        writers: the folder of the claims.
+        beats: the heartbeat of each claim, by generation.
 
     Returns:
         The same claims and heartbeats, once none of them has changed for the whole time.
@@ -341,30 +324,25 @@ def _watch(root: Path, writers: Path, beats: dict[str, int]) -> dict[str, int]:
     deadline = time.monotonic() + _WATCH_SECONDS
     while beats and time.monotonic() < deadline:
         time.sleep(min(0.25, _WATCH_SECONDS / 10))
-        for name, beat in beats.items():
-            now = _beat(writers / name)
+        for generation, beat in beats.items():
+            now = _beat(_file(writers, generation))
             if now is not None and now != beat:
-                raise _claimed(root, _owner(writers / name))
+                raise _claimed(root, _owner(_file(writers, generation)))
     return beats
 
 
-def _epochs(writers: Path) -> list[int]:
-    """The numbers of all claims, ascending."""
-    return sorted(int(match[1]) for name in filesystem.names(writers) if (match := _EPOCH.fullmatch(name)))
+def _file(writers: Location, generation: int) -> Location:
+    return writers / f"epoch_{generation}"
 
 
-def _beat(path: Path) -> int | None:
-    """When a claim was last touched, by the clock of its file system; None if it is gone."""
-    with filesystem.failing("opening", path):
-        try:
-            # By an open: on a network one asks the server, a mere stat may answer what it was a minute ago.
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
-            return None
-        try:
-            return os.fstat(handle).st_mtime_ns
-        finally:
-            close_read(handle)
+def _generations(writers: Location) -> list[int]:
+    """The generations of all claims, ascending."""
+    return sorted(int(match[1]) for name in filesystem.names(writers) if (match := _CLAIM_FILE.fullmatch(name)))
+
+
+def _beat(path: Location) -> int | None:
+    """When a claim was last touched, by the clock of its store; None if it is gone."""
+    return path.store.touched_ns(path.path)
 
 
 # -- who
@@ -382,10 +360,10 @@ def _me() -> dict[str, object]:
     }
 
 
-def _owner(path: Path) -> dict[str, object] | None:
-    """What a claim says; None if it is torn or gone."""
+def _owner(path: Location) -> dict[str, object] | None:
+    """The content of a claim; None if it is torn or gone."""
     try:
-        content = parse_json(read_small_file(path, _MAX_CLAIM_BYTES), str(path))
+        content = parse_json(path.read_small(_MAX_CLAIM_BYTES), str(path))
     except (DamagedFileError, FileNotFoundError):
         return None
     return content if isinstance(content, dict) else None
@@ -451,7 +429,7 @@ def _describe(owner: dict[str, object] | None) -> str:
     return f"process {show(str(owner.get('pid')))} on host {show(str(owner.get('host')))}"
 
 
-def _claimed(root: Path, owner: dict[str, object] | None) -> ClaimedError:
+def _claimed(root: Location, owner: dict[str, object] | None) -> ClaimedError:
     return ClaimedError(
         f"{show(str(root))} is claimed by {_describe(owner)}, which is alive",
         path=str(root),

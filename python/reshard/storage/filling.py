@@ -1,7 +1,7 @@
-"""Publishing into a folder that exists: files are written into a hidden folder inside it, and then moved up.
+"""Publication into a folder that exists: files are written into a hidden folder inside it, and then moved up.
 
 The folder itself is never replaced: its inode, mode, owner and mount stay, and so do all entries that are not replaced.
-Knows files and renames, no format. A file system cannot publish several names in one step, so the order of the moves
+It knows files and renames, no format. A file system cannot publish several names in one step, so the order of the moves
 decides what a reader finds in between, and after a crash: the old files, the new files, or files without the one that
 makes them a checkpoint (`commits`). It never finds some of the old files together with some of the new ones.
 """
@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import secrets
-import shutil
-import stat
 from typing import TYPE_CHECKING
 
-from reshard import _core
-from reshard.errors import DestinationExistsError
-from reshard.storage.publication import as_storage_error, sync_folder, sync_tree
+from reshard.errors import DestinationExistsError, ReshardError, StorageError
+from reshard.storage import filesystem
+from reshard.storage.location import locate
+from reshard.storage.publication import remove_staging, sync_tree
+from reshard.storage.store import failing
+from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
+    import os
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+
+    from reshard.storage.location import Location
 
 __all__ = ["filled_folder", "is_staging", "staging_name"]
 
@@ -53,15 +55,15 @@ def is_staging(name: str) -> bool:
 
 @contextlib.contextmanager
 def filled_folder(
-    target: Path,
+    target: str | os.PathLike[str],
     *,
-    replaces: Callable[[Path], bool] | None,
+    replaces: Callable[[Location], bool] | None,
     commits: Sequence[str],
     durable: bool,
     mode: int,
     keep_modes: bool = True,
     subfolders: Collection[str] = (),
-) -> Iterator[Path]:
+) -> Iterator[Location]:
     """A staging folder in `target`, whose entries become entries of `target` when the block ends well.
 
     When the block or a move raises, the moves that were made are undone and `target` holds what it held.
@@ -80,52 +82,52 @@ def filled_folder(
         DestinationExistsError: an entry that is not replaced appeared in `target`.
         StorageError: a folder cannot be made, moved or synced.
     """
-    staging = target / staging_name(secrets.token_hex(8))
-    with as_storage_error("write", target):
-        staging.mkdir(mode=mode)
+    place = locate(target)
+    staging = place / staging_name(secrets.token_hex(8))
+    staging.store.make_folder(staging.path, mode)
     moves = _Moves(staging / _REPLACED)
     try:
-        with as_storage_error("write", target):
-            for name in subfolders:
-                (staging / name).mkdir(mode=mode)
+        for name in subfolders:
+            staging.store.make_folder(str(staging / name), mode)
         yield staging
-        with as_storage_error("publish", target):
-            _publish(staging, target, moves, replaces, commits, durable=durable, keep_modes=keep_modes)
+        with failing("publishing", place):
+            _publish(staging, place, moves, replaces, commits, durable=durable, keep_modes=keep_modes)
     except BaseException:
         if moves.undo():
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_staging(staging)
         else:
-            _log.error("%s: what was replaced there could not be moved back, and lies in %s", target, staging)
+            _log.error("%s: what was replaced there could not be moved back, and lies in %s", place, staging)
         raise
     try:
-        shutil.rmtree(staging)
-    except OSError as error:
-        _log.warning("%s is written, but %s could not be removed: %s", target, staging, error)
+        filesystem.remove_folder(staging, durable=False)
+    except StorageError as error:
+        _log.warning("%s is written, but %s could not be removed: %s", place, staging, error)
 
 
 def _publish(
-    staging: Path,
-    target: Path,
+    staging: Location,
+    target: Location,
     moves: _Moves,
-    replaces: Callable[[Path], bool] | None,
+    replaces: Callable[[Location], bool] | None,
     commits: Sequence[str],
     *,
     durable: bool,
     keep_modes: bool,
 ) -> None:
     """Move the new entries up and the replaced ones away, in an order of which every part can be read or is refused."""
-    new = {entry.name for entry in staging.iterdir()}
-    there = {entry.name for entry in target.iterdir() if not is_staging(entry.name)}
+    new = set(staging.names())
+    there = {name for name in target.names() if not is_staging(name)}
     old = {name for name in there if replaces(target / name)} if replaces is not None else set()
     appeared = min(there - old if replaces is None else new & there - old, default=None)
     if appeared is not None:
         raise DestinationExistsError(
-            f"{target / appeared} appeared while the files beside it were being written", path=str(target / appeared)
+            f"{show(str(target / appeared))} was made while the files beside it were being written",
+            path=str(target / appeared),
         )
     if keep_modes:
         for name in new & old:
             _copy_mode(target / name, staging / name)
-    (staging / _REPLACED).mkdir()
+    staging.store.make_folder(str(staging / _REPLACED))
     if durable:
         sync_tree(staging)
     last = [name for name in commits if name in new]
@@ -139,64 +141,72 @@ def _publish(
             moves.move(target / name, staging / _REPLACED / name)
         away = []
         if durable:
-            sync_folder(target)
+            filesystem.sync(target)
     for names in (data, last):
         for name in names:
             moves.move(staging / name, target / name)
         if durable:
-            sync_folder(target)
+            filesystem.sync(target)
     for name in away:
         if name not in new:
             moves.move(target / name, staging / _REPLACED / name)
     if durable:
-        sync_folder(target)
+        filesystem.sync(target)
 
 
 class _Moves:
-    """Renames that can be undone: each is recorded before it is made, with the inode by which it is recognised."""
+    """Renames that can be undone: each is recorded before it is made, with the identity of what is moved."""
 
-    def __init__(self, replaced: Path) -> None:
+    def __init__(self, replaced: Location) -> None:
         self._replaced = replaced
-        self._made: list[tuple[Path, Path, int]] = []
+        self._made: list[tuple[Location, Location, Hashable]] = []
 
-    def move(self, source: Path, target: Path) -> None:
-        """Rename; a file that is at `target` is replaced in one step, and can be put back."""
-        inode = source.lstat().st_ino
-        if not os.path.lexists(target):
-            self._made.append((source, target, inode))
-            _core.rename(str(source), str(target), exchange=False)
+    def move(self, source: Location, target: Location) -> None:
+        """Rename; a file at `target` is replaced in one step, and can be put back."""
+        store, identity = source.store, source.stat().identity
+        if not target.exists():
+            self._made.append((source, target, identity))
+            try:
+                store.rename(source.path, target.path)
+            except FileExistsError as error:
+                message = f"{show(str(target))} was made while the files beside it were being written"
+                raise DestinationExistsError(message, path=str(target)) from error
             return
         kept = self._replaced / target.name
         try:
-            os.link(target, kept, follow_symlinks=False)
-        except OSError:  # a folder, or a file system without second names
-            self._made.append((source, target, inode))
-            _core.rename(str(source), str(target), exchange=True)
+            store.link(target.path, kept.path)
+        except StorageError:  # a folder, or a file system without second names
+            self._made.append((source, target, identity))
+            store.exchange(source.path, target.path)
         else:
-            self._made.append((kept, target, inode))
-            source.replace(target)
+            self._made.append((kept, target, identity))
+            store.rename(source.path, target.path, replace=True)
 
     def undo(self) -> bool:
         """Rename all back, the last one first; whether everything is where it was."""
         is_undone = True
-        for source, target, inode in reversed(self._made):
+        for source, target, identity in reversed(self._made):
             try:
-                if os.path.lexists(target) and target.lstat().st_ino == inode:
-                    _core.rename(str(target), str(source), exchange=os.path.lexists(source))
-            except OSError:
+                if not target.exists() or target.stat().identity != identity:
+                    continue
+                if source.exists():
+                    source.store.exchange(target.path, source.path)
+                else:
+                    source.store.rename(target.path, source.path)
+            except (ReshardError, OSError):
                 is_undone = False
         return is_undone
 
 
-def _copy_mode(old: Path, new: Path) -> None:
+def _copy_mode(old: Location, new: Location) -> None:
     """Give a file, or a folder and the files in it, the permission bits of those that it replaces."""
-    found, made = old.lstat().st_mode, new.lstat().st_mode
-    if stat.S_IFMT(found) != stat.S_IFMT(made) or stat.S_ISLNK(found):
+    found, made = old.stat(), new.stat()
+    if found.kind != made.kind or found.kind == "link":
         return
-    new.chmod(stat.S_IMODE(found))
-    for entry in new.iterdir() if stat.S_ISDIR(made) else ():
-        if os.path.lexists(old / entry.name):
-            _copy_mode(old / entry.name, entry)
+    new.store.set_mode(new.path, found.mode)
+    for name in new.names() if made.kind == "folder" else ():
+        if (old / name).exists():
+            _copy_mode(old / name, new / name)
 
 
 def _by_number(name: str) -> tuple[list[object], str]:

@@ -1,18 +1,18 @@
-"""How an iteration gets into a checkpoint root: a crash at any step leaves what was there, or the new one, whole.
+"""How an iteration is committed to a checkpoint root: after a crash, what was there or the new one is complete.
 
-    begin     claim the root once a process, recover what a crash left, refuse what must not be, make the staging folder
+    begin     claim the root once a process, recover what a crash left, check the request, make the staging folder
               (every rank writes and syncs its files in it)
-    seal      check that everything is there, write checksums.bin, then manifest.json: the commit record, last
+    seal      check that every file is there, write checksums.bin, then manifest.json: the commit record, last
     publish   under the lock: still the highest claim? rename staging to its name, sync; move the tracker, sync; mark it
 
-What is published is never changed in place. An iteration that is there already is exchanged with the new one in one
-step, and only then goes to the trash. Where names cannot be exchanged the old one goes to the trash first, is kept
-there, and is put back by `recover` if the new one did not follow. Where folders cannot be renamed at all, files are
-written in the final folder and the manifest alone says that it is whole; there, and only there, an iteration that is
-saved again is gone before the new one is whole.
+What is published is never changed in place. An iteration that exists is exchanged with the new one in one step, and
+only then goes to the trash. Where names cannot be exchanged the old one goes to the trash first, is kept there, and
+`recover` puts it back if the new one was not published. Where folders cannot be renamed, files are written in the final
+folder and the manifest alone makes them complete; only there, an iteration that is saved again is gone before the new
+one is complete.
 
-Coordinator only: the other ranks know the staging folder and nothing of this. Which bytes go into which file is not
-known here either, nor which old iterations are kept (`retention`).
+Only the coordinator calls this; the other ranks know the staging folder. Which bytes go into which file is not known
+here, nor which old iterations are kept (`retention`). What a store must be able to do is in `store`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ import contextlib
 import datetime as dt
 import errno
 import logging
-import os
 import secrets
-import stat
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from reshard import _core
@@ -40,14 +37,16 @@ from reshard.errors import (
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import CHECKSUMS_FILE, MANIFEST_FILE, PINNED_FILE, Manifest
-from reshard.small_files import show, write_file_atomically
 from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import UNFINISHED_FILE
+from reshard.storage.location import Location, locate
 from reshard.storage.recovery import recover, recover_locked
 from reshard.storage.staging import STAGING_FOLDER, StagedName
 from reshard.storage.trash import TRASH_FOLDER
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
 
     from reshard.storage.claims import Claim
@@ -79,7 +78,7 @@ class Attempt:
     Attributes:
         root: the checkpoint root.
         iteration: what is saved.
-        epoch: the claim under which it is saved.
+        generation: that of the claim under which it is saved.
         id: 32 hex digits that no other attempt has.
         staging: the folder to write into, for files alone.
         previous_tracker: the iteration that the tracker named at the beginning, or None.
@@ -87,28 +86,28 @@ class Attempt:
         replaces: whether a folder of the same iteration is replaced.
     """
 
-    root: Path
+    root: Location
     iteration: int
-    epoch: int
+    generation: int
     id: str
-    staging: Path
+    staging: Location
     previous_tracker: int | None
     durable: bool
     replaces: bool
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         """Where it will be published."""
         return self.root / checkpoint2.iteration_folder_name(self.iteration)
 
     @property
     def in_place(self) -> bool:
-        """Whether it is written where it will be, since the file system cannot rename folders."""
+        """Whether it is written where it will be, since the store cannot rename folders."""
         return self.staging == self.folder
 
 
 class FileRecord(Protocol):
-    """What a writer tells of a shard file that it has synced: `_core.Written`, or what came of it over a network."""
+    """What a writer reports of a shard file that it has synced: `_core.Written`, or the same received from a rank."""
 
     @property
     def n_bytes(self) -> int: ...  # noqa: D102
@@ -120,9 +119,9 @@ class FileRecord(Protocol):
     def checksums(self) -> bytes: ...  # noqa: D102
 
 
-# Attempts of which a sync failed: what the disk holds of them is unknown, and a second sync would only hide it.
+# Attempts of which a sync failed: what the disk holds of them is unknown, and a second sync would hide that.
 _poisoned: set[str] = set()
-# Attempts of this process whose folder is still there though they are over: recovery is for what dead processes left.
+# Attempts of this process that have ended and left their folder: recovery only covers what dead processes left.
 _left: set[Attempt] = set()
 
 
@@ -137,14 +136,14 @@ def begin(
     takeover: bool = False,
     folder_mode: int = 0o777,
 ) -> Attempt:
-    """Begin to save an iteration: an empty staging folder, in a root that is ours and in order.
+    """Begin to save an iteration: make an empty staging folder in a root that is claimed and recovered.
 
     Args:
-        root: the checkpoint root; it is made where it is missing.
+        root: the checkpoint root; it is made if it is missing.
         iteration: what is saved.
         planned_bytes: bytes that will be written; there must be 5 % more.
         durable: sync everything, so that it outlives a loss of power.
-        overwrite: whether an iteration that is there is replaced.
+        overwrite: whether an iteration that exists is replaced.
         rollback: whether the tracker may move down to this iteration.
         takeover: overtake another process that has claimed the root and is alive.
         folder_mode: permission bits of the folders that are made, less the umask.
@@ -152,48 +151,50 @@ def begin(
     Raises:
         ArgumentError: the iteration is not an integer from 0 to 10**18 - 1, or below the tracker's without `rollback`.
         ClaimedError: another process writes into the root, or has taken it over.
-        DestinationExistsError: the iteration is there and `overwrite` is off, or the root is no folder.
+        DestinationExistsError: the iteration exists and `overwrite` is off, or the root is no folder.
         StorageError: there is not enough space, a folder of the root lies on another file system, or the system failed.
 
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as root:
         ...     attempt = begin(root, 400)
-        ...     _ = (attempt.staging / "common.json").write_text("{}")
+        ...     (attempt.staging / "common.json").replace("{}")
         ...     warnings = publish(attempt, seal(attempt, {}, world_size=1))
         ...     release()
-        ...     attempt.folder.name, sorted(file.name for file in attempt.folder.iterdir())
+        ...     attempt.folder.name, attempt.folder.names()
         ('iteration_00000400', ['.tracked', 'checksums.bin', 'common.json', 'manifest.json'])
     """
-    root = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
-    folder = root / checkpoint2.iteration_folder_name(iteration)
-    claim = claim_root(root, takeover=takeover, durable=durable, folder_mode=folder_mode)
-    with claims.locked(root):
+    place = locate(root).absolute()
+    folder = place / checkpoint2.iteration_folder_name(iteration)
+    claim = claim_root(place, takeover=takeover, durable=durable, folder_mode=folder_mode)
+    with claims.locked(place):
         claims.check(claim)
         for name in (STAGING_FOLDER, TRASH_FOLDER):
-            filesystem.make_folder(root / name, folder_mode, durable=durable)
-        _check_one_device(root)
+            filesystem.make_folder(place / name, folder_mode, durable=durable)
+        _check_one_filesystem(place)
         for line in recover_locked(claim, below=0 if rollback else iteration, durable=durable):
-            _log.warning("%s: %s", root, line)
-        tracker = checkpoint2.resolve_candidates(root).tracker
+            _log.warning("%s: %s", place, line)
+        tracker = checkpoint2.resolve_candidates(place).tracker
         if not rollback:
-            check_above_tracker(root, iteration, tracker)
-        if os.path.lexists(folder) and not overwrite:
+            check_above_tracker(place, iteration, tracker)
+        if folder.exists() and not overwrite:
             raise DestinationExistsError(
-                f"{show(str(folder))} is there already", path=str(folder), hint="give `overwrite=True` to replace it"
+                f"{show(str(folder))} exists", path=str(folder), hint="give `overwrite=True` to replace it"
             )
-        check_space(root, planned_bytes, durable=durable)
-        number = secrets.token_hex(16)
+        check_space(place, planned_bytes, durable=durable)
+        attempt_id = secrets.token_hex(16)
         in_staging = staging.abilities(claim).renames_folders
-        work = root / STAGING_FOLDER / str(StagedName(iteration, claim.epoch, number)) if in_staging else folder
-        attempt = Attempt(root, iteration, claim.epoch, number, work, tracker, durable, overwrite)
+        work = folder
+        if in_staging:
+            work = place / STAGING_FOLDER / str(StagedName(iteration, claim.generation, attempt_id))
+        attempt = Attempt(place, iteration, claim.generation, attempt_id, work, tracker, durable, overwrite)
         try:
             if in_staging:
                 filesystem.make_folder(work, folder_mode, durable=durable)
             else:
-                staging.make_in_place(folder, f"{claim.epoch}.{number}", folder_mode, durable=durable)
+                staging.make_in_place(folder, f"{claim.generation}.{attempt_id}", folder_mode, durable=durable)
         except StorageError:
-            abandon(attempt)  # it may be made, and not durable
+            abandon(attempt)  # it may exist without being durable
             raise
     return attempt
 
@@ -212,10 +213,10 @@ def seal(
 
     Args:
         attempt: what `begin` returned.
-        shards: by file name, what its writer told of each shard file, and the writer's rank.
+        shards: by file name, what its writer reported of each shard file, and the writer's rank.
         world_size: number of ranks that the checkpoint is written for.
-        passed_over: iterations that the run refused when it resumed below them.
-        ckpt_status: what the health monitor says, or None.
+        passed_over: iterations that the run skipped when it resumed below them.
+        ckpt_status: the status that the health monitor reports, or None.
         metrics: numbers by name that are kept with the iteration.
         file_mode: permission bits of the files that are made here, less the umask.
 
@@ -223,8 +224,8 @@ def seal(
         The manifest. Any other file that lies in the folder is in it with its digest.
 
     Raises:
-        DamagedFileError: a shard file is missing or has another size than was told, or there is one that nobody told
-            of, or something that is no file.
+        DamagedFileError: a shard file is missing or does not have the reported size, or there is an unexpected shard
+            file, or something that is not a file.
         ClaimedError: another process has taken the root over.
         StorageError: the system failed; the attempt can then only be abandoned.
     """
@@ -233,12 +234,11 @@ def seal(
     try:
         plain = _check_staged(attempt, shards)
         checksums = b"".join(shards[name][0].checksums for name in sorted(shards))
-        filesystem.announce(f"write {CHECKSUMS_FILE}")
-        write_file_atomically(attempt.staging / CHECKSUMS_FILE, checksums, file_mode, durable=attempt.durable)
+        filesystem.replace_file(attempt.staging / CHECKSUMS_FILE, checksums, file_mode, durable=attempt.durable)
         files = {name: manifests.plain_entry(attempt.staging, name) for name in sorted({*plain, CHECKSUMS_FILE})}
         manifest = Manifest(
             iteration=attempt.iteration,
-            epoch=attempt.epoch,
+            generation=attempt.generation,
             attempt=attempt.id,
             world_size=world_size,
             # Not that of the beginning: another save of this process may have been published since.
@@ -265,13 +265,13 @@ def publish(attempt: Attempt, manifest: Manifest) -> list[str]:
     When this returns, the iteration is what a restart finds, and with `durable` it stays so.
 
     Returns:
-        Warnings: what is out of order and yet no reason to call the save a failure.
+        Warnings: what is wrong without making the save a failure.
 
     Raises:
         ClaimedError: another process has taken the root over; nothing is published.
-        DestinationExistsError: the iteration appeared meanwhile and is not to be replaced; nothing is published.
+        DestinationExistsError: the iteration was made meanwhile and may not be replaced; nothing is published.
         DamagedFileError: the staging folder does not hold this manifest any more; nothing is published.
-        StorageError: the system failed. The iteration may be published or not; it is whole or not there.
+        StorageError: the system failed. The iteration may be published or not; it is complete or does not exist.
     """
     _check_sound(attempt)
     claim = _claim_of(attempt)
@@ -311,7 +311,7 @@ def abandon(attempt: Attempt) -> None:
     _poisoned.discard(attempt.id)
     try:
         if attempt.in_place:
-            if staging.unfinished(attempt.folder) == f"{attempt.epoch}.{attempt.id}":
+            if staging.unfinished(attempt.folder) == f"{attempt.generation}.{attempt.id}":
                 filesystem.remove_folder(attempt.folder, durable=False)
             return
         if not attempt.folder.exists():
@@ -336,16 +336,16 @@ def release(root: str | os.PathLike[str] | None = None) -> None:
     if root is None:
         claims.release()
         return
-    path = Path(os.path.abspath(root))  # noqa: PTH100
+    place = locate(root).absolute()
     with contextlib.suppress(ReshardError, OSError):
-        claim = claims.held(path)
+        claim = claims.held(place)
         if claim is not None:
-            with claims.locked(path):
+            with claims.locked(place):
                 claims.check(claim)
                 for name in (STAGING_FOLDER, TRASH_FOLDER):
-                    with contextlib.suppress(OSError):  # not empty
-                        (path / name).rmdir()
-    claims.release(path)
+                    with contextlib.suppress(StorageError):  # not empty
+                        place.store.remove_empty_folder(str(place / name))
+    claims.release(place)
 
 
 # -- before
@@ -372,16 +372,16 @@ def claim_root(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     claim = claim_root(f"{folder}/new/root")
         ...     release()
-        ...     claim.epoch
+        ...     claim.generation
         1
     """
-    path = Path(os.path.abspath(root))  # noqa: PTH100
-    make_root(path, folder_mode, durable=durable)
-    return claims.hold(path, takeover=takeover, durable=durable, folder_mode=folder_mode)
+    place = locate(root).absolute()
+    make_root(place, folder_mode, durable=durable)
+    return claims.hold(place, takeover=takeover, durable=durable, folder_mode=folder_mode)
 
 
 def obstacle(root: str | os.PathLike[str]) -> ReshardError | None:
-    """What would make a save fail, as far as it is seen without changing anything; None: nothing was found.
+    """What would make a save fail, as far as it can be checked without changing anything; None: nothing was found.
 
     Args:
         root: the checkpoint root; it may be missing.
@@ -390,23 +390,23 @@ def obstacle(root: str | os.PathLike[str]) -> ReshardError | None:
         >>> obstacle("a/new/root") is None
         True
     """
-    path = Path(os.path.abspath(root))  # noqa: PTH100
-    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-    if not there.is_dir():
+    place = locate(root).absolute()
+    there = next((folder for folder in (place, *place.parents) if folder.exists()), None)
+    if there is not None and not there.is_folder():
         return DestinationExistsError(
             f"{show(str(there))} is not a folder; a checkpoint root is one", path=str(there), hint="choose another root"
         )
-    if not os.access(there, os.W_OK | os.X_OK):
+    if there is not None and not there.store.is_writable(there.path):
         return StorageError(
             f"{show(str(there))} cannot be written to",
             path=str(there),
             errno=errno.EACCES,
             hint="change its permissions, or choose another root",
         )
-    return claims.living_claim(path)
+    return claims.living_claim(place)
 
 
-def check_above_tracker(root: Path, iteration: int, tracker: int | None) -> None:
+def check_above_tracker(root: str | os.PathLike[str], iteration: int, tracker: int | None) -> None:
     """Refuse an iteration below the one that the tracker names. Raises ArgumentError."""
     if tracker is not None and iteration < tracker:
         raise ArgumentError(
@@ -415,66 +415,78 @@ def check_above_tracker(root: Path, iteration: int, tracker: int | None) -> None
         )
 
 
-def make_root(root: Path, mode: int, *, durable: bool) -> None:
-    """The folder of a checkpoint root, and those above it, where they are missing. Raises StorageError."""
-    missing = [folder for folder in (root, *root.parents) if not os.path.lexists(folder)]
+def make_root(root: str | os.PathLike[str], mode: int, *, durable: bool) -> None:
+    """Make the folder of a checkpoint root, and those above it, where they are missing.
+
+    Args:
+        root: the folder.
+        mode: permission bits, less the umask.
+        durable: sync the names of what is made.
+
+    Raises:
+        DestinationExistsError: it is not a folder.
+        StorageError: the system failed.
+    """
+    place = locate(root)
+    missing = [folder for folder in (place, *place.parents) if not folder.exists()]
     for folder in reversed(missing):
         filesystem.make_folder(folder, mode, durable=durable)
-    if not root.is_dir():
+    if place.exists() and not place.is_folder():
         raise DestinationExistsError(
-            f"{show(str(root))} is not a folder; a checkpoint root is one", path=str(root), hint="choose another root"
+            f"{show(str(place))} is not a folder; a checkpoint root is one", path=str(place), hint="choose another root"
         )
 
 
-def _check_one_device(root: Path) -> None:
-    with filesystem.failing("looking at", root):
-        device = root.stat().st_dev
-        for name in (STAGING_FOLDER, TRASH_FOLDER):
-            if (root / name).lstat().st_dev != device:
-                raise StorageError(
-                    f"{show(str(root / name))} lies on another file system than {show(str(root))}",
-                    path=str(root / name),
-                    errno=errno.EXDEV,
-                    hint="unmount it: a checkpoint is published by a rename, which works on one file system",
-                )
+def _check_one_filesystem(root: Location) -> None:
+    for name in (STAGING_FOLDER, TRASH_FOLDER):
+        if not root.store.same_filesystem(str(root), str(root / name)):
+            raise StorageError(
+                f"{show(str(root / name))} lies on another file system than {show(str(root))}",
+                path=str(root / name),
+                errno=errno.EXDEV,
+                hint="unmount it: a checkpoint is published by a rename, which works on one file system",
+            )
 
 
-def check_space(root: Path, planned_bytes: int, *, durable: bool) -> None:
-    """Refuse to begin what does not fit: there must be 5 % more room than is written. Raises StorageError."""
+def check_space(root: str | os.PathLike[str], planned_bytes: int, *, durable: bool) -> None:
+    """Refuse to begin a save that does not fit.
+
+    Args:
+        root: the checkpoint root.
+        planned_bytes: bytes that will be written; there must be 5 % more.
+        durable: sync what is removed from the trash to make room.
+
+    Raises:
+        StorageError: there is not enough space, or the system failed.
+    """
+    place = locate(root)
     needed = planned_bytes + -(-planned_bytes // _SPARE)
-    free = _free_bytes(root)
-    if free is not None and free < needed and filesystem.names(root / TRASH_FOLDER):
-        # Recovery has put back what was to be put back: the rest was given up when something newer was published, or
-        # never finished. Were it kept here, a disk once full would stay full.
-        for line in trash.empty(root, durable=durable):
+    free = place.store.free_bytes(place.path)
+    if free is not None and free < needed and filesystem.names(place / TRASH_FOLDER):
+        # Recovery has put back what was to be put back: the rest was discarded when something newer was published, or
+        # never finished. If it were kept, a disk that was full once would stay full.
+        for line in trash.empty(place, durable=durable):
             _log.warning("%s", line)
-        free = _free_bytes(root)
+        free = place.store.free_bytes(place.path)
     if free is not None and free < needed:
         raise StorageError(
-            f"{show(str(root))} has {free} bytes free; the save writes {planned_bytes}, with 5 % to spare {needed}",
-            path=str(root),
+            f"{show(str(place))} has {free} bytes free; the save writes {planned_bytes}, with 5 % to spare {needed}",
+            path=str(place),
             errno=errno.ENOSPC,
-            hint="make room: `reshard prune` removes old iterations; all that is there is as it was",
+            hint="free some space: `reshard prune` removes old iterations; nothing has been changed",
         )
-
-
-def _free_bytes(root: Path) -> int | None:
-    """What an ordinary user can still write; None where the file system does not tell."""
-    with filesystem.failing("looking at", root):
-        found = os.statvfs(root)
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
 # -- sealing
 
 
 def _claim_of(attempt: Attempt) -> Claim:
-    """Our claim, if it is still that of the attempt: a forked child has none, and a new one is another epoch."""
+    """Our claim, if it is still that of the attempt: a forked child has none, and a new one has another generation."""
     claim = claims.held(attempt.root)
-    if claim is None or claim.epoch != attempt.epoch:
+    if claim is None or claim.generation != attempt.generation:
         raise ClaimedError(
-            f"this process does not hold claim {attempt.epoch} of {show(str(attempt.root))}, under which iteration "
-            f"{attempt.iteration} was begun",
+            f"this process does not hold claim {attempt.generation} of {show(str(attempt.root))}, under which "
+            f"iteration {attempt.iteration} was begun",
             path=str(attempt.root),
             hint="seal and publish in the process that began, before it releases the root; a fork is another process",
         )
@@ -500,29 +512,28 @@ def _check_staged(attempt: Attempt, shards: Mapping[str, tuple[FileRecord, int]]
             if name.endswith(".tmp"):  # of a write that failed and was made again
                 filesystem.remove_file(path)
             continue
-        with filesystem.failing("looking at", path):
-            found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
+        found = path.stat()
+        if found.kind != "file":
             raise DamagedFileError(
                 f"{show(str(path))} is not a regular file; a checkpoint holds no other", path=str(path)
             )
         if name in shards:
             missing.discard(name)
-            told = shards[name][0]
-            if found.st_size != told.n_bytes:
+            expected_bytes = shards[name][0].n_bytes
+            if found.n_bytes != expected_bytes:
                 raise DamagedFileError(
-                    f"{show(str(path))} has {found.st_size} bytes, its writer told of {told.n_bytes}", path=str(path)
+                    f"{show(str(path))} has {found.n_bytes} bytes, its writer reported {expected_bytes}", path=str(path)
                 )
         elif name.endswith(".safetensors"):
             raise DamagedFileError(
-                f"{show(str(path))} is a shard file that nobody told of", path=str(path), hint="was it written twice?"
+                f"{show(str(path))} is an unexpected shard file", path=str(path), hint="was it written twice?"
             )
         elif name not in (MANIFEST_FILE, CHECKSUMS_FILE):
             plain.append(name)
     if missing:
         path = attempt.staging / min(missing)
         raise DamagedFileError(
-            f"{show(str(path))} is missing, and {len(missing) - 1} more: their writers told that they were written",
+            f"{show(str(path))} is missing, and {len(missing) - 1} more: their writers reported them as written",
             path=str(path),
             hint="on a network file system all ranks must see the same root",
         )
@@ -532,19 +543,20 @@ def _check_staged(attempt: Attempt, shards: Mapping[str, tuple[FileRecord, int]]
 def _shard_entries(shards: Mapping[str, tuple[FileRecord, int]]) -> dict[str, manifests.ShardEntry]:
     entries, n_chunks = {}, 0
     for name in sorted(shards):
-        told, rank = shards[name]
+        record, rank = shards[name]
         entry = entries[name] = manifests.ShardEntry(
-            n_bytes=told.n_bytes,
-            header_bytes=told.header_bytes,
-            header_checksum=told.header_checksum,
+            n_bytes=record.n_bytes,
+            header_bytes=record.header_bytes,
+            header_checksum=record.header_checksum,
             first_chunk=n_chunks,
-            checksums_digest=manifests.digest_of(told.checksums),
+            checksums_digest=manifests.digest_of(record.checksums),
             rank=rank,
         )
         n_chunks += entry.n_chunks
-        if len(told.checksums) != 4 * entry.n_chunks:
+        if len(record.checksums) != 4 * entry.n_chunks:
             raise ArgumentError(
-                f"{show(name)}: {len(told.checksums)} bytes of checksums for {entry.n_chunks} chunks of 4 bytes each"
+                f"{show(name)}: {len(record.checksums)} bytes of checksums were reported, {entry.n_chunks} chunks have "
+                "4 bytes each"
             )
     return entries
 
@@ -555,16 +567,16 @@ def _shard_entries(shards: Mapping[str, tuple[FileRecord, int]]) -> dict[str, ma
 def _put_in_place(attempt: Attempt, claim: Claim) -> None:
     root, folder, durable = attempt.root, attempt.folder, attempt.durable
     staging_parent = root / STAGING_FOLDER
-    if not os.path.lexists(folder):
+    if not folder.exists():
         try:
             filesystem.rename(attempt.staging, folder)
         except FileExistsError:
-            raise _appeared(attempt) from None
+            raise _made_meanwhile(attempt) from None
         staging.sync([root, staging_parent], durable=durable)
         return
     if not attempt.replaces:
-        raise _appeared(attempt)
-    if os.path.lexists(folder / PINNED_FILE):  # it is the iteration that is pinned
+        raise _made_meanwhile(attempt)
+    if (folder / PINNED_FILE).exists():  # it is the iteration that is pinned
         with contextlib.suppress(FileExistsError):
             filesystem.make_file(attempt.staging / PINNED_FILE, durable=durable)
     if staging.abilities(claim).exchanges:
@@ -572,7 +584,7 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
         staging.sync([root, staging_parent], durable=durable)
         trash.discard(root, attempt.staging, attempt.iteration, durable=durable)
         return
-    # Under the number of the attempt: that is how `recover` knows what the old one made room for.
+    # With the id of the attempt: so `recover` knows which new iteration the old one was moved away for.
     trash.discard(root, folder, attempt.iteration, attempt.id, durable=durable)
     try:
         filesystem.rename(attempt.staging, folder)
@@ -580,24 +592,24 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
         staging.put_back(root, attempt.staging, durable=durable)
         raise
     except FileExistsError:
-        raise _appeared(attempt) from None
+        raise _made_meanwhile(attempt) from None
     staging.sync([root, staging_parent], durable=durable)
 
 
-def _discard_left(root: Path, *, durable: bool) -> None:
-    """Something newer is published: what attempts of this process left goes to the trash, old iterations with it."""
+def _discard_left(root: Location, *, durable: bool) -> None:
+    """After a publication: what attempts of this process left goes to the trash, old iterations included."""
     for attempt in [one for one in _left if one.root == root]:
         _left.discard(attempt)
         with contextlib.suppress(ReshardError):
             if attempt.in_place:
                 abandon(attempt)
-            elif os.path.lexists(attempt.staging):
+            elif attempt.staging.exists():
                 trash.discard(root, attempt.staging, attempt.iteration, durable=durable)
 
 
-def _appeared(attempt: Attempt) -> DestinationExistsError:
+def _made_meanwhile(attempt: Attempt) -> DestinationExistsError:
     return DestinationExistsError(
-        f"{show(str(attempt.folder))} appeared while it was being saved",
+        f"{show(str(attempt.folder))} was made while it was being saved",
         path=str(attempt.folder),
         hint="something else writes into this root: stop it, and save again"
         if attempt.replaces

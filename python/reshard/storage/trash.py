@@ -1,28 +1,27 @@
-"""`.trash`: folders on the way out. A folder is renamed into it, which takes it away in one step, and removed there.
+"""`.trash`: folders that are being removed. A folder is renamed into it, which is one step, and is removed there.
 
-Knows names and the lock of readers; what may go is decided elsewhere. Where folders cannot be renamed there is no
-trash: a folder is removed in place, the manifest first, and marked before as one that nobody should count on.
+It knows names and the lock of readers; `protocol` and `retention` decide what is removed. Where folders cannot be
+renamed there is no trash: a folder is removed in place, the manifest first, and is marked as unfinished before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import os
 import re
 import secrets
 from typing import TYPE_CHECKING
 
-from reshard.errors import StorageError
-from reshard.formats.manifest import MANIFEST_FILE
-from reshard.small_files import close_read, show
+from reshard.errors import ReshardError, StorageError
 from reshard.storage import filesystem
-from reshard.storage.filesystem import UNFINISHED_FILE
+from reshard.storage.filesystem import MANIFEST_FILE, UNFINISHED_FILE
+from reshard.storage.store import NO_FOLDER_RENAME, LockHeldError
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from reshard.storage.location import Location
 
 __all__ = ["REMOVED", "TRASH_FOLDER", "discard", "empty", "reader_held_off", "remove"]
 
@@ -32,14 +31,14 @@ REMOVED = "removed"  # in the mark of an unfinished folder, where others have th
 _ENTRY = re.compile(r"[0-9]{1,18}\.[0-9a-f]{32}")
 
 
-def discard(root: Path, folder: Path, iteration: int, number: str | None = None, *, durable: bool) -> None:
-    """Rename a folder, or what else bears the name, into the trash.
+def discard(root: Location, folder: Location, iteration: int, attempt_id: str | None = None, *, durable: bool) -> None:
+    """Rename a folder, or what else has the name, into the trash.
 
     Args:
         root: the checkpoint root.
-        folder: what goes.
-        iteration: what it was.
-        number: 32 hex digits for the name of it there; by default random ones.
+        folder: what is discarded.
+        iteration: its iteration.
+        attempt_id: 32 hex digits for its name there; by default random ones.
         durable: sync the folders whose entries change.
 
     Raises:
@@ -47,7 +46,7 @@ def discard(root: Path, folder: Path, iteration: int, number: str | None = None,
     """
     trash = root / TRASH_FOLDER
     try:
-        filesystem.rename(folder, trash / f"{iteration}.{number or secrets.token_hex(16)}")
+        filesystem.rename(folder, trash / f"{iteration}.{attempt_id or secrets.token_hex(16)}")
     except FileExistsError:
         filesystem.rename(folder, trash / f"{iteration}.{secrets.token_hex(16)}")
     if durable:
@@ -55,13 +54,13 @@ def discard(root: Path, folder: Path, iteration: int, number: str | None = None,
         filesystem.sync(folder.parent)
 
 
-def remove(root: Path, folder: Path, iteration: int, *, durable: bool) -> None:
-    """Take a folder away for good: into the trash, or in place where folders cannot be renamed.
+def remove(root: Location, folder: Location, iteration: int, *, durable: bool) -> None:
+    """Remove a folder from the root: into the trash, or in place where folders cannot be renamed.
 
     Args:
         root: the checkpoint root.
-        folder: what goes.
-        iteration: what it was.
+        folder: what is removed.
+        iteration: its iteration.
         durable: sync every change.
 
     Raises:
@@ -70,15 +69,15 @@ def remove(root: Path, folder: Path, iteration: int, *, durable: bool) -> None:
     try:
         discard(root, folder, iteration, durable=durable)
     except StorageError as error:
-        if error.errno not in filesystem.NO_FOLDER_RENAME or not folder.is_dir():
+        if error.errno not in NO_FOLDER_RENAME or not folder.is_folder():
             raise
         with contextlib.suppress(FileExistsError):
             filesystem.make_file(folder / UNFINISHED_FILE, REMOVED.encode(), durable=durable)
         filesystem.remove_folder(folder, durable=durable)
 
 
-def empty(root: Path, *, durable: bool) -> list[str]:
-    """Remove what is in the trash; what is still being read and what nobody here put there stays.
+def empty(root: Location, *, durable: bool) -> list[str]:
+    """Remove what is in the trash. What is still being read stays, and so does what this package did not put there.
 
     Returns:
         What could not be removed, and why.
@@ -102,27 +101,21 @@ def empty(root: Path, *, durable: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def reader_held_off(folder: Path) -> Iterator[bool]:
-    """Whether nobody reads a checkpoint; then nobody begins to for as long as this lasts.
+def reader_held_off(folder: Location) -> Iterator[bool]:
+    """Keep others from opening a checkpoint for reading while the block lasts.
 
-    Advice: where there is no manifest, or the file system has no such locks, nobody is seen to read.
+    Advice: where there is no manifest, or the store has no such locks, no reader is seen.
+
+    Yields:
+        Whether nobody reads it.
     """
     try:
-        handle = os.open(folder / MANIFEST_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+        lock = (folder / MANIFEST_FILE).lock()
+    except LockHeldError:
+        yield False
+        return
+    except ReshardError:
         yield True
         return
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            yield error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-        else:
-            try:
-                yield True
-            finally:
-                # Said, not left to the close: a child that was forked meanwhile has the handle open too.
-                with contextlib.suppress(OSError):
-                    fcntl.flock(handle, fcntl.LOCK_UN)
-    finally:
-        close_read(handle)
+    with lock:
+        yield lock.errno != errno.EACCES

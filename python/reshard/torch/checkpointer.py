@@ -34,6 +34,8 @@ from reshard.group import resolve, session
 from reshard.options import Interrupts, Options, Retention, SaveOptions, explains_moved
 from reshard.resume import RunFacts
 from reshard.storage import protocol
+from reshard.storage.inputs import read_input
+from reshard.storage.location import locate
 from reshard.torch import environment as environments
 from reshard.torch.checks import MAX_SEED, count, seconds
 from reshard.torch.emergency import EXIT_GRACE_S, Rendezvous, Signals, notice_store_of
@@ -81,6 +83,7 @@ __all__ = ["Checkpointer"]
 _log = logging.getLogger("reshard")
 
 _MAX_THREADS = 1024
+_MAX_CONFIG_BYTES = 16 << 20
 
 
 class Checkpointer:
@@ -286,7 +289,7 @@ class Checkpointer:
                 "the configuration does not say where to save", hint="give `root`, or `output_dir` in it"
             )
         if not isinstance(config, Config):
-            text = dict(config) if isinstance(config, Mapping) else Path(config).read_text(encoding="utf-8")
+            text = dict(config) if isinstance(config, Mapping) else read_input(config, _MAX_CONFIG_BYTES).decode()
             given["environment"] = {"config": text} | dict(given.get("environment") or {})
         made = cls(**given)
         healthy_only = known.healthy_only or bool(options.get("healthy_only"))
@@ -575,7 +578,9 @@ class Checkpointer:
         return self._every_steps is not None or self._every_s is not None
 
     def _saves_where_it_loads(self, decision: ResumeDecision) -> bool:
-        return decision.path is not None and Path(decision.path).resolve().parent == self._root.resolve()
+        if decision.path is None:
+            return False
+        return locate(decision.path).resolved().parent == locate(self._root).resolved()
 
     # -------------------------------------------------------------------------------------------------------- saving
 

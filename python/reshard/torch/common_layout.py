@@ -23,16 +23,18 @@ from reshard.collective import Collective, capture
 from reshard.errors import LayoutError, MismatchError
 from reshard.group import session
 from reshard.layout.file import LayoutFile
+from reshard.layout.partition import Partition, trimmed
 from reshard.layout.patterns import Pattern, glob_of
 from reshard.layout.resolve import resolve
 from reshard.messages import decode, encode
-from reshard.torch.placements import Partition, Row, digits_of, part_of
+from reshard.torch.placements import DigitLayout, Row, digits_of, part_of
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from reshard.group import Group
+    from reshard.layout.partition import Place
     from reshard.torch.placements import Digit
 
 __all__ = ["RankValues", "gather_distinct", "layout_of"]
@@ -40,7 +42,6 @@ __all__ = ["RankValues", "gather_distinct", "layout_of"]
 RankValues: TypeAlias = "list[tuple[Any, list[int]]]"
 """Each distinct value that ranks have, with the ranks that have it, ascending."""
 
-_Place: TypeAlias = tuple[tuple[str, ...], int]
 V = TypeVar("V")
 
 
@@ -110,15 +111,15 @@ class _Entry:
 
 def layout_of(
     rows: Sequence[tuple[Row, Sequence[int]]],
-    model: Sequence[tuple[Mapping[str, Partition], Sequence[int]]],
-    optimizer: Sequence[tuple[Mapping[str, Partition], Sequence[int]]] = (),
+    model: Sequence[tuple[Mapping[str, DigitLayout], Sequence[int]]],
+    optimizer: Sequence[tuple[Mapping[str, DigitLayout], Sequence[int]]] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, object], None] | tuple[None, str]:
     """The layout in which all ranks hold their tensors, as a layout mapping, or the reason why there is none.
 
     Args:
         rows: each distinct row, and the ranks that have it.
-        model: partitions of the model's tensors by key, and the ranks that hold tensors in these partitions.
+        model: layouts of the model's tensors by key, and the ranks that hold tensors in these layouts.
         optimizer: the same for the state of the optimizer.
         aliases: other names of keys, which a checkpoint may use instead. They are partitioned like their tensor.
 
@@ -130,7 +131,7 @@ def layout_of(
 
     Example:
         >>> row = Row(2, spans=frozenset({(2, 1, "tp")}))
-        >>> held = {"a.w": Partition((4, 2), ((((2, 1),),),)), "a.b": Partition((4,))}
+        >>> held = {"a.w": DigitLayout((4, 2), ((((2, 1),),),)), "a.b": DigitLayout((4,))}
         >>> layout_of([(row, [0, 1])], [(held, [0, 1])])[0]
         {'mesh': {'tp': 2}, 'rules': [{'match': 'a.w', 'cut': ['tp']}, {'match': '*'}]}
     """
@@ -154,26 +155,26 @@ class _HeldTensors:
     """The tensors of all ranks, and which ranks hold them.
 
     Attributes:
-        partitions: the partition of each key.
+        layouts: the layout of each key.
         holders: the ranks that hold each key, ascending.
     """
 
-    partitions: dict[str, Partition]
+    layouts: dict[str, DigitLayout]
     holders: dict[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, known: Sequence[tuple[Mapping[str, Partition], Sequence[int]]]) -> _HeldTensors:
-        partitions: dict[str, Partition] = {}
+    def of(cls, known: Sequence[tuple[Mapping[str, DigitLayout], Sequence[int]]]) -> _HeldTensors:
+        layouts: dict[str, DigitLayout] = {}
         kinds: dict[str, list[int]] = {}
         for kind, (held, ranks) in enumerate(known):
-            for key, partition in held.items():
-                first = partitions.setdefault(key, partition)
-                if first.shape == partition.shape and (first.unsaid or partition.unsaid):
-                    partitions[key] = first if first.unsaid else partition
-                elif first != partition:
+            for key, layout in held.items():
+                first = layouts.setdefault(key, layout)
+                if first.shape == layout.shape and (first.reason or layout.reason):
+                    layouts[key] = first if first.reason else layout
+                elif first != layout:
                     raise MismatchError(
                         f"{show(key)} is {_describe(first)} on rank {known[kinds[key][0]][1][0]} and "
-                        f"{_describe(partition)} on rank {ranks[0]}",
+                        f"{_describe(layout)} on rank {ranks[0]}",
                         key=key,
                         hint="different tensors need different names: in each pipeline stage use the names of the "
                         "whole model",
@@ -184,13 +185,13 @@ class _HeldTensors:
         for of_key in map(tuple, kinds.values()):
             if of_key not in sets:
                 sets[of_key] = tuple(sorted(rank for kind in of_key for rank in known[kind][1]))
-        return cls(partitions, {key: sets[tuple(of_key)] for key, of_key in kinds.items()})
+        return cls(layouts, {key: sets[tuple(of_key)] for key, of_key in kinds.items()})
 
 
-def _describe(partition: Partition) -> str:
-    cuts = {dim: [size for line in lines for size in [_size(line)]] for dim, lines in enumerate(partition.cuts)}
+def _describe(layout: DigitLayout) -> str:
+    cuts = {dim: [_size(line) for line in lines] for dim, lines in enumerate(layout.cuts)}
     cut = "".join(f", dim {dim} split by {' x '.join(map(str, sizes))}" for dim, sizes in cuts.items() if sizes)
-    return f"of shape {partition.shape}{cut}"
+    return f"of shape {layout.shape}{cut}"
 
 
 def _size(line: Iterable[Digit]) -> int:
@@ -214,20 +215,18 @@ class _LayoutBuilder:
     optimizer: _HeldTensors
     aliases: Mapping[str, str]
     axes: dict[str, Digit] = field(default_factory=dict)  # the mesh: the span of each axis, outermost first
-    places: dict[tuple[int, ...], _Place | None] = field(default_factory=dict)  # by set of ranks
+    places: dict[tuple[int, ...], Place | None] = field(default_factory=dict)  # by set of ranks
 
     def mapping(self) -> dict[str, object]:
-        held = {**self.model.partitions, **self.optimizer.partitions}
-        for key, partition in held.items():
-            if partition.unsaid:
-                raise _NoLayoutError(f"{show(key)}: {partition.unsaid}")
+        held = {**self.model.layouts, **self.optimizer.layouts}
+        for key, layout in held.items():
+            if layout.reason:
+                raise _NoLayoutError(f"{show(key)}: {layout.reason}")
         self._make_mesh()
-        shapes = {key: partition.shape for key, partition in held.items()}
-        expected = {
-            key: (*self._cut(partition), self.places[(self.model.holders | self.optimizer.holders)[key]])
-            for key, partition in held.items()
-        }
-        own = list(self.model.partitions)
+        holders = self.model.holders | self.optimizer.holders
+        expected = {key: (self._partition(layout), self.places[holders[key]]) for key, layout in held.items()}
+        shapes = {key: layout.shape for key, layout in held.items()}
+        own = list(self.model.layouts)
         for optimizer, seen in ((None, own), ({"follow": False}, list(held))):
             mapping = self._mapping({key: expected[key] for key in seen}, held)
             if optimizer is not None:
@@ -271,72 +270,71 @@ class _LayoutBuilder:
 
     # -- rules
 
-    def _cut(self, partition: Partition) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[int, tuple[int, ...]], ...]]:
-        """`(cut, sizes)` as in a rule of a layout file."""
+    def _partition(self, layout: DigitLayout) -> Partition:
+        """The partition on the axes of the mesh; `uneven` is left to the rule."""
         cut, sizes = [], []
-        for dim, lines in enumerate(partition.cuts):
+        for dim, lines in enumerate(layout.cuts):
             names = [[name for digit in line for name in self._axes_in(digit)] for line in lines]
             cut.append(tuple(itertools.chain.from_iterable(names)))
             parts = [_size(line) for line in lines]
-            if any(len(of_line) > 1 for of_line in names) and partition.shape[dim] % math.prod(parts):
+            if any(len(of_line) > 1 for of_line in names) and layout.shape[dim] % math.prod(parts):
                 # torch splits once over the product of these axes; `uneven: ceil` would split once for each axis.
                 which = itertools.product(*map(range, parts))
-                extent = partition.shape[dim : dim + 1]
+                extent = layout.shape[dim : dim + 1]
                 shapes = (part_of(extent, [list(zip(parts, w, strict=True))])[1] for w in which)
                 sizes.append((dim, tuple(shape[0] for shape in shapes)))
-        return tuple(cut), tuple(sizes)
+        return Partition(trimmed(cut), sizes=tuple(sizes))
 
     def _axes_in(self, digit: Digit) -> Iterator[str]:
         return (name for name, (outer, inner) in self.axes.items() if outer <= digit[0] and inner >= digit[1])
 
-    def _mapping(self, values: Mapping[str, Any], held: Mapping[str, Partition]) -> dict[str, object]:
+    def _mapping(
+        self, values: Mapping[str, tuple[Partition, Place | None]], held: Mapping[str, DigitLayout]
+    ) -> dict[str, object]:
         """The layout mapping whose rules and places match these keys."""
         mapping: dict[str, object] = {"mesh": {name: outer // inner for name, (outer, inner) in self.axes.items()}}
         if self.row.order is not None:
             mapping["ranks"] = list(self.row.order)
         rules: list[dict[str, object]] = []
-        for (cut, sizes), texts, keys in _grouped({key: value[:2] for key, value in values.items()}, self.aliases):
-            if not cut:
+        for partition, texts, keys in _grouped({key: value[0] for key, value in values.items()}, self.aliases):
+            if not partition.cut:
                 continue
-            rule: dict[str, object] = {"match": texts, "cut": [list(axes) or None for axes in cut]}
-            if any(_is_uneven(held[key], dict(sizes)) for key in keys):
+            rule: dict[str, object] = {"match": texts, "cut": [list(axes) or None for axes in partition.cut]}
+            if any(_is_uneven(held[key], dict(partition.sizes)) for key in keys):
                 rule["uneven"] = "ceil"
-            if sizes:
-                rule["sizes"] = {dim: list(parts) for dim, parts in sizes}
+            if partition.sizes:
+                rule["sizes"] = {dim: list(parts) for dim, parts in partition.sizes}
             rules.append(rule)
         mapping["rules"] = [*rules, {"match": "*"}]
-        grouped = _grouped({key: value[2] for key, value in values.items()}, self.aliases)
+        grouped = _grouped({key: value[1] for key, value in values.items()}, self.aliases)
         places = [{"match": texts, "axis": list(at[0]), "at": at[1]} for at, texts, _ in grouped if at is not None]
         if places:
             mapping["place"] = places
         return LayoutFile.from_mapping(mapping).to_mapping()
 
     def _describes(
-        self, mapping: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, Any]
+        self,
+        mapping: Mapping[str, object],
+        shapes: Mapping[str, tuple[int, ...]],
+        expected: Mapping[str, tuple[Partition, Place | None]],
     ) -> bool:
         try:
-            specs = resolve(LayoutFile.from_mapping(mapping), shapes, self.optimizer.partitions.keys()).specs
+            layouts = resolve(LayoutFile.from_mapping(mapping), shapes, self.optimizer.layouts.keys()).layouts
         except LayoutError:
             return False
-        return all(
-            (_trimmed(spec.cut), spec.sizes, spec.place) == (_trimmed(cut), sizes, () if at is None else (at,))
-            for key, (cut, sizes, at) in expected.items()
-            for spec in [specs[key]]
-        )
+        for key, (partition, place) in expected.items():
+            found = layouts[key].partition
+            if (trimmed(found.cut), found.sizes) != (partition.cut, partition.sizes):
+                return False
+            if layouts[key].place != (() if place is None else (place,)):
+                return False
+        return True
 
 
-def _is_uneven(partition: Partition, sizes: Collection[int]) -> bool:
+def _is_uneven(layout: DigitLayout, sizes: Collection[int]) -> bool:
     return any(
-        partition.shape[dim] % math.prod(map(_size, lines))
-        for dim, lines in enumerate(partition.cuts)
-        if dim not in sizes
+        layout.shape[dim] % math.prod(map(_size, lines)) for dim, lines in enumerate(layout.cuts) if dim not in sizes
     )
-
-
-def _trimmed(cut: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    while cut and not cut[-1]:
-        cut = cut[:-1]
-    return cut
 
 
 def _axis_names(digits: Sequence[Digit], row: Row, placing: Collection[Digit]) -> dict[str, Digit]:

@@ -23,6 +23,7 @@ import torch
 
 from reshard import _core
 from reshard.errors import ArgumentError, MismatchError
+from reshard.storage.location import locate
 from reshard.torch.checks import shown
 
 __all__ = ["Difference", "Severity", "check", "compare", "record"]
@@ -202,16 +203,13 @@ def _config_digest(config: object) -> str | None:
 
 def _code_revision(folder: Path) -> tuple[str | None, bool | None]:
     """The commit of the folder, and whether tracked files differ from it; None: not known."""
-    try:
-        resolved = folder.resolve()
-        # Look for `.git` first: without it no process is needed.
-        is_under_git = any((parent / ".git").exists() for parent in (resolved, *resolved.parents))
-    except (OSError, RuntimeError):
-        is_under_git = False
-    revision = _git(resolved, "rev-parse", "--verify", "HEAD") if is_under_git else None
+    resolved = locate(folder).resolved()
+    # Look for `.git` first: without it no process is needed.
+    is_under_git = any((parent / ".git").exists() for parent in (resolved, *resolved.parents))
+    revision = _git(resolved.local, "rev-parse", "--verify", "HEAD") if is_under_git else None
     if not revision:
         return None, None
-    changes = _git(resolved, "status", "--porcelain", "--untracked-files=no")
+    changes = _git(resolved.local, "status", "--porcelain", "--untracked-files=no")
     return revision, None if changes is None else changes != ""
 
 

@@ -1,8 +1,8 @@
-"""A checkpoint's arrays for this rank, as far as possible straight into live memory.
+"""A checkpoint's arrays for this rank, read into the memory of live tensors where possible.
 
-Who calls has described what is live (`state.describe`); what comes out goes to `state.apply`. An array whose live
-tensor lies on the host in one piece is read into that tensor's own memory; others get memory of their own. Which
-checkpoint is read is decided elsewhere, and nothing of what is read is interpreted.
+The caller describes the live tensors (`state.describe`), and passes the arrays to `restore.apply`. An array whose live
+tensor is contiguous and on the host is read into the memory of that tensor; others get memory of their own. The choice
+of the checkpoint and the meaning of the arrays are not known here.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard import dtypes
+from reshard import _core, dtypes
+from reshard.errors import LayoutError
 from reshard.formats import counter_tensors
-from reshard.layout import as_layout
-from reshard.layout.patterns import glob_of
+from reshard.layout import ModelLayout, as_layout
 from reshard.outputs import as_array, fill
+from reshard.words import show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,13 +29,13 @@ __all__ = ["Read", "read_for"]
 
 @dataclass(frozen=True)
 class Read:
-    """What a rank has read.
+    """The result of `read_for`.
 
     Attributes:
-        arrays: by key, this rank's parts.
-        extra: the state beside the tensors, by name, with this rank's own values.
-        has_optimizer: whether there is state of an optimizer.
-        world_size: ranks that saved it; None: not known.
+        arrays: this rank's parts, by key.
+        extra: the state beside the tensors, by name, with the rank-local values of this rank.
+        has_optimizer: whether the checkpoint has optimizer state.
+        world_size: number of ranks that saved it; None: not known.
     """
 
     arrays: dict[str, np.ndarray]
@@ -52,18 +53,18 @@ def read_for(
     verify: VerifyMode = "touched",
     threads: int | None = None,
 ) -> Read:
-    """Read what a rank holds of a checkpoint.
+    """Read the parts of a checkpoint that a rank holds.
 
     Args:
-        described: what is live on this rank.
-        checkpoint: where it is read from.
-        rank: of this process.
+        described: the live tensors of this rank.
+        checkpoint: the checkpoint.
+        rank: the rank of this process.
         part: "model", "optimizer" or "all".
         verify: as in `Checkpoint.load`.
-        threads: threads of the copy.
+        threads: number of threads of the copy; None: chosen by the core.
 
     Raises:
-        LayoutError: the tensors of the checkpoint cannot be cut as the live ones are.
+        LayoutError: the tensors of the checkpoint cannot be partitioned as the live ones are.
         CoverageError, DamagedFileError, StorageError: while reading. Live tensors may have changed by then.
 
     Example:
@@ -82,14 +83,13 @@ def read_for(
         set(counter_tensors.NAMES) - described.model.keys() if checkpoint.data.traits.counters_as_tensors else set()
     )
     keys = [key for key in checkpoint.keys(part) if key not in counters]
-    mapping = described.layout
-    if described.reason is not None:
-        mapping = _box_layout(described, rank)
-        keys = _own_keys(described, keys)
-    bound = checkpoint.bind(
-        as_layout(mapping if mapping is not None else {"mesh": {"dp": 1}, "rules": [{"match": "*"}]})
-    )
-    plan = checkpoint.plan(bound.request(rank if mapping is not None else 0, keys), verify=verify, keys=keys)
+    if described.reason is not None:  # there is no layout of all ranks
+        request, keys = _own_request(described, checkpoint, keys)
+    elif described.layout is not None:
+        request = checkpoint.bind(as_layout(described.layout)).request(rank, keys)
+    else:
+        request = checkpoint.bind(ModelLayout.replicated()).request(0, keys)
+    plan = checkpoint.plan(request, verify=verify, keys=keys)
     live = described.out()
     direct: list[int] = []
     other: list[int] = []
@@ -113,40 +113,28 @@ def read_for(
     return Read(arrays, checkpoint.extra(rank=rank), has_optimizer, checkpoint.data.world_size())
 
 
-def _own_keys(described: Described, keys: list[str]) -> list[str]:
-    """The keys of a checkpoint of which this rank holds a part."""
-    own = {*described.model, *described.aliases}
-    return [key for key in keys if key in own or key.partition(".")[2] in own]  # no slot has a dot in it
+def _own_request(described: Described, checkpoint: Checkpoint, keys: list[str]) -> tuple[_core.Request, list[str]]:
+    """The request for the region that this rank holds of each tensor, and the keys of these tensors.
 
-
-def _box_layout(described: Described, rank: int) -> dict[str, object]:
-    """A layout of which this rank's part is the box that it holds, where no layout says it for all ranks.
-
-    Each dim of a tensor is cut in three: what lies before the box, the box, what lies behind it. The mesh has an axis a
-    dim, and this rank is its middle point.
+    State of a parameter lies as the parameter; state of another shape than its parameter's is whole.
     """
-    dims = max([1, *(len(shape) for shape in described.shapes.values())])
-    mesh = {f"dim{d}": 3 for d in range(dims)}
-    n_points = 3**dims
-    # The numbers of the other points mean nothing.
-    others = iter(number for number in range(n_points) if number != rank)
-    ranks = [rank if point == n_points // 2 else next(others) for point in range(n_points)]
-    also: dict[str, list[str]] = {}
-    for alias, key in described.aliases.items():
-        also.setdefault(key, []).append(alias)
-    boxes: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], list[str]] = {}
-    for key, tensor in (described.model | described.optimizer).items():
-        offset, whole = described.offsets[key], described.shapes[key]
-        box = (offset, tuple(dtypes.tensor_shape(dtypes.parse_dtype(tensor.dtype), tuple(tensor.shape))), whole)
-        boxes.setdefault(box, []).extend(map(glob_of, [key, *also.get(key, ())]))
-    rules: list[dict[str, object]] = []
-    for (offset, own, whole), names in boxes.items():
-        sizes = {
-            d: [first, n, total - first - n]
-            for d, (first, n, total) in enumerate(zip(offset, own, whole, strict=True))
-            if n != total
-        }
-        rules.append(
-            {"match": names, "cut": [f"dim{d}" if d in sizes else None for d in range(len(whole))], "sizes": sizes}
-        )
-    return {"mesh": mesh, "ranks": ranks, "rules": [*rules, {"match": "*"}]}
+    request, own_keys = _core.Request(), []
+    held = described.model.keys() | described.aliases.keys()
+    for key in keys:
+        name = key if key in held else key.partition(".")[2]  # no slot has a dot in its name
+        if name not in held:
+            continue
+        parameter = described.aliases.get(name, name)
+        tensor, expected = described.model[parameter], described.shapes[parameter]
+        shape = checkpoint.data.index.shape(key)
+        if shape == expected:
+            local = dtypes.tensor_shape(dtypes.parse_dtype(tensor.dtype), tuple(tensor.shape))
+            request.add_region(key, key, described.offsets[parameter], local)
+        elif key == name:
+            raise LayoutError(
+                f"{show(key)} has shape {shape} in {checkpoint.path}, and the live tensor {expected}", key=key
+            )
+        else:
+            request.add_region(key, key, (0,) * len(shape), shape)
+        own_keys.append(key)
+    return request, own_keys

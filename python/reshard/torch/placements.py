@@ -1,11 +1,11 @@
-"""How live tensors lie over the ranks: torch's placements in words that do not need torch.
+"""How live tensors lie over the ranks: torch's placements as plain numbers, without torch.
 
-The one idea: the ranks stand in a row, and every mesh dim is a *digit* of a rank's position in that row. A digit
-`(outer, inner)` has the value `position % outer // inner`; dims that torch flattened out of others are several digits.
-Meshes, slices of meshes and flattened meshes, of one root or of many, thus become numbers that can be compared, joined
-and sent to other ranks: `common_layout` makes one mesh of them.
+The ranks have an order, and every mesh dim is a *digit* of the position of a rank in it. A digit `(outer, inner)` has
+the value `position % outer // inner`; a dim that torch flattened out of others is several digits. Meshes, slices of
+meshes and flattened meshes, of one root or of many, become numbers that can be compared, merged and sent to other
+ranks. `common_layout` makes one mesh of them.
 
-What is in the tensors is never touched, nothing is copied or communicated, and keys mean nothing here.
+The content of tensors is not read, nothing is copied or communicated, and the meaning of keys is not known here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     import numpy as np
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Digit", "Line", "Partition", "Placed", "Row", "digits_of", "is_sharded", "part_of", "place", "row_of"]
+__all__ = [
+    "Digit",
+    "DigitLayout",
+    "Line",
+    "LocalPart",
+    "Row",
+    "digits_of",
+    "is_sharded",
+    "local_part",
+    "part_of",
+    "row_of",
+]
 
 Digit: TypeAlias = tuple[int, int]
 """`(outer, inner)`: the value is `position % outer // inner`."""
@@ -37,13 +48,13 @@ Line: TypeAlias = tuple[Digit, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """The order in which the ranks stand, and the mesh dims that are known of it.
+    """The order of the ranks, and the known mesh dims over it.
 
     Attributes:
         n_ranks: how many ranks there are.
         order: the rank at each position; None: 0, 1, 2, ...
-        spans: `(outer, inner, name)` of every digit of every mesh dim; None for a dim without a name.
-        seen: the dims of each `DeviceMesh` as digits, once they were computed.
+        spans: `(outer, inner, name)` of every digit of every mesh dim; name None: the dim has none.
+        seen: a cache: the dims of each mesh as digits.
     """
 
     n_ranks: int
@@ -52,44 +63,44 @@ class Row:
     seen: dict[Any, tuple[Line | None, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def lines(self, mesh: DeviceMesh) -> tuple[Line | None, ...]:
-        """The dims of a mesh as digits, as this rank sees them; None for a dim that is none."""
+        """The dims of a mesh as digits, as this rank sees them; None for a dim that is not made of digits."""
         if mesh not in self.seen:
             self.seen[mesh] = _lines_of(mesh, None if self.order is None else _inverse(self.order))
         return self.seen[mesh]
 
 
 @dataclass(frozen=True)
-class Partition:
-    """How a tensor is cut.
+class DigitLayout:
+    """How a tensor is divided, in digits of the positions of ranks.
 
     Attributes:
         shape: the global shape, in elements.
-        cuts: for each dim the mesh dims that cut it, first = outermost; missing dims are not cut.
-        unsaid: why the cut cannot be said in digits; empty if it can.
+        cuts: for each dim the mesh dims that divide it, first = outermost; missing dims are not divided.
+        reason: why digits cannot express the partition; empty if they can.
     """
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[Line, ...], ...] = ()
-    unsaid: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
-    """A tensor of this rank.
+class LocalPart:
+    """The part of a tensor that this rank holds.
 
     Attributes:
-        local: what this rank holds; shares its memory with the live tensor.
-        partition: how the whole is cut.
-        offset: first element of `local` in the whole, one index a dim.
+        local: the local tensor; shares its memory with the live tensor.
+        layout: how the whole tensor is divided.
+        offset: global offset of `local`, in elements, one for each dim.
     """
 
     local: torch.Tensor
-    partition: Partition
+    layout: DigitLayout
     offset: tuple[int, ...]
 
 
 def digits_of(positions: Sequence[int]) -> Line | None:
-    """The digits that positions count through, outermost first; None if they are no such digits.
+    """The digits whose values positions enumerate in order, outermost first; None if there are none.
 
     Example:
         >>> digits_of([4, 6]), digits_of([0, 1, 4, 5]), digits_of([1, 0])
@@ -118,12 +129,12 @@ def digits_of(positions: Sequence[int]) -> Line | None:
 
 
 def row_of(tensors: Iterable[torch.Tensor], n_ranks: int, mesh: DeviceMesh | None = None) -> Row:
-    """The row in which the ranks stand, from the meshes of this rank's tensors.
+    """The order of the ranks, from the meshes of this rank's tensors.
 
     Args:
-        tensors: all of them; those without a mesh say nothing.
+        tensors: all tensors of this rank; those without a mesh are ignored.
         n_ranks: how many ranks there are.
-        mesh: a mesh that is known besides.
+        mesh: a further mesh.
 
     Example:
         >>> row_of([torch.zeros(3)], 4)
@@ -143,29 +154,29 @@ def row_of(tensors: Iterable[torch.Tensor], n_ranks: int, mesh: DeviceMesh | Non
     return replace(row, spans=frozenset(spans))
 
 
-def place(tensor: torch.Tensor, row: Row, key: str) -> Placed | None:
-    """Where a tensor lies: its local part, and how the whole is cut.
+def local_part(tensor: torch.Tensor, row: Row, key: str) -> LocalPart | None:
+    """The local part of a tensor, and how the whole is divided.
 
     Args:
-        tensor: plain tensors are whole; a DTensor lies as its placements say.
+        tensor: a plain tensor, which is whole, or a DTensor.
         row: made with the mesh of this tensor.
         key: its name, for messages.
 
     Returns:
-        None if this rank is not in the tensor's mesh, and holds nothing of it.
+        None if this rank is not in the tensor's mesh, and holds no part of it.
 
     Raises:
-        UnsupportedError: it is a sum that is pending (`Partial`), its local part is not what its placements say, or it
-            is a tensor of a class whose content is not its memory.
+        UnsupportedError: it is a pending sum (`Partial`), its local part does not have the shape that follows from its
+            placements, or its class stores the content elsewhere.
 
     Example:
-        >>> place(torch.zeros(2, 3), Row(4), "w").offset
+        >>> local_part(torch.zeros(2, 3), Row(4), "w").offset
         (0, 0)
     """
     if not _is_distributed(tensor):
         _refuse_wrapped(tensor, key)
         shape = tuple(tensor.shape)
-        return Placed(tensor.detach(), Partition(shape), (0,) * len(shape))
+        return LocalPart(tensor.detach(), DigitLayout(shape), (0,) * len(shape))
     distributed: Any = tensor
     mesh: DeviceMesh = distributed.device_mesh
     coordinates = mesh.get_coordinate()
@@ -178,7 +189,7 @@ def place(tensor: torch.Tensor, row: Row, key: str) -> Placed | None:
     dims_of = _mesh_dims(tensor, key)
     offset, expected = part_of(shape, [[(mesh.size(d), coordinates[d]) for d in dims] for dims in dims_of])
     if local.numel() == math.prod(expected) == 0:
-        local = local.reshape(expected)  # FSDP2 does not care in which dims a part is empty
+        local = local.reshape(expected)  # FSDP2 gives an empty part any shape
     if tuple(local.shape) != expected:
         raise UnsupportedError(
             f"{show(key)}: this rank holds an array of shape {tuple(local.shape)}, and of a tensor of shape {shape} "
@@ -189,16 +200,16 @@ def place(tensor: torch.Tensor, row: Row, key: str) -> Placed | None:
     lines = row.lines(mesh)
     used = [d for dims in dims_of for d in dims if mesh.size(d) > 1]
     if any(lines[d] is None for d in used):
-        unsaid = f"the ranks of its mesh {mesh.mesh.tolist()} do not lie regularly among all {row.n_ranks}"
-        return Placed(local, Partition(shape, unsaid=unsaid), offset)
+        reason = f"the ranks of its mesh {mesh.mesh.tolist()} do not lie regularly among all {row.n_ranks}"
+        return LocalPart(local, DigitLayout(shape, reason=reason), offset)
     cuts = tuple(tuple(lines[d] or () for d in dims if mesh.size(d) > 1) for dims in dims_of)
     while cuts and not cuts[-1]:
         cuts = cuts[:-1]
-    return Placed(local, Partition(shape, cuts), offset)
+    return LocalPart(local, DigitLayout(shape, cuts), offset)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor of which a rank holds a part, be that the whole on a mesh of one rank.
+    """Whether it is a DTensor of which each rank holds a part, also on a mesh of one rank.
 
     Example:
         >>> is_sharded(torch.zeros(3))
@@ -209,11 +220,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def part_of(shape: Sequence[int], cuts: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of one part, as `torch.chunk` cuts, one mesh dim after the other.
+    """Offset and shape of one part, divided as by `torch.chunk`, one mesh dim after the other.
 
     Args:
-        shape: the global shape.
-        cuts: for each dim `(parts, which)` of each cut, first = outermost.
+        shape: the global shape, in elements.
+        cuts: for each dim `(number of parts, index of the part)` of each mesh dim, first = outermost.
 
     Example:
         >>> part_of((7, 4), [[(2, 1), (2, 0)]])
@@ -233,12 +244,12 @@ def part_of(shape: Sequence[int], cuts: Sequence[Sequence[tuple[int, int]]]) -> 
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor; without importing what a process that has none does not need."""
+    """Whether it is a DTensor; does not import `torch.distributed.tensor`."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def _refuse_wrapped(tensor: torch.Tensor, key: str) -> None:
-    """Refuse classes of tensors that keep their content elsewhere, such as quantized ones."""
+    """Refuse classes of tensors that store their content elsewhere, such as quantized ones."""
     if hasattr(tensor, "__tensor_flatten__"):
         raise UnsupportedError(
             f"{show(key)} is a {type(tensor).__name__}, which is made of other tensors",
@@ -252,10 +263,10 @@ def _words(tensor: Any) -> str:
 
 
 def _mesh_dims(tensor: Any, key: str) -> list[list[int]]:
-    """For each dim of the tensor the mesh dims that cut it, first = outermost.
+    """For each dim of the tensor the mesh dims that divide it, first = outermost.
 
-    Placements are applied from the left: of two that cut one dim the left one is outermost. A `_StridedShard` says that
-    cuts which stand to its right come first; its split factor is the product of their sizes.
+    Placements are applied from the left: of two that divide one dim, the left one is outermost. Some placements to the
+    right of a `_StridedShard` come before it; its split factor is the product of their sizes.
     """
     dims_of: list[list[int]] = [[] for _ in tensor.shape]
     for mesh_dim in reversed(range(len(tensor.placements))):
@@ -285,7 +296,7 @@ def _mesh_dims(tensor: Any, key: str) -> list[list[int]]:
 
 
 def _shard_order(tensor: Any, dims_of: list[list[int]]) -> list[list[int]]:
-    """The order that a newer torch keeps beside plain `Shard` placements, where there is one."""
+    """The order of the mesh dims, where a newer torch stores one beside plain `Shard` placements."""
     for entry in getattr(getattr(tensor, "_spec", None), "shard_order", None) or ():
         if sorted(entry.mesh_dims) == sorted(dims_of[entry.tensor_dim]):
             dims_of[entry.tensor_dim] = list(entry.mesh_dims)
@@ -296,7 +307,7 @@ def _shard_order(tensor: Any, dims_of: list[list[int]]) -> list[list[int]]:
 
 
 def _root_of(mesh: Any) -> DeviceMesh:
-    """The mesh that this one was sliced out of; itself, where torch does not tell."""
+    """The mesh from which this one was sliced; this mesh itself where torch does not record it."""
     tell = getattr(mesh, "_get_root_mesh", None)
     root: DeviceMesh = tell() if tell is not None else mesh
     return root

@@ -30,7 +30,7 @@ from reshard.torch.optimizers import (
     plain,
     record_state,
 )
-from reshard.torch.placements import Partition, Placed, Row, is_sharded, place, row_of
+from reshard.torch.placements import DigitLayout, LocalPart, Row, is_sharded, local_part, row_of
 from reshard.torch.tensors import from_tensor
 from reshard.words import ranks_named, show
 from reshard.write.arrays import Shard
@@ -285,7 +285,7 @@ def describe(
         layout = layout if save_layout is not None else None
     differing: dict[str, list[str]] = {}
     if len(states) > 1:
-        sharded = {key for held, _ in of_model for key, one in held.items() if one.cuts or one.unsaid}
+        sharded = {key for held, _ in of_model for key, one in held.items() if one.cuts or one.reason}
         differing = _differing(
             gather_distinct(members, [own.state_digests()], [dict[str, dict[str, str]]], timeout)[0],
             sharded if compare else None,
@@ -350,7 +350,7 @@ class _Packed:
 class _ModelPart:
     """The tensors of a rank's model: partitions by key, and which of them are buffers, saved or received."""
 
-    tensors: dict[str, Partition]
+    tensors: dict[str, DigitLayout]
     buffers: tuple[str, ...]
     received: tuple[str, ...]
 
@@ -375,7 +375,7 @@ class _StatePart:
 _PARTS: tuple[Any, ...] = (
     Row,
     _ModelPart,
-    dict[str, Partition],
+    dict[str, DigitLayout],
     _RecordPart,
     _StatePart,
     dict[str, list[str]],
@@ -393,8 +393,8 @@ class _RankState:
 
     live: LiveState
     row: Row
-    model: dict[str, Placed]
-    optimizer: dict[str, Placed]
+    model: dict[str, LocalPart]
+    optimizer: dict[str, LocalPart]
     record: OptimizerRecord
     shapes: dict[str, tuple[int, ...]]
     object_states: dict[str, Any]
@@ -431,7 +431,7 @@ class _RankState:
                 )
         row = row_of(tensors, n_ranks, mesh)
         placed = [
-            {key: lies for key, tensor in part.items() if (lies := place(tensor, row, key)) is not None}
+            {key: lies for key, tensor in part.items() if (lies := local_part(tensor, row, key)) is not None}
             for part in (found.tensors, states)
         ]
         shapes = {key: _shape(lies, key) for part in placed for key, lies in part.items()}
@@ -464,11 +464,11 @@ class _RankState:
         """The values that ranks compare and exchange."""
         distributed = {key for key, tensor in self.live.named.tensors.items() if hasattr(tensor, "device_mesh")}
         model = _ModelPart(
-            {key: lies.partition for key, lies in self.model.items()},
+            {key: lies.layout for key, lies in self.model.items()},
             tuple(sorted(self.live.named.buffers - distributed - self.live.named.received)),
             tuple(sorted(self.live.named.received)),
         )
-        optimizer = {key: lies.partition for key, lies in self.optimizer.items()}
+        optimizer = {key: lies.layout for key, lies in self.optimizer.items()}
         record = OptimizerRecord(self.record.groups, self.record.slots, plain=self.record.plain).to_value()
         packed = _Packed.of(record, "options of the optimizer")
         if packed is None:
@@ -553,10 +553,10 @@ class _Agreed:
     differing: dict[str, list[str]] = field(default_factory=dict)
 
 
-def _shape(lies: Placed, key: str) -> tuple[int, ...]:
+def _shape(lies: LocalPart, key: str) -> tuple[int, ...]:
     """The global shape in elements of the format. For packed dtypes an element of torch holds several of these."""
     try:
-        return dtypes.tensor_shape(dtypes.parse_dtype(lies.local.dtype), lies.partition.shape)
+        return dtypes.tensor_shape(dtypes.parse_dtype(lies.local.dtype), lies.layout.shape)
     except UnsupportedError as error:
         raise UnsupportedError(f"{show(key)}: {error.message}", key=key, hint=error.hint) from None
 
@@ -662,10 +662,10 @@ def _differing(known: RankValues, sharded: set[str] | None) -> dict[str, list[st
 
 
 def _from_first(
-    known: Sequence[tuple[dict[str, Partition], Sequence[int]]], first: Mapping[str, int]
-) -> list[tuple[dict[str, Partition], Sequence[int]]]:
-    """The same partitions as if each tensor in `first` were held only by the given rank."""
-    split: list[tuple[dict[str, Partition], Sequence[int]]] = []
+    known: Sequence[tuple[dict[str, DigitLayout], Sequence[int]]], first: Mapping[str, int]
+) -> list[tuple[dict[str, DigitLayout], Sequence[int]]]:
+    """The same layouts as if each tensor in `first` were held only by the given rank."""
+    split: list[tuple[dict[str, DigitLayout], Sequence[int]]] = []
     for held, ranks in known:
         split.append(({key: partition for key, partition in held.items() if key not in first}, ranks))
         alone = {key: partition for key, partition in held.items() if key in first and first[key] == ranks[0]}

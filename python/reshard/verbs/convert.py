@@ -7,14 +7,12 @@ destination, within the memory budget, into a staging folder that is published a
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from reshard import _core, dtypes, opening
-from reshard.arguments import checked
+from reshard.arguments import checked, parse_size
 from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
 from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
@@ -30,12 +28,12 @@ from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
 from reshard.names import as_names, config_beside
 from reshard.options import Commit, Files, Select, explains_moved
-from reshard.small_files import parse_size
 from reshard.storage.filling import staging_name
-from reshard.storage.publication import as_storage_error
+from reshard.storage.location import Location, locate
 from reshard.storage.staging import STAGING_FOLDER
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping
 
     from reshard.checkpoint import LayoutLike, Part
@@ -169,16 +167,16 @@ def convert(
     prefix, modes, private, durable = written_as.prefix, written_as.modes, published.private, published.durable
     with _all_ranks(group, timeout) as share_of_rank:
         share = share or share_of_rank
-        source, target = Path(src), Path(dst)
+        source, target = locate(src), locate(dst)
         writer = writer_for(to, target, has_layout=layout is not None)
         of_format = {"iteration": iteration, "prefix": prefix, "modes": modes, "model_files": written_as.model_files}
         _check_options(writer, target, layout, of_format, is_private=private)
         _check_apart(source, target)
         is_one_file = writer.is_one_file(target)
-        if target.name in ("", "..") or (target.is_symlink() and not is_one_file):
+        if target.name in ("", "..") or (target.kind() == "link" and not is_one_file):
             # What is published by a rename needs a name of its own, on the disk where it will lie.
-            target = Path(os.path.realpath(target))
-        model_folder = None if written_as.model_files is None else Path(written_as.model_files)
+            target = target.resolved()
+        model_folder = None if written_as.model_files is None else locate(written_as.model_files)
         options = Options(
             metadata={**writer.metadata, **writer_mark.MARK},
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),
@@ -216,7 +214,7 @@ def convert(
                 asked: list[object] = [
                     writer.name,
                     part,
-                    None if strategy is None else os.path.realpath(strategy),
+                    None if strategy is None else str(locate(strategy).resolved()),
                     chosen.suffix,
                     chosen.drop,
                     chosen.rename,
@@ -230,7 +228,7 @@ def convert(
                     overwrite,
                     modes,
                     private,
-                    None if model_folder is None else os.path.realpath(model_folder),
+                    None if model_folder is None else str(model_folder.resolved()),
                 ]
                 asked.append(None if layout is None else as_layout(layout).to_mapping())
                 job = replace(job, shared=_shared(job, Share(*share), asked, in_root=writer.in_root))
@@ -260,7 +258,7 @@ def convert(
 
 
 def _open_source(
-    path: Path, *, strategy: str | os.PathLike[str] | None = None, suffix: str | None = None
+    path: Location, *, strategy: str | os.PathLike[str] | None = None, suffix: str | None = None
 ) -> Checkpoint:
     """Open what a conversion reads.
 
@@ -275,7 +273,7 @@ def _open_source(
     """
     if suffix is None:
         return opening.open(path, strategy=strategy)
-    if not path.is_dir() or not checkpoint1.is_root(path):
+    if not path.is_folder() or not checkpoint1.is_root(path):
         raise ArgumentError(
             f"{path} holds no folders `rank_<number>`: `suffix` says which of their files are read", path=str(path)
         )
@@ -285,13 +283,13 @@ def _open_source(
 
 def _shared(job: Job, share: Share, asked: list[object], *, in_root: bool) -> Shared:
     digest = digest_of(
-        job.source, {"asked": asked, "n": share.count, "keys": job.keys, "to": os.path.realpath(job.target)}
+        job.source, {"asked": asked, "n": share.count, "keys": job.keys, "to": str(job.target.resolved())}
     )
     if in_root:
         return Shared(share, job.target / STAGING_FOLDER / f"{SHARED_PREFIX}{digest}")
     beside = job.target.parent / f".{job.target.name[:150]}.{SHARED_PREFIX}{digest}.staging"
     # A folder that exists may be a mount. One that appeared since the first share began changes nothing.
-    if job.target.is_dir() and not beside.is_dir():
+    if job.target.is_folder() and not beside.is_folder():
         return Shared(share, job.target / staging_name(f"{SHARED_PREFIX}{digest}"))
     return Shared(share, beside)
 
@@ -312,7 +310,7 @@ def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None
 
 
 def _check_options(
-    writer: Writer, target: Path, layout: LayoutLike | None, of_format: Mapping[str, object], *, is_private: bool
+    writer: Writer, target: Location, layout: LayoutLike | None, of_format: Mapping[str, object], *, is_private: bool
 ) -> None:
     if writer.is_whole and layout is not None:
         raise ArgumentError(
@@ -336,13 +334,12 @@ def _check_options(
         raise ArgumentError(f"`iteration` is {iteration!r}; a whole number from 0 on is needed")
 
 
-def _check_apart(source: Path, target: Path) -> None:
-    if not source.exists():
+def _check_apart(source: Location, target: Location) -> None:
+    if source.found() is None:
         raise CheckpointNotFoundError(f"there is nothing at {source}", path=str(source))
-    a, b = Path(os.path.realpath(source)), Path(os.path.realpath(target))
-    if b.is_symlink():  # only a loop of links leads to a link
-        with as_storage_error("follow", target):
-            target.stat()
+    a, b = source.resolved(), target.resolved()
+    if b.kind() == "link":  # only a loop of links leads to a link
+        target.stat(follow_links=True)  # raises
     if a == b or a in b.parents or b in a.parents:
         # A file beside others in one folder is allowed: only a destination inside the source or around it is refused.
         raise ArgumentError(

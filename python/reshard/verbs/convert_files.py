@@ -13,31 +13,31 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.arguments import checked
+from reshard.arguments import checked, parse_size
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
     DamagedFileError,
     DestinationExistsError,
-    StorageError,
 )
 from reshard.formats import writer_mark
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.ckpt import names as ckpt
 from reshard.formats.rank_file import OpenedRankFile, add_rank_file
 from reshard.outputs import whole_request
-from reshard.small_files import parse_size, show
+from reshard.storage.location import Location, locate
 from reshard.storage.publication import made_folder
 from reshard.strict_yaml import read_yaml
-from reshard.words import check_text, listed
+from reshard.words import check_text, listed, show
 from reshard.write.iteration import JointProgress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from reshard.storage.store import Entry
 
 __all__ = ["ConvertFilesReport", "ConvertedFile", "convert_files"]
 
@@ -89,8 +89,8 @@ class ConvertFilesReport:
 
 @dataclass(frozen=True)
 class _Planned:
-    source: Path
-    target: Path
+    source: Location
+    target: Location
     # (name in the source, name in the file)
     names: tuple[tuple[str, str], ...]
     strings: tuple[str, ...]
@@ -138,6 +138,7 @@ def convert_files(
         StorageError: reading or writing failed. The files before it were written.
 
     Example:
+        >>> from pathlib import Path
         >>> import reshard
         >>> record = "0a 12 0a 01 77 12 0d 08 02 12 05 55 49 6e 74 38 1a 02 00 01"  # the tensor `w` of two UInt8
         >>> _ = Path("w.ckpt").write_bytes(bytes.fromhex(record))
@@ -147,13 +148,13 @@ def convert_files(
     """
     started = time.monotonic()
     renamed = _read_names(name_map)
-    source = Path(src)
-    pairs = _pairs(source, None if dst is None else Path(dst), name_regex)
+    source = locate(src)
+    pairs = _pairs(source, None if dst is None else locate(dst), name_regex)
     planned = [_plan(path, target, renamed) for path, target in pairs]
     if not overwrite:
         _check_free(planned)
     for path in {file.target.parent for file in planned}:
-        if path.exists() and not path.is_dir():
+        if path.found() not in (None, "folder"):
             raise DestinationExistsError(f"{show(str(path))} is not a folder", path=str(path))
     buffers = _core.Buffers(parse_size(memory))
     joint = JointProgress(progress, sum(file.n_bytes for file in planned))
@@ -161,7 +162,7 @@ def convert_files(
         _write(file, buffers, threads, joint.of_file(file.n_bytes), durable=durable)  # sorted by name
         for file in planned
     ]
-    if source.is_dir() and dst is not None:
+    if source.is_folder() and dst is not None:
         _write_metas(planned, durable=durable)
     return ConvertFilesReport(tuple(written), time.monotonic() - started, tuple(_warnings(planned, renamed)))
 
@@ -169,19 +170,15 @@ def convert_files(
 # -- sources and destinations
 
 
-def _pairs(source: Path, target: Path | None, name_regex: str | None) -> list[tuple[Path, Path]]:
+def _pairs(source: Location, target: Location | None, name_regex: str | None) -> list[tuple[Location, Location]]:
     """Each source file and its destination."""
-    try:
-        is_folder = source.is_dir()
-    except OSError as error:
-        raise StorageError(f"looking for {show(str(source))}: {error.strerror}", path=str(source)) from None
-    if not is_folder:
+    if source.found() != "folder":
         if name_regex is not None:
             raise ArgumentError(f"`name_regex` selects files of a folder, but {show(str(source))} is not a folder")
-        name = source.stem + _SUFFIX
+        name = source.name.removesuffix(source.suffix) + _SUFFIX
         if target is None:
             return [(source, source.with_name(name))]
-        is_file_name = target.suffix == _SUFFIX and not target.is_dir()
+        is_file_name = target.suffix == _SUFFIX and not target.is_folder()
         return [(source, target if is_file_name else target / name)]
     pattern = _compiled(name_regex)
     found = [
@@ -195,7 +192,7 @@ def _pairs(source: Path, target: Path | None, name_regex: str | None) -> list[tu
             f"{show(str(source))} and its folders {_RANK_FOLDER}* hold no {ckpt.SUFFIX} file{among}", path=str(source)
         )
     to = source if target is None else target
-    return [(path, to / path.relative_to(source).with_suffix(_SUFFIX)) for path in found]
+    return [(path, to / f"{path.relative_to(source).removesuffix(path.suffix)}{_SUFFIX}") for path in found]
 
 
 def _compiled(name_regex: str | None) -> _core.Expression | None:
@@ -209,33 +206,28 @@ def _compiled(name_regex: str | None) -> _core.Expression | None:
         raise ArgumentError(message, hint=error.hint) from None
 
 
-def _ckpt_files(folder: Path) -> list[Path]:
+def _ckpt_files(folder: Location) -> list[Location]:
     """The `.ckpt` files of a folder and of its rank folders, sorted by name. Links are not followed."""
-    found = []
-    try:
-        with os.scandir(folder) as entries:
-            folders = [folder, *(Path(e.path) for e in entries if _is_rank_folder(e))]
-        for one in folders:
-            with os.scandir(one) as entries:
-                found += [Path(e.path) for e in entries if e.name.endswith(ckpt.SUFFIX) and not e.is_dir()]
-    except OSError as error:
-        raise StorageError(
-            f"listing {show(str(folder))}: {error.strerror}", path=str(folder), errno=error.errno
-        ) from None
-    return sorted(found, key=lambda path: _order(path.relative_to(folder).parts))
+    entries = folder.entries()
+    found = _of_folder(folder, entries)
+    for entry in entries:
+        if entry.kind == "folder" and entry.name.startswith(_RANK_FOLDER):
+            found += _of_folder(folder / entry.name, (folder / entry.name).entries())
+    return sorted(found, key=lambda path: _order(path.relative_to(folder).split("/")))
 
 
-def _order(parts: tuple[str, ...]) -> tuple[object, ...]:
+def _of_folder(folder: Location, entries: list[Entry]) -> list[Location]:
+    files = [folder / entry.name for entry in entries if entry.name.endswith(ckpt.SUFFIX) and entry.kind != "folder"]
+    return [file for file in files if not file.is_folder()]
+
+
+def _order(parts: list[str]) -> tuple[object, ...]:
     """Sort key: files of the folder itself first; rank_10 after rank_2."""
     return len(parts), [(len(part), part) for part in parts]
 
 
-def _is_rank_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.name.startswith(_RANK_FOLDER) and entry.is_dir(follow_symlinks=False)
-
-
 def _check_free(planned: Sequence[_Planned]) -> None:
-    existing = [file.target for file in planned if os.path.lexists(file.target)]
+    existing = [file.target for file in planned if file.target.exists()]
     if existing:
         raise DestinationExistsError(
             f"{listed((show(str(path)) for path in existing), 1)} exists",
@@ -263,7 +255,7 @@ def _read_names(name_map: FlatNameMap | None) -> dict[str, str]:
     return dict(names)
 
 
-def _plan(source: Path, target: Path, renamed: Mapping[str, str]) -> _Planned:
+def _plan(source: Location, target: Location, renamed: Mapping[str, str]) -> _Planned:
     index = _core.Index()
     try:
         opened = add_rank_file(index, source, follow_links=True)
@@ -274,7 +266,7 @@ def _plan(source: Path, target: Path, renamed: Mapping[str, str]) -> _Planned:
         index.close()
 
 
-def _check_unique(source: Path, names: Sequence[tuple[str, str]]) -> None:
+def _check_unique(source: Location, names: Sequence[tuple[str, str]]) -> None:
     old_of: dict[str, str] = {}
     for old, new in names:
         other = old_of.setdefault(new, old)

@@ -19,11 +19,13 @@ from reshard import _core, opening
 from reshard.errors import ArgumentError, DestinationExistsError
 from reshard.layout import ModelLayout
 from reshard.options import Commit
+from reshard.storage.changes import make_folders
+from reshard.storage.location import Location, locate
 from reshard.verbs.convert import convert
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from reshard.checkpoint import Checkpoint
     from reshard.verbs.convert import ConvertReport
@@ -79,7 +81,7 @@ class DemoReport:
 
 
 def demo(
-    folder: Path,
+    folder: str | os.PathLike[str],
     n_bytes: int = 200_000_000,
     *,
     on_step: Callable[[DemoStep], object] | None = None,
@@ -99,20 +101,21 @@ def demo(
         ReshardError: a step failed; see `convert` and `open`.
 
     Example:
-        >>> import pathlib, tempfile
+        >>> import tempfile
         >>> from reshard.verbs.demo import demo
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     report = demo(pathlib.Path(folder), 1_000_000)
+        ...     report = demo(folder, 1_000_000)
         >>> report.equal, report.n_tensors
         (True, 39)
     """
     if n_bytes < 1_000_000:
         raise ArgumentError(f"a model of {n_bytes} bytes is too small for 4 parts; the minimum is 1000000")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder = locate(folder)
+    if folder.found() not in (None, "folder") or (folder.is_folder() and folder.names()):
         raise DestinationExistsError(
             f"{folder} is not an empty folder", path=str(folder), hint="pass a folder that is empty or does not exist"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     shapes = _shapes(n_bytes)
     steps: list[DemoStep] = []
 
@@ -123,10 +126,10 @@ def demo(
 
     model, sharded, resharded, merged = (folder / name for name in ("hf", "tp2_pp2", "tp4", "merged"))
 
-    def convert_and_compare(source: Path, target: Path, mesh: dict[str, int] | None) -> DemoStep:
+    def convert_and_compare(source: Location, target: Location, mesh: dict[str, int] | None) -> DemoStep:
         layout = None if mesh is None else layout_of(mesh)
         if layout is not None:
-            target.with_name(f"{target.name}.yaml").write_text(str(layout), encoding="utf-8")
+            locate(target.with_name(f"{target.name}.yaml")).replace(str(layout), durable=False)
         # Not durable: nobody needs these files after a power cut, and a sync measures the disk.
         report = convert(source, target, layout=layout, commit=Commit(durable=False), progress=progress)
         return _compare(report, model, 1 if mesh is None else mesh["tp"])
@@ -195,10 +198,10 @@ def _shapes(n_bytes: int) -> dict[str, Shape]:
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
 
 
-def _make(folder: Path, shapes: dict[str, Shape]) -> DemoStep:
+def _make(folder: Location, shapes: dict[str, Shape]) -> DemoStep:
     """Write the model, filled with random bits, as Hugging Face files: one for each layer and one for each end."""
     started = time.monotonic()
-    folder.mkdir()
+    make_folders(folder)
     groups: dict[str, list[str]] = {}
     for key in shapes:
         groups.setdefault(key.split(".")[2] if key.startswith("model.layers.") else key, []).append(key)
@@ -215,14 +218,14 @@ def _make(folder: Path, shapes: dict[str, Shape]) -> DemoStep:
         weight_map |= dict.fromkeys(keys, name)
     total = sum(2 * math.prod(shape) for shape in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    locate(folder / "model.safetensors.index.json").replace(json.dumps(index, indent=2), durable=False)
     return DemoStep("", str(folder), len(groups), n_bytes, time.monotonic() - started)
 
 
 # -- the verification
 
 
-def _compare(report: ConvertReport, model: Path, tp: int) -> DemoStep:
+def _compare(report: ConvertReport, model: Location, tp: int) -> DemoStep:
     """Compare every array in the written files with the model."""
     different: list[str] = []
     n_compared = 0

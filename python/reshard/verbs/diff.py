@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from reshard import _core, dtypes, opening
-from reshard.arguments import checked
-from reshard.small_files import parse_size
+from reshard.arguments import checked, parse_size
 
 if TYPE_CHECKING:
     import os

@@ -7,7 +7,6 @@ contents of the selected checkpoint are read, as the run would read them, until 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard import _core, opening
@@ -17,6 +16,7 @@ from reshard.formats.scrub import Fault, fault_of, scrub_folder, scrub_plain
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import path_of
 from reshard.resume import decide, evaluate
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, Part
@@ -107,7 +107,7 @@ def _read(
     facts: ResumeFacts, decision: ResumeDecision, progress: _core.Progress | None
 ) -> tuple[list[Fault], Contents, int]:
     """Compare what a run would read: the faults, whether there are checksums, and the bytes of the files."""
-    path = Path(str(decision.path))
+    path = locate(str(decision.path))
     try:
         if facts.kind == "rank_folders":
             n_ranks = next(one.world_size or 0 for one in facts.candidates if one.path == decision.path)
@@ -116,7 +116,7 @@ def _read(
                 add_rank_file(index, path_of(str(path.parent.parent), path.name, rank))
             return _own_sums(index)
         with opening.open(path) as checkpoint:
-            if checkpoint.manifest is None or not path.is_dir():
+            if checkpoint.manifest is None or not path.is_folder():
                 return _own_sums(checkpoint._index)  # noqa: SLF001  as `scrub`, file by file
             return _manifest_sums(checkpoint, checkpoint.manifest, decision, progress)
     except ReshardError as error:
@@ -140,8 +140,8 @@ def _manifest_sums(
             progress(done, total)
 
     # Through the page cache, as the run reads.
-    found = scrub_plain(checkpoint.path, manifest)
-    found += scrub_folder(checkpoint.path, manifest, names, direct=False, advance=advance)
+    found = scrub_plain(checkpoint.data.path, manifest)
+    found += scrub_folder(checkpoint.data.path, manifest, names, direct=False, advance=advance)
     return found, "compared", total + sum(entry.n_bytes for entry in manifest.files.values())
 
 
@@ -157,6 +157,6 @@ def _own_sums(index: _core.Index) -> tuple[list[Fault], Contents, int]:
             if index.verify_crc(file):
                 proven += index.file_bytes(file)
         except ReshardError as error:
-            found.append(fault_of(error, Path(index.file_path(file)).name))
+            found.append(fault_of(error, locate(index.file_path(file)).name))
     index.close()
     return found, "compared" if proven else "no sums", proven

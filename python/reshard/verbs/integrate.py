@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.small_files import show
+from reshard.storage.changes import remove_folder
+from reshard.storage.location import Location, locate
 from reshard.verbs.convert import convert
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -74,7 +75,7 @@ def integrate(
         >>> reshard.open("run_integrated/iteration_00000007").read("w")
         array([0., 1., 2., 3.])
     """
-    target = integrated_root(root) / checkpoint2.iteration_folder_name(report.iteration)
+    target = locate(integrated_root(root)) / checkpoint2.iteration_folder_name(report.iteration)
     try:
         convert(
             report.path,
@@ -94,16 +95,16 @@ def integrate(
     return _remove_outdated(target, keep)
 
 
-def _remove_outdated(target: Path, keep: int | None) -> list[str]:
+def _remove_outdated(target: Location, keep: int | None) -> list[str]:
     """Remove the older folders. All ranks try, and a folder that another rank has removed is no error."""
     if keep is None:
         return []
-    matches = [match for one in target.parent.iterdir() if (match := _FOLDER.fullmatch(one.name)) is not None]
+    matches = [match for name in target.parent.names() if (match := _FOLDER.fullmatch(name)) is not None]
     older = sorted((match for match in matches if match[0] != target.name), key=lambda match: int(match[1]))
     warnings = []
     for match in older[: max(0, len(older) + 1 - keep)]:
         folder = target.with_name(match[0])
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         if folder.exists():
             warnings.append(f"{show(str(folder))} is not removed")
     return warnings

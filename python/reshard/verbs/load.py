@@ -16,7 +16,6 @@ import math
 import os
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from reshard import opening
@@ -46,9 +45,10 @@ from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.options import Reading, Verify, explains_moved
 from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, decide
-from reshard.small_files import show
 from reshard.storage import protocol
+from reshard.storage.location import Location, locate
 from reshard.verbs.pending_load import PendingLoad
+from reshard.words import show
 from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def load_with(
             if scrub:
                 if checkpoint.manifest is not None and members.rank == 0:
                     with contextlib.suppress(StorageError):  # then it is not recorded
-                        states[str(decision.path)] = proofs.state_of(checkpoint.path, checkpoint.manifest)
+                        states[str(decision.path)] = proofs.state_of(checkpoint.data.path, checkpoint.manifest)
                 checkpoint.scrub((members.rank, members.world_size), threads=threads)
             return read(checkpoint, decision)
 
@@ -339,8 +339,8 @@ def load_with(
         if not found:
             assert not isinstance(loaded, BaseException)
             if decision.path in states:
-                _record(Path(decision.path), states[decision.path])
-            _note(Path(decision.path))
+                _record(locate(decision.path), states[decision.path])
+            _note(locate(decision.path))
             return decision, loaded
         del loaded  # its memory is needed for the next
         number, reason = found[0]
@@ -362,12 +362,13 @@ def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, itera
     folder, number = split_iteration(asked.load_path)
     if number is not None:
         raise ArgumentError(f"`iteration` is {iteration}, and {asked.load_path} names one already")
-    return replace(asked, load_path=str(Path(folder) / checkpoint2.iteration_folder_name(iteration)))
+    return replace(asked, load_path=str(locate(folder) / checkpoint2.iteration_folder_name(iteration)))
 
 
 def _is_pretrained(path: str) -> bool:
     """Whether there is a model to start from, such as a Hugging Face folder."""
-    return Path(path).exists() and registry.detect(Path(path)).traits.is_pretrained
+    location = locate(path)
+    return location.found() is not None and registry.detect(location).traits.is_pretrained
 
 
 def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout | None:
@@ -456,7 +457,7 @@ def _choose_save(
     facts = gather_saves(terms.config, terms.run, tree, ranks=ranks, method=terms.method, faults=faults)
     decision = _decide(terms, facts)
     n_ranks = next((one.world_size or 0 for one in facts.candidates if one.path == decision.path), 0)
-    return decision, lambda: _open_save(terms, tree.path, Path(str(decision.path)).name, n_ranks, ranks.world_size)
+    return decision, lambda: _open_save(terms, tree.path, locate(str(decision.path)).name, n_ranks, ranks.world_size)
 
 
 def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: int) -> Checkpoint:
@@ -464,7 +465,9 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
     own = terms.own_file
     if own is None:
         files = {rank: path_of(root, save, rank) for rank in range(n_ranks)}
-        return Checkpoint(open_rank_files(Path(root), files, strategy_for(Path(root), terms.strategy), terms.method))
+        return Checkpoint(
+            open_rank_files(locate(root), files, strategy_for(locate(root), terms.strategy), terms.method)
+        )
     if not own < n_ranks or world_size not in (1, n_ranks):
         raise MismatchError(
             f"{show(root)} was saved by {n_ranks} ranks, and this is rank {own} of {world_size}: its own file is not "
@@ -510,7 +513,7 @@ def _damage_of(error: ReshardError) -> str | None:
     return opening.reason_of(error) if is_about_files and opening.is_damage(error) else None
 
 
-def _record(path: Path, state: str) -> None:
+def _record(path: Location, state: str) -> None:
     """Record for retention that all shard files of an iteration were read and are right, if the other files are."""
     if checkpoint2.parse_iteration_folder(path.name) is None:
         return
@@ -522,14 +525,14 @@ def _record(path: Path, state: str) -> None:
         _log.info("that %s was verified is not recorded: %s", path, error.message)
 
 
-def _note(path: Path) -> None:
+def _note(path: Location) -> None:
     """Remember which newer iterations were skipped: the first save after this load records it."""
     number = checkpoint2.parse_iteration_folder(path.name)
     if number is not None and checkpoint2.is_root(path.parent):
         pass_over(path.parent, number)
 
 
-def pass_over(root: Path, number: int) -> None:
+def pass_over(root: str | os.PathLike[str], number: int) -> None:
     """Resume from an older iteration of a root on purpose: the first save records which newer ones are skipped.
 
     Args:
@@ -537,9 +540,10 @@ def pass_over(root: Path, number: int) -> None:
         number: the iteration; -1: all are skipped.
 
     Example:
-        >>> pass_over(Path("no/such/root"), 400)
+        >>> pass_over("no/such/root", 400)
     """
-    newer = opening.newer_than(root, number) if root.is_dir() else ()
+    root = locate(root)
+    newer = opening.newer_than(root, number) if root.is_folder() else ()
     if newer:
         pending_rollback.record(root, number, newer)
         # Saves from here on get a new generation number, which tells them from the skipped iterations.

@@ -16,14 +16,13 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
 from reshard.options import explains_moved, retention_of
-from reshard.small_files import show
+from reshard.words import show
 from reshard.write.retention import Removed, pin, remove, unpin
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard import _core
     from reshard.options import RetentionLike
+    from reshard.storage.location import Location
 
 __all__ = ["Removed", "pin", "prune", "unpin"]
 
@@ -84,7 +83,7 @@ def prune(
     )
 
 
-def _fault(folder: Path) -> str | None:
+def _fault(folder: Location) -> str | None:
     """Why an iteration folder without a manifest is not a complete checkpoint; None if it is."""
     try:
         Checkpoint(open_folder(folder, "auto")).close()

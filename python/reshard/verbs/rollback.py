@@ -7,9 +7,7 @@ The tracker is moved to that iteration. Newer iterations are marked as tracked, 
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import opening
@@ -19,12 +17,14 @@ from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
-from reshard.small_files import show
 from reshard.storage import claims, protocol, recovery, staging
+from reshard.storage.location import Location, locate
 from reshard.verbs.verify import verify as verify_checkpoint
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
+    import os
+
     from reshard import _core
 
 __all__ = ["Rollback", "rollback"]
@@ -92,7 +92,7 @@ def rollback(
         >>> reshard.open("rolled_back").iteration
         200
     """
-    path = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
+    path = locate(root).absolute()
     checkpoint2.iteration_folder_name(iteration)  # refuses an invalid iteration
     if dry_run:
         is_verified = _check(_folder(path, iteration), verify=verify, threads=threads, progress=progress)
@@ -118,14 +118,14 @@ def rollback(
     return changes
 
 
-def _folder(root: Path, iteration: int) -> Path:
+def _folder(root: Location, iteration: int) -> Location:
     name = dict(checkpoint2.list_iterations(root)).get(iteration)
     if name is None:
         raise _not_found(root, iteration)
     return root / name
 
 
-def _not_found(root: Path, iteration: int) -> CheckpointNotFoundError:
+def _not_found(root: Location, iteration: int) -> CheckpointNotFoundError:
     found = [str(number) for number, _ in checkpoint2.list_iterations(root)]
     hint = "give the folder that holds the iteration folders"
     if found:
@@ -135,7 +135,9 @@ def _not_found(root: Path, iteration: int) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"there is no iteration {iteration} in {show(str(root))}", path=str(root), hint=hint)
 
 
-def _check(folder: Path, *, verify: bool, threads: int | None = None, progress: _core.Progress | None = None) -> bool:
+def _check(
+    folder: Location, *, verify: bool, threads: int | None = None, progress: _core.Progress | None = None
+) -> bool:
     """Refuse an iteration that is not complete; whether all its bytes were compared."""
     if not verify:
         Checkpoint(open_folder(folder, "auto")).close()
@@ -152,16 +154,16 @@ def _check(folder: Path, *, verify: bool, threads: int | None = None, progress: 
     return all(one.verified for one in report.checkpoints)
 
 
-def _changes(root: Path, iteration: int, *, verified: bool) -> Rollback:
+def _changes(root: Location, iteration: int, *, verified: bool) -> Rollback:
     newer = tuple(number for number, _ in checkpoint2.list_iterations(root) if number > iteration)
     return Rollback(iteration, checkpoint2.resolve_candidates(root).tracker, newer, verified)
 
 
-def _move(root: Path, changes: Rollback) -> None:
+def _move(root: Location, changes: Rollback) -> None:
     """Move the tracker, under the lock."""
     for number, name in checkpoint2.list_iterations(root):
         # Before the tracker moves: an iteration above it without the mark counts as one whose save was interrupted.
-        if number > changes.iteration and os.path.lexists(root / name / manifests.MANIFEST_FILE):
+        if number > changes.iteration and (root / name / manifests.MANIFEST_FILE).exists():
             staging.mark_tracked(root / name, durable=True)
     staging.move_tracker(root, changes.iteration, durable=True)
     staging.mark_tracked(_folder(root, changes.iteration), durable=True)

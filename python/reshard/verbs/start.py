@@ -6,27 +6,29 @@ This module changes nothing and loads no tensors.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.config import split_iteration
 from reshard.errors import ReshardError
 from reshard.opening.gather import gather
 from reshard.resume import decide
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
+    import os
+
     from reshard.config import Config
     from reshard.resume import RunFacts
 
 __all__ = ["own_config", "start_of"]
 
 
-def own_config(config: Config, root: Path) -> Config:
+def own_config(config: Config, root: str | os.PathLike[str]) -> Config:
     """The configuration that resumes from the newest checkpoint that the run itself has saved.
 
     Example:
         >>> from reshard.config import Config
-        >>> own_config(Config(load_path="pretrained"), Path("tuning")).load_path
+        >>> own_config(Config(load_path="pretrained"), "tuning").load_path
         'tuning'
     """
     return replace(
@@ -34,7 +36,7 @@ def own_config(config: Config, root: Path) -> Config:
     )
 
 
-def start_of(config: Config, root: Path, facts: RunFacts) -> tuple[bool, str | None]:
+def start_of(config: Config, root: str | os.PathLike[str], facts: RunFacts) -> tuple[bool, str | None]:
     """What a run that saves into `root` starts from: its own newest checkpoint, or what its configuration loads.
 
     A configuration names what the first start loads, such as pretrained weights. The same configuration is used for
@@ -57,15 +59,15 @@ def start_of(config: Config, root: Path, facts: RunFacts) -> tuple[bool, str | N
         >>> from reshard.config import Config
         >>> from reshard.resume import RunFacts
         >>> weights = Config(load_path="pretrained")
-        >>> start_of(weights, Path("tuning"), RunFacts())
+        >>> start_of(weights, "tuning", RunFacts())
         (False, 'tuning holds no checkpoint: the run starts from pretrained')
         >>> _ = reshard.save("tuning", 200, {"w": np.zeros(1)})
-        >>> start_of(weights, Path("tuning"), RunFacts())
+        >>> start_of(weights, "tuning", RunFacts())
         (True, 'the run goes on from its own newest checkpoint, in tuning; pretrained is not loaded again')
     """
     folder, iteration = split_iteration(config.load_path)
     given = config.load_path or config.model_path or ""
-    is_same = bool(folder) and Path(folder).resolve() == root.resolve()
+    is_same = bool(folder) and locate(folder).resolved() == locate(root).resolved()
     if is_same and (config.resume or iteration is not None):
         return False, None
     own = own_config(config, root)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard import _core, opening
@@ -21,7 +20,8 @@ from reshard.formats import proofs
 from reshard.formats.checkpoint2.names import parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, scrub_folder
-from reshard.small_files import show
+from reshard.storage.location import Location, locate
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -124,7 +124,7 @@ def verify(
         (True, False)
     """
     started = time.monotonic()
-    target = Path(path)
+    target = locate(path)
     order, saves = opening.iterations(target), opening.rank_saves(target)
     jobs: Sequence[_CheckpointJob | _SaveJob]
     if saves:
@@ -152,19 +152,19 @@ def verify(
 class _CheckpointJob:
     """One checkpoint. Its manifest is read by the constructor, so that the total number of bytes is known."""
 
-    def __init__(self, path: Path, strategy: StrategyLike | None, *, is_given: bool) -> None:
+    def __init__(self, path: Location, strategy: StrategyLike | None, *, is_given: bool) -> None:
         self.path = path
         self.strategy = strategy
         self.is_given = is_given  # False: found in a root
         self.faults: list[Fault] = []
         self.manifest: Manifest | None = None
         self.names: list[str] = []
-        folder = path if path.is_dir() else path.parent
+        folder = path if path.is_folder() else path.parent
         try:
             manifest = manifests.read(folder)
         except ReshardError:
             return  # opening it reports the error
-        if path.is_dir():
+        if path.is_folder():
             self.manifest, self.names = manifest, list(manifest.shards)
         elif path.name in manifest.shards:
             self.manifest, self.names = manifest, [path.name]
@@ -180,13 +180,13 @@ class _CheckpointJob:
         before: str | None = None
         not_recorded: str | None = None
         if self.manifest is not None:
-            folder = self.path if self.path.is_dir() else self.path.parent
+            folder = self.path if self.path.is_folder() else self.path.parent
             if parse_iteration_folder(self.path.name) is not None:
                 try:
                     before = proofs.state_of(folder, self.manifest)
                 except ReshardError as error:
                     not_recorded = error.message
-            names = None if self.path.is_dir() else self.names
+            names = None if self.path.is_folder() else self.names
             self.faults += scrub_folder(folder, self.manifest, names, direct=direct, threads=threads, advance=advance)
             unread = {fault.file for fault in self.faults if not fault.is_damage}
             sizes = [
@@ -207,7 +207,7 @@ class _CheckpointJob:
             except ReshardError as error:
                 if isinstance(error, CheckpointNotFoundError) and self.is_given:
                     raise
-                name = None if error.path in (None, str(self.path)) else Path(str(error.path)).name
+                name = None if error.path in (None, str(self.path)) else locate(str(error.path)).name
                 self.faults.append(fault_of(error, name))
         state = _state(self.faults, is_compared=is_compared)
         if self.manifest is not None and before is not None and state in ("whole", "damaged"):
@@ -241,7 +241,7 @@ class _CheckpointJob:
                 if index.verify_crc(file):
                     compared.append(index.file_bytes(file))
             except ReshardError as error:
-                self.faults.append(fault_of(error, Path(index.file_path(file)).name))
+                self.faults.append(fault_of(error, locate(index.file_path(file)).name))
         return compared
 
 
@@ -250,7 +250,7 @@ class _SaveJob:
 
     n_bytes = 0
 
-    def __init__(self, root: Path, save: RankSave, strategy: StrategyLike | None) -> None:
+    def __init__(self, root: Location, save: RankSave, strategy: StrategyLike | None) -> None:
         self.root, self.save, self.strategy = root, save, strategy
 
     def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint:

@@ -17,7 +17,7 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

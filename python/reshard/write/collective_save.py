@@ -461,7 +461,7 @@ def _append_to_log(save: SaveFormat, published: Published, report: SaveReport) -
             wall_s=round(report.seconds, 3),
             stall_s=round(report.stall_seconds, 3),
             n_bytes=report.n_bytes,
-            epoch=published.generation,
+            generation=published.generation,
             attempt=published.attempt_id,
         )
         save_log.append(options.root, line, durable=options.durable, mode=options.file_mode)

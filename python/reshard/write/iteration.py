@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 from reshard import _core, dtypes
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.metadata import expressible, write_metadata
-from reshard.formats.checkpoint2.shards import FilePlan, Shard, TensorRecord, World, assign, shards_of
+from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
+from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shards_of
 from reshard.formats.tiled import names as tiles
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.layout.partition import TensorLayout
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
-    from pathlib import Path
     from typing import Any
 
     from reshard.formats.checkpoint2.names import Part
     from reshard.layout import BoundLayout
+    from reshard.storage.location import Location
 
 __all__ = [
     "Box",
@@ -81,7 +81,7 @@ class IterationPlan:
     Attributes:
         files: the shard files; a rank that writes nothing of a part has no file of it.
         records: the tensors that metadata.json describes.
-        world: the mesh it describes them on.
+        mesh: the mesh on which they lie.
         assigned: the files, as metadata.json needs them.
         prefix: first part of the names of the files.
         tiles: the content of tiles.json; None where metadata.json describes everything.
@@ -92,7 +92,7 @@ class IterationPlan:
 
     files: tuple[FileContent, ...]
     records: tuple[TensorRecord, ...]
-    world: World
+    mesh: _core.Mesh
     assigned: FilePlan
     prefix: str | None
     tiles: tiles.TilesFile | None
@@ -134,15 +134,17 @@ def plan_layout(
         (1, ('w',), 'model-0000001-0000002.safetensors')
     """
     checkpoint2.check_prefix(prefix)
-    world = World(tuple(bound.mesh.axes), tuple(bound.ranks))
-    records = [_record(key, tensor, bound) for key, tensor in tensors.items()]
+    mesh = bound.mesh
+    records = [
+        TensorRecord(key, tensor.dtype, tensor.part, bound.tensor_layouts[key]) for key, tensor in tensors.items()
+    ]
     joined = {key for join in bound.joins for key in join.keys}
     reasons = {key: "it is joined with others into one array" for key in tensors if key in joined}
-    reasons |= _reasons((record for record in records if record.key not in joined), world)
+    reasons |= _reasons((record for record in records if record.key not in joined), mesh)
     warnings = (*bound.warnings, *_inexpressible(reasons, strict=strict))
-    shards = shards_of((record for record in records if record.key not in joined), world)
+    shards = shards_of((record for record in records if record.key not in joined), mesh)
     shards += _joined_shards(tensors, bound)
-    assigned = assign(shards, world, dedup=dedup)
+    assigned = assign(shards, bound.ranks, dedup=dedup)
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
     files = _files(assigned, prefix, dtype_of)
@@ -152,7 +154,7 @@ def plan_layout(
     return IterationPlan(
         files,
         tuple(record for record in records if record.key not in reasons),
-        world,
+        mesh,
         assigned,
         prefix,
         builder.build(mapping) if len(builder) else None,
@@ -192,40 +194,40 @@ def plan_boxes(
         ([0, 1], ['w'])
     """
     checkpoint2.check_prefix(prefix)
-    world = World((("dp", n_ranks),))
+    mesh = _core.Mesh([("dp", n_ranks)])
     held = {key: _by_box(boxes[key]) for key in tensors}
     reasons: dict[str, str] = {}
     records = []
     for key, tensor in tensors.items():
         whole = ((0,) * len(tensor.shape), tensor.shape)
         if set(held[key]) == {whole} and len(held[key][whole]) == n_ranks:
-            records.append(TensorRecord(key, tensor.dtype, tensor.shape, tensor.part))
+            records.append(TensorRecord(key, tensor.dtype, tensor.part, TensorLayout(tensor.shape)))
         else:
             reasons[key] = "each rank holds a box of it, and no layout says which"
-    reasons |= _reasons(records, world)
+    reasons |= _reasons(records, mesh)
     shards = []
     for key, tensor in tensors.items():
         bits = dtypes.bits(tensor.dtype)
         for number, ((_, shape), ranks) in enumerate(held[key].items()):
-            shards.append(Shard(key, tensor.part, number, ranks, math.prod(shape) * bits))
-    assigned = assign(shards, world, dedup=dedup)
+            shards.append(HeldShard(key, tensor.part, number, ranks, math.prod(shape) * bits))
+    assigned = assign(shards, range(n_ranks), dedup=dedup)
     files = _files(assigned, prefix, {key: tensor.dtype for key, tensor in tensors.items()})
     builder = tiles.Builder()
     for file in files:
         for key in file.arrays:
             if key in reasons:
                 offset, shape = boxes[key][file.rank]
-                own = ((offset, shape, 0, _row_major(shape)),) if 0 not in shape else ()
-                stored = tiles.StoredArray(file.name, key, shape, own)
+                own = (_core.Tile(offset, shape, 0, _row_major(shape)),) if 0 not in shape else ()
+                stored = tiles.TiledArray(file.name, key, shape, own)
                 builder.add(key, tensors[key].dtype, tensors[key].shape, stored)
     content = builder.build() if len(builder) else None
     _check_coverage(content)
     warnings = _inexpressible(reasons, strict=strict)
     described = tuple(record for record in records if record.key not in reasons)
-    return IterationPlan(files, described, world, assigned, prefix, content, _holders(shards), reasons, warnings)
+    return IterationPlan(files, described, mesh, assigned, prefix, content, _holders(shards), reasons, warnings)
 
 
-def write_descriptions(plan: IterationPlan, folder: Path, *, mode: int, durable: bool) -> None:
+def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int, durable: bool) -> None:
     """Write metadata.json, and tiles.json where the plan has one.
 
     Raises:
@@ -234,7 +236,7 @@ def write_descriptions(plan: IterationPlan, folder: Path, *, mode: int, durable:
     write_metadata(
         folder / checkpoint2.METADATA_FILE,
         plan.records,
-        plan.world,
+        plan.mesh,
         plan.assigned,
         prefix=plan.prefix,
         mode=mode,
@@ -277,8 +279,8 @@ def describe_cut(
                 by_key[key].append(tile)
         for key, own in by_key.items():
             # Flattened blocks that share a block which is not split may overlap in it.
-            overlapping = bool(bound.specs[key].flat)
-            stored = tiles.StoredArray(file.name, array, shape, tuple(own))
+            overlapping = bool(bound.tensor_layouts[key].partition.flat)
+            stored = tiles.TiledArray(file.name, array, shape, tuple(own))
             builder.add(key, tensors[key].dtype, tensors[key].shape, stored, overlapping=overlapping)
 
 
@@ -300,28 +302,11 @@ class JointProgress:
 # -- helpers
 
 
-def _record(key: str, tensor: WholeTensor, bound: BoundLayout) -> TensorRecord:
-    spec = bound.specs[key]
-    return TensorRecord(
-        key=key,
-        dtype=tensor.dtype,
-        shape=spec.shape,
-        part=tensor.part,
-        cut=spec.cut,
-        uneven=spec.uneven,
-        sizes=spec.sizes,
-        blocks=spec.blocks,
-        flat=spec.flat,
-        stored=spec.stored,
-        place=spec.place,
-    )
+def _reasons(records: Iterable[TensorRecord], mesh: _core.Mesh) -> dict[str, str]:
+    return {record.key: reason for record in records if (reason := inexpressible(record, mesh)) is not None}
 
 
-def _reasons(records: Iterable[TensorRecord], world: World) -> dict[str, str]:
-    return {record.key: reason for record in records if (reason := expressible(record, world)) is not None}
-
-
-def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> list[Shard]:
+def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> list[HeldShard]:
     """The distinct parts of joined arrays, and who holds each: found by what they consist of."""
     holders: dict[tuple[str, int, tuple[object, ...]], list[int]] = {}
     for rank in sorted(bound.ranks) if bound.joins else ():
@@ -336,7 +321,7 @@ def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> li
     shards, numbers = [], dict.fromkeys(members, 0)
     for (name, n_elements, _), ranks in holders.items():
         part = tensors[members[name][0]].part
-        shards.append(Shard(name, part, numbers[name], tuple(ranks), n_elements * 8))
+        shards.append(HeldShard(name, part, numbers[name], tuple(ranks), n_elements * 8))
         numbers[name] += 1
     return shards
 
@@ -369,7 +354,7 @@ def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) 
     )
 
 
-def _holders(shards: Iterable[Shard]) -> dict[str, list[tuple[int, ...]]]:
+def _holders(shards: Iterable[HeldShard]) -> dict[str, list[tuple[int, ...]]]:
     holders: dict[str, list[tuple[int, ...]]] = {}
     for shard in shards:
         holders.setdefault(shard.key, []).append(shard.holders)
@@ -399,7 +384,7 @@ def _check_coverage(content: tiles.TilesFile | None) -> None:
         for one in tensor.stored:
             if one.file not in files:
                 files[one.file] = index.add_file(one.file)  # nothing is opened
-            stored.append((files[one.file], one.name, one.shape, one.tiles))
+            stored.append(_core.StoredArray(files[one.file], one.name, one.shape, one.tiles))
         try:
             index.add_tiles(key, tensor.dtype, tensor.shape, stored)
         except ReshardError as error:

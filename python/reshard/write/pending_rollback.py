@@ -1,15 +1,15 @@
-"""What this process resumed from: the one fact that a load leaves for the first save after it.
+"""The iteration that this process resumed from: what a load records for the first save after it.
 
-A run that resumed from an older iteration than the newest has passed others over. Its first save may move the tracker
-back, and its manifest says which iterations are no candidates from then on. Any other save below the tracker is
-refused.
+A run that resumed from an older iteration than the newest has skipped others. Its first save may move the tracker back,
+and its manifest says which iterations are not candidates from then on. Any other save below the tracker is refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:
     import os
@@ -19,10 +19,10 @@ __all__ = ["PendingRollback", "forget", "get", "record"]
 
 @dataclass(frozen=True)
 class PendingRollback:
-    """An iteration that was taken though newer ones are there.
+    """An iteration that a run resumed from although newer ones exist.
 
     Attributes:
-        iteration: the one that was taken.
+        iteration: the one that it resumed from.
         passed_over: the newer ones, ascending.
     """
 
@@ -30,11 +30,16 @@ class PendingRollback:
     passed_over: tuple[int, ...]
 
 
-_taken: dict[Path, PendingRollback] = {}
+_pending: dict[Location, PendingRollback] = {}
 
 
 def record(root: str | os.PathLike[str], iteration: int, passed_over: tuple[int, ...] = ()) -> None:
-    """Remember that this process goes on from an iteration of a root, and which newer ones it passed over.
+    """Record that this process resumed from an iteration of a root, and which newer ones it skipped.
+
+    Args:
+        root: the checkpoint root.
+        iteration: what it resumed from.
+        passed_over: the newer iterations.
 
     Example:
         >>> record("output", 400, (500,))
@@ -42,14 +47,14 @@ def record(root: str | os.PathLike[str], iteration: int, passed_over: tuple[int,
         PendingRollback(iteration=400, passed_over=(500,))
         >>> forget("output")
     """
-    _taken[Path(root).resolve()] = PendingRollback(iteration, tuple(sorted(passed_over)))
+    _pending[locate(root).resolved()] = PendingRollback(iteration, tuple(sorted(passed_over)))
 
 
 def get(root: str | os.PathLike[str]) -> PendingRollback | None:
-    """What was noted of a root and no save has used yet."""
-    return _taken.get(Path(root).resolve())
+    """What was recorded of a root and no save has used yet."""
+    return _pending.get(locate(root).resolved())
 
 
 def forget(root: str | os.PathLike[str]) -> None:
-    """Once a save has recorded it, it has had its effect."""
-    _taken.pop(Path(root).resolve(), None)
+    """Drop the record of a root, once a save has written it down."""
+    _pending.pop(locate(root).resolved(), None)

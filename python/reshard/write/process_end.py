@@ -30,8 +30,8 @@ def call_at_end(function: Callable[[], None], priority: int) -> None:
 
     Args:
         function: must not raise, and does nothing when it is called again.
-        priority: `SAVES` or `CLAIMS`; the order in a worker of `multiprocessing`. Elsewhere what is registered last is
-            called first.
+        priority: `SAVES` or `CLAIMS`; the order in a worker of `multiprocessing`. Elsewhere the function that is
+            registered last is called first.
 
     Example:
         >>> call_at_end(lambda: None, SAVES)

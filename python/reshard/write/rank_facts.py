@@ -20,8 +20,7 @@ from reshard.formats.checkpoint2.names import Part  # noqa: TC001  messages are 
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
 from reshard.layout.resolve import is_counter
 from reshard.layout.strategy import box_of
-from reshard.small_files import show
-from reshard.words import ranks_named
+from reshard.words import ranks_named, show
 from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 
 if TYPE_CHECKING:
@@ -272,7 +271,7 @@ def _with_members(
     State that is joined has the shapes of its parameters, which need not be given again. Where they are given, they
     say which parameters of the join have state.
     """
-    joins = {rule.flat.join for rule in layout.rules if rule.flat is not None and rule.flat.join is not None}
+    joins = {rule.join for rule in layout.rules if rule.join is not None}
     alone = [key for key in given if key not in found]
     slots = _slots(joins, found, parts, given) if layout.optimizer.follow else {}
     states = {

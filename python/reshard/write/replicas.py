@@ -21,8 +21,7 @@ from reshard.errors import ArgumentError, MismatchError
 from reshard.formats import state
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.layout.patterns import Pattern, glob_of
-from reshard.small_files import show
-from reshard.words import ranks_named
+from reshard.words import ranks_named, show
 from reshard.write.arrays import local_arrays
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """Which iterations are kept, and how the others are removed.
 
-`plan` decides, from facts alone. Kept are: the newest `keep` complete ones, what the tracker names, what is pinned,
-every Nth and the best if asked for. Not removed either, whatever is asked for: what is incomplete or not understood
-(it may be evidence), what is above the tracker (left by a rollback, or newer than this program knows),
-and the newest verified one. Whatever is in memory of earlier saves plays no part: the facts come from the directory.
+`plan` decides, from facts alone. These are kept: the newest `keep` complete iterations, the one that the tracker names,
+pinned ones, and on request every Nth and the best. These are never removed: incomplete ones and those of an unknown
+form, those above the tracker (left by a rollback, or newer than this program knows), and the newest verified one. The
+facts come from the folder, not from the memory of earlier saves.
 
 An iteration is verified if all its bytes have been compared with its manifest since it was written: before a save was
 published (`Verify.after_save`), by `verify`, by a load with `verify="full"`, or here. The result is recorded beside it
@@ -15,19 +15,16 @@ published (`Verify.after_save`), by `verify`, by a load with `verify="full"`, or
   by every rank before it is published (`must_read_back`): one save in `keep`. With `keep=1` it is every save.
 - Where no iteration has a manifest, as MindSpore Transformers saves, the structure is all that can be checked.
 
-An iteration is removed by a rename into the trash, one after the other, the oldest first, and is deleted there. One
-that is being read is skipped. `apply` never fails a save: what the system refuses is a warning.
+An iteration is removed by a rename into the trash, the oldest first, and deleted there. One that is being read is
+skipped. `apply` never fails a save: an error of the system becomes a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
@@ -39,12 +36,14 @@ from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE, TRACKED_FILE
 from reshard.formats.scrub import is_damage, scrub_folder
-from reshard.small_files import show
 from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import UNFINISHED_FILE
+from reshard.storage.location import Location, locate
 from reshard.storage.trash import REMOVED, TRASH_FOLDER
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard.formats.manifest import Manifest
@@ -226,9 +225,10 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
         >>> must_read_back("read-back", 3, keep=2), must_read_back("read-back", 3, keep=3)
         (True, False)
     """
-    listed = checkpoint2.resolve_candidates(root)
+    place = locate(root)
+    listed = checkpoint2.resolve_candidates(place)
     there = [one for one in sorted(listed.folders, reverse=True) if one[0] != iteration]
-    if len(there) < keep and not _has_passed_over(Path(root), there):
+    if len(there) < keep and not _has_passed_over(place, there):
         return False
     n_left = keep - 1
     for number, name in there:
@@ -236,14 +236,14 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
             break
         if listed.tracker is not None and number > listed.tracker:
             continue
-        proof = _proof(Path(root) / name)
+        proof = _proof(place / name)
         if proof is not None and proof.fault is None:
             return False
         n_left -= proof is None
     return True
 
 
-def _has_passed_over(root: Path, there: Sequence[tuple[int, str]]) -> bool:
+def _has_passed_over(root: Location, there: Sequence[tuple[int, str]]) -> bool:
     """Whether one of these iterations records that another one was skipped when a run resumed below it."""
     numbers = {number for number, _ in there}
     for _, name in there:
@@ -253,7 +253,7 @@ def _has_passed_over(root: Path, there: Sequence[tuple[int, str]]) -> bool:
     return False
 
 
-def _proof(folder: Path) -> proofs.Proof | None:
+def _proof(folder: Location) -> proofs.Proof | None:
     try:
         return proofs.read(folder, manifests.read(folder))
     except ReshardError:
@@ -266,7 +266,7 @@ def apply(
     *,
     dry_run: bool = False,
     durable: bool = True,
-    original_fault: Callable[[Path], str | None] | None = None,
+    original_fault: Callable[[Location], str | None] | None = None,
     verify: bool = True,
     verified: Collection[str] = (),
 ) -> Removed:
@@ -314,7 +314,7 @@ def remove(
     *,
     dry_run: bool = False,
     durable: bool = True,
-    original_fault: Callable[[Path], str | None] | None = None,
+    original_fault: Callable[[Location], str | None] | None = None,
     verify: bool = True,
     verified: Collection[str] = (),
     progress: _core.Progress | None = None,
@@ -344,7 +344,7 @@ def remove(
         ...     remove(root, Retention(keep=2)).iterations
         ()
     """
-    path = Path(os.path.abspath(root))  # noqa: PTH100  not resolved: a link stays the user's business
+    path = locate(root).absolute()
     judge, known = original_fault or _original_fault, set(verified)
     faults: dict[str, str] = {}  # found here, by the digest of the manifest
     done = _Done()
@@ -421,20 +421,18 @@ def unpin(root: str | os.PathLike[str], iteration: int) -> None:
         filesystem.sync(folder)
 
 
-def _folder(root: str | os.PathLike[str], iteration: int) -> Path:
+def _folder(root: str | os.PathLike[str], iteration: int) -> Location:
     name = dict(checkpoint2.list_iterations(root)).get(iteration)
     if name is None:
-        raise CheckpointNotFoundError(
-            f"there is no iteration {iteration} in {show(os.fspath(root))}", path=os.fspath(root)
-        )
-    return Path(root) / name
+        raise CheckpointNotFoundError(f"there is no iteration {iteration} in {show(str(root))}", path=str(root))
+    return locate(root) / name
 
 
 # -- the facts
 
 
 def _look(
-    root: Path, judge: Callable[[Path], str | None], verified: Collection[str], faults: Mapping[str, str]
+    root: Location, judge: Callable[[Location], str | None], verified: Collection[str], faults: Mapping[str, str]
 ) -> tuple[list[Facts], int | None]:
     """The facts of all iterations, and the tracker.
 
@@ -461,7 +459,7 @@ def _look(
                 name=name,
                 fault=damage,
                 is_verified=is_verified,
-                is_pinned=os.path.lexists(root / name / PINNED_FILE),
+                is_pinned=(root / name / PINNED_FILE).exists(),
                 is_debris=damage is not None and staging.unfinished(root / name) == REMOVED,
                 is_passed_over=iteration in behind,
                 is_unknown=is_unknown,
@@ -472,17 +470,17 @@ def _look(
     return facts, listed.tracker
 
 
-def _folder_facts(root: Path, iteration: int, name: str, manifest: Manifest | None) -> candidates.Folder:
-    is_tracked = os.path.lexists(root / name / TRACKED_FILE)
+def _folder_facts(root: Location, iteration: int, name: str, manifest: Manifest | None) -> candidates.Folder:
+    is_tracked = (root / name / TRACKED_FILE).exists()
     if manifest is None:
         return candidates.Folder(iteration, name, is_tracked)
     return candidates.Folder(
-        iteration, name, is_tracked, manifest.epoch, manifest.previous_tracker, tuple(manifest.passed_over)
+        iteration, name, is_tracked, manifest.generation, manifest.previous_tracker, tuple(manifest.passed_over)
     )
 
 
 def _contents(
-    folder: Path, manifest: Manifest, verified: Collection[str], faults: Mapping[str, str]
+    folder: Location, manifest: Manifest, verified: Collection[str], faults: Mapping[str, str]
 ) -> tuple[bool, str | None]:
     """Whether the contents were verified, and the fault that was found in them."""
     if manifest.digest in verified:
@@ -495,14 +493,14 @@ def _contents(
     return proof is not None, None
 
 
-def _judge(folder: Path, judge: Callable[[Path], str | None]) -> tuple[Manifest | None, str | None, bool]:
+def _judge(folder: Location, judge: Callable[[Location], str | None]) -> tuple[Manifest | None, str | None, bool]:
     """The manifest of a complete iteration, or why it is not complete, and whether that is merely not known."""
     try:
         has_manifest = _is_there(folder / MANIFEST_FILE)
         if staging.unfinished(folder) not in (None, REMOVED):
             return None, "it is being written", False
         if not has_manifest:
-            is_ours = os.path.lexists(folder / UNFINISHED_FILE)
+            is_ours = (folder / UNFINISHED_FILE).exists()
             return None, "it was being removed" if is_ours else judge(folder), False
         manifest = manifests.read(folder)
         manifests.check_sizes(folder, manifest)
@@ -511,24 +509,21 @@ def _judge(folder: Path, judge: Callable[[Path], str | None]) -> tuple[Manifest 
     return manifest, None, False
 
 
-def _is_there(path: Path) -> bool:
-    """Whether there is a file; unlike `lexists`, a folder that may not be searched is an error. Raises StorageError."""
+def _is_there(path: Location) -> bool:
+    """Whether there is a file; unlike `exists`, a folder that may not be searched is an error. Raises StorageError."""
     try:
-        with filesystem.failing("looking at", path):
-            path.lstat()
-    except StorageError as error:
-        if error.errno == errno.ENOENT:
-            return False
-        raise
+        path.stat()
+    except CheckpointNotFoundError:
+        return False
     return True
 
 
-def _original_fault(folder: Path) -> str | None:
+def _original_fault(folder: Location) -> str | None:
     """Why an iteration without manifest is not complete, by the files that are there; their contents are not read."""
     metadata = folder / checkpoint2.METADATA_FILE
-    if os.path.lexists(metadata):
-        index = _core.Index.from_metadata(str(metadata))
-        paths = [Path(index.file_path(number)) for number in range(index.n_files)]
+    if metadata.exists():
+        index = _core.Index.from_metadata(str(metadata.local))
+        paths = [locate(index.file_path(number)) for number in range(index.n_files)]
     else:
         paths = [folder / name for name in checkpoint2.list_shard_files(folder)]
     if not paths:
@@ -537,12 +532,12 @@ def _original_fault(folder: Path) -> str | None:
     if missing is not None:
         return f"there is no file {show(missing.name)}"
     index = _core.Index()
-    if writer_mark.is_marked(index, index.add_file(str(paths[0]), follow_links=False)):
-        return "it holds shard files of ours, and no manifest"
+    if writer_mark.is_marked(index, index.add_file(str(paths[0].local), follow_links=False)):
+        return "it holds shard files of this package, and no manifest"
     return None
 
 
-def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
+def _best(root: Location, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
     complete = {one.iteration for one in facts if one.fault is None}
     name = metric.removeprefix("-")
     # A manifest without metrics may be of a release that wrote them to the log alone.
@@ -556,7 +551,7 @@ def _best(root: Path, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
     if complete and not values.keys() & complete:
         # Then the best are not known: all are kept.
         raise DamagedFileError(
-            f"the log of saves in {show(str(root))} tells of no metric {show(name)} of any iteration that is there, "
+            f"the log of saves in {show(str(root))} holds no metric {show(name)} of any iteration that exists, "
             "and no manifest holds it",
             path=str(root),
         )
@@ -587,11 +582,10 @@ class _Done:
 
 
 def _verify(
-    folder: Path, known: set[str], faults: dict[str, str], warnings: list[str], progress: _core.Progress | None
+    folder: Location, known: set[str], faults: dict[str, str], warnings: list[str], progress: _core.Progress | None
 ) -> None:
     """Compare an iteration with its manifest, and record the result: in `known` or `faults`, and beside it."""
-    handle = manifests.read_lock(folder)  # no other process removes it meanwhile
-    try:
+    with manifests.read_lock(folder):  # no other process removes it meanwhile
         manifest = manifests.read(folder)
         state = proofs.state_of(folder, manifest)
         done, total = 0, sum(entry.n_bytes for entry in manifest.shards.values())
@@ -603,8 +597,6 @@ def _verify(
                 progress(done, total)
 
         found = scrub_folder(folder, manifest, advance=advance)
-    finally:
-        os.close(handle)
     if found:
         fault = next((one for one in found if one.is_damage), found[0])
         verdict = "found damaged when it was verified" if fault.is_damage else "could not be verified"
@@ -620,7 +612,7 @@ def _verify(
         warnings.append(f"{folder.name} was verified, and the result is not recorded: {error.message}")
 
 
-def _carry_out(root: Path, decision: _Decision, done: _Done, *, durable: bool) -> None:
+def _carry_out(root: Location, decision: _Decision, done: _Done, *, durable: bool) -> None:
     if decision.first and not decision.has_verified:
         reason = "nothing that would stay has been verified"
         done.kept = dict.fromkeys((one.iteration for one in decision.gone), reason)
@@ -632,7 +624,7 @@ def _carry_out(root: Path, decision: _Decision, done: _Done, *, durable: bool) -
         _remove(root, one, done, durable=durable)
 
 
-def _remove(root: Path, one: Facts, done: _Done, *, durable: bool) -> None:
+def _remove(root: Location, one: Facts, done: _Done, *, durable: bool) -> None:
     folder = root / one.name
     n_bytes = _n_bytes(folder)
     with trash.reader_held_off(folder) as is_free:
@@ -651,7 +643,7 @@ def _remove(root: Path, one: Facts, done: _Done, *, durable: bool) -> None:
     done.n_bytes += n_bytes
 
 
-def _n_bytes(folder: Path) -> int:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+def _n_bytes(folder: Location) -> int:
+    with contextlib.suppress(ReshardError):
+        return sum((folder / name).stat().n_bytes for name in folder.names())
     return 0

@@ -28,7 +28,8 @@ from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.layout import as_layout
 from reshard.options import SaveOptions, explains_moved
-from reshard.small_files import show
+from reshard.storage.host import boot_id
+from reshard.words import show
 from reshard.write import background
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
@@ -434,8 +435,4 @@ def _digests(extra: Mapping[str, object] | None) -> dict[str, str]:
 
 def _host() -> str:
     """The identity of this machine: the host name alone may be that of every container."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
+    return f"{socket.gethostname()} {boot_id()}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reshard import _core
 from reshard.errors import DamagedFileError
-from reshard.small_files import show
+from reshard.words import show
 from reshard.write import background
 
 if TYPE_CHECKING:

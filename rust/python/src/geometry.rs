@@ -1,21 +1,18 @@
 //! Mesh, layout and request.
 
 use crate::errors::raise;
+use crate::records::TILE;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use reshard_core::layout::{Block, DimSpec, Spec, Uneven};
+use reshard_core::layout::{Block, DimPartition, Uneven};
+use reshard_core::mesh::Place;
 use reshard_core::region::Region;
 use reshard_core::{Error, Kind};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// `(offset, shape, local_offset, local_strides)`
-pub(crate) type TileTuple<'py> = (
-    Bound<'py, PyTuple>,
-    Bound<'py, PyTuple>,
-    u64,
-    Bound<'py, PyTuple>,
-);
+/// An entry of `place`: names of axes, first = outermost, and the folded coordinate on them.
+type NamedPlace = (Vec<String>, u64);
 
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Mesh(pub(crate) Arc<reshard_core::mesh::Mesh>);
@@ -52,6 +49,140 @@ impl Mesh {
             .map(|(axis, (name, _))| (name.clone(), self.0.coordinate(position, axis)))
             .collect())
     }
+
+    fn fixed(&self, py: Python<'_>, place: Vec<NamedPlace>) -> PyResult<BTreeMap<String, u64>> {
+        let fixed = raise(py, self.fixed_axes(&place))?;
+        let axes = self.0.axes().iter().zip(fixed);
+        Ok(axes
+            .filter_map(|((name, _), at)| Some((name.clone(), at?)))
+            .collect())
+    }
+
+    fn held(&self, py: Python<'_>, place: Vec<NamedPlace>) -> PyResult<Vec<u64>> {
+        let fixed = raise(py, self.fixed_axes(&place))?;
+        Ok(self
+            .positions(&fixed)
+            .map(|position| self.0.rank_at(position))
+            .collect())
+    }
+
+    fn folded(
+        &self,
+        py: Python<'_>,
+        axes: Vec<String>,
+        place: Vec<NamedPlace>,
+    ) -> PyResult<Vec<u64>> {
+        let axes = raise(py, self.axis_numbers(&axes))?;
+        let fixed = raise(py, self.fixed_axes(&place))?;
+        Ok(self
+            .positions(&fixed)
+            .map(|position| self.0.fold(position, &axes))
+            .collect())
+    }
+}
+
+impl Mesh {
+    fn axis_numbers(&self, names: &[String]) -> reshard_core::Result<Vec<usize>> {
+        names.iter().map(|name| self.0.axis(name)).collect()
+    }
+
+    fn places(&self, place: &[NamedPlace]) -> reshard_core::Result<Vec<Place>> {
+        place
+            .iter()
+            .map(|(names, at)| Ok((self.axis_numbers(names)?, *at)))
+            .collect()
+    }
+
+    fn fixed_axes(&self, place: &[NamedPlace]) -> reshard_core::Result<Vec<Option<u64>>> {
+        self.0.fixed(&self.places(place)?)
+    }
+
+    /// The positions with these coordinates, in mesh order.
+    fn positions(&self, fixed: &[Option<u64>]) -> impl Iterator<Item = u64> {
+        (0..self.0.n_points()).filter(|&position| self.0.is_at(position, fixed))
+    }
+}
+
+/// `reshard.layout.partition.TensorLayout`, by its attributes.
+#[derive(FromPyObject)]
+struct TensorLayout {
+    shape: Vec<u64>,
+    partition: Partition,
+    place: Vec<NamedPlace>,
+}
+
+/// `reshard.layout.partition.Partition`, by its attributes.
+#[derive(FromPyObject)]
+struct Partition {
+    cut: Vec<Vec<String>>,
+    uneven: String,
+    sizes: Vec<(usize, Vec<u64>)>,
+    blocks: Vec<(usize, Blocks)>,
+    flat: Vec<String>,
+    stored: Vec<usize>,
+}
+
+#[derive(FromPyObject)]
+enum Blocks {
+    Equal(u64),
+    Listed(Vec<NamedBlock>),
+}
+
+#[derive(FromPyObject)]
+struct NamedBlock {
+    size: u64,
+    is_cut: bool,
+}
+
+impl Partition {
+    /// The partition of a tensor of this shape, with the axes of a mesh by number.
+    fn on(
+        self,
+        mesh: &Mesh,
+        shape: &[u64],
+    ) -> reshard_core::Result<reshard_core::layout::Partition> {
+        let n = shape.len();
+        let outside = |what: &str, d: usize| {
+            let message = format!("`{what}` names dim {d}, the tensor has {n} dims");
+            Error::new(Kind::Layout, message)
+        };
+        let mut dims = vec![DimPartition::default(); n];
+        for (d, names) in self.cut.iter().enumerate() {
+            if let Some(dim) = dims.get_mut(d) {
+                dim.axes = mesh.axis_numbers(names)?;
+            } else if !names.is_empty() {
+                return Err(outside("cut", d));
+            }
+        }
+        for (d, sizes) in self.sizes {
+            dims.get_mut(d).ok_or_else(|| outside("sizes", d))?.sizes = Some(sizes);
+        }
+        for (d, blocks) in self.blocks {
+            let dim = dims.get_mut(d).ok_or_else(|| outside("blocks", d))?;
+            dim.blocks = Some(match blocks {
+                Blocks::Equal(n) => Block::equal(shape[d], n)?,
+                Blocks::Listed(blocks) => {
+                    let block = |NamedBlock { size, is_cut }| Block { size, is_cut };
+                    blocks.into_iter().map(block).collect()
+                }
+            });
+        }
+        let uneven = match self.uneven.as_str() {
+            "refuse" => Uneven::Refuse,
+            "ceil" => Uneven::Ceil,
+            other => {
+                let message = format!("`uneven` is `{other}`; `refuse` or `ceil` are accepted");
+                return Err(Error::new(Kind::Layout, message));
+            }
+        };
+        let flat = mesh.axis_numbers(&self.flat)?;
+        Ok(reshard_core::layout::Partition {
+            dims,
+            uneven,
+            flat: (!flat.is_empty()).then_some(flat),
+            stored: (!self.stored.is_empty()).then_some(self.stored),
+        })
+    }
 }
 
 #[pyclass(frozen, module = "reshard._core")]
@@ -60,75 +191,16 @@ pub(crate) struct Layout(pub(crate) Arc<reshard_core::layout::Layout>);
 #[pymethods]
 impl Layout {
     #[new]
-    #[pyo3(signature = (mesh, shape, cut=None, *, uneven="refuse", sizes=None, blocks=None, flat=None, stored=None, place=None))]
-    #[expect(clippy::too_many_arguments, reason = "the fields of a layout file")]
-    fn new(
-        py: Python<'_>,
-        mesh: &Mesh,
-        shape: Vec<u64>,
-        cut: Option<Vec<Vec<String>>>,
-        uneven: &str,
-        sizes: Option<BTreeMap<usize, Vec<u64>>>,
-        blocks: Option<BTreeMap<usize, Vec<(u64, bool)>>>,
-        flat: Option<Vec<String>>,
-        stored: Option<Vec<usize>>,
-        place: Option<Vec<(Vec<String>, u64)>>,
-    ) -> PyResult<Self> {
+    fn new(py: Python<'_>, mesh: &Mesh, layout: TensorLayout) -> PyResult<Self> {
+        let TensorLayout {
+            shape,
+            partition,
+            place,
+        } = layout;
         let make = || {
-            let axes = |names: &[String]| {
-                names
-                    .iter()
-                    .map(|name| mesh.0.axis(name))
-                    .collect::<Result<Vec<_>, _>>()
-            };
-            let n = shape.len();
-            let outside = |what: &str, d: usize| {
-                Error::new(
-                    Kind::Layout,
-                    format!("`{what}` has an entry for dim {d}, but the tensor has {n} dims"),
-                )
-            };
-            let mut dims = vec![DimSpec::default(); n];
-            for (d, names) in cut.unwrap_or_default().iter().enumerate() {
-                if let Some(dim) = dims.get_mut(d) {
-                    dim.axes = axes(names)?;
-                } else if !names.is_empty() {
-                    return Err(outside("cut", d));
-                }
-            }
-            for (d, sizes) in sizes.unwrap_or_default() {
-                dims.get_mut(d).ok_or_else(|| outside("sizes", d))?.sizes = Some(sizes);
-            }
-            for (d, blocks) in blocks.unwrap_or_default() {
-                let blocks = blocks
-                    .into_iter()
-                    .map(|(size, is_cut)| Block { size, is_cut })
-                    .collect();
-                dims.get_mut(d).ok_or_else(|| outside("blocks", d))?.blocks = Some(blocks);
-            }
-            let uneven = match uneven {
-                "refuse" => Uneven::Refuse,
-                "ceil" => Uneven::Ceil,
-                other => {
-                    let message = format!("`uneven` is `{other}`; `refuse` or `ceil` are accepted");
-                    return Err(Error::new(Kind::Layout, message));
-                }
-            };
-            let flat = flat.map(|names| axes(&names)).transpose()?;
-            let place = place
-                .unwrap_or_default()
-                .iter()
-                .map(|(names, at)| Ok((axes(names)?, *at)))
-                .collect::<Result<Vec<_>, Error>>()?;
-            let spec = Spec {
-                shape,
-                dims,
-                uneven,
-                flat,
-                stored,
-                place,
-            };
-            reshard_core::layout::Layout::new(Arc::clone(&mesh.0), spec)
+            let partition = partition.on(mesh, &shape)?;
+            let place = mesh.places(&place)?;
+            reshard_core::layout::Layout::new(Arc::clone(&mesh.0), shape, partition, &place)
         };
         raise(py, make()).map(|layout| Self(Arc::new(layout)))
     }
@@ -167,7 +239,7 @@ impl Layout {
         PyTuple::new(py, self.0.local_shape(self.position(py, rank)?))
     }
 
-    fn tiles<'py>(&self, py: Python<'py>, rank: u64) -> PyResult<Vec<TileTuple<'py>>> {
+    fn tiles<'py>(&self, py: Python<'py>, rank: u64) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         self.0
             .tiles(self.position(py, rank)?)
             .iter()
@@ -185,13 +257,14 @@ impl Layout {
 pub(crate) fn tile_tuple<'py>(
     py: Python<'py>,
     tile: &reshard_core::tile::Tile,
-) -> PyResult<TileTuple<'py>> {
-    Ok((
+) -> PyResult<Bound<'py, PyTuple>> {
+    let values = (
         PyTuple::new(py, tile.global.offset())?,
         PyTuple::new(py, tile.global.shape())?,
         tile.local_offset,
         PyTuple::new(py, &tile.local_strides)?,
-    ))
+    );
+    TILE.of(py, values)
 }
 
 #[pyclass(module = "reshard._core")]
@@ -255,7 +328,7 @@ impl Request {
     fn last<'py>(
         &self,
         py: Python<'py>,
-    ) -> PyResult<Option<(Bound<'py, PyTuple>, Vec<(String, TileTuple<'py>)>)>> {
+    ) -> PyResult<Option<(Bound<'py, PyTuple>, Vec<(String, Bound<'py, PyTuple>)>)>> {
         let Some(wanted) = self.0.last() else {
             return Ok(None);
         };

@@ -1,8 +1,11 @@
 //! The index.
 
 use crate::errors::raise;
-use crate::geometry::{Layout, Request, TileTuple, tile_tuple};
+use crate::geometry::{Layout, Request};
 use crate::plan::Plan;
+use crate::records::{
+    DEVICE_LAYOUT, FileArray, FileTensor, STORED_ARRAY, STORED_REGION, tile_list,
+};
 use crate::run::run;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -23,13 +26,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
-/// `device_matrix, tensor_map, alias_name, rank_list`
-type DeviceLayoutTuple = (Vec<u64>, Vec<Vec<u64>>, Vec<String>, Vec<u64>);
-
-/// `stored name, stored shape, tiles`
-type PartTuple<'py> = (String, Bound<'py, PyTuple>, Vec<TileTuple<'py>>);
-/// `file, stored name, stored shape, tiles`
-type StoredTuple<'py> = (u32, String, Bound<'py, PyTuple>, Vec<TileTuple<'py>>);
 
 #[pyclass(module = "reshard._core")]
 pub(crate) struct Index {
@@ -208,59 +204,26 @@ impl Index {
             .map(|pairs| pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect()))
     }
 
-    fn file_tensors<'py>(
-        &self,
-        py: Python<'py>,
-        file: u32,
-    ) -> PyResult<Vec<(String, &'static str, Bound<'py, PyTuple>, u64, u64)>> {
+    fn file_tensors(&self, py: Python<'_>, file: u32) -> PyResult<Vec<FileTensor>> {
         let opened = raise(py, self.opened(py, file))?;
         let table = opened.table();
-        (0..table.len())
-            .map(|i| {
-                let entry = table.entry(i);
-                Ok((
-                    entry.name.to_owned(),
-                    entry.dtype.name(),
-                    PyTuple::new(py, entry.shape)?,
-                    entry.start,
-                    entry.end,
-                ))
-            })
-            .collect()
+        let tensors = (0..table.len()).map(|i| {
+            let entry = table.entry(i);
+            FileTensor {
+                name: entry.name.to_owned(),
+                dtype: entry.dtype.name(),
+                shape: entry.shape,
+                start: entry.start,
+                end: entry.end,
+            }
+        });
+        Ok(tensors.collect())
     }
 
-    fn file_arrays<'py>(
-        &self,
-        py: Python<'py>,
-        file: u32,
-    ) -> PyResult<
-        Vec<(
-            String,
-            &'static str,
-            Bound<'py, PyTuple>,
-            Vec<PartTuple<'py>>,
-        )>,
-    > {
+    fn file_arrays(&self, py: Python<'_>, file: u32) -> PyResult<Vec<FileArray>> {
         let opened = raise(py, self.opened(py, file))?;
         let arrays = opened.table().arrays().into_iter();
-        arrays
-            .map(|array| {
-                let parts = array.parts.into_iter().map(|part| {
-                    let tiles = part.tiles.iter().map(|tile| tile_tuple(py, tile));
-                    Ok((
-                        part.name,
-                        PyTuple::new(py, part.shape)?,
-                        tiles.collect::<PyResult<_>>()?,
-                    ))
-                });
-                Ok((
-                    array.name,
-                    array.dtype.name(),
-                    PyTuple::new(py, array.shape)?,
-                    parts.collect::<PyResult<_>>()?,
-                ))
-            })
-            .collect()
+        Ok(arrays.map(FileArray).collect())
     }
 
     fn file_strings(&self, py: Python<'_>, file: u32) -> PyResult<Vec<String>> {
@@ -385,47 +348,48 @@ impl Index {
         raise(py, self.index.holders(key))
     }
 
-    fn shards<'py>(
-        &self,
-        py: Python<'py>,
-        key: &str,
-    ) -> PyResult<Vec<(Bound<'py, PyTuple>, Bound<'py, PyTuple>, Vec<u32>)>> {
+    fn shards<'py>(&self, py: Python<'py>, key: &str) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         let shards = raise(py, self.index.shards(key))?.into_iter();
         shards
             .map(|(region, files)| {
-                Ok((
-                    PyTuple::new(py, region.offset())?,
-                    PyTuple::new(py, region.shape())?,
-                    files,
-                ))
+                let offset = PyTuple::new(py, region.offset())?;
+                let shape = PyTuple::new(py, region.shape())?;
+                STORED_REGION.of(py, (offset, shape, files))
             })
             .collect()
     }
 
-    fn stored<'py>(&self, py: Python<'py>, key: &str) -> PyResult<Vec<StoredTuple<'py>>> {
+    fn stored<'py>(&self, py: Python<'py>, key: &str) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         let stored = raise(py, self.index.stored_arrays(key))?.into_iter();
         stored
             .map(|(tensor, tiles)| {
-                let tiles = tiles.iter().map(|tile| tile_tuple(py, tile));
-                Ok((
-                    tensor.file,
-                    tensor.name,
-                    PyTuple::new(py, tensor.shape)?,
-                    tiles.collect::<PyResult<_>>()?,
-                ))
+                let shape = PyTuple::new(py, tensor.shape)?;
+                let values = (tensor.file, tensor.name, shape, tile_list(py, &tiles)?);
+                STORED_ARRAY.of(py, values)
             })
             .collect()
     }
 
-    fn metadata_layout(&self, key: &str) -> Option<DeviceLayoutTuple> {
-        let (metadata, by_key) = self.metadata.as_ref()?;
-        let layout = &metadata.layouts[metadata.tensors[*by_key.get(key)?].layout? as usize];
-        Some((
+    fn metadata_layout<'py>(
+        &self,
+        py: Python<'py>,
+        key: &str,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let Some((metadata, by_key)) = self.metadata.as_ref() else {
+            return Ok(None);
+        };
+        let number = by_key.get(key).and_then(|&i| metadata.tensors[i].layout);
+        let Some(number) = number else {
+            return Ok(None);
+        };
+        let layout = &metadata.layouts[number as usize];
+        let values = (
             layout.device_matrix.clone(),
             layout.tensor_map.clone(),
             layout.alias_name.clone(),
             layout.rank_list.clone(),
-        ))
+        );
+        DEVICE_LAYOUT.of(py, values).map(Some)
     }
 
     fn metadata_dtype(&self, key: &str) -> Option<&str> {

@@ -13,6 +13,7 @@ mod geometry;
 mod index;
 mod patterns;
 mod plan;
+mod records;
 mod run;
 mod strategy;
 mod torch;
@@ -32,6 +33,7 @@ mod _core {
         index::Index,
         patterns::{Expression, IndexPattern, Patterns},
         plan::Plan,
+        records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},
         torch::{Opaque, open_dcp, read_torch_file, read_torch_object},
         verify::{crc32c, scrub},
@@ -41,6 +43,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::records::add_to(module)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
-from reshard.small_files import show, write_file_atomically
+from reshard.storage.location import locate
 from reshard.strict_json import read_json
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -93,7 +94,7 @@ def note(
     except DamagedFileError as error:
         records, warning = [], f"the recorded health of earlier saves is lost: {error.message}"
     text = json.dumps([*records, {"is_health": status, "ckpt_name": name}])
-    write_file_atomically(path, text, mode, durable=durable)
+    locate(path).replace(text, mode, durable=durable)
     return warning
 
 

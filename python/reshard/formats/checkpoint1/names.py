@@ -11,17 +11,18 @@ recognised by their folders. This module opens no weight file. `resume` decides 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
-from reshard.small_files import component_fault, show, write_file_atomically
+from reshard.storage.location import Location, locate
+from reshard.storage.names import component_fault
 from reshard.strict_json import read_json
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -166,7 +167,7 @@ def parse_rank_folder(name: str) -> int | None:
 # -- listing a tree
 
 
-def rank_folders(root: str | os.PathLike[str]) -> dict[int, Path]:
+def rank_folders(root: str | os.PathLike[str]) -> dict[int, Location]:
     """The folders `rank_<r>` of a root, by rank in ascending order; there may be gaps.
 
     Symbolic links to folders are accepted, since ranks may have been collected from several hosts. Any other entry with
@@ -185,8 +186,8 @@ def rank_folders(root: str | os.PathLike[str]) -> dict[int, Path]:
     """
     found = rank_entries(root)
     for rank, path in found.items():
-        if not os.path.isdir(path):  # noqa: PTH112  it never raises
-            what = "a link that does not lead to a folder" if path.is_symlink() else "not a folder"
+        if not path.is_folder():
+            what = "a link that does not lead to a folder" if path.kind() == "link" else "not a folder"
             raise DamagedFileError(
                 f"{show(str(path))} is {what}, but has the name of the folder of rank {rank}",
                 path=str(path),
@@ -202,12 +203,12 @@ def is_root(path: str | os.PathLike[str]) -> bool:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
     """
-    return any(map(os.path.isdir, rank_entries(path).values()))
+    return any(entry.is_folder() for entry in rank_entries(path).values())
 
 
-def rank_entries(root: str | os.PathLike[str]) -> dict[int, Path]:
+def rank_entries(root: str | os.PathLike[str]) -> dict[int, Location]:
     """The entries named `rank_<r>`, folders or not, by rank in ascending order. Raises as `is_root`."""
-    found = {rank: Path(root) / name for name in _names(root) if (rank := parse_rank_folder(name)) is not None}
+    found = {rank: locate(root) / name for name in _names(root) if (rank := parse_rank_folder(name)) is not None}
     return dict(sorted(found.items()))
 
 
@@ -223,6 +224,8 @@ def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -
         StorageError: it cannot be listed.
 
     Example:
+        >>> import os
+        >>> from pathlib import Path
         >>> os.makedirs("run/rank_0")
         >>> for suffix in ("-20_2", "-15_2", "_1-25_2"):
         ...     Path(f"run/rank_0/llama_rank_0{suffix}.ckpt").touch()
@@ -250,15 +253,14 @@ def list_weight_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _names(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of the entries of a folder."""
-    path = os.fspath(folder)
+    """Names of the entries of a folder. Raises CheckpointNotFoundError, also if a file has the name; StorageError."""
+    location = locate(folder)
     try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries]
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
-    except OSError as error:
-        raise StorageError(f"listing {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+        return location.names()
+    except StorageError as error:
+        if error.errno != errno.ENOTDIR:
+            raise
+        raise CheckpointNotFoundError(f"there is no folder {show(str(location))}", path=str(location)) from None
 
 
 # -- meta.json
@@ -294,7 +296,7 @@ def read_meta(folder: str | os.PathLike[str]) -> Meta:
         ...     read_meta(folder)
         Meta(last_epoch=20, last_step=2, last_ckpt_file='llama_rank_1-20_2.safetensors')
     """
-    path = Path(folder) / META_FILE
+    path = locate(folder) / META_FILE
     content = read_json(path, _MAX_META_BYTES)
 
     def damaged(why: str) -> DamagedFileError:
@@ -334,7 +336,7 @@ def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o666, *,
         "last_step": meta.last_step,
         "last_ckpt_file": meta.last_ckpt_file,
     }
-    write_file_atomically(Path(folder) / META_FILE, json.dumps(content), mode, durable=durable)
+    (locate(folder) / META_FILE).replace(json.dumps(content), mode, durable=durable)
 
 
 # -- one file of every rank
@@ -342,7 +344,7 @@ def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o666, *,
 
 def choose_by_suffix(
     root: str | os.PathLike[str], suffix: str | None = None, *, extension: Extension | None = None
-) -> dict[int, Path]:
+) -> dict[int, Location]:
     """Choose one file of each rank folder by the end of its name. No file is opened, and `meta.json` is not read.
 
     Args:
@@ -362,6 +364,8 @@ def choose_by_suffix(
         StorageError: a folder cannot be listed.
 
     Example:
+        >>> import os
+        >>> from pathlib import Path
         >>> os.makedirs("ranks/rank_0")
         >>> for suffix in ("-20_2", "-15_2"):
         ...     Path(f"ranks/rank_0/llama_rank_0{suffix}.ckpt").touch()
@@ -384,7 +388,7 @@ def choose_by_suffix(
     wanted = "no weight file" if suffix is None else f"no weight file that ends in {show(suffix)}"
     missing = [folders[rank].name for rank, found in names.items() if not found]
     if missing:
-        there = list_weight_files(Path(root) / missing[0]) if suffix is not None else []
+        there = list_weight_files(locate(root) / missing[0]) if suffix is not None else []
         raise CheckpointNotFoundError(
             f"{shown} holds {wanted} in {_some(missing)}",
             path=os.fspath(root),
@@ -427,7 +431,7 @@ def _last_numbers(name: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-def _shortest(folder: Path, names: list[str], suffix: str | None) -> str:
+def _shortest(folder: Location, names: list[str], suffix: str | None) -> str:
     # The shorter name belongs to the earlier run. For different epochs, the length depends on their digits.
     is_one_save = len(set(map(_last_numbers, names))) == 1
     shortest = [name for name in names if len(name) == min(map(len, names))] if is_one_save else names

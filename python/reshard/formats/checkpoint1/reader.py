@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
@@ -33,18 +31,20 @@ from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_like import device_layouts, named_mapping
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.storage.location import locate
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
-    from reshard.formats.base import OpenOptions, StrategyLike, Unplaced
+    from reshard.formats.base import OpenOptions, StrategyLike, UnplacedTensor
     from reshard.formats.checkpoint1.candidates import SaveOrder
     from reshard.formats.checkpoint1.replicas import AssumedReplicas
     from reshard.formats.rank_file import OpenedRankFile
     from reshard.layout.like import DeviceLayout
+    from reshard.storage.location import Location
+    from reshard.storage.store import Lock
 
 __all__ = [
     "CHECKPOINT1",
@@ -75,18 +75,18 @@ class Checkpoint1(Format):
 
     traits = TRAITS
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """By the names of the folders, except a folder `rank_<r>` that holds another format."""
-        if not path.is_dir():
+        if not path.is_folder():
             return Match.NO
         is_one_rank = rank_of_folder(path) is not None and not _is_described(path)
         return Match.YES if is_one_rank or checkpoint1.is_root(path) else Match.NO
 
-    def is_root(self, path: Path) -> bool:
+    def is_root(self, path: Location) -> bool:
         """Whether it contains rank folders."""
         return checkpoint1.is_root(path)
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """Open the best save that every rank has, or the best file of one rank."""
         open_it = open_rank_folders if self.is_root(path) else open_rank_folder
         return open_it(path, options.strategy, options.method)
@@ -95,10 +95,10 @@ class Checkpoint1(Format):
 CHECKPOINT1 = Checkpoint1()
 
 
-def _is_described(folder: Path) -> bool:
+def _is_described(folder: Location) -> bool:
     """Whether a folder named like a rank folder holds another format, such as an iteration or a conversion."""
     names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
-    return any(os.path.lexists(folder / name) for name in names)
+    return any((folder / name).exists() for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class RankFoldersData(CheckpointData):
 
     files: Mapping[int, OpenedRankFile]
     all_keys: tuple[str, ...] | None = None
-    without_place: Mapping[str, Unplaced] = field(default_factory=dict)
+    without_place: Mapping[str, UnplacedTensor] = field(default_factory=dict)
     known_strategy: Strategy | None = None
     followed: Mapping[str, str] = field(default_factory=dict)
     replicas: AssumedReplicas
@@ -127,7 +127,7 @@ class RankFoldersData(CheckpointData):
         """All tensors, in the order of the files."""
         return self.all_keys
 
-    def unplaced(self) -> Mapping[str, Unplaced]:
+    def unplaced(self) -> Mapping[str, UnplacedTensor]:
         """Tensors without a position."""
         return self.without_place
 
@@ -137,7 +137,7 @@ class RankFoldersData(CheckpointData):
 
     def file_name(self, file: int) -> str:
         """Including the folder of the rank, since the files of all ranks can have the same name."""
-        return str(Path(self.index.file_path(file)).relative_to(self.path))
+        return locate(self.index.file_path(file)).relative_to(self.path)
 
     def rank_files(self) -> Mapping[int, list[int]]:
         """One file for each rank."""
@@ -164,7 +164,7 @@ class RankFoldersData(CheckpointData):
         """From the strategy."""
         return None if self.known_strategy is None else named_mapping(self.known_strategy, shapes(), self.followed)
 
-    def view(self, index: _core.Index, lock: int | None) -> Self:
+    def view(self, index: _core.Index, lock: Lock | None) -> Self:
         """Without the strategy, which describes the stored tensors."""
         view = super().view(index, lock)
         known, made = self.replicas.key_of, {}
@@ -191,7 +191,7 @@ def rank_files(checkpoint: Checkpoint) -> Mapping[int, OpenedRankFile]:
     return checkpoint.data.files if isinstance(checkpoint.data, RankFoldersData) else {}
 
 
-def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
+def open_rank_folders(root: Location, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
     """Open the best save in rank folders that is complete on every rank.
 
     Args:
@@ -207,7 +207,7 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
     Example:
         >>> import numpy as np, reshard
         >>> _ = reshard.save("run", 40, {"w": np.zeros(4)}, format="checkpoint1")
-        >>> open_rank_folders(Path("run"), None, "auto").common.step_num
+        >>> open_rank_folders(locate("run"), None, "auto").common.step_num
         40
     """
     known = strategy_for(root, strategy)
@@ -216,7 +216,7 @@ def open_rank_folders(root: Path, strategy: StrategyLike | None, method: _core.R
     return _open_best(root, folders, order_of_saves(folders), known, method)
 
 
-def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
+def open_rank_folder(folder: Location, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
     """Open the folder of one rank. The arrays in its best file are read as whole tensors.
 
     Args:
@@ -246,7 +246,11 @@ def open_rank_folder(folder: Path, strategy: StrategyLike | None, method: _core.
 
 
 def _open_best(
-    root: Path, folders: Mapping[int, Path], order: SaveOrder, strategy: Strategy | None, method: _core.ReadMethod
+    root: Location,
+    folders: Mapping[int, Location],
+    order: SaveOrder,
+    strategy: Strategy | None,
+    method: _core.ReadMethod,
 ) -> CheckpointData:
     """Open the first save that is complete on every rank. An error of the strategy is raised at once."""
     faults: dict[str, str] = {}
@@ -274,12 +278,12 @@ def _open_best(
     raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{listing}", path=str(root))
 
 
-def files_of(save: str, folders: Mapping[int, Path]) -> dict[int, Path]:
+def files_of(save: str, folders: Mapping[int, Location]) -> dict[int, Location]:
     """The file of each rank in a save, from the name of any of them.
 
     Example:
-        >>> files_of("llama_rank_0-20_2.ckpt", {1: Path("rank_1")})[1].as_posix()
-        'rank_1/llama_rank_1-20_2.ckpt'
+        >>> files_of("llama_rank_0-20_2.ckpt", {1: locate("rank_1")})[1]
+        Location('rank_1/llama_rank_1-20_2.ckpt')
     """
     return {rank: folder / name_of_rank(save, rank) for rank, folder in folders.items()}
 
@@ -297,13 +301,13 @@ class RankSave:
     """
 
     name: str
-    files: Mapping[int, Path]
+    files: Mapping[int, Location]
     why: str
     fault: str | None
     is_candidate: bool
 
 
-def rank_saves(root: Path) -> tuple[RankSave, ...]:
+def rank_saves(root: Location) -> tuple[RankSave, ...]:
     """The saves of a folder of rank folders, as `opening.rank_saves` returns them. Raises StorageError."""
     folders = checkpoint1.rank_folders(root)
     order = order_of_saves(folders)
@@ -314,7 +318,7 @@ def rank_saves(root: Path) -> tuple[RankSave, ...]:
     )
 
 
-def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
+def order_of_saves(folders: Mapping[int, Location]) -> SaveOrder:
     """The order in which the saves of rank folders are tried. No weight file is opened.
 
     Raises:
@@ -324,13 +328,13 @@ def order_of_saves(folders: Mapping[int, Path]) -> SaveOrder:
         >>> import numpy as np, reshard
         >>> for iteration in (20, 40):
         ...     _ = reshard.save("two_saves", iteration, {"w": np.zeros(4)}, format="checkpoint1")
-        >>> [save.name for save in order_of_saves({0: Path("two_saves/rank_0")}).candidates]
+        >>> [save.name for save in order_of_saves({0: locate("two_saves/rank_0")}).candidates]
         ['CKP_rank_0-1_40.safetensors', 'CKP_rank_0-1_20.safetensors']
     """
     return order_saves({rank: look_at(folder) for rank, folder in folders.items()})
 
 
-def look_at(folder: Path) -> RankFolder:
+def look_at(folder: Location) -> RankFolder:
     """List one rank's folder. No weight file is opened.
 
     Raises:
@@ -347,26 +351,26 @@ def look_at(folder: Path) -> RankFolder:
     return RankFolder(tuple(_weight_files(folder)), meta, fault)
 
 
-def _weight_files(folder: Path) -> Iterator[tuple[str, int]]:
+def _weight_files(folder: Location) -> Iterator[tuple[str, int]]:
     """Names and modification times of the weight files of a rank."""
     for name in checkpoint1.list_weight_files(folder):
-        with contextlib.suppress(FileNotFoundError):  # retention may delete a file meanwhile
-            yield name, (folder / name).lstat().st_mtime_ns
+        with contextlib.suppress(CheckpointNotFoundError):  # retention may delete a file meanwhile
+            yield name, (folder / name).stat().modified_ns
 
 
-def rank_of_folder(folder: Path) -> int | None:
+def rank_of_folder(folder: Location) -> int | None:
     """The rank in the name of a folder."""
     return checkpoint1.parse_rank_folder(_named(folder).name)
 
 
-def _named(folder: Path) -> Path:
+def _named(folder: Location) -> Location:
     """The folder under the name with its rank: the given path, or the target if that is a link."""
-    given = Path(os.path.abspath(folder))  # noqa: PTH100  not resolved: a rank's folder may be a link
-    return folder.resolve() if checkpoint1.parse_rank_folder(given.name) is None else given
+    given = folder.absolute()
+    return folder.resolved() if checkpoint1.parse_rank_folder(given.name) is None else given
 
 
 def open_rank_files(
-    root: Path, files: Mapping[int, Path], strategy: StrategyLike | None, method: _core.ReadMethod = "auto"
+    root: Location, files: Mapping[int, Location], strategy: StrategyLike | None, method: _core.ReadMethod = "auto"
 ) -> RankFoldersData:
     """Open one file of each rank as one checkpoint.
 
@@ -389,7 +393,7 @@ def open_rank_files(
         >>> import os, numpy as np, reshard
         >>> os.makedirs("ranks/rank_0")
         >>> reshard.save_file({"w": np.zeros(4), "step_num": np.array(7)}, "ranks/rank_0/net.safetensors")
-        >>> open_rank_files(Path("ranks"), {0: Path("ranks/rank_0/net.safetensors")}, None).iteration
+        >>> open_rank_files(locate("ranks"), {0: locate("ranks/rank_0/net.safetensors")}, None).iteration
         7
     """
     known = None if strategy is None else as_strategy(strategy)
@@ -402,7 +406,8 @@ def open_rank_files(
         if key not in tensors.unplaced:
             # Ranks with the same shard may have split it into different records. These overlap without being replicas.
             is_split = any(len(one.parts) > 1 for one in tensors.held[key].values())
-            index.add_tiles(key, *tensors.placed(key), overlapping=is_split)
+            stored = tensors.placed(key)
+            index.add_tiles(key, stored.dtype, stored.shape, stored.stored, overlapping=is_split)
     tensors.check_coverage(index)
     tensors.warn()
     return RankFoldersData(
@@ -432,19 +437,19 @@ def as_strategy(strategy: StrategyLike) -> Strategy:
     return strategy if isinstance(strategy, Strategy) else read_strategy(strategy)
 
 
-def strategy_for(root: Path, given: StrategyLike | None) -> Strategy | None:
+def strategy_for(root: Location, given: StrategyLike | None) -> Strategy | None:
     """The given strategy, or the one in the folder, or the one beside it, where MindSpore Transformers writes it."""
     if given is not None:
         return as_strategy(given)
     # A folder beside the root may belong to another root, so the folder in this root comes first.
-    for folder in (root / checkpoint1.STRATEGY_FOLDER, root.resolve().parent / checkpoint1.STRATEGY_FOLDER):
-        if folder.is_dir() and any(is_strategy(path) for path in sorted(folder.iterdir())[:_MAX_NAMED]):
+    for folder in (root / checkpoint1.STRATEGY_FOLDER, root.resolved().parent / checkpoint1.STRATEGY_FOLDER):
+        if folder.is_folder() and any(is_strategy(folder / name) for name in folder.names()[:_MAX_NAMED]):
             _log.info("%s is opened with the strategy in %s", root, folder)
             return read_strategy(folder)
     return None
 
 
-def _check_ranks(root: Path, ranks: Collection[int], strategy: Strategy | None) -> None:
+def _check_ranks(root: Location, ranks: Collection[int], strategy: Strategy | None) -> None:
     """Refuse a tree with missing ranks, as far as the number of ranks is known."""
     hint = "copy the folders of all ranks into one folder, or open the folder of one rank"
     # The largest rank comes from the name of a folder and can be huge: only the listed ranks are enumerated.

@@ -78,10 +78,10 @@ class AssumedReplicas:
     def key_of(self) -> dict[str, str]:
         """The key of each of their arrays by its stored name, for views of the files under other keys."""
         return {
-            name: key
+            part.name: key
             for key, of_key in self._groups.items()
             for rank in itertools.chain.from_iterable(of_key)
-            for name, *_ in self._files[rank].tensors[key].parts
+            for part in self._files[rank].tensors[key].parts
         }
 
     def check(self, keys: Collection[str], reopen: Callable[[list[int]], _core.Index]) -> None:
@@ -117,7 +117,7 @@ class AssumedReplicas:
                 if any(rank in group for group in self._groups[key]):
                     tensor = self._files[rank].tensors[key]
                     parts = placed(self._files[rank], key, (0,) * len(tensor.shape))
-                    stored = [(number, name, shape, tiles) for _, name, shape, tiles in parts]
+                    stored = [part._replace(file=number) for part in parts]
                     index.add_tiles(f"{rank} {key}", tensor.dtype, tensor.shape, stored, overlapping=len(stored) > 1)
         try:
             for batch in _batches(self._units(keys)):

@@ -32,8 +32,9 @@ from reshard.formats.checkpoint1.reader import TRAITS
 from reshard.formats.checkpoint1.save_plan import FolderView, Naming, ShardAssignment
 from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arrays_by_kind, folder_of, look, n_bytes_of
 from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messages are decoded by their type hints
-from reshard.small_files import show
 from reshard.storage import claims, filesystem, mounts, protocol
+from reshard.storage.location import Location, locate
+from reshard.words import show
 from reshard.write import pending_rollback
 from reshard.write.collective_save import Published, SaveFormat
 from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, plan_iteration, plan_key
@@ -41,7 +42,6 @@ from reshard.write.replicas import Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from reshard import _core
     from reshard.formats.checkpoint1.names import FileName
@@ -114,10 +114,10 @@ class _Checked:
 _Planned: TypeAlias = "tuple[IterationPlan, Shapes, Strategies | None]"
 _plans = LastMade[_Planned]()
 
-_runs: dict[tuple[Path, str], int] = {}
+_runs: dict[tuple[Location, str], int] = {}
 """The number of the run of this process, by root and prefix: a process is one run, and a restarted one the next."""
 
-_read_back: dict[tuple[Path, str, int | None], set[tuple[int, int]]] = {}
+_read_back: dict[tuple[Location, str, int | None], set[tuple[int, int]]] = {}
 """Epochs and steps of the saves that this process read back, by root, prefix and number of the run."""
 
 os.register_at_fork(after_in_child=_runs.clear)
@@ -219,8 +219,8 @@ class Checkpoint1Save(SaveFormat):
         )
 
     @property
-    def _run_key(self) -> tuple[Path, str]:
-        return self.options.root.resolve(), self._prefix
+    def _run_key(self) -> tuple[Location, str]:
+        return locate(self.options.root).resolved(), self._prefix
 
     def _plan(self, facts: list[RankFacts]) -> _Planned:
         layout = self.own.layout
@@ -293,9 +293,9 @@ class Checkpoint1Save(SaveFormat):
         return _Begun(self._reads_back, tuple(outdated))
 
     @property
-    def _read_back_key(self) -> tuple[Path, str, int | None]:
+    def _read_back_key(self) -> tuple[Location, str, int | None]:
         assert self._naming is not None
-        return self.options.root.resolve(), self._naming.prefix, self._naming.run
+        return locate(self.options.root).resolved(), self._naming.prefix, self._naming.run
 
     def _n_bytes(self, checked: _Checked) -> int:
         """What is written into the root of this host."""
@@ -338,7 +338,7 @@ class Checkpoint1Save(SaveFormat):
             digest=digest,
             warnings=(),
             suffix=None if only_strategy else self._naming.file(0).suffix,
-            generation=self._claim.epoch,
+            generation=self._claim.generation,
             attempt_id=None if only_strategy else digest,
         )
 
@@ -380,7 +380,7 @@ class Checkpoint1Save(SaveFormat):
 
 def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:
     """The global shape of each tensor, and whether it is the optimizer's; without counters."""
-    shapes = {record.key: (record.shape, record.part == "optimizer") for record in plan.records}
+    shapes = {record.key: (record.layout.shape, record.part == "optimizer") for record in plan.records}
     if plan.tiles is not None:
         parts = {fact.name: fact.part for one in facts for fact in one.arrays}
         for key, tensor in plan.tiles.tensors.items():

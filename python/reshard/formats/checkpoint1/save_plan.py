@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint1.names import FileName, parse_file_name
-from reshard.small_files import show
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
 import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -20,8 +19,10 @@ from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.names import Meta, rank_folder_name
-from reshard.small_files import show, write_file_atomically
 from reshard.storage import filesystem, protocol
+from reshard.storage.changes import remove_file
+from reshard.storage.location import locate
+from reshard.words import show
 from reshard.write.arrays import local_arrays
 from reshard.write.iteration import JointProgress
 from reshard.write.shard_files import read_back, tensors_of
@@ -92,9 +93,9 @@ def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) 
         files,
         prefix,
         at,
-        has_folder=folder.is_dir(),
+        has_folder=locate(folder).is_folder(),
         has_meta=has_meta,
-        has_more=(root / rank_folder_name(n_ranks)).is_dir(),
+        has_more=locate(root / rank_folder_name(n_ranks)).is_folder(),
     )
 
 
@@ -214,12 +215,12 @@ class RankSide:
             _core.write_arrays(str(path), tensors, durable=options.durable, mode=options.file_mode)
         path = folder / checkpoint1_state.file_name(self.file)
         self._begin(path)
-        write_file_atomically(path, text, options.file_mode, durable=options.durable)
+        locate(path).replace(text, options.file_mode, durable=options.durable)
 
     def _begin(self, path: Path) -> None:
         """Refuse a name that exists: the file is of another save."""
         filesystem.announce(f"write {path.name}")
-        if os.path.lexists(path):
+        if locate(path).exists():
             raise ReshardError(
                 f"{show(str(path))} has appeared since this save began",
                 path=str(path),
@@ -230,8 +231,7 @@ class RankSide:
     def withdraw(self) -> None:
         """Remove the files of a save that has failed on all ranks; not once it is confirmed. Never raises."""
         for path in self._made:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            remove_file(path)
 
     def confirm(self) -> None:
         """Write `meta.json`: a restart may take this save from now on. Raises StorageError."""

@@ -10,13 +10,13 @@ shared state and rank-local state. Every rank stores the shared state, since it 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats import state
 from reshard.formats.state_files import load_by_name
-from reshard.small_files import read_small_file, show
+from reshard.storage.location import Location, locate
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -64,16 +64,16 @@ def read(own: str | os.PathLike[str] | None, first: str | os.PathLike[str] | Non
         UnsupportedError: a later release wrote it.
         StorageError: the system failed to read it.
     """
-    of_own = {} if own is None else _read(Path(own))
-    of_first = of_own if first is None or first == own else _read(Path(first))
+    of_own = {} if own is None else _read(locate(own))
+    of_first = of_own if first is None or first == own else _read(locate(first))
     found: dict[str, Any] = {**(of_first or of_own).get(_SHARED, {}), **of_own.get(_OWN, {})}
     return found
 
 
-def _read(weights: Path) -> dict[str, dict[str, Any]]:
+def _read(weights: Location) -> dict[str, dict[str, Any]]:
     path = weights.with_name(file_name(weights.name))
     try:
-        text = read_small_file(path, state.MAX_BYTES)
+        text = locate(path).read_small(state.MAX_BYTES)
     except CheckpointNotFoundError:
         return {}
     of_arrays = weights.with_name(arrays_file_name(weights.name))

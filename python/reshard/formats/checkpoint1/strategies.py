@@ -7,12 +7,9 @@ same partitions, or an older save would be read with the partitions of a newer o
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import re
 import secrets
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -21,6 +18,7 @@ from reshard.errors import (
     DamagedFileError,
     LayoutError,
     MismatchError,
+    ReshardError,
     StorageError,
     UnsupportedError,
 )
@@ -28,10 +26,11 @@ from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_writer import write_stage_files
-from reshard.small_files import show
 from reshard.storage import filesystem
+from reshard.storage.changes import remove_folder
+from reshard.storage.location import locate
 from reshard.storage.protocol import make_root
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -91,7 +90,7 @@ class Strategies:
     folder: Path
     strategy: Strategy
     tensors: Mapping[str, tuple[int, ...]]
-    _written: tuple[int, int] | None = None  # the folder, when it last had the same content
+    _written: tuple[object, int] | None = None  # the folder, when it last had the same content
 
     @property
     def devices_per_stage(self) -> int:
@@ -139,39 +138,38 @@ class Strategies:
 
     def files(self) -> list[tuple[str, int]]:
         """Names and sizes of what is written."""
-        paths = [self.folder / name for name in filesystem.names(self.folder)]
-        return [(path.name, path.stat().st_size) for path in paths if is_strategy(path)]
+        paths = [locate(self.folder) / name for name in filesystem.names(self.folder)]
+        return [(path.name, path.stat().n_bytes) for path in paths if is_strategy(path)]
 
     def _is_known(self) -> bool:
         """Whether the folder is the very one that was written, or found to say the same."""
         return self._written is not None and self._written == self._state()
 
-    def _state(self) -> tuple[int, int] | None:
+    def _state(self) -> tuple[object, int] | None:
         try:
-            found = self.folder.stat()
-        except OSError:
+            found = locate(self.folder).stat(follow_links=True)
+        except ReshardError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return found.identity, found.modified_ns
 
     def _replace(self, mode: int, folder_mode: int, *, durable: bool) -> None:
         """A new folder under a hidden name takes the place of the old one: files of two strategies never mix."""
         make_root(self.folder.parent, folder_mode, durable=durable)
         for name in filesystem.names(self.folder.parent):
             if _DEBRIS.fullmatch(name):  # of a writer that was killed
-                shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
+                remove_folder(self.folder.with_name(name))
         new = self.folder.with_name(f".{STRATEGY_FOLDER}.{secrets.token_hex(8)}.tmp")
         try:
             filesystem.make_folder(new, folder_mode, durable=False)
             write_stage_files(self.strategy, new, mode=mode, durable=durable)
-            if os.path.lexists(self.folder):
+            if locate(self.folder).exists():
                 self._exchange(new)
             else:
                 filesystem.rename(new, self.folder)
             if durable:
                 filesystem.sync(self.folder.parent)
         finally:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(new)  # the old one by now, unless something failed
+            remove_folder(new)  # the old one by now, unless something failed
 
     def _exchange(self, new: Path) -> None:
         try:

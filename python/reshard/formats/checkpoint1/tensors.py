@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
 from reshard.errors import CoverageError, DamagedFileError, MismatchError
 from reshard.formats import counter_tensors
+from reshard.formats.base import StoredTensor, UnplacedTensor
 from reshard.formats.checkpoint1.agreement import SAME_ON_ALL, FileFacts, faults_of, lacking
 from reshard.formats.checkpoint1.replicas import AssumedReplicas
 from reshard.formats.rank_file import add_rank_file, placed
@@ -25,10 +25,10 @@ from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from reshard.formats.checkpoint2.names import CommonInfo
-    from reshard.formats.rank_file import LocalTensor, OpenedRankFile, Placed
+    from reshard.formats.rank_file import OpenedRankFile
+    from reshard.storage.location import Location
 
 __all__ = ["RankTensors"]
 
@@ -41,19 +41,19 @@ _SMALL_BYTES_OF_FILE = 1 << 20
 class RankTensors:
     """The tensors in the files of all ranks."""
 
-    def __init__(self, root: Path, files: Mapping[int, OpenedRankFile], strategy: Strategy | None) -> None:
+    def __init__(self, root: Location, files: Mapping[int, OpenedRankFile], strategy: Strategy | None) -> None:
         self.root = root
         self.files = files
         self.strategy = strategy
-        self.held: dict[str, dict[int, LocalTensor]] = {}
+        self.held: dict[str, dict[int, _core.FileArray]] = {}
         for rank, file in files.items():
             for key, tensor in file.tensors.items():
                 self.held.setdefault(key, {})[rank] = tensor
         self.keys = list(self.held)
-        self.unplaced: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
+        self.unplaced: dict[str, UnplacedTensor] = {}
         if strategy is None and len(files) > 1:
             self.unplaced = {
-                key: (self._dtype(key), tuple(dict.fromkeys(one.shape for one in held.values())))
+                key: UnplacedTensor(self._dtype(key), tuple(dict.fromkeys(one.shape for one in held.values())))
                 for key, held in self.held.items()
                 if not _is_counter(key, held.values())
             }
@@ -66,7 +66,7 @@ class RankTensors:
 
     def name(self, rank: int) -> str:
         """The name of a rank's file in messages."""
-        return show(os.path.relpath(self.files[rank].path, self.root))
+        return show(self.files[rank].path.relative_to(self.root))
 
     def _followed(self, key: str) -> str | None:
         """The parameter whose layout unlisted state has, if their local arrays have the same shapes."""
@@ -77,8 +77,8 @@ class RankTensors:
         has_same_shapes = all(rank in parts and parts[rank].shape == one.shape for rank, one in self.held[key].items())
         return state[1] if has_same_shapes else None
 
-    def placed(self, key: str) -> tuple[str, tuple[int, ...], Placed]:
-        """Dtype and shape of a whole tensor, and its stored arrays, as `Index.add_tiles` takes them.
+    def placed(self, key: str) -> StoredTensor:
+        """A whole tensor and the stored arrays of all ranks that it consists of.
 
         Raises:
             DamagedFileError: the dtype differs between ranks.
@@ -86,7 +86,7 @@ class RankTensors:
         """
         dtype = self._dtype(key)
         found: dict[tuple[int, ...], int] = {}
-        stored: Placed = []
+        stored: list[_core.StoredArray] = []
         for rank, tensor in self.held[key].items():
             shape, offset = self._box(key, rank, tensor.shape)
             found.setdefault(shape, rank)
@@ -101,7 +101,7 @@ class RankTensors:
                 key=key,
                 hint="pass the strategy with which the checkpoint was written",
             )
-        return dtype, next(iter(found)), stored
+        return StoredTensor(dtype, next(iter(found)), stored)
 
     def _box(self, key: str, rank: int, local: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shape of a whole tensor, and the offset of a rank's array in it."""
@@ -245,10 +245,10 @@ class RankTensors:
         return {key for (_, key), end in zip(sized, ends, strict=True) if end <= _SMALL_BYTES_OF_FILE}
 
 
-def _n_bytes(tensor: LocalTensor) -> int:
+def _n_bytes(tensor: _core.FileArray) -> int:
     return math.prod(tensor.shape) * dtypes.bits(tensor.dtype) // 8
 
 
-def _is_counter(key: str, held: Iterable[LocalTensor]) -> bool:
+def _is_counter(key: str, held: Iterable[_core.FileArray]) -> bool:
     """Whether a key is a scalar or counter on every rank, independent of the sharding."""
     return all(not one.shape or (key in counter_tensors.OF_NO_PARAMETER and one.shape == (1,)) for one in held)

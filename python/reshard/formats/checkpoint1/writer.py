@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -38,8 +36,8 @@ from reshard.formats.checkpoint1.names import STRATEGY_FOLDER, FileName, Meta
 from reshard.formats.checkpoint1.save_plan import ShardAssignment, assign, check_prefix
 from reshard.layout.strategy_file import read_strategy_file
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
-from reshard.small_files import show
-from reshard.storage.publication import as_storage_error
+from reshard.storage.changes import temporary_folder
+from reshard.words import show
 from reshard.write.iteration import plan_layout
 
 if TYPE_CHECKING:
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
     from reshard.conversion.destinations import Job
     from reshard.layout import BoundLayout
     from reshard.layout.strategy import Strategy
+    from reshard.storage.location import Location
     from reshard.write.iteration import WholeTensor
 
 __all__ = ["Checkpoint1Writer"]
@@ -142,17 +141,19 @@ def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:
         UnsupportedError: it cannot express the layout of a tensor.
     """
     joined = {key for join in bound.joins for key in join.keys}
-    specs = {key: bound.specs[key] for key in job.keys}
-    for key, spec in specs.items():
+    layouts = {key: bound.tensor_layouts[key] for key in job.keys}
+    for key, layout in layouts.items():
+        partition = layout.partition
         # Even on one rank the stored array differs from the tensor.
-        if key in joined or spec.flat or spec.stored not in ((), tuple(range(len(spec.shape)))):
-            how = "in one array with others" if key in joined else "flattened" if spec.flat else "in another dim order"
+        if key in joined or partition.flat or partition.is_reordered:
+            is_flat = bool(partition.flat)
+            how = "in one array with others" if key in joined else "flattened" if is_flat else "in another dim order"
             raise UnsupportedError(
                 f"{show(key)} would be stored {how}, which a strategy cannot express",
                 key=key,
                 hint="choose another layout for it; `select=Select(drop=...)` leaves it out",
             )
-    return None if len(bound.ranks) == 1 else strategy_of(replace(bound, specs=specs, joins=[]))
+    return None if len(bound.ranks) == 1 else strategy_of(replace(bound, tensor_layouts=layouts, joins=[]))
 
 
 # -- names
@@ -175,7 +176,7 @@ def _position(job: Job) -> tuple[int, int]:
     """Epoch and step of the destination: those in the names of the source, or those of its iteration."""
     if job.source.data.traits.rank_folders:
         for file in job.source.files():
-            name = checkpoint1.parse_file_name(Path(file.name).name)
+            name = checkpoint1.parse_file_name(file.name.rpartition("/")[2])
             if name is not None:
                 return name.epoch, name.step
     return rank_plan.position(job.source.iteration or 0)
@@ -220,10 +221,8 @@ def _with_counters(job: Job) -> Iterator[None]:
     if not job.counters:
         yield
         return
-    with contextlib.ExitStack() as made:
-        with as_storage_error("write", Path(tempfile.gettempdir())):
-            folder = made.enter_context(tempfile.TemporaryDirectory(prefix="reshard-"))
-        path = str(Path(folder) / "counters.safetensors")
+    with temporary_folder("reshard-") as folder:
+        path = str(folder / "counters.safetensors")
         arrays = [
             (name, dtypes.name_of(array.dtype), array.shape, array) for name, array in sorted(job.counters.items())
         ]
@@ -255,24 +254,24 @@ def _check_counters(job: Job) -> None:
 # -- the destination
 
 
-def _is_foreign(entry: Path, names: FileName | None) -> bool:
+def _is_foreign(entry: Location, names: FileName | None) -> bool:
     """Whether a folder at the destination was not written by an earlier conversion to the same names."""
     has_name = checkpoint1.parse_rank_folder(entry.name) is not None or entry.name == STRATEGY_FOLDER
     return has_name and not _is_ours(entry, names)
 
 
-def _is_ours(entry: Path, names: FileName | None) -> bool:
+def _is_ours(entry: Location, names: FileName | None) -> bool:
     """Whether a folder holds only what an earlier conversion to the same names wrote."""
-    if entry.is_symlink() or not entry.is_dir():
+    if entry.kind() != "folder":
         return False
-    files = {one.name for one in entry.iterdir()} - {checkpoint1.META_FILE}
+    files = set(entry.names()) - {checkpoint1.META_FILE}
     if (rank := checkpoint1.parse_rank_folder(entry.name)) is not None:
         name = _name(names, rank)
         return files == {name} and is_our_file(entry / name)
     return entry.name == STRATEGY_FOLDER and all(_is_our_strategy(entry / name) for name in files)
 
 
-def _is_our_strategy(path: Path) -> bool:
+def _is_our_strategy(path: Location) -> bool:
     """Whether this package wrote a strategy: its only operators are those of parameters."""
     try:
         content = read_strategy_file(path, follow_links=False)

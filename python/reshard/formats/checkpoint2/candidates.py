@@ -1,12 +1,12 @@
-"""Which iteration of a root is tried first, which next, and which never: the order of candidates.
+"""The order in which the iterations of a root are tried, and those that are never tried.
 
-The idea: the tracker is the word of the last save that ended, so its iteration comes first and nothing above it is
-taken, but for one case. A crash between the publication of a folder and the move of the tracker leaves a folder above
-the tracker that was never tracked and whose manifest recorded this very tracker: its save had succeeded in all but
-the tracker, and it goes before. Whatever else lies above was left behind when somebody went back on purpose.
+The tracker names the last save that ended, so its iteration is tried first and nothing above it, with one exception.
+A crash between the publication of a folder and the change of the tracker leaves a folder above the tracker that was
+never tracked and whose manifest records this very tracker. Its save was complete except for the tracker, and it is
+tried before. Every other folder above the tracker was left behind when a user went back on purpose.
 
-Only the order is told here, of facts that the caller gathered: whether a candidate is whole is found out by opening
-it. No disk, no clock.
+The order is computed from facts that the caller gathered; whether a candidate is complete is found by opening it. No
+file is read here.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ Policy: TypeAlias = Literal["tracker", "tracker_only", "highest"]
 
 @dataclass(frozen=True)
 class Folder:
-    """What is known of an iteration folder before it is opened.
+    """Facts of an iteration folder before it is opened.
 
     Attributes:
         iteration: the number in its name.
         name: its name.
         is_tracked: whether it holds the marker that the tracker named it once, durably.
-        epoch: the epoch of its manifest, which says which of two saves was begun later; None: no valid manifest.
+        generation: that of its manifest, the higher one of two saves was begun later; None: no valid manifest.
         previous_tracker: the iteration that the tracker named when its save began, from its manifest; None: there was
             no tracker, or there is no valid manifest.
-        passed_over: iterations that the run which saved it had passed over when it resumed, from its manifest.
+        passed_over: iterations that the run which saved it had skipped when it resumed, from its manifest.
     """
 
     iteration: int
     name: str
     is_tracked: bool = False
-    epoch: int | None = None
+    generation: int | None = None
     previous_tracker: int | None = None
     passed_over: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An iteration folder and why it stands where it does, or why it is no candidate.
+    """An iteration folder and the reason for its place in the order, or why it is not a candidate.
 
     Attributes:
         iteration: the number in its name.
@@ -65,7 +65,7 @@ class Order:
     Attributes:
         candidates: best first.
         refused: those that are never tried, from the highest iteration down.
-        tracker: the iteration that the tracker names; None without a tracker, or with one that is of no use.
+        tracker: the iteration that the tracker names; None without a tracker, or with an invalid one.
         warnings: what is wrong with the root itself, in sentences.
     """
 
@@ -88,8 +88,8 @@ def order(
     Args:
         folders: every iteration folder, one an iteration, in any order.
         tracker: the iteration in the tracker; None if there is none.
-        tracker_fault: why a tracker that is there cannot be read.
-        policy: "tracker": the rule above, then downwards. "tracker_only": nothing but the tracker's iteration.
+        tracker_fault: why a tracker that exists cannot be read.
+        policy: "tracker": the order above, then downwards. "tracker_only": nothing but the tracker's iteration.
             "highest": from the highest down, whatever the tracker says.
         exact: only this iteration, whatever the tracker says and even if it was passed over.
 
@@ -100,8 +100,8 @@ def order(
         ArgumentError: an unknown policy, or `exact` beside another policy than "tracker".
 
     Example:
-        >>> crashed = Folder(300, "iteration_00000300", epoch=1, previous_tracker=200)
-        >>> named = Folder(200, "iteration_00000200", is_tracked=True, epoch=1, previous_tracker=100)
+        >>> crashed = Folder(300, "iteration_00000300", generation=1, previous_tracker=200)
+        >>> named = Folder(200, "iteration_00000200", is_tracked=True, generation=1, previous_tracker=100)
         >>> [(one.iteration, one.reason) for one in order((named, crashed), 200).candidates]
         [(300, 'published after the tracker named 200, which a crash kept from moving'), (200, 'named by the tracker')]
     """
@@ -113,9 +113,9 @@ def order(
     warnings = []
     if tracker_fault is not None:
         tracker = None
-        warnings.append(f"the tracker is of no use: {tracker_fault}")
+        warnings.append(f"the tracker is invalid: {tracker_fault}")
     elif tracker is not None and all(folder.iteration != tracker for folder in folders):
-        warnings.append(f"the tracker is of no use: it names iteration {tracker}, which has no folder")
+        warnings.append(f"the tracker is invalid: it names iteration {tracker}, which has no folder")
         tracker = None
     if exact is not None and all(folder.iteration != exact for folder in folders):
         warnings.append(f"there is no folder of iteration {exact}, which was asked for")
@@ -151,7 +151,7 @@ def order(
             assert reason is not None
             then.append(Candidate(iteration, folder.name, reason))
     # Of several that crashed like that the one of the later run counts: it knew of the others, or could have.
-    first.sort(key=lambda one: (one[0].epoch or 0, one[0].iteration), reverse=True)
+    first.sort(key=lambda one: (one[0].generation or 0, one[0].iteration), reverse=True)
     candidates = [Candidate(folder.iteration, folder.name, reason) for folder, reason in first] + then
     return Order(tuple(candidates), tuple(refused), tracker, tuple(warnings))
 
@@ -160,7 +160,7 @@ def _fault_above(folder: Folder, tracker: int) -> str | None:
     """Why a folder above the tracker is none that a crash left untracked; None if it is."""
     if folder.is_tracked:
         return f"the tracker named it once and names {tracker} now: it was left behind on purpose"
-    if folder.epoch is None:
+    if folder.generation is None:
         return f"above the tracker's {tracker} and without a valid manifest: nothing proves that its save ended"
     if folder.previous_tracker != tracker:
         was = (
@@ -175,20 +175,22 @@ def _fault_above(folder: Folder, tracker: int) -> str | None:
 def left_behind(folders: tuple[Folder, ...], tracker: int | None) -> dict[int, int]:
     """Iterations that a later run passed over, each with the iteration that says so.
 
-    What was saved under such a number by that run itself or after it is another checkpoint, told by its epoch. And if
-    the tracker moved on to the passed-over iteration after the record's own, somebody wanted it back: the tracker names
-    it now, or it did when a later run saved.
+    A checkpoint that the later run or one after it saved under such a number is another one: its generation is higher.
+    A passed-over iteration that the tracker named after the record was made is a candidate again: the tracker names it
+    now, or it did when a later run saved.
     """
-    epochs = {folder.iteration: folder.epoch for folder in folders}
-    named = {(folder.previous_tracker, folder.epoch) for folder in folders}
+    generations = {folder.iteration: folder.generation for folder in folders}
+    named = {(folder.previous_tracker, folder.generation) for folder in folders}
     found: dict[int, int] = {}
-    for folder in sorted(folders, key=lambda one: one.epoch or 0):
-        if folder.epoch is None:
+    for folder in sorted(folders, key=lambda one: one.generation or 0):
+        if folder.generation is None:
             continue
         for iteration in folder.passed_over:
-            epoch = epochs.get(iteration)
-            is_older = epoch is None or epoch < folder.epoch
-            was_named = any(one == iteration and later is not None and later > folder.epoch for one, later in named)
+            generation = generations.get(iteration)
+            is_older = generation is None or generation < folder.generation
+            was_named = any(
+                one == iteration and later is not None and later > folder.generation for one, later in named
+            )
             is_wanted_back = folder.is_tracked and (iteration == tracker or was_named)
             if iteration != folder.iteration and is_older and not is_wanted_back:
                 found[iteration] = folder.iteration

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import math
 import operator
-import os
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.small_files import read_small_file, show, write_file_atomically
+from reshard.storage.location import locate
 from reshard.strict_json import parse_json
+from reshard.words import show
+
+if TYPE_CHECKING:
+    import os
 
 __all__ = ["MAX_COMMON_BYTES", "CommonInfo"]
 
@@ -75,7 +79,7 @@ class CommonInfo:
             DamagedFileError: it is not a JSON object, is larger than 1 MiB, or a value has another type.
             StorageError: the system failed to read it.
         """
-        return cls.parse(read_small_file(path, MAX_COMMON_BYTES), os.fspath(path))
+        return cls.parse(locate(path).read_small(MAX_COMMON_BYTES), str(path))
 
     @classmethod
     def parse(cls, data: bytes, name: str) -> CommonInfo:
@@ -117,7 +121,7 @@ class CommonInfo:
         Raises:
             StorageError: the system failed; an existing file is unchanged.
         """
-        write_file_atomically(path, self.to_json(), mode, durable=durable)
+        locate(path).replace(self.to_json(), mode, durable=durable)
 
 
 _KEYS = tuple(one.name for one in fields(CommonInfo) if one.name != "unknown")

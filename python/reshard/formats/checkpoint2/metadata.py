@@ -1,11 +1,12 @@
-"""Writing `metadata.json`: which shard of which tensor lies in which file, in the words that the original reads.
+"""Writing `metadata.json`: which shard of which tensor lies in which file, in the form of MindSpore Transformers.
 
-For each tensor the file says how the *stage* that holds it is cut: `device_matrix` (sizes of the mesh axes that `place`
-leaves free), `rank_list` (the ranks on them) and `tensor_map` (for each dim the axis that cuts it, counted from 0 = the
-last one; -1 for none; a list for several, the most significant first). For each shard it lists the files that hold it.
+For each tensor the file records its partition over the *stage* that holds it: `device_matrix` (sizes of the mesh axes
+that `place` leaves free), `rank_list` (the ranks on them) and `tensor_map` (for each dim the axis that divides it,
+counted from 0 = the last one; -1 for none; a list for several, the outermost first). For each shard it lists the files
+that hold it.
 
-What those words cannot say is told by `expressible`, and described in `tiles.json`. Decoding the file, which can have
-hundreds of MB, is the core's.
+`inexpressible` returns why a tensor cannot be described so; such tensors are described in `tiles.json`. The core
+decodes the file, which can have hundreds of MB.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, UnsupportedError
-from reshard.formats.checkpoint2.shards import FilePlan, Shard, TensorRecord, World, shard_id, shards_of
-from reshard.small_files import show, writing_atomically
-from reshard.words import listed
+from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, shard_id, shards_of
+from reshard.storage.location import locate
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
+    from reshard import _core
     from reshard.formats.checkpoint2.names import Part
+    from reshard.layout.partition import Cut, TensorLayout
 
-__all__ = ["expressible", "write_metadata"]
+__all__ = ["inexpressible", "write_metadata"]
 
-# What MindSpore's reader of shard files knows. It refuses a whole file for one tensor of another dtype.
+# The dtypes that MindSpore's reader of shard files knows. One tensor of another dtype makes it refuse the file.
 _DTYPES = {
     "BOOL": "Bool",
     "U8": "UInt8",
@@ -44,46 +47,52 @@ _DTYPES = {
     "F32": "Float32",
     "F64": "Float64",
 }
-# Names of axes that mean something else in the original's layouts.
+# Names of axes with another meaning in the layouts of MindSpore.
 _RESERVED_AXES = ("", "None", "interleaved_parallel")
 
 
-def expressible(record: TensorRecord, world: World) -> str | None:
+def inexpressible(record: TensorRecord, mesh: _core.Mesh) -> str | None:
     """Why `metadata.json` cannot describe a tensor; None if it can.
+
+    Args:
+        record: the tensor.
+        mesh: the mesh on which it lies.
 
     Raises:
         LayoutError: the record names an axis or a coordinate that the mesh does not have.
 
     Example:
-        >>> world = World((("tp", 4),))
-        >>> expressible(TensorRecord("w", "BF16", (8, 6), cut=(("tp",),)), world)
-        >>> expressible(TensorRecord("w", "BF16", (8, 6), cut=((), ("tp",))), world)
+        >>> from reshard._core import Mesh
+        >>> from reshard.layout import Partition, TensorLayout
+        >>> record = TensorRecord("w", "BF16", "model", TensorLayout((8, 6), Partition(((), ("tp",)))))
+        >>> inexpressible(record, Mesh([("tp", 4)]))
         'dim 1 has 6 elements, which 4 parts do not divide evenly'
     """
-    reserved = [axis for axis in world.sizes if axis in _RESERVED_AXES]
+    sizes, partition, shape, place = dict(mesh.axes), record.layout.partition, record.layout.shape, record.layout.place
+    reserved = [axis for axis in sizes if axis in _RESERVED_AXES]
     if reserved:
-        return f"a mesh axis named {show(reserved[0])} means something else there"
+        return f"a mesh axis named {show(reserved[0])} has another meaning there"
     if record.dtype not in _DTYPES:
         return f"MindSpore has no shard files of {record.dtype}: its reader refuses the whole file that holds it"
-    if record.flat:
+    if partition.flat:
         return "it is flattened and cut 1-D"
-    if record.stored and record.stored != tuple(range(len(record.shape))):
+    if partition.is_reordered:
         return "its dims are stored in another order"
-    parts = [math.prod(world.sizes[axis] for axis in axes) for axes in _padded_cut(record)]
-    for dim in (dim for dim, _ in record.blocks if parts[dim] > 1):
+    parts = [math.prod(sizes[axis] for axis in axes) for axes in _padded_cut(record.layout)]
+    for dim in (dim for dim, _ in partition.blocks if parts[dim] > 1):
         return f"dim {dim} consists of blocks that are cut by themselves"
-    for dim in (dim for dim, sizes in record.sizes if len(set(sizes)) > 1):
+    for dim in (dim for dim, own in partition.sizes if len(set(own)) > 1):
         return f"dim {dim} is cut into parts of different sizes"
-    for dim, (extent, n_parts) in enumerate(zip(record.shape, parts, strict=True)):
+    for dim, (extent, n_parts) in enumerate(zip(shape, parts, strict=True)):
         if extent % n_parts:
             return f"dim {dim} has {extent} elements, which {n_parts} parts do not divide evenly"
-    fixed = world.fixed(record.place)
-    both = [axis for axis in record.axes if axis in fixed and world.sizes[axis] > 1]
+    fixed = mesh.fixed(place)
+    both = [axis for axis in partition.axes if axis in fixed and sizes[axis] > 1]
     if both:
         return f"axis {show(both[0])} both places it and cuts it"
-    ranks = world.held(record.place)
-    # The original takes `rank % len(rank_list)` for the position of a rank in its stage.
-    if ranks[0] % len(ranks) or ranks != tuple(range(ranks[0], ranks[0] + len(ranks))):
+    ranks = mesh.held(place)
+    # MindSpore Transformers computes the position of a rank in its stage as `rank % len(rank_list)`.
+    if ranks[0] % len(ranks) or ranks != list(range(ranks[0], ranks[0] + len(ranks))):
         return f"the ranks that hold it, {listed(ranks)}, are not a contiguous and aligned run in the order of the mesh"
     return None
 
@@ -91,56 +100,56 @@ def expressible(record: TensorRecord, world: World) -> str | None:
 def write_metadata(
     path: str | os.PathLike[str],
     records: Sequence[TensorRecord],
-    world: World,
+    mesh: _core.Mesh,
     plan: FilePlan,
     *,
     prefix: str | None = None,
     mode: int = 0o666,
     durable: bool = True,
 ) -> None:
-    """Write `metadata.json`, atomically and piece by piece: a large one never lies in memory.
+    """Write `metadata.json` atomically and in pieces: a large file is never in memory as a whole.
 
-    It is written without indentation, which the original's JSON reader does not need: the copies of replicated
-    shards make the file grow with the square of the ranks, and each of its numbers would get a line of its own.
+    It is written without indentation: the copies of replicated shards make the file grow with the square of the number
+    of ranks, and with indentation each number would have a line of its own.
 
     Args:
         path: the file.
-        records: the tensors to describe, each name once, all of them `expressible`.
-        world: the mesh.
+        records: the tensors to describe, each name once, none of them `inexpressible`.
+        mesh: the mesh on which they lie.
         plan: the files; every shard of the records must be in one.
         prefix: the prefix of the shard files.
-        mode: permission bits, less the umask.
+        mode: permission bits before the umask is applied.
         durable: whether the file and its folder are synced.
 
     Raises:
-        UnsupportedError: a record is not expressible.
-        ArgumentError: a name stands twice, or a shard is in no file.
+        UnsupportedError: a record is inexpressible.
+        ArgumentError: two records have one name, or a shard is in no file.
         LayoutError: a record names an axis or a coordinate that the mesh does not have.
-        StorageError: the system failed; what was under the name is as it was.
+        StorageError: the operating system reported an error; the file that was there before is unchanged.
     """
     seen: set[str] = set()
     for record in records:
-        reason = expressible(record, world)
+        reason = inexpressible(record, mesh)
         if reason is not None:
             raise UnsupportedError(f"metadata.json cannot describe {show(record.key)}: {reason}", key=record.key)
         if record.key in seen:
             raise ArgumentError(f"{show(record.key)} is described twice", key=record.key)
         seen.add(record.key)
-    with writing_atomically(path, mode, durable=durable) as file:
-        for text in _texts(records, world, plan, prefix):
+    with locate(path).writing(mode, durable=durable) as file:
+        for text in _texts(records, mesh, plan, prefix):
             file.write(text.encode())
 
 
-def _texts(records: Sequence[TensorRecord], world: World, plan: FilePlan, prefix: str | None) -> Iterator[str]:
-    """The file, in pieces. Thousands of tensors share a handful of grids, whose long lists are spelled once."""
+def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, prefix: str | None) -> Iterator[str]:
+    """The file, in pieces. Thousands of tensors share a few grids, whose long lists are encoded once."""
     grids: dict[object, _Grid] = {}
     comma = ""
     yield '{"state_dict_metadata":{'
     for record in records:
-        cut = _padded_cut(record)
-        grid = grids.get((record.place, cut))
+        place, cut = record.layout.place, _padded_cut(record.layout)
+        grid = grids.get((place, cut))
         if grid is None:
-            grid = grids[record.place, cut] = _grid(record, cut, world)
+            grid = grids[place, cut] = _grid(record.layout, cut, mesh)
         yield f"{comma}\n{_dump(record.key)}:{_tensor(record, grid)}"
         comma = ","
     yield '},\n"storage_data":{'
@@ -148,7 +157,7 @@ def _texts(records: Sequence[TensorRecord], world: World, plan: FilePlan, prefix
     stored = {(file.part, file.rank, key): names[file] for file in plan.files for key in file.keys}
     groups: dict[tuple[int, ...], str] = {}
     comma = ""
-    for shard in shards_of(records, world):
+    for shard in shards_of(records, mesh):
         yield f"{comma}\n{_dump(shard_id(shard.key, shard.offset))}:{_storage(shard, stored, groups)}"
         comma = ","
     yield "}}\n"
@@ -156,7 +165,7 @@ def _texts(records: Sequence[TensorRecord], world: World, plan: FilePlan, prefix
 
 @dataclass(frozen=True)
 class _Grid:
-    """What all tensors of one cut and place share.
+    """The fields that all tensors with one partition and one place share.
 
     Attributes:
         replica_id: the list as text.
@@ -171,42 +180,43 @@ class _Grid:
     offsets: list[int]
 
 
-def _grid(record: TensorRecord, cut: tuple[tuple[str, ...], ...], world: World) -> _Grid:
-    offsets = world.offsets(record.place, record.axes)
+def _grid(layout: TensorLayout, cut: Cut, mesh: _core.Mesh) -> _Grid:
+    place, own_axes, mesh_sizes = layout.place, layout.partition.axes, dict(mesh.axes)
+    offsets = mesh.folded(own_axes, place)
     n_seen: dict[int, int] = {}
     replicas = []
     for offset in offsets:
         replicas.append(n_seen.get(offset, 0))
         n_seen[offset] = replicas[-1] + 1
-    fixed = world.fixed(record.place)
-    # An axis of size 1 stays though it is fixed: a device matrix without any axis breaks the original.
-    axes = [axis for axis in world.sizes if axis not in fixed or axis in record.axes] or [*world.sizes, "device"][:1]
-    sizes = [world.sizes[axis] if axis not in fixed and axis in world.sizes else 1 for axis in axes]
+    fixed = mesh.fixed(place)
+    # An axis of size 1 stays though it is fixed: MindSpore Transformers fails on a device matrix without axes.
+    axes = [axis for axis in mesh_sizes if axis not in fixed or axis in own_axes] or [*mesh_sizes, "device"][:1]
+    sizes = [mesh_sizes[axis] if axis not in fixed and axis in mesh_sizes else 1 for axis in axes]
     tensor_map = [[len(axes) - 1 - axes.index(axis) for axis in of_dim] for of_dim in cut]
-    layout = {  # in this order: the original takes the values by position
+    device_layout = {  # in this order: MindSpore Transformers takes the values by position
         "device_matrix": sizes,
         "tensor_map": [one if len(one) > 1 else one[0] if one else -1 for one in tensor_map],
         "interleaved_parallel": False,
         "alias_name": axes,
-        "rank_list": list(world.held(record.place)),
+        "rank_list": mesh.held(place),
     }
-    fragmentations = [math.prod(world.sizes[axis] for axis in of_dim) for of_dim in cut]
-    return _Grid(_dump(replicas), fragmentations, _dump(layout), list(n_seen))
+    fragmentations = [math.prod(mesh_sizes[axis] for axis in of_dim) for of_dim in cut]
+    return _Grid(_dump(replicas), fragmentations, _dump(device_layout), list(n_seen))
 
 
 def _tensor(record: TensorRecord, grid: _Grid) -> str:
-    local_shape = [extent // n for extent, n in zip(record.shape, grid.fragmentations, strict=True)]
+    local_shape = [extent // n for extent, n in zip(record.layout.shape, grid.fragmentations, strict=True)]
     shape = _dump(local_shape)
     chunk = ",".join(f'{{"global_offset":[{offset}],"local_shape":{shape}}}' for offset in grid.offsets)
     return (
         f'{{"properties":{{"dtype":"{_DTYPES[record.dtype]}","replica_id":{grid.replica_id},'
         f'"allow_shape_mismatch":false,"allow_to_save":true}},'
-        f'"global_shape":{_dump(list(record.shape))},"axis_fragmentations":{_dump(grid.fragmentations)},'
+        f'"global_shape":{_dump(list(record.layout.shape))},"axis_fragmentations":{_dump(grid.fragmentations)},'
         f'"layout":{grid.layout},"chunk":[{chunk}]}}'
     )
 
 
-def _storage(shard: Shard, stored: dict[tuple[Part, int, str], str], groups: dict[tuple[int, ...], str]) -> str:
+def _storage(shard: HeldShard, stored: dict[tuple[Part, int, str], str], groups: dict[tuple[int, ...], str]) -> str:
     group = groups.get(shard.holders)
     if group is None:
         group = groups[shard.holders] = _dump(list(shard.holders))
@@ -219,11 +229,13 @@ def _storage(shard: Shard, stored: dict[tuple[Part, int, str], str], groups: dic
     return f"[{','.join(entries)}]"
 
 
-def _padded_cut(record: TensorRecord) -> tuple[tuple[str, ...], ...]:
-    return record.cut + ((),) * (len(record.shape) - len(record.cut))
+def _padded_cut(layout: TensorLayout) -> Cut:
+    """The axes of each dim, those without axes included."""
+    cut = layout.partition.cut
+    return cut + ((),) * (len(layout.shape) - len(cut))
 
 
-# Made once: `json.dumps` with options makes one for each call, and there is a call for every shard.
+# One encoder: `json.dumps` with options makes one in each call, and it is called for every shard.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 

@@ -6,25 +6,27 @@
         common.json                                                counters: `checkpoint2_common`
         metadata.json                                              shards: `checkpoint2_metadata`; one device has none
 
-We write what the original reads: 8 digits and `.safetensors`. We read any width, and `.safetensor` as well, as its
-published documents show it. This module opens no shard file, and does not say whether an iteration is whole.
+This package writes what MindSpore Transformers reads: 8 digits and `.safetensors`. It reads any width, and
+`.safetensor` too, which its published documents show. This module opens no shard file, and does not check whether an
+iteration is complete.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats.checkpoint2.common import MAX_COMMON_BYTES, CommonInfo
-from reshard.small_files import component_fault, read_small_file, show, write_file_atomically
-from reshard.words import listed
+from reshard.storage.location import locate
+from reshard.storage.names import component_fault
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import os
+
+    from reshard.storage.store import Kind
 
 __all__ = [
     "COMMON_FILE",
@@ -170,15 +172,15 @@ def check_prefix(prefix: str | None) -> None:
 def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
     """The iteration that the tracker names, and why there is none.
 
-    A tracker is a regular file of ASCII digits and at most one newline, 32 bytes at most. Anything else is as good as
-    no tracker, and the reason says so; only where there is no file at all there is no reason either.
+    A tracker is a regular file of ASCII digits and at most one newline, 32 bytes at most. Anything else counts as no
+    tracker, and the reason says so; there is no reason only if there is no file.
 
     Returns:
         `(iteration, None)`, `(None, reason)` or, without a file, `(None, None)`.
     """
-    path = Path(root) / TRACKER_FILE
+    path = locate(root) / TRACKER_FILE
     try:
-        data = read_small_file(path, _MAX_TRACKER_BYTES)
+        data = path.read_small(_MAX_TRACKER_BYTES)
     except CheckpointNotFoundError:
         return None, None
     except ReshardError as error:
@@ -192,12 +194,18 @@ def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
 def write_tracker(root: str | os.PathLike[str], iteration: int, mode: int = 0o666, *, durable: bool = True) -> None:
     """Make the tracker name an iteration, whose folder must already be durable.
 
+    Args:
+        root: the checkpoint root.
+        iteration: what it names.
+        mode: permission bits of the tracker, less the umask.
+        durable: sync the tracker and the root.
+
     Raises:
         ArgumentError: the iteration is not an integer from 0 to 10**18 - 1.
         StorageError: the system failed; the tracker is as it was.
     """
     iteration_folder_name(iteration)  # refuses what no folder can be named after
-    write_file_atomically(Path(root) / TRACKER_FILE, str(iteration), mode, durable=durable)
+    (locate(root) / TRACKER_FILE).replace(str(iteration), mode, durable=durable)
 
 
 # -- which iterations there are
@@ -208,8 +216,8 @@ class Candidates:
     """What a root offers, best first.
 
     Attributes:
-        tracker: the iteration that the tracker names; None without a tracker, or with one that is of no use.
-        tracker_reason: why a tracker that is there is of no use; else None.
+        tracker: the iteration that the tracker names; None without a tracker, or with an invalid one.
+        tracker_reason: why a tracker that exists is invalid; else None.
         folders: `(iteration, folder name)`: the tracker's iteration, then the others from the highest down.
         ignored: `(folder name, reason)` of folders that repeat the number of another one.
     """
@@ -222,14 +230,14 @@ class Candidates:
 
 def is_root(path: str | os.PathLike[str]) -> bool:
     """Whether a folder is the root of a tree: it holds a tracker, whatever is in it, or an iteration folder."""
-    return os.path.lexists(Path(path) / TRACKER_FILE) or bool(_scan(path)[0])
+    return (locate(path) / TRACKER_FILE).exists() or bool(_scan(path)[0])
 
 
 def list_iterations(root: str | os.PathLike[str]) -> list[tuple[int, str]]:
     """`(iteration, folder name)` of the iteration folders of a root, by ascending number.
 
-    Hidden names, symbolic links and what is no folder are passed over. Of several folders of one number the 8-digit
-    one counts, since the original's tracker finds only that; without one the shortest name counts.
+    Hidden names, symbolic links and files are skipped. Of several folders of one number the one with 8 digits counts,
+    since MindSpore Transformers finds only that by its tracker; without one the shortest name counts.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
@@ -259,7 +267,7 @@ def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
 def _scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
     """The iteration folders by ascending number, and the names that repeat a number, each with the reason."""
     by_number: dict[int, list[str]] = {}
-    for name in _names(root, lambda entry: entry.is_dir(follow_symlinks=False)):
+    for name in _names(root, "folder"):
         number = parse_iteration_folder(name)
         if number is not None:
             by_number.setdefault(number, []).append(name)
@@ -272,16 +280,9 @@ def _scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tup
     return found, ignored
 
 
-def _names(folder: str | os.PathLike[str], is_kind: Callable[[os.DirEntry[str]], bool]) -> list[str]:
-    """Names of one kind of entry in a folder."""
-    path = os.fspath(folder)
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if is_kind(entry)]
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
-    except OSError as error:
-        raise StorageError(f"listing {show(path)}: {error.strerror}", path=path, errno=error.errno) from None
+def _names(folder: str | os.PathLike[str], kind: Kind) -> list[str]:
+    """Names of one kind of entry in a folder, sorted."""
+    return [entry.name for entry in locate(folder).entries() if entry.kind == kind]
 
 
 # -- the shard files of an iteration
@@ -290,7 +291,7 @@ def _names(folder: str | os.PathLike[str], is_kind: Callable[[os.DirEntry[str]],
 def list_shard_files(folder: str | os.PathLike[str]) -> list[str]:
     """The shard files of an iteration folder that has no `metadata.json`: model files first, each part by index.
 
-    What is hidden (a temporary file) or has another kind of name is passed over; links are not followed.
+    Hidden files (temporary ones) and other names are skipped; links are not followed.
 
     Returns:
         File names; none if there is no shard file at all.
@@ -300,10 +301,10 @@ def list_shard_files(folder: str | os.PathLike[str]) -> list[str]:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
     """
-    path = os.fspath(folder)
+    path = str(folder)
     found: dict[Part, dict[int, str]] = {"model": {}, "optimizer": {}}
     first: dict[Part, tuple[str, ShardFileName]] = {}
-    for name in sorted(_names(folder, lambda entry: entry.is_file(follow_symlinks=False))):
+    for name in _names(folder, "file"):
         parsed = parse_shard_file_name(name)
         if parsed is None:
             continue

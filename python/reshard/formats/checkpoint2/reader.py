@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from reshard import _core
@@ -23,14 +21,17 @@ from reshard.formats.base import CheckpointData, Shapes, Traits
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
 from reshard.formats.tiled import names as tiles
-from reshard.small_files import close_read, read_small_file, show
+from reshard.storage.location import Location, locate
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import PartName
     from reshard.formats.manifest import Manifest
+    from reshard.storage.store import Lock
 
 __all__ = [
     "CHECKPOINT2",
@@ -94,7 +95,7 @@ class FolderData(CheckpointData):
 
     def rank_files(self) -> Mapping[int, list[int]] | None:
         """From the manifest, metadata.json, or the names of the files."""
-        numbers = {Path(self.index.file_path(file)).name: file for file in range(self.index.n_files)}
+        numbers = {locate(self.index.file_path(file)).name: file for file in range(self.index.n_files)}
         found = own_files(self.path, numbers, self.manifest)
         return {rank: [numbers[name] for name in names] for rank, names in found.items()}
 
@@ -110,7 +111,7 @@ class FolderData(CheckpointData):
         """From tiles.json."""
         return None if self.tiles is None else self.tiles.layout
 
-    def view(self, index: _core.Index, lock: int | None) -> Self:
+    def view(self, index: _core.Index, lock: Lock | None) -> Self:
         """Without the content of tiles.json, which describes the stored tensors."""
         return replace(super().view(index, lock), tiles=None, chosen=None)
 
@@ -131,7 +132,7 @@ def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> Checkpo
         >>> open_chosen(known).iteration
         5
     """
-    return open_folder(Path(chosen.folder), method, chosen.iteration, chosen)
+    return open_folder(locate(chosen.folder), method, chosen.iteration, chosen)
 
 
 def chosen(checkpoint: Checkpoint) -> Chosen | None:
@@ -140,7 +141,7 @@ def chosen(checkpoint: Checkpoint) -> Chosen | None:
 
 
 def open_folder(
-    folder: Path, method: _core.ReadMethod, iteration: int | None = None, known: Chosen | None = None
+    folder: Location, method: _core.ReadMethod, iteration: int | None = None, known: Chosen | None = None
 ) -> CheckpointData:
     """Open an iteration folder, or any folder of shard files.
 
@@ -159,7 +160,7 @@ def open_folder(
     Example:
         >>> import numpy as np, reshard
         >>> report = reshard.save("a_run", 5, {"w": np.zeros(4)})
-        >>> open_folder(Path(report.path), "auto").iteration
+        >>> open_folder(locate(report.path), "auto").iteration
         5
     """
     for n_left in reversed(range(_MAX_TRIES)):
@@ -174,10 +175,10 @@ def open_folder(
 
 
 def _open_locked(
-    folder: Path, locked: LockedManifest, method: _core.ReadMethod, iteration: int | None, known: Chosen | None
+    folder: Location, locked: LockedManifest, method: _core.ReadMethod, iteration: int | None, known: Chosen | None
 ) -> CheckpointData:
     if iteration is None:
-        iteration = checkpoint2.parse_iteration_folder(folder.resolve().name)
+        iteration = checkpoint2.parse_iteration_folder(folder.resolved().name)
     manifest = locked.manifest
     if manifest is not None and known is None:
         manifests.check_sizes(folder, manifest)
@@ -231,13 +232,13 @@ def _check_parts(data: FolderData) -> None:
 
 
 def _part_of_file(path: str) -> str | None:
-    parsed = checkpoint2.parse_shard_file_name(Path(path).name)
+    parsed = checkpoint2.parse_shard_file_name(locate(path).name)
     return None if parsed is None else parsed.part
 
 
 def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:
     """Whether the tracker has ever named an iteration folder, and whether the folder is pinned."""
-    tracked, pinned = (os.path.lexists(Path(folder) / name) for name in (manifests.TRACKED_FILE, manifests.PINNED_FILE))
+    tracked, pinned = ((locate(folder) / name).exists() for name in (manifests.TRACKED_FILE, manifests.PINNED_FILE))
     return tracked, pinned
 
 
@@ -247,11 +248,11 @@ def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:
 class LockedManifest:
     """The manifest of a folder that is locked against removal, or why there is none."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self.manifest: Manifest | None = None
         self.fault = ""
         self.is_damaged = False
-        self._lock: int | None = None
+        self._lock: Lock | None = None
         try:
             # The lock comes first: files that are read afterwards stay until it is released.
             self._lock = manifests.read_lock(folder)
@@ -264,12 +265,12 @@ class LockedManifest:
             self.release()
             raise
 
-    def keep_lock(self) -> int | None:
+    def keep_lock(self) -> Lock | None:
         """The lock. The caller closes it from now on."""
         lock, self._lock = self._lock, None
         return lock
 
-    def is_unchanged(self, folder: Path) -> bool:
+    def is_unchanged(self, folder: Location) -> bool:
         """Whether the folder still has the manifest that was read, or still has none."""
         try:
             now = manifests.read(folder).digest
@@ -280,12 +281,12 @@ class LockedManifest:
     def release(self) -> None:
         """Release the lock, unless `keep_lock` returned it."""
         if self._lock is not None:
-            close_read(self._lock)
+            self._lock.close()
             self._lock = None
 
 
 @contextlib.contextmanager
-def locked_manifest(folder: Path) -> Iterator[LockedManifest]:
+def locked_manifest(folder: Location) -> Iterator[LockedManifest]:
     """Lock a folder and read its manifest. The lock is released at the end, unless `keep_lock` returned it."""
     locked = LockedManifest(folder)
     try:
@@ -294,7 +295,7 @@ def locked_manifest(folder: Path) -> Iterator[LockedManifest]:
         locked.release()
 
 
-def unfinished(path: Path, name: str, locked: LockedManifest) -> DamagedFileError:
+def unfinished(path: Location, name: str, locked: LockedManifest) -> DamagedFileError:
     """The error for a file or folder of this package without a valid manifest.
 
     Args:
@@ -323,7 +324,7 @@ class _Description:
     digest: str
 
 
-def _read_description(folder: Path, manifest: Manifest | None) -> _Description:
+def _read_description(folder: Location, manifest: Manifest | None) -> _Description:
     read: dict[str, bytes] = {}
     for name, max_bytes in (
         (checkpoint2.METADATA_FILE, MAX_METADATA_BYTES),
@@ -334,8 +335,8 @@ def _read_description(folder: Path, manifest: Manifest | None) -> _Description:
             if name in manifest.files:
                 read[name] = manifests.read_plain(folder, manifest, name, max_bytes)
         # A broken link is read too, and raises an error: a damaged description must not be ignored.
-        elif os.path.lexists(folder / name):
-            read[name] = read_small_file(folder / name, max_bytes)
+        elif (folder / name).exists():
+            read[name] = locate(folder / name).read_small(max_bytes)
     tiled, common = read.get(tiles.TILES_FILE), read.get(checkpoint2.COMMON_FILE)
     return _Description(
         read.get(checkpoint2.METADATA_FILE),
@@ -346,14 +347,14 @@ def _read_description(folder: Path, manifest: Manifest | None) -> _Description:
 
 
 def _index(
-    folder: Path, described: _Description, manifest: Manifest | None, method: _core.ReadMethod
+    folder: Location, described: _Description, manifest: Manifest | None, method: _core.ReadMethod
 ) -> tuple[_core.Index, list[int]]:
     """An index of the shard files with the tensors of metadata.json, and the files that nothing describes."""
     index = _core.Index()
     if described.metadata is not None:
         path = str(folder / checkpoint2.METADATA_FILE)
         index = _core.Index.from_metadata(path, data=described.metadata, method=method)
-    files = {Path(index.file_path(file)).name for file in range(index.n_files)}
+    files = {locate(index.file_path(file)).name for file in range(index.n_files)}
     if described.tiles is not None:
         for tensor in described.tiles.tensors.values():
             for stored in tensor.stored:
@@ -377,10 +378,10 @@ def _index(
     return index, [index.add_file(str(folder / name), follow_links=False, method=method) for name in names]
 
 
-def _add_tiles(index: _core.Index, folder: Path, described: tiles.TilesFile) -> None:
-    files = {Path(index.file_path(file)).name: file for file in range(index.n_files)}
+def _add_tiles(index: _core.Index, folder: Location, described: tiles.TilesFile) -> None:
+    files = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
     for key, tensor in described.tensors.items():
-        stored = [(files[one.file], one.name, one.shape, one.tiles) for one in tensor.stored]
+        stored = [_core.StoredArray(files[one.file], one.name, one.shape, one.tiles) for one in tensor.stored]
         try:
             index.add_tiles(key, tensor.dtype, tensor.shape, stored, overlapping=tensor.overlapping)
         except ReshardError as error:
@@ -388,29 +389,28 @@ def _add_tiles(index: _core.Index, folder: Path, described: tiles.TilesFile) -> 
             raise
 
 
-def _warn_of_unlisted_files(folder: Path, manifest: Manifest) -> None:
-    with os.scandir(folder) as entries:
-        names = sorted(
-            entry.name
-            for entry in entries
-            if entry.name.endswith((".safetensors", ".safetensor")) and entry.name not in manifest.shards
-        )
+def _warn_of_unlisted_files(folder: Location, manifest: Manifest) -> None:
+    names = [
+        name
+        for name in folder.names()
+        if name.endswith((".safetensors", ".safetensor")) and name not in manifest.shards
+    ]
     if names:
         more = f" and {len(names) - 1} more are ignored" if len(names) > 1 else " is ignored"
         _log.warning("%s: %s%s: not listed in the manifest", folder, show(names[0]), more)
 
 
-def _refuse_unfinished(index: _core.Index, folder: Path, locked: LockedManifest) -> None:
+def _refuse_unfinished(index: _core.Index, folder: Location, locked: LockedManifest) -> None:
     for file in range(index.n_files):
         try:
             is_ours = writer_mark.is_marked(index, file)
         except ReshardError:
             continue  # the next step reports what is wrong with the file
         if is_ours:
-            raise unfinished(folder, Path(index.file_path(file)).name, locked)
+            raise unfinished(folder, locate(index.file_path(file)).name, locked)
 
 
-def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
+def _unlisted(index: _core.Index, folder: Location, rest: list[int]) -> Unlisted:
     """Check every file against its description, and find tensors that no file describes.
 
     Args:
@@ -427,12 +427,12 @@ def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
     for file, name in index.check():
         holders.setdefault(name, []).append(file)
     for file in {file for files in holders.values() for file in files}:
-        for name, dtype, shape, *_ in index.file_tensors(file):
-            found[name, file] = dtype, shape
+        for tensor in index.file_tensors(file):
+            found[tensor.name, file] = tensor.dtype, tensor.shape
     for file in rest:
-        for name, dtype, shape, *_ in index.file_tensors(file):
-            holders.setdefault(name, []).append(file)
-            found[name, file] = dtype, shape
+        for tensor in index.file_tensors(file):
+            holders.setdefault(tensor.name, []).append(file)
+            found[tensor.name, file] = tensor.dtype, tensor.shape
     unlisted = []
     for name, files in holders.items():
         path = index.file_path(files[-1])
@@ -441,9 +441,9 @@ def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
                 f"{path} holds `{name}`, but the description of {folder} lists it in other files", path=path, key=name
             )
         if not is_described and len(files) > 1:
-            first = Path(index.file_path(files[0])).name
+            first = locate(index.file_path(files[0])).name
             raise DamagedFileError(
-                f"{show(name)} is in {first} and in {Path(path).name}, and {folder} has no metadata.json that "
+                f"{show(name)} is in {first} and in {locate(path).name}, and {folder} has no metadata.json that "
                 "describes it",
                 path=path,
                 key=name,
@@ -459,15 +459,16 @@ def _unlisted(index: _core.Index, folder: Path, rest: list[int]) -> Unlisted:
                     path=index.file_path(file),
                     key=name,
                 )
-        unlisted.append((name, dtype, tuple(shape), tuple(Path(index.file_path(file)).name for file in files)))
+        unlisted.append((name, dtype, tuple(shape), tuple(locate(index.file_path(file)).name for file in files)))
     return tuple(unlisted)
 
 
 def _add_unlisted(index: _core.Index, unlisted: Unlisted) -> None:
-    numbers = {Path(index.file_path(file)).name: file for file in range(index.n_files)}
+    numbers = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
     for name, dtype, shape, files in unlisted:
         strides = [1] * len(shape)
         for dim in range(len(shape) - 1, 0, -1):
             strides[dim - 1] = strides[dim] * max(shape[dim], 1)
-        tile: _core.Tile = ((0,) * len(shape), shape, 0, tuple(strides))
-        index.add_tiles(name, dtype, shape, [(numbers[file], name, shape, [tile]) for file in files])
+        tile = _core.Tile((0,) * len(shape), shape, 0, tuple(strides))
+        stored = [_core.StoredArray(numbers[file], name, shape, [tile]) for file in files]
+        index.add_tiles(name, dtype, shape, stored)

@@ -7,9 +7,7 @@ iteration that is complete. If the root changes meanwhile, it is listed again: a
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import DamagedFileError, ReshardError
@@ -21,9 +19,12 @@ from reshard.formats.checkpoint2 import reader as folder
 from reshard.formats.checkpoint2.reader import marks, open_folder
 from reshard.formats.scrub import is_damage
 from reshard.formats.tiled import names as tiles
-from reshard.small_files import show
+from reshard.storage.location import Location, locate
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
+
     from reshard import _core
     from reshard.formats.base import CheckpointData, OpenOptions
 
@@ -50,7 +51,7 @@ def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> candi
         ['iteration_00000400']
     """
     tracker, fault = checkpoint2.read_tracker(root)
-    return candidates.order(_folders(Path(root)), tracker, fault, exact=exact)
+    return candidates.order(_folders(locate(root)), tracker, fault, exact=exact)
 
 
 def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
@@ -64,27 +65,27 @@ def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
         >>> newer_than("output/checkpoint", 300)
         (400,)
     """
-    folders = _folders(Path(root))
+    folders = _folders(locate(root))
     recorded = candidates.left_behind(folders, checkpoint2.read_tracker(root)[0])
     return tuple(one.iteration for one in folders if one.iteration > iteration and one.iteration not in recorded)
 
 
-def _folders(root: Path) -> tuple[candidates.Folder, ...]:
+def _folders(root: Location) -> tuple[candidates.Folder, ...]:
     return tuple(_folder_facts(root, iteration, name) for iteration, name in checkpoint2.list_iterations(root))
 
 
-def _folder_facts(root: Path, iteration: int, name: str) -> candidates.Folder:
+def _folder_facts(root: Location, iteration: int, name: str) -> candidates.Folder:
     is_tracked, _ = marks(root / name)
     try:
         manifest = manifests.read(root / name)
     except ReshardError:
         return candidates.Folder(iteration, name, is_tracked)
     return candidates.Folder(
-        iteration, name, is_tracked, manifest.epoch, manifest.previous_tracker, tuple(manifest.passed_over)
+        iteration, name, is_tracked, manifest.generation, manifest.previous_tracker, tuple(manifest.passed_over)
     )
 
 
-def best_of(root: Path, method: _core.ReadMethod = "auto") -> CheckpointData:
+def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData:
     """Open the first candidate of a root that is complete.
 
     Args:
@@ -97,7 +98,7 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> CheckpointData:
         StorageError: the root cannot be listed, or this process may not read or has no memory or handles left.
 
     Example:
-        >>> best_of(Path("output/checkpoint")).iteration
+        >>> best_of(locate("output/checkpoint")).iteration
         400
     """
     before: candidates.Order | None = None
@@ -128,7 +129,7 @@ def best_of(root: Path, method: _core.ReadMethod = "auto") -> CheckpointData:
 
 def reason_of(error: ReshardError) -> str:
     """Why an iteration is passed over: what is said of a file alone is told together with its name."""
-    name = "" if error.path is None else Path(error.path).name
+    name = "" if error.path is None else locate(error.path).name
     return error.message if name in error.message else f"{name}: {error.message}"
 
 
@@ -140,17 +141,17 @@ class Checkpoint2(Format):
 
     traits = folder.CHECKPOINT2
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """A root for certain; any other folder if no other format matches."""
-        if not path.is_dir():
+        if not path.is_folder():
             return Match.NO
         return Match.YES if checkpoint2.is_root(path) else Match.FALLBACK
 
-    def is_root(self, path: Path) -> bool:
+    def is_root(self, path: Location) -> bool:
         """Whether it holds iteration folders or a tracker."""
         return checkpoint2.is_root(path)
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The best iteration of a root, or an iteration folder."""
         return best_of(path, options.method) if self.is_root(path) else open_folder(path, options.method)
 
@@ -160,14 +161,14 @@ class Tiled(Format):
 
     traits = folder.TILED
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """By tiles.json without the files of Checkpoint 2.0."""
-        if not path.is_dir() or not os.path.lexists(path / tiles.TILES_FILE):
+        if not path.is_folder() or not (path / tiles.TILES_FILE).exists():
             return Match.NO
         others = (checkpoint2.METADATA_FILE, checkpoint2.COMMON_FILE)
-        return Match.NO if any(os.path.lexists(path / name) for name in others) else Match.YES
+        return Match.NO if any((path / name).exists() for name in others) else Match.YES
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The folder, as an iteration folder without metadata.json is opened."""
         return open_folder(path, options.method)
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.errors import ArgumentError, ReshardError, StorageError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.formats import proofs, writer_mark
 from reshard.formats import state as state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import CHECKPOINT2
-from reshard.small_files import write_file_atomically
 from reshard.storage import mounts, protocol
+from reshard.storage.location import locate
 from reshard.write import pending_rollback, retention
 from reshard.write.arrays import local_arrays
 from reshard.write.collective_save import Published, SaveFormat
@@ -188,7 +188,7 @@ class Checkpoint2Save(SaveFormat):
                 tensors = tensors_of(local_arrays(arrays, None).values())
                 record(path, _core.write_arrays(str(path), tensors, durable=options.durable, mode=options.file_mode))
             path = staging / state_files.file_name(self.rank)
-            write_file_atomically(path, text, options.file_mode, durable=options.durable)
+            locate(path).replace(text, options.file_mode, durable=options.durable)
         return records
 
     def publish(self, written: list[dict[str, WrittenFile]], *, durable: bool) -> Published:
@@ -225,7 +225,7 @@ class Checkpoint2Save(SaveFormat):
             digest=manifest.digest,
             warnings=tuple(warnings),
             suffix=None,
-            generation=self._attempt.epoch,
+            generation=self._attempt.generation,
             attempt_id=self._attempt.id,
         )
 
@@ -277,8 +277,8 @@ def _wait_for(staging: Path, timeout: float) -> None:
     deadline, sleep_s = time.monotonic() + timeout, 0.001
     while True:
         try:
-            os.close(os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        except FileNotFoundError:
+            locate(staging).opened().close()
+        except CheckpointNotFoundError:
             if time.monotonic() > deadline:
                 raise StorageError(
                     f"{staging}, which rank 0 made, did not appear on {socket.gethostname()} within {timeout:g} s",
@@ -287,7 +287,5 @@ def _wait_for(staging: Path, timeout: float) -> None:
                 ) from None
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LAST_SLEEP_S)
-        except OSError as error:
-            raise StorageError(f"opening {staging}: {error.strerror}", path=str(staging), errno=error.errno) from None
         else:
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,6 +23,7 @@ from reshard.formats import counter_tensors, manifest
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.storage import filesystem, protocol
+from reshard.storage.changes import remove_file, remove_folder, set_mode
 from reshard.storage.claims import LOCK_FILE, WRITERS_FOLDER
 from reshard.storage.publication import made_folder
 from reshard.storage.staging import STAGING_FOLDER
@@ -32,10 +32,10 @@ from reshard.write.iteration import plan_layout, write_descriptions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
-    from pathlib import Path
 
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.destinations import Job, Produce
+    from reshard.storage.location import Location
     from reshard.write.iteration import IterationPlan
 
 __all__ = ["Checkpoint2Writer"]
@@ -123,7 +123,7 @@ def _publish(
     folder_name = checkpoint2.iteration_folder_name(iteration)
     warnings = list(plan.warnings)
     options = job.options
-    is_new, existed = not job.target.exists(), os.path.lexists(job.target / folder_name)
+    is_new, existed = job.target.found() is None, (job.target / folder_name).exists()
     with (
         hints_without("takeover"),
         made_folder(job.target, mode=options.folder_mode, durable=options.durable),
@@ -164,8 +164,8 @@ def _publish(
             raise
         if original_modes:
             if is_new:
-                job.target.chmod(0o750)
-            (job.target / checkpoint2.TRACKER_FILE).chmod(0o640)
+                set_mode(job.target, 0o750)
+            set_mode(job.target / checkpoint2.TRACKER_FILE, 0o640)
     n_bytes = sum(one.n_bytes for one in written.values())
     return Written(
         job.target / folder_name,
@@ -177,43 +177,41 @@ def _publish(
 
 
 @contextlib.contextmanager
-def _claimed(root: Path, *, is_new: bool) -> Iterator[None]:
+def _claimed(root: Location, *, is_new: bool) -> Iterator[None]:
     """Release the claim of a conversion at its end. After a failure, clean up a root that it has created."""
     try:
         yield
     except BaseException:
         protocol.release(root)
         if is_new:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(ReshardError):
                 _remove_bookkeeping(root)
         raise
     protocol.release(root)
 
 
-def _remove_bookkeeping(root: Path) -> None:
+def _remove_bookkeeping(root: Location) -> None:
     writers = root / WRITERS_FOLDER
-    claims = list(writers.iterdir())
-    if len(claims) <= 1:  # no other writer
-        for claim in claims:
-            claim.unlink()
-        writers.rmdir()
-        (root / LOCK_FILE).unlink(missing_ok=True)
+    if len(writers.names()) <= 1:  # no other writer
+        remove_folder(writers)
+        remove_file(root / LOCK_FILE)
 
 
 def _remove_published(attempt: protocol.Attempt) -> None:
     """Remove an iteration that was published, if updating the tracker failed."""
-    with contextlib.suppress(ReshardError, OSError):
+    with contextlib.suppress(ReshardError):
         if manifest.read(attempt.folder).attempt == attempt.id:
             filesystem.remove_folder(attempt.folder, durable=False)
 
 
 def _check_root_free(job: Job, folder_name: str) -> None:
     target = job.target
-    if not target.exists():
+    found = target.found()
+    if found is None:
         return
-    if not target.is_dir():
+    if found != "folder":
         raise DestinationExistsError(f"{target} is a file; a checkpoint root is a folder", path=str(target))
-    entries = [entry.name for entry in target.iterdir() if entry.name not in _BOOKKEEPING]
+    entries = [name for name in target.names() if name not in _BOOKKEEPING]
     if entries and not job.overwrite:
         raise DestinationExistsError(
             f"{target} holds {len(entries)} entries, such as {entries[0]}",

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.rank_file import add_rank_file, kind_of
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.formats.base import OpenOptions
+    from reshard.storage.location import Location
 
 __all__ = ["CKPT"]
 
@@ -26,11 +24,11 @@ class Ckpt(Format):
 
     traits = Traits("ckpt", counters_as_tensors=True)
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """By the content of the file."""
-        return Match.YES if not path.is_dir() and kind_of(path, follow_links=True) == "ckpt" else Match.NO
+        return Match.YES if not path.is_folder() and kind_of(path, follow_links=True) == "ckpt" else Match.NO
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors of the file. Text values are listed in `strings`."""
         return _open_ckpt(path, options.method)
 
@@ -38,7 +36,7 @@ class Ckpt(Format):
 CKPT = Ckpt()
 
 
-def _open_ckpt(path: Path, method: _core.ReadMethod) -> CheckpointData:
+def _open_ckpt(path: Location, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     opened = add_rank_file(index, path, follow_links=True, method=method)
     for key in opened.tensors:

@@ -15,14 +15,13 @@ from reshard import _core
 from reshard.errors import CheckpointNotFoundError
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.dcp.names import DATA_SUFFIX, MAX_METADATA_BYTES, METADATA_FILE
-from reshard.small_files import read_small_file, show
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from reshard.formats.base import OpenOptions
+    from reshard.storage.location import Location
 
 __all__ = ["DCP"]
 
@@ -34,14 +33,14 @@ class Dcp(Format):
 
     traits = Traits("dcp")
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """By `.metadata`; by data files where that is missing, so that the reader can say so."""
-        if not path.is_dir():
+        if not path.is_folder():
             return Match.NO
-        is_dcp = (path / METADATA_FILE).is_file() or any(one.name.endswith(DATA_SUFFIX) for one in path.iterdir())
+        is_dcp = (path / METADATA_FILE).is_file() or any(name.endswith(DATA_SUFFIX) for name in path.names())
         return Match.YES if is_dcp else Match.NO
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors that `.metadata` lists; data files are opened when they are first needed."""
         return _open_dcp(path, options.method)
 
@@ -67,9 +66,9 @@ class _DcpData(CheckpointData):
         }
 
 
-def _open_dcp(folder: Path, method: _core.ReadMethod) -> CheckpointData:
+def _open_dcp(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     try:
-        data = read_small_file(folder / METADATA_FILE, MAX_METADATA_BYTES)
+        data = (folder / METADATA_FILE).read_small(MAX_METADATA_BYTES)
     except CheckpointNotFoundError:
         raise CheckpointNotFoundError(
             f"{show(str(folder))} has data files of torch.distributed.checkpoint, but no `{METADATA_FILE}`: the "

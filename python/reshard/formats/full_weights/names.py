@@ -11,13 +11,13 @@ import heapq
 import json
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError
 from reshard.formats import weight_map as maps
 from reshard.formats import writer_mark
-from reshard.small_files import show
+from reshard.storage.location import locate
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -33,8 +33,8 @@ _PART = re.compile(r"part(0|[1-9][0-9]{0,6})\.safetensors")
 
 def detect(path: str | os.PathLike[str]) -> bool:
     """Whether a folder holds full weights: the map, or a first part without one."""
-    folder = Path(path)
-    return os.path.lexists(folder / MAP_FILE) or (folder / file_name(0)).is_file()
+    folder = locate(path)
+    return (folder / MAP_FILE).exists() or (folder / file_name(0)).found() == "file"
 
 
 def file_name(number: int) -> str:
@@ -115,10 +115,10 @@ def read_weight_map(folder: str | os.PathLike[str]) -> dict[str, str] | None:
         DamagedFileError: the map is invalid, or a name in it is refused.
         StorageError: the system failed to read it.
     """
-    path = Path(folder) / MAP_FILE
-    if os.path.lexists(path):
+    path = locate(folder) / MAP_FILE
+    if path.exists():
         return maps.read(path)
-    parts = [name for name in os.listdir(folder) if _PART.fullmatch(name)]  # noqa: PTH208  names only
+    parts = [name for name in path.parent.names() if _PART.fullmatch(name)]
     if parts != [file_name(0)]:
         raise CheckpointNotFoundError(
             f"{show(os.fspath(folder))} holds {len(parts)} parts, but not {MAP_FILE}, which lists the parts",

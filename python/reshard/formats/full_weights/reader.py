@@ -17,13 +17,11 @@ from reshard.formats import counter_tensors
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.full_weights import names as full_weights
 from reshard.outputs import load_all, whole_request
-from reshard.small_files import show
-from reshard.words import listed
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.formats.base import OpenOptions
+    from reshard.storage.location import Location
 
 __all__ = ["FULL_WEIGHTS", "open_full_weights"]
 
@@ -37,11 +35,11 @@ class FullWeights(Format):
 
     traits = TRAITS
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """By the name map, or the first part."""
-        return Match.YES if path.is_dir() and full_weights.detect(path) else Match.NO
+        return Match.YES if path.is_folder() and full_weights.detect(path) else Match.NO
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors of the map, and the counters beside them."""
         return open_full_weights(path, options.method)
 
@@ -49,7 +47,7 @@ class FullWeights(Format):
 FULL_WEIGHTS = FullWeights()
 
 
-def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
+def open_full_weights(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     """Open a folder for which `full_weights.detect` is true.
 
     Raises:
@@ -57,11 +55,11 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
         DamagedFileError: a file violates its format, or does not match the map.
 
     Example:
-        >>> from pathlib import Path
         >>> import numpy as np, reshard
+        >>> from reshard.storage.location import locate
         >>> reshard.save_file({"w": np.zeros(4)}, "w.safetensors")
         >>> _ = reshard.convert("w.safetensors", "full", to="mindspore")
-        >>> open_full_weights(Path("full"), "auto").index.keys()
+        >>> open_full_weights(locate("full"), "auto").index.keys()
         ['w']
     """
     index = _core.Index()
@@ -84,14 +82,15 @@ def open_full_weights(folder: Path, method: _core.ReadMethod) -> CheckpointData:
     return replace(data, common=common, iteration=common.step_num)
 
 
-def _add_counters(index: _core.Index, path: Path, method: _core.ReadMethod) -> list[str]:
+def _add_counters(index: _core.Index, path: Location, method: _core.ReadMethod) -> list[str]:
     """Add the tensors of one element in the file of the counters; returns their names."""
     file = index.add_file(str(path), method=method)
     names, shards = [], []
-    for name, _, shape, *_ in index.file_tensors(file):
+    for tensor in index.file_tensors(file):
+        name = tensor.name
         if name in index:
             raise DamagedFileError(f"{show(str(path))} and a part both hold {show(name)}", path=str(path), key=name)
-        if math.prod(shape) == 1:
+        if math.prod(tensor.shape) == 1:
             index.add_whole(name, file)
             names.append(name)
         else:

@@ -21,14 +21,14 @@ from reshard.conversion.destinations import (
 from reshard.conversion.writer import Settings, Writer
 from reshard.formats import counter_tensors
 from reshard.formats.full_weights import names as full_weights
-from reshard.small_files import write_file_atomically
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from pathlib import Path
 
     from reshard.checkpoint import Checkpoint
     from reshard.conversion.destinations import Job
+    from reshard.storage.location import Location
 
 __all__ = ["FullWeightsWriter"]
 
@@ -74,14 +74,14 @@ def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Wri
             file_of = {key: file.name for file, names in zip(files, parts, strict=True) for key in names}
             text = full_weights.map_text(file_of, sum(one[3] for one in arrays), _core.__version__)
             options = job.options
-            write_file_atomically(folder / full_weights.MAP_FILE, text, options.file_mode, durable=options.durable)
+            locate(folder / full_weights.MAP_FILE).replace(text, options.file_mode, durable=options.durable)
             n_bytes += _write_counters(job, folder / full_weights.HYPER_FILE)
             if original_modes:
                 set_original_modes(folder)
     return Written(job.target, len(files) + bool(job.counters), n_bytes)
 
 
-def _write_counters(job: Job, path: Path) -> int:
+def _write_counters(job: Job, path: Location) -> int:
     """Write the file of the counters, if there are any; returns its size in bytes."""
     if not job.counters:
         return 0

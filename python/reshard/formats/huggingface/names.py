@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import weight_map as maps
 from reshard.formats import writer_mark
-from reshard.small_files import show
+from reshard.storage.location import locate
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,10 +35,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 def detect(path: str | os.PathLike[str]) -> Literal["index", "single"] | None:
     """Whether a folder holds a model with an index, or in a single file. An index takes precedence."""
-    folder = Path(path)
-    if (folder / INDEX_FILE).is_file():
+    folder = locate(path)
+    if (folder / INDEX_FILE).found() == "file":
         return "index"
-    return "single" if (folder / SINGLE_FILE).is_file() else None
+    return "single" if (folder / SINGLE_FILE).found() == "file" else None
 
 
 def file_name(number: int, count: int) -> str:
@@ -126,7 +126,7 @@ def read_weight_map(folder: str | os.PathLike[str]) -> dict[str, str] | None:
         DamagedFileError: the index is invalid, or a name in it is refused.
         StorageError: the system failed to read it.
     """
-    path = Path(folder) / INDEX_FILE
+    path = locate(folder) / INDEX_FILE
     kind = detect(folder)
     if kind is None:
         raise CheckpointNotFoundError(

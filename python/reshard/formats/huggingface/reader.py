@@ -10,9 +10,8 @@ from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.huggingface import names as huggingface
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.formats.base import OpenOptions
+    from reshard.storage.location import Location
 
 __all__ = ["HUGGINGFACE"]
 
@@ -22,11 +21,11 @@ class HuggingFace(Format):
 
     traits = Traits("huggingface", is_pretrained=True)
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """By the index or `model.safetensors`."""
-        return Match.YES if path.is_dir() and huggingface.detect(path) else Match.NO
+        return Match.YES if path.is_folder() and huggingface.detect(path) else Match.NO
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors of the index, or those of the single file."""
         return _open_huggingface(path, options.method)
 
@@ -34,7 +33,7 @@ class HuggingFace(Format):
 HUGGINGFACE = HuggingFace()
 
 
-def _open_huggingface(folder: Path, method: _core.ReadMethod) -> CheckpointData:
+def _open_huggingface(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     weight_map = huggingface.read_weight_map(folder)
     if weight_map is None:

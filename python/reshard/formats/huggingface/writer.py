@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from reshard import _core
@@ -18,11 +17,9 @@ from reshard.conversion.destinations import (
 from reshard.conversion.model_files import ModelFiles, dtype_warning, find_model_files
 from reshard.conversion.writer import Settings, Writer
 from reshard.formats.huggingface import names as huggingface
-from reshard.small_files import write_file_atomically
+from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.conversion.destinations import Job, Produce
 
 __all__ = ["HuggingFaceWriter"]
@@ -46,7 +43,7 @@ class HuggingFaceWriter(Writer):
         return _write(job, settings.max_bytes or _DEFAULT_BYTES, model_files)
 
 
-def _write(job: Job, max_shard_bytes: int, model_files: Path | None = None) -> Written:
+def _write(job: Job, max_shard_bytes: int, model_files: Location | None = None) -> Written:
     """Write whole tensors in files of limited size, an index for several files, and the other files of a model.
 
     Args:
@@ -56,7 +53,7 @@ def _write(job: Job, max_shard_bytes: int, model_files: Path | None = None) -> W
     """
     check_folder_free(job)
     copies = ModelFiles()
-    if model_files is not None and os.path.realpath(model_files) != os.path.realpath(job.target):
+    if model_files is not None and model_files.resolved() != locate(job.target).resolved():
         copies = find_model_files(model_files)
         copies.check_free(job.target)
     if model_files is not None and job.options.dtype is not None:
@@ -92,5 +89,5 @@ def _publish(
             file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
             total = sum(size for _, size in sizes)
             text = huggingface.index_text(file_of, total, _core.__version__)
-            write_file_atomically(folder / huggingface.INDEX_FILE, text, options.file_mode, durable=options.durable)
+            locate(folder / huggingface.INDEX_FILE).replace(text, options.file_mode, durable=options.durable)
     return Written(job.target, len(files), n_bytes, warnings=copies.warnings)

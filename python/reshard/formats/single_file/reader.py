@@ -13,9 +13,8 @@ from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.checkpoint2.reader import locked_manifest, unfinished
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.formats.base import OpenOptions
+    from reshard.storage.location import Location
 
 __all__ = ["SINGLE_FILE"]
 
@@ -27,11 +26,11 @@ class SingleFile(Format):
 
     traits = Traits("safetensors")
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """Any file that no other format accepts. The reader reports what is wrong with it."""
-        return Match.NO if path.is_dir() else Match.FALLBACK
+        return Match.NO if path.is_folder() else Match.FALLBACK
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors of the file."""
         return _open_file(path, options.method)
 
@@ -39,7 +38,7 @@ class SingleFile(Format):
 SINGLE_FILE = SingleFile()
 
 
-def _open_file(path: Path, method: _core.ReadMethod) -> CheckpointData:
+def _open_file(path: Location, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     file = index.add_file(str(path), method=method)
     with locked_manifest(path.parent) as locked:

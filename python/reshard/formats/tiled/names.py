@@ -1,7 +1,7 @@
-"""`tiles.json`, a file of our own: where tensors lie whose layout no other file of a checkpoint describes.
+"""`tiles.json`, a file of this package: where the tensors lie whose layout no other file of a checkpoint describes.
 
-Beside a `metadata.json` it describes what that one cannot say; beside plain shard files, one a rank, it describes them
-all. The original ignores it. It is one JSON object:
+Beside a `metadata.json` it describes the tensors that `metadata.json` cannot; beside plain shard files, one for each
+rank, it describes all tensors. MindSpore Transformers ignores it. It is one JSON object:
 
     {"version": 1,
      "layout": the mapping of the layout file by which the tensors were cut, or null,
@@ -9,32 +9,33 @@ all. The original ignores it. It is one JSON object:
                        "stored": [{"file": name, "name": name in the file, "shape": [...],
                                    "tiles": [[offset, shape, local_offset, local_strides], ...]}, ...]}}}
 
-A tile says: the box `offset, shape` of the tensor lies in the stored array at element `local_offset` with element
-strides `local_strides`. Whether the tiles cover their tensor is proven by the core.
+In a tile, the box `offset, shape` of the tensor lies in the stored array at element `local_offset` with element strides
+`local_strides`. The core checks that the tiles cover their tensor.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from reshard._core import Tile
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
-from reshard.small_files import component_fault, read_small_file, show, writing_atomically
+from reshard.storage.location import locate
+from reshard.storage.names import component_fault
 from reshard.strict_json import parse_json
+from reshard.words import show
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
 
-__all__ = ["MAX_BYTES", "TILES_FILE", "Builder", "StoredArray", "TiledTensor", "TilesFile", "parse", "read", "write"]
+__all__ = ["MAX_BYTES", "TILES_FILE", "Builder", "TiledArray", "TiledTensor", "TilesFile", "parse", "read", "write"]
 
 TILES_FILE = "tiles.json"
 MAX_BYTES = 256 << 20
-
-Tile = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 
 _VERSION = 1
 _MAX_TENSORS = 1_000_000
@@ -44,14 +45,14 @@ _DTYPE = re.compile("[A-Z][A-Z0-9_]{1,15}")
 
 
 @dataclass(frozen=True)
-class StoredArray:
-    """One array in one file, and which boxes of the tensor lie in it.
+class TiledArray:
+    """One array in one file, and the tiles of the tensor in it.
 
     Attributes:
         file: name of the file, in the same folder.
         name: name of the array in it.
         shape: its shape, in elements.
-        tiles: `(offset, shape, local_offset, local_strides)`, each inside the tensor and inside the array.
+        tiles: each inside the tensor and inside the array.
     """
 
     file: str
@@ -74,7 +75,7 @@ class TiledTensor:
     dtype: str
     shape: tuple[int, ...]
     overlapping: bool
-    stored: tuple[StoredArray, ...]
+    stored: tuple[TiledArray, ...]
 
 
 @dataclass(frozen=True)
@@ -92,27 +93,25 @@ class TilesFile:
 
 @dataclass
 class Builder:
-    """Gathers what goes into the file while the shard files are planned, one array after the other.
+    """Collects the content of the file while the shard files are planned, one array after the other.
 
     Example:
         >>> builder = Builder()
         >>> for rank in (0, 1):
-        ...     tile = ((2 * rank,), (2,), 0, (1,))
-        ...     builder.add("w", "F32", (4,), StoredArray(f"rank_{rank}.safetensors", "w", (2,), (tile,)))
+        ...     tile = Tile((2 * rank,), (2,), 0, (1,))
+        ...     builder.add("w", "F32", (4,), TiledArray(f"rank_{rank}.safetensors", "w", (2,), (tile,)))
         >>> [stored.file for stored in builder.build().tensors["w"].stored]
         ['rank_0.safetensors', 'rank_1.safetensors']
     """
 
     _tensors: dict[str, tuple[str, tuple[int, ...], bool]] = field(default_factory=dict)
-    _stored: dict[str, list[StoredArray]] = field(default_factory=dict)
+    _stored: dict[str, list[TiledArray]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def add(
-        self, key: str, dtype: str, shape: Sequence[int], stored: StoredArray, *, overlapping: bool = False
-    ) -> None:
-        """Tell of one array that holds a part of a tensor.
+    def add(self, key: str, dtype: str, shape: Sequence[int], stored: TiledArray, *, overlapping: bool = False) -> None:
+        """Add one array that holds a part of a tensor.
 
         Args:
             key: the tensor.
@@ -122,7 +121,7 @@ class Builder:
             overlapping: whether stored regions of the tensor may overlap.
 
         Raises:
-            ArgumentError: the tensor was told of before with another dtype or shape.
+            ArgumentError: the tensor was added before with another dtype or shape.
         """
         facts = (dtype, tuple(shape), overlapping)
         if self._tensors.setdefault(key, facts) != facts:
@@ -139,10 +138,16 @@ class Builder:
 def write(path: str | os.PathLike[str], content: TilesFile, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write the file atomically, tensor by tensor.
 
+    Args:
+        path: the file.
+        content: what is written.
+        mode: permission bits before the umask is applied.
+        durable: whether the file and its folder are synced.
+
     Raises:
-        StorageError: the system failed; what was under the name is as it was.
+        StorageError: the operating system reported an error; the file that was there before is unchanged.
     """
-    with writing_atomically(path, mode, durable=durable) as file:
+    with locate(path).writing(mode, durable=durable) as file:
         file.write(f'{{"version":{_VERSION},\n"layout":{_dump(content.layout)},\n"tensors":{{'.encode())
         comma = ""
         for key, tensor in content.tensors.items():
@@ -160,7 +165,7 @@ def write(path: str | os.PathLike[str], content: TilesFile, mode: int = 0o666, *
         file.write(b"}}\n")
 
 
-# Made once: `json.dumps` with options makes one for each call, and there is a call for every file.
+# One encoder: `json.dumps` with options makes one in each call, and it is called for every tensor.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -172,19 +177,23 @@ def _dump(value: object) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> TilesFile:
-    """Read the file: every name, number and shape in it is checked.
+    """Read the file, and check every name, number and shape in it.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        DamagedFileError: it is not such a file, or larger than 256 MiB; the message names the place.
-        UnsupportedError: it is of a later version.
-        StorageError: the system failed to read it.
+        DamagedFileError: it is not such a file, or larger than 256 MiB; the message names the field.
+        UnsupportedError: it has a later version.
+        StorageError: it cannot be read.
     """
-    return parse(read_small_file(path, MAX_BYTES), os.fspath(path))
+    return parse(locate(path).read_small(MAX_BYTES), str(path))
 
 
 def parse(data: bytes, name: str) -> TilesFile:
-    """The content of a file that was read already; `name` is what messages call it.
+    """The content of a file that was already read.
+
+    Args:
+        data: its bytes.
+        name: its name in messages.
 
     Raises:
         DamagedFileError, UnsupportedError: as `read`.
@@ -199,7 +208,7 @@ def parse(data: bytes, name: str) -> TilesFile:
 
 
 class _FormatError(Exception):
-    """What is wrong, and where; `read` adds the file."""
+    """What is wrong, and where; `parse` adds the file."""
 
 
 def _content(content: object) -> TilesFile:
@@ -231,7 +240,7 @@ def _tensor(key: str, value: object) -> TiledTensor:
     return TiledTensor(dtype, extents, overlapping, tuple(_stored(one, place, extents) for one in stored))
 
 
-def _stored(value: object, place: str, extents: tuple[int, ...]) -> StoredArray:
+def _stored(value: object, place: str, extents: tuple[int, ...]) -> TiledArray:
     file, name, shape, tiles = _fields(value, f"{place}: an entry of `stored`", ("file", "name", "shape", "tiles"))
     if not isinstance(file, str):
         raise _FormatError(f"{place}: `file` is not text")
@@ -242,7 +251,7 @@ def _stored(value: object, place: str, extents: tuple[int, ...]) -> StoredArray:
     if not isinstance(tiles, list):
         raise _FormatError(f"{place}: `tiles` is not a list")
     n_elements = math.prod(stored_shape)
-    return StoredArray(
+    return TiledArray(
         file,
         _name(name, f"{place}: `name`"),
         stored_shape,
@@ -264,7 +273,7 @@ def _tile(value: object, place: str, extents: tuple[int, ...], n_elements: int) 
         last = local_offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         if last >= n_elements:
             raise _FormatError(f"{place}: the tile at {offset} ends at element {last} of an array of {n_elements}")
-    return offset, shape, local_offset, strides
+    return Tile(offset, shape, local_offset, strides)
 
 
 def _fields(value: object, place: str, names: tuple[str, ...]) -> list[Any]:

@@ -27,10 +27,9 @@ from reshard.storage.publication import made_folder, published_file
 from reshard.write.iteration import FileContent, describe_cut
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.checkpoint import LayoutLike
     from reshard.conversion.destinations import Job
+    from reshard.storage.location import Location
 
 __all__ = ["SafetensorsWriter"]
 
@@ -40,7 +39,7 @@ class SafetensorsWriter(Writer):
 
     name = "safetensors"
 
-    def is_one_file(self, target: Path) -> bool:
+    def is_one_file(self, target: Location) -> bool:
         """By the suffix of the destination."""
         return target.suffix == ".safetensors"
 
@@ -90,7 +89,7 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
 
 def _check_file_free(job: Job) -> None:
     target = job.target
-    if not (target.exists() or target.is_symlink()):
+    if not target.exists():
         return
     if not job.overwrite:
         raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite=True` to replace it")

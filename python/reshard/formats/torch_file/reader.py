@@ -13,13 +13,12 @@ from reshard import _core
 from reshard.formats import weight_map
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.torch_file import names
-from reshard.small_files import read_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from reshard.formats.base import OpenOptions
+    from reshard.storage.location import Location
 
 __all__ = ["TORCH_FILE"]
 
@@ -29,19 +28,19 @@ class TorchFile(Format):
 
     traits = Traits("torch", is_pretrained=True)
 
-    def detect(self, path: Path) -> Match:
+    def detect(self, path: Location) -> Match:
         """By the first bytes of a file; by the index or the one file of a folder."""
-        if path.is_dir():
+        if path.is_folder():
             return (
                 Match.YES
                 if any((path / name).is_file() for name in (names.INDEX_FILE, names.SINGLE_FILE))
                 else Match.NO
             )
-        return Match.YES if names.is_head(read_head(path, names.HEAD_BYTES, follow_links=True)) else Match.NO
+        return Match.YES if names.is_head(path.read_head(names.HEAD_BYTES, follow_links=True)) else Match.NO
 
-    def open(self, path: Path, options: OpenOptions) -> CheckpointData:
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors of a file, or those that the index of a folder names."""
-        if not path.is_dir():
+        if not path.is_folder():
             return _open_file(path, path, options.method)
         if (path / names.INDEX_FILE).is_file():
             return _open_index(path, options.method)
@@ -66,7 +65,7 @@ class _FileData(CheckpointData):
         return dict(self.objects)
 
 
-def _open_file(path: Path, file: Path, method: _core.ReadMethod) -> CheckpointData:
+def _open_file(path: Location, file: Location, method: _core.ReadMethod) -> CheckpointData:
     tensors, objects = _core.read_torch_file(str(file))
     index = _core.Index()
     number = index.add_torch_file(str(file), method=method)
@@ -77,7 +76,7 @@ def _open_file(path: Path, file: Path, method: _core.ReadMethod) -> CheckpointDa
     )
 
 
-def _open_index(folder: Path, method: _core.ReadMethod) -> CheckpointData:
+def _open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     file_of = weight_map.read(folder / names.INDEX_FILE)
     # Files of a hub cache are symbolic links into its store: here links are followed.

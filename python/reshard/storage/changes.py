@@ -1,0 +1,165 @@
+"""Changes of local files and folders that need no commit protocol: of a conversion, a demo, a strategy folder.
+
+Names, copies, permission bits and temporary folders. Nothing here syncs unless it says so. The steps of a save, which
+crash tests stop at, are in `filesystem`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import filecmp
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.errors import StorageError
+from reshard.storage.local import close_read
+from reshard.storage.store import failing
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "copy_file",
+    "has_same_content",
+    "link_or_move",
+    "make_folders",
+    "remove_file",
+    "remove_folder",
+    "set_mode",
+    "temporary_folder",
+    "try_lock",
+]
+
+
+def make_folders(path: str | os.PathLike[str], mode: int = 0o777) -> None:
+    """Make a folder and those above it that are missing; one that is there stays as it is.
+
+    Args:
+        path: the folder.
+        mode: permission bits of what is made, less the umask.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    with failing("making", path):
+        folder = Path(path)
+        missing = [one for one in (folder, *folder.parents) if not one.exists()]
+        for one in (*reversed(missing[1:]), folder):  # `path` itself always: a file there is an error
+            one.mkdir(mode=mode, exist_ok=True)
+
+
+def remove_file(path: str | os.PathLike[str]) -> bool:
+    """Remove a file or a link. Never raises: returns whether it was removed."""
+    try:
+        Path(path).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def remove_folder(path: str | os.PathLike[str]) -> None:
+    """Remove a folder with everything in it. Never raises: what cannot be removed stays."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def set_mode(path: str | os.PathLike[str], mode: int) -> None:
+    """Set the permission bits of a file or folder. Raises StorageError."""
+    with failing("setting the permissions of", path):
+        Path(path).chmod(mode)
+
+
+def link_or_move(source: os.PathLike[str], target: os.PathLike[str]) -> None:
+    """Give a file a second name; on a file system without hard links it moves.
+
+    Args:
+        source: the file; a link is not followed.
+        target: the other name, which is free.
+
+    Raises:
+        StorageError: neither is possible.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        with failing("moving", source):
+            Path(source).rename(target)
+
+
+def copy_file(source: os.PathLike[str], target: os.PathLike[str], mode: int, *, durable: bool) -> None:
+    """Copy a regular file.
+
+    Args:
+        source: the file; a link is refused.
+        target: its copy, which must not exist.
+        mode: permission bits of the copy, less the umask.
+        durable: sync the copy, not the folder it is in.
+
+    Raises:
+        StorageError: `source` is not a regular file, or the system failed.
+    """
+    with failing("copying", source):
+        read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(read, "rb") as content:  # noqa: PTH123  of a handle
+            if not stat.S_ISREG(os.fstat(read).st_mode):
+                raise StorageError(f"{show(str(source))} is not a regular file any more", path=os.fspath(source))
+            write = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+            with open(write, "wb") as copy:  # noqa: PTH123
+                shutil.copyfileobj(content, copy, 1 << 20)
+                copy.flush()
+                if durable:
+                    os.fsync(write)
+
+
+def has_same_content(path: os.PathLike[str], other: os.PathLike[str]) -> bool:
+    """Whether `other` is a regular file, not a link, with the content of the file `path`. Never raises."""
+    try:
+        return stat.S_ISREG(os.lstat(other).st_mode) and filecmp.cmp(path, other, shallow=False)
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def try_lock(folder: os.PathLike[str]) -> Iterator[bool]:
+    """Lock a folder, without waiting.
+
+    Yields:
+        Whether it is locked; not if it does not exist, another process has the lock, or it was removed meanwhile.
+
+    Raises:
+        OSError: the system failed.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield os.path.lexists(folder)
+    finally:
+        close_read(handle)
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A new folder in the system's temporary folder, which is removed when the block ends.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    with contextlib.ExitStack() as made:
+        try:
+            folder = made.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
+        except OSError as error:
+            raise StorageError(f"making a temporary folder: {error.strerror or error}", errno=error.errno) from error
+        yield Path(folder)

@@ -1,0 +1,255 @@
+"""A value that names a file or folder in a store, and `locate`, which makes one of a path.
+
+    >>> locate("output") / "iteration_00000400" / "common.json"
+    Location('output/iteration_00000400/common.json')
+
+Public functions accept text, `os.PathLike` or a `Location`, call `locate` once, and pass the `Location` on. A location
+of a local store is `os.PathLike` too: the core and other libraries take it as a path.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from reshard.errors import ArgumentError, CheckpointNotFoundError, StorageError
+from reshard.storage.local import LOCAL
+from reshard.storage.store import join
+from reshard.words import show
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from reshard.storage.store import Entry, Kind, Lock, OpenedFolder, Stat, Store
+
+__all__ = ["Location", "locate"]
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """The location that a path names: in the local file system, unless it is a `Location` already.
+
+    Args:
+        path: text, a path or a location. Links are not resolved.
+
+    Example:
+        >>> locate("output//checkpoint/").name
+        'checkpoint'
+    """
+    if isinstance(path, Location):
+        return path
+    return Location(LOCAL, str(Path(path)))  # by way of Path: one spelling for "a//b/" and "a/b"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Location:
+    """A file or folder of a store, whether it exists or not.
+
+    Attributes:
+        store: the store.
+        path: its path there, as messages show it.
+
+    Example:
+        >>> folder = locate("/data/run")
+        >>> (folder / "common.json").parent == folder, str(folder), folder.name
+        (True, '/data/run', 'run')
+    """
+
+    store: Store
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"Location({self.path!r})"
+
+    def __fspath__(self) -> str:
+        """The path for functions that read or write local files. Raises StorageError for another store."""
+        return self.store.local_path(self.path)
+
+    def __truediv__(self, name: str) -> Location:
+        """An entry of this folder, or of a folder below it.
+
+        Raises:
+            ArgumentError: the name is absolute.
+        """
+        if name.startswith("/"):
+            raise ArgumentError(f"{show(name)} is not relative to {show(self.path)}", path=self.path)
+        return Location(self.store, join(self.path, name))
+
+    @property
+    def name(self) -> str:
+        """The last component of the path."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The extension of the name with its dot, as `pathlib` has it; empty if there is none."""
+        return Path(self.name).suffix
+
+    @property
+    def parent(self) -> Location:
+        """The folder that holds it; the top folder is its own parent."""
+        folder, slash, _ = self.path.rpartition("/")
+        return Location(self.store, folder or slash or ".")
+
+    @property
+    def parents(self) -> Iterator[Location]:
+        """The folders above it, the nearest first."""
+        here = self
+        while (folder := here.parent) != here:
+            yield folder
+            here = folder
+
+    def with_name(self, name: str) -> Location:
+        """Another entry of the same folder."""
+        return self.parent / name
+
+    def relative_to(self, folder: Location) -> str:
+        """The path from a folder above to this location; the whole path if `folder` is not above it.
+
+        Example:
+            >>> locate("run/rank_0/w.ckpt").relative_to(locate("run"))
+            'rank_0/w.ckpt'
+        """
+        return self.path.removeprefix(join(folder.path, ""))
+
+    @property
+    def local(self) -> Path:
+        """The path in the file system of this host. Raises StorageError if the store is not one."""
+        return Path(self.store.local_path(self.path))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the store is the local file system."""
+        return self.store == LOCAL
+
+    def absolute(self) -> Location:
+        """The same location, independent of the working directory. Links are not resolved."""
+        return Location(self.store, self.store.absolute(self.path))
+
+    def resolved(self) -> Location:
+        """The one location of what several paths may name: links are resolved."""
+        return Location(self.store, self.store.resolve(self.path))
+
+    # -- looking
+
+    def exists(self) -> bool:
+        """Whether something bears the name; a link counts, whatever it names. Never raises."""
+        return self.store.kind(self.path) is not None
+
+    def kind(self, *, follow_links: bool = False) -> Kind | None:
+        """What is there: "file", "folder", "link" or "other"; None if nothing is seen. Never raises."""
+        return self.store.kind(self.path, follow_links=follow_links)
+
+    def is_folder(self) -> bool:
+        """Whether it is a folder, or a link to one. Never raises."""
+        return self.store.kind(self.path, follow_links=True) == "folder"
+
+    def is_file(self) -> bool:
+        """Whether it is a regular file, or a link to one. Never raises."""
+        return self.store.kind(self.path, follow_links=True) == "file"
+
+    def found(self) -> Kind | None:
+        """What is there, links followed; None if nothing is. Raises StorageError if that cannot be seen."""
+        try:
+            return self.stat(follow_links=True).kind
+        except CheckpointNotFoundError:
+            return None
+        except StorageError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):  # below a file; a link that names itself
+                return None
+            raise
+
+    def stat(self, *, follow_links: bool = False) -> Stat:
+        """Its kind, size, identity, times and mode. Raises CheckpointNotFoundError, StorageError."""
+        return self.store.stat(self.path, follow_links=follow_links)
+
+    def names(self) -> list[str]:
+        """The names in this folder, sorted. Raises CheckpointNotFoundError, StorageError."""
+        return self.store.names(self.path)
+
+    def entries(self) -> list[Entry]:
+        """Names and kinds of what is in this folder, sorted by name. Raises CheckpointNotFoundError, StorageError."""
+        return self.store.entries(self.path)
+
+    # -- reading
+
+    def read_small(self, max_bytes: int, *, follow_links: bool = False) -> bytes:
+        """Read a regular file as a whole, see `Store.read_small`."""
+        return self.store.read_small(self.path, max_bytes, follow_links=follow_links)
+
+    def read_head(self, n_bytes: int, *, follow_links: bool = False) -> bytes:
+        """The first bytes of a regular file, see `Store.read_head`."""
+        return self.store.read_head(self.path, n_bytes, follow_links=follow_links)
+
+    def read_tail(self, n_bytes: int, *, follow_links: bool = False) -> bytes:
+        """The last bytes of a regular file, see `Store.read_head`."""
+        return self.store.read_tail(self.path, n_bytes, follow_links=follow_links)
+
+    def pieces(self, n_bytes: int | None = None, ranges: Sequence[tuple[int, int]] | None = None) -> Iterator[bytes]:
+        """Read a file in pieces of at most 4 MiB, see `Store.pieces`."""
+        return self.store.pieces(self.path, n_bytes, ranges)
+
+    def open(self, *, follow_links: bool = False) -> BinaryIO:
+        """Open a regular file for reading, see `Store.open`."""
+        return self.store.open(self.path, follow_links=follow_links)
+
+    def opened(self) -> OpenedFolder:
+        """This folder, to check and read several of its entries. Raises CheckpointNotFoundError, StorageError."""
+        return self.store.open_folder(self.path)
+
+    # -- changing: operations that crash tests stop at are in `filesystem`
+
+    def replace(self, data: bytes | str, mode: int = 0o666, *, durable: bool = True) -> None:
+        """Write a small file so that readers see the old content or all of the new.
+
+        Args:
+            data: its content; text is written as UTF-8.
+            mode: permission bits, less the umask.
+            durable: sync the file and then its folder.
+
+        Raises:
+            StorageError: the system failed; the file is as it was, and no temporary file is left.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     (locate(folder) / "note.txt").replace("7")
+            ...     locate(folder).names()
+            ['note.txt']
+        """
+        content = data.encode() if isinstance(data, str) else data
+        self.store.replace(self.path, content, mode, durable=durable)
+
+    def writing(self, mode: int = 0o666, *, durable: bool = True) -> AbstractContextManager[BinaryIO]:
+        """A binary file to write into, which gets this name when the block ends without an error.
+
+        Args:
+            mode: permission bits, less the umask.
+            durable: sync the file and then its folder.
+
+        Raises:
+            StorageError: the system failed; the file is as it was, and no temporary file is left.
+        """
+        return self.store.writing(self.path, mode, durable=durable)
+
+    def create(self, data: bytes = b"", mode: int = 0o666, *, durable: bool = True) -> None:
+        """Make a small file that must not exist, see `Store.create`. Raises FileExistsError, StorageError."""
+        self.store.create(self.path, data, mode, durable=durable)
+
+    def append_line(self, line: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
+        """Add a line to a file, see `Store.append_line`. Raises DamagedFileError, StorageError."""
+        self.store.append_line(self.path, line, mode, durable=durable)
+
+    def remove_file(self) -> None:
+        """Remove a file or a link; no error if there is none. Raises StorageError."""
+        self.store.remove_file(self.path)
+
+    def lock(self, *, shared: bool = False, seconds: float = 0.0, make: bool = False) -> Lock:
+        """Lock this file against other processes, see `Store.lock`. Raises LockHeldError, StorageError."""
+        return self.store.lock(self.path, shared=shared, seconds=seconds, make=make)

@@ -1,0 +1,32 @@
+"""Names of files and folders: what may be one component of a path in any store."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["component_fault"]
+
+_MAX_NAME_BYTES = 255
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+
+
+def component_fault(name: str) -> str | None:
+    """Why a name out of a file or an argument is not one plain path component; None if it is.
+
+    Example:
+        >>> component_fault("../weights.safetensors")
+        'it has a path separator in it'
+    """
+    if not name:
+        return "it is empty"
+    if name in (".", ".."):
+        return "it names a folder"
+    if "/" in name or "\\" in name:
+        return "it has a path separator in it"
+    if _CONTROL.search(name):
+        return "it has a control character in it"
+    try:
+        n_bytes = len(name.encode())
+    except UnicodeEncodeError:
+        return "it is not valid Unicode"
+    return f"it has {n_bytes} bytes, a name has at most {_MAX_NAME_BYTES}" if n_bytes > _MAX_NAME_BYTES else None

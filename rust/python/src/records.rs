@@ -1,0 +1,152 @@
+//! The records that Python receives. Those that Python makes too are named tuples, which it can unpack and write as JSON.
+//! Those of which a file can have a million are classes of their own: an instance costs less than a tuple.
+
+use crate::geometry::tile_tuple;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyTuple, PyType};
+use reshard_core::local_array::LocalArray;
+use reshard_core::tile::Tile;
+
+/// A class made by `collections.namedtuple`, once for each process.
+pub(crate) struct Record {
+    name: &'static str,
+    fields: &'static [&'static str],
+    class: PyOnceLock<Py<PyType>>,
+}
+
+/// A box of a tensor and where it lies in a local array.
+pub(crate) static TILE: Record = Record::new(
+    "Tile",
+    &["offset", "shape", "local_offset", "local_strides"],
+);
+/// An array in a file, and the tiles of a tensor in it.
+pub(crate) static STORED_ARRAY: Record =
+    Record::new("StoredArray", &["file", "name", "shape", "tiles"]);
+/// A stored region of a tensor, and the files that hold it.
+pub(crate) static STORED_REGION: Record =
+    Record::new("StoredRegion", &["offset", "shape", "files"]);
+/// A stored part of an array.
+pub(crate) static ARRAY_PART: Record = Record::new("ArrayPart", &["name", "shape", "tiles"]);
+/// The recorded layout of a tensor over the devices of its stage.
+pub(crate) static DEVICE_LAYOUT: Record = Record::new(
+    "DeviceLayout",
+    &["device_matrix", "tensor_map", "alias_name", "rank_list"],
+);
+
+/// `tuple.__new__`: it makes an instance of a subclass without running Python code.
+static NEW: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+impl Record {
+    const fn new(name: &'static str, fields: &'static [&'static str]) -> Self {
+        Self {
+            name,
+            fields,
+            class: PyOnceLock::new(),
+        }
+    }
+
+    fn class<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, PyType>> {
+        let class = self.class.get_or_try_init(py, || {
+            let options = PyDict::new(py);
+            options.set_item("module", "reshard._core")?;
+            let make = py.import("collections")?.getattr("namedtuple")?;
+            let class = make.call((self.name, self.fields.to_vec()), Some(&options))?;
+            Ok::<_, PyErr>(class.cast_into::<PyType>()?.unbind())
+        })?;
+        Ok(class.bind(py))
+    }
+
+    /// An instance; as many values as fields.
+    pub(crate) fn of<'py>(
+        &self,
+        py: Python<'py>,
+        values: impl IntoPyObject<'py, Target = PyTuple, Output = Bound<'py, PyTuple>, Error = PyErr>,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let new = NEW.get_or_try_init(py, || {
+            Ok::<_, PyErr>(py.get_type::<PyTuple>().getattr("__new__")?.unbind())
+        })?;
+        let made = new
+            .bind(py)
+            .call1((self.class(py)?, values.into_pyobject(py)?))?;
+        Ok(made.cast_into::<PyTuple>()?)
+    }
+}
+
+/// Adds the classes to the module.
+pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    for record in [
+        &TILE,
+        &STORED_ARRAY,
+        &STORED_REGION,
+        &ARRAY_PART,
+        &DEVICE_LAYOUT,
+    ] {
+        module.add(record.name, record.class(module.py())?)?;
+    }
+    Ok(())
+}
+
+/// A tensor of a file, with its bytes.
+#[pyclass(frozen, eq, module = "reshard._core")]
+#[derive(PartialEq)]
+pub(crate) struct FileTensor {
+    #[pyo3(get)]
+    pub(crate) name: String,
+    #[pyo3(get)]
+    pub(crate) dtype: &'static str,
+    pub(crate) shape: Vec<u64>,
+    #[pyo3(get)]
+    pub(crate) start: u64,
+    #[pyo3(get)]
+    pub(crate) end: u64,
+}
+
+#[pymethods]
+impl FileTensor {
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+}
+
+/// An array of a file, joined from its stored parts.
+#[pyclass(frozen, eq, module = "reshard._core")]
+#[derive(PartialEq)]
+pub(crate) struct FileArray(pub(crate) LocalArray);
+
+#[pymethods]
+impl FileArray {
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.0.dtype.name()
+    }
+
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.0.shape)
+    }
+
+    #[getter]
+    fn parts<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        let parts = self.0.parts.iter();
+        parts
+            .map(|part| {
+                let shape = PyTuple::new(py, &part.shape)?;
+                ARRAY_PART.of(py, (part.name.as_str(), shape, tile_list(py, &part.tiles)?))
+            })
+            .collect()
+    }
+}
+
+pub(crate) fn tile_list<'py>(
+    py: Python<'py>,
+    tiles: &[Tile],
+) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+    tiles.iter().map(|tile| tile_tuple(py, tile)).collect()
+}
