@@ -164,8 +164,8 @@ def test_a_field_of_another_type_is_refused_by_its_name(path: str) -> None:
         (int | str, 1.5, r"int \| str"),
         (tuple[int, ...] | None, [1, "x"], r"`\[1\]` is 'x', expected int"),
         (Literal["model", "optimizer"], "other", "'model' or 'optimizer'"),
-        (DigitLayout, {"shape": [], "cuts": []}, "'unsaid' is missing"),
-        (DigitLayout, {"shape": [], "cuts": [], "unsaid": "", "more": 1}, "'more' is missing or unknown"),
+        (DigitLayout, {"shape": [], "cuts": []}, "'reason' is missing"),
+        (DigitLayout, {"shape": [], "cuts": [], "reason": "", "more": 1}, "'more' is missing or unknown"),
         (DigitLayout, [[], [], ""], "expected DigitLayout"),
     ],
 )

@@ -7,7 +7,6 @@ use crate::control::Control;
 use crate::dtype::Dtype;
 use crate::error::{Error, Printable, Result};
 use crate::header::Entry;
-use crate::plan::CopyOp;
 use crate::region::row_major_strides;
 use crate::source::Source;
 use crc_fast::{CrcAlgorithm, Digest};
@@ -154,21 +153,21 @@ impl Listed {
         Self::verify_ranges(self.ranges.iter().collect(), source, control)
     }
 
-    /// The same for the ranges that some copies read.
+    /// The same for the ranges that hold some bytes, given by their positions in the file.
     ///
     /// # Errors
     /// One differs, or cannot be read.
-    pub fn verify_copies<'a>(
+    pub fn verify_at(
         &self,
         source: &Source,
-        copy_ops: impl Iterator<Item = &'a CopyOp>,
+        positions: impl Iterator<Item = u64>,
         control: &Control,
     ) -> Result<()> {
         let mut used = vec![false; self.ranges.len()];
-        for copy_op in copy_ops {
+        for position in positions {
             let after = self
                 .ranges
-                .partition_point(|(range, _)| range.start <= copy_op.src_start_bytes);
+                .partition_point(|(range, _)| range.start <= position);
             if let Some(at) = after.checked_sub(1) {
                 used[at] = true;
             }

@@ -12,7 +12,6 @@ use crate::error::{Error, Result};
 use crate::header::{Entry, Header};
 use crate::listed::Listed;
 use crate::local_array::LocalArray;
-use crate::plan::CopyOp;
 use crate::source::Source;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -234,17 +233,14 @@ impl ShardFile {
         }
     }
 
-    /// The same for the content that some copies read. A checksum over the whole file is compared whole.
+    /// The same for the content that a plan reads: the first byte of each copy. A checksum of the whole file is compared
+    /// whole.
     ///
     /// # Errors
     /// The content differs, or cannot be read.
-    pub fn verify_copies<'a>(
-        &self,
-        copy_ops: impl Iterator<Item = &'a CopyOp>,
-        control: &Control,
-    ) -> Result<()> {
+    pub fn verify_at(&self, positions: impl Iterator<Item = u64>, control: &Control) -> Result<()> {
         match &*self.table {
-            Table::Listed(listed) => listed.verify_copies(&self.source, copy_ops, control),
+            Table::Listed(listed) => listed.verify_at(&self.source, positions, control),
             Table::Header(_) | Table::Records(_) => self.verify(control),
         }
     }

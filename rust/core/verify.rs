@@ -177,7 +177,7 @@ pub(crate) fn verify_files(plan: &Plan<'_>, control: &Control) -> Result<()> {
         .try_for_each(|(number, source)| match source {
             PlanSource::File(_, file) if file.has_crc() => {
                 let copy_ops = all().filter(|copy_op| copy_op.source as usize == number);
-                file.verify_copies(copy_ops, control)
+                file.verify_at(copy_ops.map(|copy_op| copy_op.src_start_bytes), control)
             }
             _ => Ok(()),
         })

@@ -386,7 +386,7 @@ def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:
         for key, tensor in plan.tiles.tensors.items():
             if key not in parts:
                 raise UnsupportedError(
-                    f"a strategy has no words for {show(key)}: it lies in one array with others",
+                    f"a strategy cannot express {show(key)}: it is joined with others into one array",
                     key=key,
                     hint='save with `format="checkpoint2"`, or without `join` in the layout',
                 )
