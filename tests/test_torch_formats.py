@@ -107,9 +107,12 @@ def test_slices_layouts_and_conversions(tmp_path: Path) -> None:
         assert (checkpoint.read(key, (slice(1, 3), 1)) == whole[1:3, 1]).all()
         loaded = checkpoint.load({"mesh": {"tp": 2}, "rules": [{"match": "*"}]}, rank=1)
         assert (loaded[key] == whole).all()
-    for to in ("huggingface", "checkpoint2"):
-        reshard.convert(folder, tmp_path / to, to=to)
-        assert check_tensors(tmp_path / to, DATA / "dcp_2d" / "expected.safetensors") > 30
+    reshard.convert(folder, tmp_path / "all", to="checkpoint2")
+    assert check_tensors(tmp_path / "all", DATA / "dcp_2d" / "expected.safetensors") > 30
+    reshard.convert(folder, tmp_path / "weights", to="huggingface")  # without the state of the optimizer
+    with reshard.open(tmp_path / "weights") as weights, reshard.open(folder) as checkpoint:
+        assert set(weights) == set(checkpoint.keys("model"))
+        assert all((weights.read(key) == checkpoint.read(key)).all() for key in weights)
 
 
 @pytest.mark.parametrize("name", json.loads((HOSTILE / "hostile.json").read_text()))
@@ -157,3 +160,20 @@ def test_a_flipped_bit_is_found_by_the_crc(tmp_path: Path) -> None:
 def test_a_save_that_was_not_finished_is_refused() -> None:
     with pytest.raises(CheckpointNotFoundError, match="was not finished"):
         reshard.open(DATA / "dcp_fsdp2/checkpoint/step-15")
+
+
+def test_of_a_root_the_newest_complete_step_is_opened(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(DATA / "dcp_fsdp2/checkpoint", root)
+    (root / "step-99.tmp").mkdir()
+    with reshard.open(root) as checkpoint:
+        assert (checkpoint.iteration, checkpoint.path.name) == (10, "step-10")
+        assert [name for name, _ in checkpoint.skipped] == ["step-15"]
+        assert "optimizer.state.gate.exp_avg" in checkpoint.keys("optimizer")
+        assert "gate" in checkpoint.keys("model")
+    (root / "step-10/.metadata").write_bytes(b"x")
+    with reshard.open(root) as checkpoint:
+        assert checkpoint.iteration == 3
+    shutil.rmtree(root / "step-3")
+    with pytest.raises(CheckpointNotFoundError, match="none of the 2 steps"):
+        reshard.open(root)

@@ -3,13 +3,41 @@
     .metadata               which tensor consists of which chunks, and where each one lies; written last
     __<rank>_<n>.distcp     items back to back: each one a file of `torch.save` with one chunk or one other value
 
-Source: `torch/distributed/checkpoint/filesystem.py` of torch 2.15.
+A trainer such as torchtitan writes each save into a folder `step-<N>` of a root.
+
+Source: `torch/distributed/checkpoint/filesystem.py` of torch 2.15; `components/checkpoint.py` of torchtitan 0.3.
 """
 
 from __future__ import annotations
 
-__all__ = ["DATA_SUFFIX", "MAX_METADATA_BYTES", "METADATA_FILE"]
+import re
+
+__all__ = ["DATA_SUFFIX", "MAX_METADATA_BYTES", "METADATA_FILE", "is_optimizer", "step_of"]
 
 METADATA_FILE = ".metadata"
 DATA_SUFFIX = ".distcp"
 MAX_METADATA_BYTES = 4 << 30
+
+_STEP = re.compile(r"step-([0-9]{1,18})")
+_OPTIMIZER = frozenset(("optim", "optimizer", "optimizers"))
+
+
+def step_of(name: str) -> int | None:
+    """The step of a folder's name, or None. Names that only begin like one are left out: `step-15.tmp` is not complete.
+
+    Example:
+        >>> step_of("step-15"), step_of("step-15.tmp")
+        (15, None)
+    """
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def is_optimizer(key: str) -> bool:
+    """Whether a name belongs to the state of an optimizer: its first or second part says so.
+
+    Example:
+        >>> is_optimizer("optimizer.state.w.exp_avg"), is_optimizer("app.optim.state.w"), is_optimizer("layers.0.w")
+        (True, True, False)
+    """
+    return not _OPTIMIZER.isdisjoint(key.split(".", 2)[:2])

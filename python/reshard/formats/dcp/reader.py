@@ -8,19 +8,19 @@ without an error.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
-from reshard.errors import CheckpointNotFoundError
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.formats.base import CheckpointData, Format, Match, Traits
-from reshard.formats.dcp.names import DATA_SUFFIX, MAX_METADATA_BYTES, METADATA_FILE
+from reshard.formats.dcp.names import DATA_SUFFIX, MAX_METADATA_BYTES, METADATA_FILE, is_optimizer, step_of
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.formats.base import OpenOptions
+    from reshard.formats.base import OpenOptions, PartName
     from reshard.storage.location import Location
 
 __all__ = ["DCP"]
@@ -29,20 +29,24 @@ _log = logging.getLogger("reshard")
 
 
 class Dcp(Format):
-    """A folder of `torch.distributed.checkpoint`."""
+    """A folder of `torch.distributed.checkpoint`, or a root with a folder for each step."""
 
     traits = Traits("dcp")
 
     def detect(self, path: Location) -> Match:
         """By `.metadata`; by data files where that is missing, so that the reader can say so."""
-        if not path.is_folder():
-            return Match.NO
-        is_dcp = (path / METADATA_FILE).is_file() or any(name.endswith(DATA_SUFFIX) for name in path.names())
-        return Match.YES if is_dcp else Match.NO
+        return Match.YES if path.is_folder() and (_is_dcp(path) or self.is_root(path)) else Match.NO
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
-        """The tensors that `.metadata` lists; data files are opened when they are first needed."""
-        return _open_dcp(path, options.method)
+        """The tensors that `.metadata` lists; data files are opened when they are first needed.
+
+        Of a root, the newest step that can be opened.
+        """
+        return _open_root(path, options.method) if self.is_root(path) else _open_dcp(path, options.method)
+
+    def is_root(self, path: Location) -> bool:
+        """Whether it holds a folder `step-<N>` of this format, and is none itself."""
+        return not _is_dcp(path) and any(_is_dcp(path / name) for _, name in _steps(path))
 
 
 DCP = Dcp()
@@ -58,12 +62,45 @@ class _DcpData(CheckpointData):
 
     objects: Sequence[tuple[str, str, int, int, list[str]]] = ()
 
+    def part(self, key: str) -> PartName:
+        """By the name: the state of an optimizer is saved below `optimizer` or `optim`."""
+        return "optimizer" if is_optimizer(key) else "model"
+
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  every value has a name of its own
         """The values that are no tensors, by name."""
         return {
             name: _core.read_torch_object(str(self.path / file), start, n_bytes, transforms=transforms)
             for name, file, start, n_bytes, transforms in self.objects
         }
+
+
+def _is_dcp(folder: Location) -> bool:
+    return (folder / METADATA_FILE).is_file() or any(name.endswith(DATA_SUFFIX) for name in folder.names())
+
+
+def _steps(root: Location) -> list[tuple[int, str]]:
+    """Step and name of each folder of a step, the newest first."""
+    steps = [(step, name) for name in root.names() if (step := step_of(name)) is not None]
+    return sorted(((step, name) for step, name in steps if (root / name).is_folder()), reverse=True)
+
+
+def _open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
+    """The newest step that can be opened, with the reasons why newer ones cannot."""
+    skipped: list[tuple[str, str]] = []
+    for step, name in _steps(root):
+        try:
+            data = _open_dcp(root / name, method)
+        except StorageError:
+            raise  # a file that cannot be read is not damage
+        except ReshardError as error:
+            _log.warning("%s is skipped: %s", root / name, error.message)
+            skipped.append((name, error.message))
+        else:
+            return replace(data, iteration=step, skipped=tuple(skipped))
+    raise CheckpointNotFoundError(
+        f"none of the {len(skipped)} steps in {show(str(root))} can be opened; the newest: {skipped[0][1]}",
+        path=str(root),
+    )
 
 
 def _open_dcp(folder: Location, method: _core.ReadMethod) -> CheckpointData:
