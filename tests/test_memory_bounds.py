@@ -64,7 +64,7 @@ def peak_mib(program: str, *arguments: object) -> float:
 CONVERT = """
 import json, sys, reshard
 source, target, layout = sys.argv[1:]
-reshard.convert(source, target, layout=json.loads(layout), memory="32MiB", durable=False, threads=2)
+reshard.convert(source, target, layout=json.loads(layout), memory="32MiB", commit={"durable": False}, threads=2)
 """
 
 
