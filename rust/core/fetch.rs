@@ -7,7 +7,6 @@ use crate::error::Result;
 use crate::memory::{Stores, copy_run};
 use crate::plan::{CopyOp, Plan, PlanSource};
 use crate::shard_file::ShardFile;
-use crate::source::Source;
 use crate::strided::{Dim, copy_box, is_one_run, source_run, src_span, widest, without};
 use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
 use std::cell::RefCell;
@@ -39,35 +38,9 @@ pub(crate) struct BoxCopy<'a> {
     source: &'a PlanSource<'a>,
     copy_op: &'a CopyOp,
     unit_bytes: u64,
-    /// The source and its checksums, if it is verified.
-    verified: Option<(&'a ShardFile, &'a Checksums)>,
     /// The part of a mapped, verified source that is already faulted in.
     resident: Option<ResidentRange<'a>>,
     to: &'a mut [u8],
-}
-
-/// Bytes of a box in its source.
-struct Extent {
-    /// From the first to the last byte.
-    span: u64,
-    /// Without the gaps.
-    useful: u64,
-    /// The longest run.
-    run: u64,
-}
-
-impl Extent {
-    fn new(dims: &[Dim], unit_bytes: u64) -> Self {
-        Self {
-            span: src_span(dims) * unit_bytes,
-            useful: dims.iter().map(|dim| dim.len).product::<u64>() * unit_bytes,
-            run: source_run(dims) * unit_bytes,
-        }
-    }
-
-    fn has_gaps(&self) -> bool {
-        self.span > self.useful + self.useful / 20
-    }
 }
 
 impl<'a> BoxCopy<'a> {
@@ -78,20 +51,11 @@ impl<'a> BoxCopy<'a> {
         unit_bytes: u64,
         to: &'a mut [u8],
     ) -> Self {
-        let source = run.plan.source(copy_op);
-        let verified = match source {
-            PlanSource::File(_, file) => {
-                let checksums = run.checks.checksums(copy_op.source, file);
-                checksums.map(|checksums| (&**file, checksums))
-            }
-            PlanSource::Memory(_) => None,
-        };
         Self {
             run,
-            source,
+            source: run.plan.source(copy_op),
             copy_op,
             unit_bytes,
-            verified,
             resident: None,
             to,
         }
@@ -99,19 +63,20 @@ impl<'a> BoxCopy<'a> {
 
     /// Copies a box from unit `src` of the copy to unit `dst` of the slice.
     pub(crate) fn copy(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
-        if let Some((file, checksums)) = self.verified
-            && file.source().is_mapped()
+        if let PlanSource::File(_, file) = self.source
+            && let Some(checksums) = self.run.checks.checksums(self.copy_op.source, file)
         {
             // If rows are so far apart that complete chunks between them are skipped, each part faults in its own
             // range.
             let is_dense = dims
                 .iter()
                 .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
-            if is_dense {
+            if is_dense && file.source().is_mapped() {
                 self.resident = Checks::prefault(file, checksums, self.source_range(dims, src))?;
             }
+            return self.verified_parts(file, checksums, dims, src, dst);
         }
-        self.copy_parts(dims, src, dst, false)
+        self.dense_parts(dims, src, dst, false)
     }
 
     /// First byte in the source and span in bytes of a box that begins at unit `src` of the copy.
@@ -122,118 +87,72 @@ impl<'a> BoxCopy<'a> {
         )
     }
 
-    /// Copies a box in one or several parts. With `is_row` it is a row of a larger box.
-    ///
-    /// A box is split along the dim with the largest stride in the source. One part has the rows that end in the same
-    /// block of the source, with blocks of [`Self::block_bytes`]. A row that does not end in its block is split further.
-    fn copy_parts(&mut self, dims: &[Dim], src: u64, dst: u64, is_row: bool) -> Result<()> {
-        let block = self.block_bytes(dims, src, is_row);
-        let (Some(block), Some((widest, dim))) = (block, widest(dims)) else {
-            return self.copy_part(dims, src, dst, is_row);
-        };
-        let inner = without(dims, widest);
-        let (start, _) = self.source_range(dims, src);
-        let stride = dim.src * self.unit_bytes;
-        let row_span = src_span(&inner) * self.unit_bytes;
-        let mut k = 0;
-        while k < dim.len {
-            let row = start + k * stride;
-            let left = (row / block + 1) * block - row;
-            let n = if row_span > left {
-                1
-            } else {
-                ((left - row_span) / stride + 1).min(dim.len - k)
-            };
-            let (at, to) = (src + k * dim.src, dst + k * dim.dst);
-            if n == 1 {
-                self.copy_parts(&inner, at, to, true)?;
-            } else {
-                let mut rows = dims.to_vec();
-                rows[widest].len = n;
-                self.copy_part(&rows, at, to, true)?;
-            }
-            k += n;
-        }
-        Ok(())
-    }
-
-    /// The size of the blocks of the source by which a box is split; `None` if it is one part.
-    fn block_bytes(&self, dims: &[Dim], src: u64, is_row: bool) -> Option<u64> {
-        let PlanSource::File(_, file) = self.source else {
-            return None;
-        };
-        let source = file.source();
-        let range = self.source_range(dims, src);
-        if self.verified.is_some() {
-            return self.verified_block_bytes(source, dims, range);
-        }
-        let extent = Extent::new(dims, self.unit_bytes);
-        let has_gaps = extent.has_gaps();
-        let is_split = if source.is_mapped() {
-            // If the range is resident, one range is cheaper than many.
-            has_gaps
-                && extent.run >= LONG_RUN_BYTES
-                && (is_row || !source.is_resident(range.0, range.1))
-        } else {
-            has_gaps && (extent.run >= LONG_RUN_BYTES || extent.span / 8 > extent.useful)
-                || extent.span > SCRATCH_BYTES && !is_one_run(dims)
-        };
-        // Every row is a part.
-        (is_split && extent.run < extent.span).then_some(1)
-    }
-
-    /// As [`Self::block_bytes`] for a verified source: blocks are no larger than a chunk, so that a part is copied while
-    /// it is in the cache.
-    fn verified_block_bytes(
-        &self,
-        source: &Source,
-        dims: &[Dim],
-        (start, span): (u64, u64),
-    ) -> Option<u64> {
-        let is_mapped = source.is_mapped();
-        // A long run into new pages is copied at once, after all its chunks are verified: memcpy bypasses the cache for
-        // such lengths, which saves more than it costs to read the source again from the last-level cache. Positioned
-        // reads fetch a run directly into the destination.
-        if is_one_run(dims) && (!is_mapped || self.run.stores == Stores::Fresh) {
-            return None;
-        }
-        // Each positioned read is a system call: it reads more than a chunk at once, unless it would read gaps as well.
-        let has_near_rows =
-            widest(dims).is_some_and(|(_, dim)| dim.src * self.unit_bytes < CHUNK_BYTES as u64);
-        let block = if !is_mapped && has_near_rows {
-            SCRATCH_BYTES
-        } else {
-            CHUNK_BYTES as u64
-        };
-        (start / block != (start + span - 1) / block).then_some(block)
-    }
-
-    /// Copies a box that is one part.
-    fn copy_part(&mut self, dims: &[Dim], src: u64, dst: u64, is_row: bool) -> Result<()> {
-        let range = self.source_range(dims, src);
-        match (self.source, self.verified) {
-            (PlanSource::Memory(bytes), _) => {
-                let (start, span) = (range.0 as usize, range.1 as usize);
-                self.copy_from(&bytes[start..start + span], dims, dst);
-                Ok(())
-            }
-            (PlanSource::File(..), Some((file, checksums))) => {
-                self.copy_verified(file, checksums, dims, range, dst)
-            }
-            (PlanSource::File(_, file), None) => {
-                self.copy_unverified(file.source(), dims, range.0, dst, is_row)
-            }
-        }
-    }
-
-    fn copy_verified(
+    /// Copies a box in parts that are verified first. A part is no larger than a chunk, so that it is still in the
+    /// cache.
+    fn verified_parts(
         &mut self,
         file: &'a ShardFile,
         checksums: &Checksums,
         dims: &[Dim],
-        range: (u64, u64),
+        src: u64,
         dst: u64,
     ) -> Result<()> {
+        let unit = self.unit_bytes;
+        let (start, span) = self.source_range(dims, src);
+        let widest = widest(dims);
+        // Each positioned read is a system call: it reads more than a chunk at once, unless it would read gaps as well.
+        let part = match widest {
+            Some((_, dim)) if !file.source().is_mapped() && dim.src * unit < CHUNK_BYTES as u64 => {
+                SCRATCH_BYTES
+            }
+            _ => CHUNK_BYTES as u64,
+        };
+        // A long run into new pages is copied at once, after all its chunks are verified: memcpy bypasses the cache for
+        // such lengths, which saves more than it costs to read the source again from the last-level cache.
+        let is_long_run =
+            self.run.stores == Stores::Fresh && is_one_run(dims) && file.source().is_mapped();
+        let is_one_part = is_long_run || start / part == (start + span - 1) / part;
+        if let (false, Some((widest, dim))) = (is_one_part, widest) {
+            if !file.source().is_mapped() && is_one_run(dims) {
+                return self.verified_run(file, checksums, start, (dst * unit) as usize, span);
+            }
+            let inner = without(dims, widest);
+            let (stride, row_span) = (dim.src * unit, src_span(&inner) * unit);
+            let mut k = 0;
+            while k < dim.len {
+                let row = start + k * stride;
+                // The rows that end inside this part. A single row that does not is split further.
+                let left = (row / part + 1) * part - row;
+                let n = if row_span > left {
+                    1
+                } else {
+                    ((left - row_span) / stride + 1).min(dim.len - k)
+                };
+                let (at, to) = (src + k * dim.src, dst + k * dim.dst);
+                if n == 1 {
+                    self.verified_parts(file, checksums, &inner, at, to)?;
+                } else {
+                    let mut rows = dims.to_vec();
+                    rows[widest].len = n;
+                    self.verified_part(file, checksums, &rows, at, to)?;
+                }
+                k += n;
+            }
+            return Ok(());
+        }
+        self.verified_part(file, checksums, dims, src, dst)
+    }
+
+    /// Copies a box that lies in one part.
+    fn verified_part(
+        &mut self,
+        file: &'a ShardFile,
+        checksums: &Checksums,
+        dims: &[Dim],
+        src: u64,
+        dst: u64,
+    ) -> Result<()> {
+        let range = self.source_range(dims, src);
         let (start, span) = range;
         let mapped = (file, self.resident);
         let Run {
@@ -244,10 +163,6 @@ impl<'a> BoxCopy<'a> {
         } = self.run;
         if is_one_run(dims) {
             let at = (dst * self.unit_bytes) as usize;
-            let is_long = start / SCRATCH_BYTES != (start + span - 1) / SCRATCH_BYTES;
-            if is_long && !file.source().is_mapped() {
-                return self.read_verified_run(file, checksums, start, at, span);
-            }
             let to = (&mut self.to[at..at + span as usize], stores);
             if checks.copy_run(self.copy_op.source, mapped, checksums, start, to, control)? {
                 return Ok(());
@@ -265,7 +180,7 @@ impl<'a> BoxCopy<'a> {
     }
 
     /// Copies a long run by positioned reads: complete chunks into the destination, both ends through scratch memory.
-    fn read_verified_run(
+    fn verified_run(
         &mut self,
         file: &'a ShardFile,
         checksums: &Checksums,
@@ -306,38 +221,58 @@ impl<'a> BoxCopy<'a> {
         Ok(())
     }
 
-    fn copy_unverified(
-        &mut self,
-        source: &Source,
-        dims: &[Dim],
-        start: u64,
-        dst: u64,
-        is_row: bool,
-    ) -> Result<()> {
-        let extent = Extent::new(dims, self.unit_bytes);
-        // Gaps of a resident range are not fetched.
-        let fetched = if extent.has_gaps() && extent.run >= LONG_RUN_BYTES {
-            extent.useful
+    /// Copies a box from unit `src` of the copy to unit `dst` of the slice. A dense part of the source is fetched at
+    /// once.
+    fn dense_parts(&mut self, dims: &[Dim], src: u64, dst: u64, is_part: bool) -> Result<()> {
+        let (start, span) = self.source_range(dims, src);
+        let file = match self.source {
+            PlanSource::Memory(bytes) => {
+                self.copy_from(&bytes[start as usize..(start + span) as usize], dims, dst);
+                return Ok(());
+            }
+            PlanSource::File(_, file) => file,
+        };
+        let source = file.source();
+        let n: u64 = dims.iter().map(|dim| dim.len).product();
+        let useful = n * self.unit_bytes;
+        let run = source_run(dims) * self.unit_bytes;
+        let gapped = span > useful + useful / 20;
+        let is_split = if source.is_mapped() {
+            // If the range is resident, one range is cheaper than many.
+            gapped && run >= LONG_RUN_BYTES && (is_part || !source.is_resident(start, span))
         } else {
-            extent.span
+            gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
+                || span > SCRATCH_BYTES && !is_one_run(dims)
+        };
+        if let (true, Some((widest, dim))) = (is_split && run < span, widest(dims)) {
+            let inner = without(dims, widest);
+            for k in 0..dim.len {
+                self.dense_parts(&inner, src + k * dim.src, dst + k * dim.dst, true)?;
+            }
+            return Ok(());
+        }
+        // Gaps of a resident range were not fetched.
+        let fetched = if gapped && run >= LONG_RUN_BYTES {
+            useful
+        } else {
+            span
         };
         self.run.control.fetched(fetched);
-        let is_one_run = is_one_run(dims);
         // One system call per run, like faulting it in, and it copies the bytes as well.
         let is_scattered =
-            is_row && extent.span < SCATTERED_RUN_BYTES && source.has_fd() && is_one_run;
+            is_part && span < SCATTERED_RUN_BYTES && source.has_fd() && is_one_run(dims);
         let mapped = if is_scattered {
             None
         } else {
-            source.bytes(start, extent.span)?
+            source.bytes(start, span)?
         };
         if let Some(from) = mapped {
             self.copy_from(from, dims, dst);
-        } else if is_one_run {
+        } else if is_scattered || is_one_run(dims) {
             let at = (dst * self.unit_bytes) as usize;
-            source.read_at(start, &mut self.to[at..at + extent.useful as usize])?;
+            source.read_at(start, &mut self.to[at..at + useful as usize])?;
         } else {
-            let mut scratch = vec![0; extent.span as usize];
+            let mut scratch = vec![0; span as usize];
             source.read_at(start, &mut scratch)?;
             self.copy_from(&scratch, dims, dst);
         }

@@ -120,11 +120,12 @@ pub(crate) fn is_one_run(dims: &[Dim]) -> bool {
 
 /// Length of the longest run of a box in its source, in units.
 pub(crate) fn source_run(dims: &[Dim]) -> u64 {
-    let mut run = 1;
-    while let Some(dim) = dims.iter().find(|dim| dim.src == run && dim.len > 1) {
-        run *= dim.len;
-    }
-    run
+    let mut by_stride: Vec<&Dim> = dims.iter().collect();
+    by_stride.sort_by_key(|dim| dim.src);
+    by_stride.iter().fold(
+        1,
+        |run, dim| if dim.src == run { run * dim.len } else { run },
+    )
 }
 
 /// Copies a strided box; both slices begin at its first element.
