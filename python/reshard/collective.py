@@ -1,4 +1,4 @@
-"""Running a step on all ranks: every rank learns the results, or every rank raises the same error.
+"""Run a step on all ranks: every rank receives the results, or every rank raises the same error.
 
 An error on one rank must not leave the others waiting. Therefore a step that fails is not raised where it happens: its
 exception is the outcome that this rank reports, and it is raised on all ranks once all have reported. `Collective` is
@@ -50,8 +50,8 @@ class Collective:
     """Steps that all ranks of a channel take in the same order.
 
     Values are small messages, see `messages`: every rank receives those of all. Where a step has values, the type of
-    the message is an argument (`of`), and a value of another type is an error that names the field. A process without
-    others gets its values as they are.
+    the message is an argument (`of`), and a value of another type is an error that names the field. In a world of one
+    process, values are returned unchanged.
 
     Attributes:
         channel: the group, or a session of one.
@@ -79,7 +79,7 @@ class Collective:
         """Exchange outcomes that were captured before.
 
         Args:
-            outcome: this rank's value, or the exception that it met.
+            outcome: this rank's value, or the exception that was raised on it.
             of: the type of the values; `Any`: JSON values.
 
         Returns:
@@ -87,7 +87,8 @@ class Collective:
 
         Raises:
             GroupError: a rank did not answer in time, or its value is of another type.
-            ReshardError: what ranks met, the same on all. An interrupt of this process stays what it is.
+            ReshardError: the errors of the ranks, the same on all ranks. An interrupt of this process is raised
+                unchanged.
         """
         with _interrupt_stays(outcome):
             return self._decoded(of, agree(self.channel, self._encoded(outcome), self.timeout))
@@ -111,8 +112,8 @@ class Collective:
         """Let rank 0 decide from the outcomes of all ranks.
 
         Args:
-            outcome: this rank's value, or the exception that it met.
-            decide: is called on rank 0 with the values of all ranks, unless one of them failed; not used elsewhere.
+            outcome: this rank's value, or the exception that was raised on it.
+            decide: called on rank 0 with the values of all ranks, unless one of them failed; not used elsewhere.
             sent: the type of the values of the ranks; `Any`: JSON values.
             decided: the type of what `decide` returns; `Any`: a JSON value.
 
@@ -133,7 +134,7 @@ class Collective:
         return result
 
     def _of_first(self, outcome: object, of: Any) -> Any:
-        """Rank 0's value; the other ranks have None, or the exception that they met."""
+        """Rank 0's value; the other ranks have None or their exception."""
         with _interrupt_stays(outcome):
             values = agree(self.channel, self._encoded(outcome), self.timeout)
         return self._decoded(of, values[:1])[0]
@@ -153,7 +154,7 @@ class Collective:
 
 @contextlib.contextmanager
 def _interrupt_stays(outcome: object) -> Iterator[None]:
-    """An interrupt that was captured is raised as itself, whatever the ranks have agreed on."""
+    """Raise a captured interrupt unchanged, whatever outcome the ranks have agreed on."""
     try:
         yield
     except Exception:
@@ -163,4 +164,4 @@ def _interrupt_stays(outcome: object) -> Iterator[None]:
 
 
 ALONE = Collective(SingleProcess(), 0.0)
-"""This process without others."""
+"""The collective of a single process."""

@@ -5,10 +5,10 @@ has, and not through its collectives. So threads do not interfere with other col
 causes a timeout and not a hang, and nothing has to be rebuilt after a failure. MPI, JAX, MindSpore or any other
 framework can be used through an object with five members, see `Group`.
 
-A piece of work by all ranks is a *session*: `session(group, "save 500")` on every rank. A session never reads what a
-failed one has left.
+One collective operation is a *session*: `session(group, "save 500")` on every rank. A session never receives messages
+of an earlier, failed session.
 
-This module knows no checkpoint and does not import torch. `torch_group` uses the store.
+This module does not depend on checkpoints and does not import torch. `torch_group` uses the store.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Group(Protocol):
         """The number of processes."""
 
     def barrier(self, *, timeout: float) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
 
     def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:
         """The values of all ranks in rank order at the root, None elsewhere."""
@@ -73,7 +73,7 @@ class SingleProcess:
     world_size = 1
 
     def barrier(self, *, timeout: float) -> None:
-        """Nobody to wait for."""
+        """Return at once."""
 
     def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:  # noqa: ARG002
         """The value in a list."""
@@ -85,16 +85,16 @@ class SingleProcess:
 
 
 def resolve(group: object = None, rank: int | None = None) -> Group:
-    """The group that a caller means.
+    """The group for the arguments of a caller.
 
     Args:
         group: a `Group`, or a process group of torch.distributed. None: torch's default group if torch is imported and
             initialised, else this process alone.
-        rank: what the caller takes to be its rank, or None.
+        rank: the rank that the caller gave, or None.
 
     Raises:
-        ArgumentError: it is no group, or one that this process is not a member of; the group's rank is another; or the
-            launcher's environment says that there are more processes, and nothing connects them.
+        ArgumentError: it is not a group, or this process is not a member of it; the group's rank differs from `rank`;
+            or the launcher's environment has several processes, and no group is given.
         UnsupportedError: the process group has no store (backend `mpi`).
 
     Example:
@@ -129,15 +129,15 @@ def resolve(group: object = None, rank: int | None = None) -> Group:
 
 
 def session(group: Group, label: str) -> Group:
-    """A separate channel for one piece of work, which receives no messages of another one.
+    """A separate channel for one collective operation, which receives no messages of other operations.
 
-    Sessions of one group can be used at once, each in a thread of its own. A label may come again, one session after
-    the other.
+    Several sessions of one group can be used at the same time, each in its own thread. A label can be used again once
+    its session has ended.
 
     Args:
-        group: where it takes place. One that has a method `session` makes the channel itself; with any other the
-            messages are marked, so that a stray one is an error.
-        label: what the work is, in at most 200 characters, the same on all ranks: "save 500".
+        group: the group. If it has a method `session`, that method creates the channel. Otherwise each message is
+            marked with the label, and a message of another session is an error.
+        label: name of the operation, at most 200 characters, the same on all ranks: "save 500".
 
     Raises:
         ArgumentError: the label is too long.
@@ -160,7 +160,7 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
 
     Args:
         group: all its ranks call this.
-        outcome: this rank's value (JSON-able, small: all ranks receive those of all), or the exception it ended in.
+        outcome: this rank's value (JSON-able and small, since all ranks receive all values), or its exception.
         timeout: seconds to wait for a rank that has not answered.
 
     Returns:
@@ -168,8 +168,8 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
 
     Raises:
         GroupError: ranks did not answer; at the latest two seconds after the deadline.
-        ReshardError: ranks failed: the message names them and what they met. It is of the class that they raised if
-            that is one class of `reshard.errors`. In a world of one the exception itself is raised.
+        ReshardError: ranks failed; the message names the ranks and their errors. If all raised the same class of
+            `reshard.errors`, the error has this class. In a world of one the exception itself is raised.
 
     Example:
         >>> agree(SingleProcess(), {"n_bytes": 7}, timeout=10)
@@ -180,7 +180,7 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
             raise outcome
         return [outcome]
     end = time.monotonic() + timeout
-    # Both steps in one session: a rank that waits in the second learns which one was missing in the first.
+    # Both steps are in one session: a rank that waits in the second receives the name of a rank missing in the first.
     channel: Group = group.session("agree") if isinstance(group, TorchGroup) else group
     own = {"error": encode(_ErrorRecord.of(outcome))} if isinstance(outcome, BaseException) else {"value": outcome}
     reports = channel.gather(own, timeout=timeout)
@@ -191,7 +191,7 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
         if failures:
             verdict = {"failed": encode(failures)}
         elif len({json.dumps(value) for value in values}) == 1:
-            verdict = {"same": values[0]}  # mostly None: 16,384 ranks are not sent 16,384 values
+            verdict = {"same": values[0]}  # mostly None, so that 16,384 ranks do not receive 16,384 values each
         else:
             verdict = {"values": values}
     verdict = channel.broadcast(verdict, timeout=max(end - time.monotonic(), 0.0))
@@ -203,7 +203,7 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
 
 
 class _MarkedGroup:
-    """A group of a user. Each message has the session and a number: one of another session is an error."""
+    """A group of a user. Each message has the session and a number: a message of another session is an error."""
 
     def __init__(self, group: Group, label: str) -> None:
         self.rank = group.rank
@@ -249,7 +249,7 @@ def _is_group(group: object) -> bool:
 
 
 def _refuse_standalone_rank() -> None:
-    """Refuse to run as a single process where the launcher started several."""
+    """Refuse to run as a single process if the launcher started several."""
     sizes = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"]
     if "SLURM_PROCID" in os.environ:
         sizes.append("SLURM_NTASKS")
@@ -290,7 +290,7 @@ class _ErrorRecord:
 
 
 def _joint_error(records: Mapping[int, _ErrorRecord]) -> ReshardError:
-    """One error for what several ranks met."""
+    """One error for the errors of several ranks."""
     named = [f"rank {rank}: {record.message}" for rank, record in list(records.items())[:_MAX_NAMED]]
     if len(records) > _MAX_NAMED:
         named.append(f"and {len(records) - _MAX_NAMED} more ranks")

@@ -1,9 +1,9 @@
 """Messages between ranks: frozen dataclasses, and the one codec between them and JSON values.
 
-A message is a dataclass whose type hints say what it consists of: None, bool, int, float, str, bytes, `Literal`, lists,
+A message is a dataclass whose type hints define its content: None, bool, int, float, str, bytes, `Literal`, lists,
 tuples, sets, mappings with text or integers as keys, further messages, and unions of these. `Any` stands for a JSON
 value, which is passed on as it is. `decode` checks every value: a message may come from another version of the package.
-Which messages there are is not known here.
+This module does not define messages.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def encode(value: object) -> Any:
     """A message as a JSON value: dataclasses are mappings by field name, bytes are base64.
 
     Args:
-        value: a message, or anything that a message can consist of.
+        value: a message, or a value of any type that is allowed in a message.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the type of a value is not allowed in a message.
 
     Example:
         >>> encode({3: (1, b"ab")})
@@ -60,11 +60,11 @@ def encode(value: object) -> Any:
 
 
 def decode(of: Any, value: Any) -> Any:
-    """The message that a JSON value stands for.
+    """The message that is encoded as a JSON value.
 
     Args:
-        of: the type of the message, or any type that a message can consist of, such as `tuple[int, ...]`.
-        value: what `encode` returned, after it went through JSON.
+        of: the type of the message, or any type that is allowed in a message, such as `tuple[int, ...]`.
+        value: the result of `encode`, after JSON encoding and decoding.
 
     Raises:
         GroupError: the value is not of this type; the message names the field.
@@ -88,7 +88,7 @@ def decode(of: Any, value: Any) -> Any:
 
 
 class _MismatchError(Exception):
-    """A value is not what its type hint says; the path to it is collected on the way out."""
+    """A value does not match its type hint; callers prepend the path to it."""
 
     def __init__(self, value: object, expected: str) -> None:
         shown = repr(value)
@@ -103,7 +103,7 @@ def _field_names(message: type) -> tuple[str, ...]:
 
 @functools.cache
 def _decoder(of: Any) -> _Decoder:
-    """The function that decodes values of a type hint; made once for each."""
+    """The function that decodes values of a type hint; created once per type hint."""
     origin, arguments = get_origin(of), get_args(of)
     if of is Any or of is object:
         return lambda value: value

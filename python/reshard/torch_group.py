@@ -1,9 +1,9 @@
-"""The ranks of a torch.distributed job, over its rendezvous store: the group that most users have.
+"""The ranks of a torch.distributed job, over its rendezvous store: the default group.
 
-The store is a key-value server that every such job has. The sender sets a key, and the receiver polls for it. A piece
-of work by all ranks is a session, see `reshard.group`. Rank 0 opens it under a name that was never used before, and the
-others find that name under the label. So a session never reads what a failed one has left, and a rank that missed a
-session takes part in the next. A session that failed on one rank has failed on all that wait in it.
+The store is a key-value server that every such job has. The sender sets a key, and the receiver polls for it. A
+collective operation is a session, see `reshard.group`. Rank 0 opens it under a new unique name, and the other ranks
+find that name under the label. So a session never reads messages of a failed one, and a rank that missed a session
+takes part in the next. If a session fails on one rank, it fails on all ranks that wait in it.
 
 This module does not import torch: it uses the module that the caller has imported.
 """
@@ -37,10 +37,10 @@ _PART_CHARACTERS = 1 << 20  # the store's server closes the connection of a clie
 _MAX_PARTS = 4096
 _BATCH = 64  # keys asked for in one request
 _FIRST_SLEEP_S = 0.0005
-_LAST_SLEEP_S = 0.01  # of a wait that lasts: what a save loses at a meeting
-_RANKS_PER_SLEEP = 128  # more ranks ask more rarely: one server answers them all
-_GRACE_S = 1.0  # who waits for a root gives it this much more, so that the root can say for whom it waited in vain
-_LINGER_S = 1.0  # for which the root of a broadcast stays to see it fetched
+_LAST_SLEEP_S = 0.01  # longest interval between requests, by which an exchange of a save can be delayed
+_RANKS_PER_SLEEP = 128  # with more ranks the interval is longer, since one server answers all of them
+_GRACE_S = 1.0  # ranks that wait for a root wait this much longer, so that the root can report the missing ranks
+_LINGER_S = 1.0  # for which the root of a broadcast waits until it is fetched
 _SILENCE_S = 1.5  # to wait for the store after the deadline
 _MAX_MESSAGE = 2000
 
@@ -48,8 +48,8 @@ _MAX_MESSAGE = 2000
 class TorchGroup:
     """The ranks of a process group of torch.distributed, over its rendezvous store.
 
-    The store is asked through a connection of its own: a thread that waits in the one that torch uses would keep
-    everybody else from it. Each operation here is a session of one operation.
+    It uses a separate connection to the store: a thread that waits in the connection of torch would block other users
+    of it. Each operation here is a session of one operation.
 
     Args:
         process_group: None: the default group.
@@ -81,14 +81,14 @@ class TorchGroup:
         self._pid = os.getpid()
 
     def session(self, label: str) -> TorchSession:
-        """A channel of its own, see `reshard.group.session`."""
+        """A separate channel, see `reshard.group.session`."""
         return TorchSession(self, label)
 
     def barrier(self, *, timeout: float) -> None:
-        """Wait until every rank is here.
+        """Wait until every rank has called this.
 
         Raises:
-            GroupError: the deadline passed; the message names who is missing.
+            GroupError: the deadline passed; the message names the missing ranks.
         """
         self.session("barrier").barrier(timeout=timeout)
 
@@ -96,7 +96,7 @@ class TorchGroup:
         """The values of all ranks in rank order at the root, None elsewhere.
 
         Raises:
-            GroupError: the deadline passed; the message names who is missing.
+            GroupError: the deadline passed; the message names the missing ranks.
             ArgumentError: the value is not JSON-able, or too large.
         """
         return self.session("gather").gather(value, root=root, timeout=timeout)
@@ -104,8 +104,8 @@ class TorchGroup:
     def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
         """The root's value, everywhere.
 
-        The root gives the others a second to fetch it: if the store is served by the root's process, and this was the
-        last thing that it did, the value would be gone with it. Whether they do makes no difference to the root.
+        The root waits up to a second until the others have fetched it: if the root's process serves the store and
+        exits, the value is lost. The root raises no error if they do not fetch it.
 
         Raises:
             GroupError: the deadline passed.
@@ -127,8 +127,8 @@ class TorchSession:
         <token>/<operation>/<rank>/read  how many have read a broadcast: the last one deletes all of it
         <token>/failed                   why the session is over
 
-    All waiting is asking again and again: a request that waits in the store would block the connection for other
-    threads, could not be interrupted, and prints a warning when its time is up.
+    Waiting is polling: a request that waits in the store would block the connection for other threads, could not be
+    interrupted, and prints a warning when its time is up.
     """
 
     def __init__(self, group: TorchGroup, label: str) -> None:
@@ -195,9 +195,9 @@ class TorchSession:
         return self._bounded("broadcast", work, timeout)
 
     def _bounded(self, kind: str, work: Callable[[str, float], Any], timeout: float) -> Any:
-        """Do one operation in a thread, which is left alone if the store itself stays silent.
+        """Do one operation in a thread, which is abandoned if the store does not answer.
 
-        A server whose machine is gone or whose process is stopped answers nothing, not even that time is up.
+        A server whose machine has failed or whose process is stopped does not answer, and does not report timeouts.
         """
         if os.getpid() != self._group._pid:  # noqa: SLF001
             raise GroupError(
@@ -238,7 +238,7 @@ class TorchSession:
 
     @property
     def _store(self) -> Store:
-        """The store, for as long as somebody waits for this session: a thread that was left alone does nothing more."""
+        """The store, while a caller waits for this session. Raises in an abandoned thread, which then ends."""
         if self._is_abandoned:
             raise GroupError(f"session `{self._label}` was given up")
         return self._group._store  # noqa: SLF001  two halves of one thing
@@ -248,7 +248,7 @@ class TorchSession:
         if self._token is not None:
             return
         if self.rank == 0:
-            # Ranks that are late for a session of this label must not find this one in its place.
+            # Late ranks of an earlier session with this label must not find this one instead.
             if not self._wait([], deadline, lambda: self._open_token() is None):
                 self._store.set(self._label, "none")
                 self._give_up(name, timeout, [], "not all ranks have come to the session of this label before")
@@ -268,12 +268,12 @@ class TorchSession:
         joined.append(str(found))
         self._token = str(found)
         if self._store.add(f"{found}/joined", 1) == self.world_size - 1:
-            # Only if it is this session that is open: rank 0 may have given it up and opened the next one.
+            # Only if this session is open: rank 0 may have abandoned it and opened the next one.
             self._store.compare_set(self._label, self._token, "none")
             self._store.delete_key(f"{found}/joined")
 
     def _open_token(self) -> str | None:
-        """The session that is open under the label, asked for in the one way that does not wait for it."""
+        """The session that is open under the label; uses the only request that does not wait."""
         found: str = self._store.compare_set(self._label, "none", "none").decode()
         return None if found == "none" else found
 
@@ -281,7 +281,7 @@ class TorchSession:
         """Whether all keys are there, or the condition holds, before the deadline.
 
         Raises:
-            GroupError: another rank has given the session up.
+            GroupError: another rank has ended the session.
         """
         sleep_s = _FIRST_SLEEP_S
         while not (condition() if condition is not None else self._store.check(list(keys))):
@@ -320,7 +320,7 @@ class TorchSession:
             if self.rank == 0:
                 store.compare_set(self._label, self._token, "none")
         except RuntimeError:
-            return  # the store is gone: the others see that for themselves
+            return  # the store does not answer; the other ranks detect that themselves
 
     def _lost(self, name: str, error: RuntimeError) -> GroupError:
         return GroupError(
@@ -352,7 +352,7 @@ class TorchSession:
         self._store.set(key, f"{len(parts)}\n{parts[0]}")
 
     def _receive(self, name: str, ranks: Sequence[int], *, last: bool) -> dict[int, Any]:
-        """What ranks have sent, whose first parts are there; forgotten by its last reader."""
+        """The values of ranks whose first parts exist. The last reader deletes them."""
         keys = [self._key(name, rank) for rank in ranks]
         received = {}
         for rank, key, first in zip(ranks, keys, self._store.multi_get(keys), strict=True):
@@ -360,7 +360,7 @@ class TorchSession:
             others = [f"{key}/{i}" for i in range(1, int(n_parts))]
             received[rank] = json.loads(b"".join([text, *(self._store.get(other) for other in others)]))
             read = f"{key}/read"
-            # What has come has come, even if the server goes away in this moment.
+            # Received values stay valid even if the server ends now.
             with contextlib.suppress(RuntimeError):
                 if last or self._store.add(read, 1) == self.world_size - 1:
                     for done in [*others, *([] if last else [read]), key]:
@@ -381,7 +381,7 @@ def torch_group(process_group: Any) -> TorchGroup:
 
 
 def torch_distributed() -> Any:
-    """`torch.distributed` if somebody has imported it and this torch was built with it, else None."""
+    """`torch.distributed` if it was imported and this torch was built with it, else None."""
     module = sys.modules.get("torch.distributed")
     return module if module is not None and module.is_available() else None
 

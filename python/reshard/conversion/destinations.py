@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 SHARED_PREFIX = "share-"
-# What makes files a checkpoint, in the order in which it is published. Readers find no checkpoint without it.
+# Files that identify a checkpoint, in the order in which they are published. Readers need them to find a checkpoint.
 _COMMITS = (
     STRATEGY_FOLDER,
     tiles.TILES_FILE,
@@ -89,7 +89,7 @@ class Options:
     durable: bool
     file_mode: int
     folder_mode: int
-    keep_modes: bool  # whether a file that is replaced passes on its permission bits
+    keep_modes: bool  # whether a new file gets the permission bits of the file that it replaces
     progress: _core.Progress | None
 
 
@@ -142,7 +142,7 @@ def bind(job: Job, layout: LayoutLike | None) -> BoundLayout:
     """The layout bound to the source; None: whole tensors on one rank.
 
     Raises:
-        LayoutError: it does not fit the tensors, or a rule or a place of it matches no tensor.
+        LayoutError: it does not match the tensors, or one of its rules matches no tensor.
     """
     bound = job.source.bind(ModelLayout.replicated() if layout is None else layout)
     bound.refuse_unused(job.left_out)
@@ -156,12 +156,19 @@ def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]
 
 def file_sizes(job: Job, files: list[File]) -> list[int]:
     """Bytes of the arrays of each file."""
-    # Plans are cheap and keep files open: they are made one by one, and made again when they are executed.
+    # Plans are cheap and keep files open: each is created separately, and created again when it is executed.
     return [sum(array[3] for array in job.plan(file.request).arrays) for file in files]
 
 
 def write_files(job: Job, folder: Location, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
-    """Write the files; returns the record of each, by name."""
+    """Write the files; returns the record of each, by name.
+
+    Args:
+        job: the conversion.
+        folder: the folder to write into.
+        files: the files.
+        sizes: bytes of the arrays of each file.
+    """
     options = job.options
     progress = JointProgress(options.progress, sum(sizes))
     for name in {file.name.rpartition("/")[0] for file in files} - {""}:
@@ -182,10 +189,10 @@ def write_files(job: Job, folder: Location, files: list[File], sizes: list[int])
 
 @contextlib.contextmanager
 def produced(job: Job, published: Location, files: list[File], sizes: list[int]) -> Iterator[Written | Produce]:
-    """How the folder that is published gets its files: a function that fills it, or the report if nothing is published.
+    """Yield a function that fills the published folder, or the report if nothing is published.
 
-    Without shares the files are written into it. With shares this one is written first, unless it has a record, into
-    the folder of the shares; if it was the last, the files of all are linked.
+    Without shares, the function writes the files. With shares, this share is first written into the folder of the
+    shares, unless it has a record. If it was the last share, the function links the files of all shares.
 
     Args:
         job: the conversion.
@@ -236,7 +243,7 @@ def as_file(bound: BoundLayout, file: FileContent) -> File:
 
 
 def set_original_modes(folder: Location) -> None:
-    """Give the files of a folder, and itself, the permissions that MindSpore Transformers gives."""
+    """Set the permissions of a folder and its files to those that MindSpore Transformers sets."""
     for name in folder.names():
         set_mode(folder / name, 0o400 if name.endswith(".safetensors") else 0o640)
     set_mode(folder, 0o750)
@@ -246,14 +253,14 @@ def set_original_modes(folder: Location) -> None:
 def destination_folder(
     job: Job, subfolders: Collection[str] = (), is_ours: Callable[[Location], bool] | None = None
 ) -> Iterator[Location]:
-    """A folder whose entries are those of the destination when the block ends well.
+    """Yield a folder whose entries are moved to the destination if the block ends without an exception.
 
-    A destination that exists is filled and keeps its mode and owner; files of an earlier conversion are removed.
+    An existing destination is filled and keeps its mode and owner; files of an earlier conversion are removed.
 
     Args:
         job: the conversion.
         subfolders: folders in it that are written too.
-        is_ours: which entries of a destination that exists are replaced.
+        is_ours: returns whether an entry of an existing destination is replaced.
     """
     options, target = job.options, job.target
     if target.is_folder():
@@ -276,7 +283,7 @@ def destination_folder(
 
 
 def is_our_file(entry: Location) -> bool:
-    """Whether a file was written by an earlier conversion: it names its writer."""
+    """Whether a file was written by an earlier conversion, by the writer that it records."""
     if entry.kind() != "file":
         return False
     if entry.name == tiles.TILES_FILE:
@@ -290,11 +297,11 @@ def is_our_file(entry: Location) -> bool:
 
 
 def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lambda _: False) -> None:
-    """Refuse a destination folder with files that must not be replaced, or that would be mixed up with new ones.
+    """Refuse a destination folder with files that must not be replaced, or that would be mixed with new files.
 
     Args:
         job: the conversion.
-        would_be_lost: entries beside foreign weight files that are refused.
+        would_be_lost: returns whether an entry is refused, besides weight files that no earlier conversion wrote.
     """
     target = job.target
     found = target.found()
@@ -322,7 +329,7 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
 
 
 def _is_left_over(entry: Location) -> bool:
-    """Whether an entry is of a conversion that was killed or still runs. It is logged and left alone."""
+    """Whether an entry is from a conversion that was killed or is still running. It is logged and not changed."""
     if not is_staging(entry.name):
         return False
     if SHARED_PREFIX not in entry.name:

@@ -1,4 +1,4 @@
-"""A conversion that several processes or machines share: each writes some of the files, and the last one publishes.
+"""A conversion by several processes or machines: each writes a share of the files, and the last one publishes.
 
 The shares write into one folder on the file system of the destination. Its name is a digest of the source and the
 options, so only shares of the same conversion use it. Each writes its files and then `share-<i>.json`, the record of
@@ -47,7 +47,7 @@ _MAX_RECORD_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the work this is.
+    """One share of a conversion.
 
     Attributes:
         index: from 0.
@@ -83,8 +83,8 @@ class Shared:
     """A share, and the folder of all shares.
 
     Attributes:
-        share: which one it is.
-        folder: where the files of all shares gather.
+        share: the share.
+        folder: the folder into which all shares write their files.
     """
 
     share: Share
@@ -92,7 +92,7 @@ class Shared:
 
 
 def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
-    """A digest of what two shares must have in common: the files of the source, and all options.
+    """A digest of the values that all shares must agree on: the files of the source, and all options.
 
     Args:
         source: the opened source.
@@ -126,12 +126,12 @@ def assign(sizes: Sequence[int], n_shares: int) -> list[int]:
 def write_record(
     folder: Location, share: Share, written: Mapping[str, _core.Written], *, mode: int, durable: bool
 ) -> None:
-    """Record that a share is written.
+    """Record that a share was written.
 
     Args:
-        folder: where the shares gather.
-        share: the one that is written.
-        written: the record of each of its files, which are synced already.
+        folder: the folder of the shares.
+        share: the share that is written.
+        written: the record of each of its files, which must have been synced.
         mode: permission bits of the record, less the umask.
         durable: whether the record is synced.
 
@@ -147,7 +147,7 @@ def write_record(
 
 
 def read_record(folder: Location, share: Share) -> dict[str, WrittenFile] | None:
-    """The records of the files of a share; None: there are none, or the files are not there.
+    """The records of the files of a share; None: there is no record, or its files are missing.
 
     Raises:
         StorageError: the system failed.
@@ -163,7 +163,7 @@ def read_record(folder: Location, share: Share) -> dict[str, WrittenFile] | None
     except StorageError:
         raise
     except (ReshardError, KeyError, TypeError, ValueError, AttributeError):
-        pass  # truncated, or something else: it is written again
+        pass  # truncated or invalid: it is written again
     return None
 
 
@@ -178,7 +178,7 @@ def missing(folder: Location, n_shares: int) -> list[int]:
 
 @contextlib.contextmanager
 def committing(folder: Location) -> Iterator[bool]:
-    """Whether this process is to publish: no other one does so now, or has done so.
+    """Yield whether this process publishes: no other process is publishing or has published.
 
     If the block ends without an exception, the folder of the shares is removed.
     """
@@ -192,10 +192,10 @@ def place(folder: Location, target: Location, names: Sequence[str], n_shares: in
     """Link the files of all shares into the folder that is published.
 
     Args:
-        folder: where the shares gather.
+        folder: the folder of the shares.
         target: the folder that is published.
-        names: the files that it is to have.
-        n_shares: how many shares there are.
+        names: the files that it must contain.
+        n_shares: number of shares.
 
     Returns:
         The record of each file.

@@ -1,8 +1,8 @@
 """The interface of a format: its traits, and the data of an opened checkpoint that its reader returns.
 
 A reader opens files, checks them, and returns a `CheckpointData`: an index of the stored arrays and what the format
-records beside them. `reshard.Checkpoint` reads arrays from it. Code outside the formats asks for a trait or calls a
-method of the data; it does not compare the name of a format.
+records beside them. `reshard.Checkpoint` reads arrays from it. Code outside the formats reads a trait or calls a method
+of the data. It does not compare the name of a format.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
 
 
 class UnplacedTensor(NamedTuple):
-    """A tensor whose parts have no known position.
+    """A tensor whose local arrays have no known position.
 
     Attributes:
         dtype: its safetensors name.
-        local_shapes: the distinct shapes of its parts, in elements.
+        local_shapes: the distinct shapes of its local arrays, in elements.
     """
 
     dtype: str
@@ -64,7 +64,7 @@ class StoredTensor(NamedTuple):
         dtype: its safetensors name.
         shape: the global shape, in elements.
         stored: the stored arrays.
-        factors: by dim, the factors of the dims of the tiles, where these are not those of the tensor.
+        factors: by dim, the factors of the dims of the tiles, where they differ from the dims of the tensor.
     """
 
     dtype: str
@@ -74,7 +74,7 @@ class StoredTensor(NamedTuple):
 
 
 class Match(IntEnum):
-    """How certain it is that a path is in a format."""
+    """How certainly a path is in a format."""
 
     NO = 0
     FALLBACK = 1
@@ -105,7 +105,7 @@ class Traits:
         expects_manifest: this package writes a manifest in it; one without a manifest cannot be verified.
         rank_folders: each rank has its own folder, and `strategy` is used.
         has_metadata: `metadata.json` describes the tensors, so a tensor can be missing from it.
-        is_pretrained: it holds weights to start from, with no state of a run.
+        is_pretrained: it holds weights to start from, without the state of a run.
     """
 
     name: str
@@ -230,7 +230,7 @@ class CheckpointData:
         return None
 
     def check(self, keys: Collection[str] | None) -> None:
-        """Check before a read what needs the contents of tensors. None: all tensors.
+        """Run the checks that need the contents of tensors, before a read. None: all tensors.
 
         Raises:
             MismatchError: files that should hold the same bytes of a tensor do not.

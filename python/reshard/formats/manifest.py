@@ -1,9 +1,9 @@
 """`manifest.json`, the commit record of a checkpoint, and `checksums.bin` beside it: files of this package.
 
 A folder that holds a valid manifest is complete: the manifest is written last, after everything that it lists is
-durable. A manifest verifies itself. Its text is canonical and ends in a digest of all that precedes, so that a torn,
-zeroed or altered one is not a manifest, and every other file is verified by its entry in the manifest. That is
-integrity, not authenticity: whoever can write the folder can write a manifest that fits.
+durable. A manifest verifies itself. Its text is canonical and ends in a digest of all preceding bytes, so a truncated,
+zeroed or altered file is invalid. Every other file is verified by its entry in the manifest. This provides integrity,
+not authenticity: a process that can write to the folder can also write a matching manifest.
 
     {"version":1,
     "iteration":400, "epoch":3, "attempt":"<32 hex digits>", ...      one field a line
@@ -14,8 +14,8 @@ integrity, not authenticity: whoever can write the folder can write a manifest t
 `epoch` in the file is the generation of the claim. `checksums.bin` holds the crc32c of each 256 KiB of each shard file,
 from its first byte on, 4 bytes each and little-endian, all shard files end to end in the order of the manifest.
 
-This module does not decide which checkpoint is read or who may write one. `.tracked` and `.pinned` are empty markers
-that appear after publication, which is why no manifest lists them.
+This module does not decide which checkpoint is read or which process may write one. `.tracked` and `.pinned` are empty
+markers that appear after publication, which is why no manifest lists them.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ PINNED_FILE = ".pinned"
 CHUNK_BYTES = 256 << 10
 
 _VERSION = 1
-_VERSION_WITH_METRICS = 2  # a release that reads version 1 alone refuses it as a later one, and not as damaged
+_VERSION_WITH_METRICS = 2  # a release that reads only version 1 reports a later version, not damage
 _MAX_BYTES = 256 << 20
 _MAX_FILES = 1_000_000
-_MAX_CHECKSUMS_BYTES = 4 << 30  # of 256 TiB; a sparse file can claim any size
-# Fields whose key in the file is another one.
+_MAX_CHECKSUMS_BYTES = 4 << 30  # for 256 TiB; a sparse file can have any size
+# Fields whose key in the file differs.
 _STORED_NAMES = {"generation": "epoch", "header_checksum": "header_sum", "checksums_digest": "sums_digest"}
 _MAX_WRITER = 256
-_LOCK_SECONDS = 5.0  # a process that deletes holds the lock for one rename
+_LOCK_SECONDS = 5.0  # a process that removes a folder holds the lock for one rename
 _DIGEST = re.compile("[0-9a-f]{32}")
 _SAVED_AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?(?:Z|\+00:00)")
 _TAIL = re.compile(rb',\n"digest":"([0-9a-f]{32})"\}\n\Z')
@@ -88,12 +88,12 @@ _STAGING = re.compile(r"([0-9]{1,18})\.[0-9]+\.[0-9a-f]+")
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What a file in the safetensors format must be; the checksums of its chunks are in `checksums.bin`.
+    """The recorded properties of a safetensors file; the checksums of its chunks are in `checksums.bin`.
 
     Attributes:
         n_bytes: its size.
         header_bytes: bytes before the data: the length field and the header.
-        header_checksum: crc32c of these; `header_sum` in the file.
+        header_checksum: crc32c of these bytes; `header_sum` in the file.
         first_chunk: number of chunks of all entries before it.
         checksums_digest: `digest_of` its checksums; `sums_digest` in the file.
         rank: the rank that wrote it.
@@ -126,7 +126,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class PlainEntry:
-    """What any other file must be.
+    """The recorded properties of any other file.
 
     Attributes:
         n_bytes: its size.
@@ -150,23 +150,23 @@ class Manifest:
 
     Attributes:
         iteration: the iteration that the folder holds.
-        generation: that of the claim of the root under which it was written; `epoch` in the file.
-        attempt: 32 hex digits that no other attempt to save has.
+        generation: generation of the claim under which it was written; `epoch` in the file.
+        attempt: 32 hex digits, unique to this attempt to save.
         world_size: number of ranks that the checkpoint was written for.
         previous_tracker: the iteration that the tracker named when the save began, or None.
         passed_over: iterations that the run skipped when it resumed below them; they are not candidates from then on.
         writer: name and version of the program that wrote it.
         saved_at: ISO 8601, UTC.
-        ckpt_status: 0: the health monitor found nothing, 1: it did; None: there is none.
+        ckpt_status: 0: the health monitor found no problem, 1: it found one; None: there is no monitor.
         shards: by file name, in the order of `checksums.bin`.
         files: every other file by name, `checksums.bin` among them; not the manifest itself.
         metrics: numbers by name that the caller gave with the save. A file without them is of version 1, with them of
             version 2.
-        digest: of the whole record without this field, 32 hex digits; made if it is left out.
+        digest: digest of the record without this field, 32 hex digits; computed if omitted.
 
     Raises:
-        ArgumentError: a value is of another type or out of range, a name is no plain one or there twice, or the
-            chunks of the shards do not follow each other.
+        ArgumentError: a value is of another type or out of range, a name is not a plain file name or is duplicate, or
+            the chunks of the shards are not consecutive.
 
     Example:
         >>> manifest = Manifest(
@@ -246,8 +246,8 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
 
     Raises:
         CheckpointNotFoundError: there is none.
-        DamagedFileError: it is torn, altered, of another iteration than the folder's name says, lists a name that is
-            not a plain file name, is not a regular file or is larger than 256 MiB.
+        DamagedFileError: it is truncated, altered, for another iteration than that of the folder's name, lists a name
+            that is not a plain file name, is not a regular file or is larger than 256 MiB.
         UnsupportedError: it is of a later version.
         StorageError: the system failed to read it.
     """
@@ -270,7 +270,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     except UnsupportedError as error:
         raise UnsupportedError(f"{show(path)} {error.message}", path=path, hint="use a later release") from None
     if manifest.digest != found:
-        # One content has one text: nothing can be hidden in another spelling.
+        # Each content has exactly one text, so that a file in another spelling is refused.
         raise DamagedFileError(f"{show(path)} is not spelt as a manifest is written", path=path)
     number = _iteration_of(place.parent.name)
     if number not in (None, manifest.iteration):
@@ -292,7 +292,7 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, mode: int = 0o666,
         durable: sync the file and the folder.
 
     Raises:
-        StorageError: the system failed; there is no manifest, or the one that was there.
+        StorageError: the system failed; an earlier manifest is unchanged.
     """
     data = _body(manifest) + f',\n"digest":"{manifest.digest}"}}\n'.encode()
     filesystem.replace_file(locate(folder) / MANIFEST_FILE, data, mode, durable=durable)
@@ -320,7 +320,7 @@ def _key(name: str) -> str:
     return _STORED_NAMES.get(name, name)
 
 
-# Made once: `json.dumps` with options makes one for each call, and there is a call for every file.
+# Created once: `json.dumps` with options creates an encoder for each call, and there is a call for every file.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -330,7 +330,7 @@ def _dump(value: object) -> str:
 
 def _parse(content: object) -> Manifest:
     version = content.get("version") if isinstance(content, dict) else None
-    if type(version) is not int:  # true is an integer to Python
+    if type(version) is not int:  # bool is a subclass of int
         raise ArgumentError("`version` is missing or not an integer")
     if version not in (_VERSION, _VERSION_WITH_METRICS):
         raise UnsupportedError(
@@ -350,7 +350,7 @@ def _parse(content: object) -> Manifest:
         if not isinstance(values[name], dict):
             raise ArgumentError(f"`{name}` is not an object")
         values[name] = {key: _entry(key, value, kind) for key, value in values[name].items()}
-    values["digest"] = ""  # compared by the caller, with the bytes that it is of
+    values["digest"] = ""  # the caller compares it with the bytes
     return Manifest(**values)
 
 
@@ -420,10 +420,10 @@ def _iteration_of(folder: str) -> int | None:
 
 
 def check_sizes(folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Check that every file is there, a regular one, and of its size. Nothing is opened.
+    """Check that every file exists, is a regular file, and has its recorded size. Opens no file.
 
     Raises:
-        DamagedFileError: one is not; the message names the first.
+        DamagedFileError: a check failed; the message names the first such file.
         CheckpointNotFoundError: there is no such folder.
         StorageError: the system failed.
     """
@@ -436,12 +436,12 @@ def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Col
     """Check sizes and headers of shard files: this verifies their structure, not their data.
 
     Args:
-        folder: where they lie.
+        folder: the folder of the files.
         manifest: its manifest.
         names: which shard files; None: all.
 
     Raises:
-        DamagedFileError: one differs; the message names the first.
+        DamagedFileError: a file differs; the message names the first such file.
         CheckpointNotFoundError: there is no such folder.
         StorageError: the system failed.
     """
@@ -470,7 +470,7 @@ def read_checksums(
         names: which shard files, each in the manifest; None: all. Only their checksums are read.
 
     Raises:
-        DamagedFileError: `checksums.bin` is missing, not of its size, or not what the manifest says.
+        DamagedFileError: `checksums.bin` is missing, or its size or digest differs from the manifest.
         UnsupportedError: the checksums are more than 4 GiB.
         ArgumentError: a name is not a shard file of the manifest.
         StorageError: the system failed.
@@ -503,15 +503,15 @@ def read_checksums(
 
 
 def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Give an index the sizes and checksums of its files, all of which are in one folder.
+    """Add the sizes and checksums of its files to an index. All files must be in one folder.
 
     Args:
         index: the index.
-        folder: where its files are.
-        manifest: that of the folder.
+        folder: the folder of its files.
+        manifest: the manifest of the folder.
 
     Raises:
-        DamagedFileError: the manifest does not list one; or as `read_checksums`.
+        DamagedFileError: the manifest does not list a file; or as `read_checksums`.
         UnsupportedError, StorageError: as `read_checksums`.
     """
     names = [locate(index.file_path(file)).name for file in range(index.n_files)]
@@ -531,14 +531,14 @@ def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, ma
     """The content of a file that is not a shard file, verified by the manifest.
 
     Args:
-        folder: where it lies.
+        folder: the folder of the file.
         manifest: its manifest.
-        name: the file.
+        name: name of the file.
         max_bytes: a larger file is refused before it is read.
 
     Raises:
         CheckpointNotFoundError: the manifest lists no such file.
-        DamagedFileError: the file is missing, not regular, too large, or not what the manifest says.
+        DamagedFileError: the file is missing, not regular, too large, or differs from the manifest.
         StorageError: the system failed.
     """
     entry = manifest.files.get(name)
@@ -559,7 +559,7 @@ def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, ma
 
 
 def plain_entry(folder: str | os.PathLike[str], name: str) -> PlainEntry:
-    """What a file is now, read piece by piece: for a manifest to be, or for comparing with one.
+    """Compute the entry of an existing file, for a new manifest or for a comparison. Reads it in pieces.
 
     Raises:
         DamagedFileError: it is missing or not regular.
@@ -576,8 +576,8 @@ def plain_entry(folder: str | os.PathLike[str], name: str) -> PlainEntry:
 def read_lock(folder: str | os.PathLike[str]) -> Lock:
     """Keep retention from removing a folder that is being read: a shared lock on its manifest.
 
-    Advice, not safety: where the store has no locks this returns all the same, and a folder that is removed by force
-    stays readable through the files that are open.
+    The lock is advisory: in a store without locks this function returns without one. If the folder is removed anyway,
+    files that are open stay readable.
 
     Returns:
         The lock; `close` ends it.
@@ -593,7 +593,7 @@ def read_lock(folder: str | os.PathLike[str]) -> Lock:
     except LockHeldError:
         raise _removed(str(place)) from None
     try:
-        # Between open and lock it may have been renamed away.
+        # It may have been renamed between open and lock.
         is_current = lock.is_current()
     except BaseException:
         lock.close()

@@ -2,9 +2,9 @@
 
     {"version": 1, "state": "<32 hex digits>", "fault": null, "verified_at": "2026-01-31T12:00:00Z"}
 
-The fault is null where every byte was as the manifest says. The state is a digest of the manifest's digest and of the
-size and the change time of every file. A folder that was saved again, copied or repaired has another state, and the
-record then has no effect, nor has one that is torn or has another form. The record is a hint for retention. It is never
+The fault is null if every byte matched the manifest. The state is a digest of the manifest's digest and of the size and
+the change time of every file. A folder that was saved again, copied or repaired has another state. A record with
+another state is ignored, as is a record that is truncated or invalid. The record is a hint for retention. It is never
 used in place of the checksums when a checkpoint is read.
 """
 
@@ -33,23 +33,23 @@ __all__ = ["Proof", "file_of", "read", "state_of", "sweep", "write"]
 
 _MAX_BYTES = 16 << 10
 _MAX_FAULT = 1000  # characters
-_MODE = 0o644  # another user than the trainer may verify
+_MODE = 0o644  # a user other than the trainer may verify
 _NAME = re.compile(r"\.(iteration_[0-9]{1,18})\.verified\.json")
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What a comparison of a checkpoint with its manifest found.
+    """The result of comparing a checkpoint with its manifest.
 
     Attributes:
-        fault: the first thing that was wrong; None: every byte was as the manifest says.
+        fault: the first fault; None: every byte matched the manifest.
     """
 
     fault: str | None
 
 
 def file_of(folder: str | os.PathLike[str]) -> Location:
-    """Where the result of an iteration folder is recorded.
+    """The path of the record of an iteration folder.
 
     Example:
         >>> str(file_of("output/checkpoint/iteration_00000400"))
@@ -60,10 +60,10 @@ def file_of(folder: str | os.PathLike[str]) -> Location:
 
 
 def state_of(folder: str | os.PathLike[str], manifest: Manifest) -> str:
-    """What changes when a file of a folder changes: a digest of the manifest, of all sizes and of all change times.
+    """A digest of the manifest, all file sizes and all change times: it changes when a file changes.
 
     Raises:
-        StorageError: a file cannot be looked at.
+        StorageError: the status of a file cannot be read.
     """
     place = locate(folder)
     lines = [manifest.digest]
@@ -78,7 +78,7 @@ def state_of(folder: str | os.PathLike[str], manifest: Manifest) -> str:
 
 
 def read(folder: str | os.PathLike[str], manifest: Manifest) -> Proof | None:
-    """The last result for a folder as it is now; None: there is none that counts. Never raises a ReshardError.
+    """The last result for the current state of a folder; None: there is no valid record. Never raises a ReshardError.
 
     Args:
         folder: the iteration folder.
@@ -98,16 +98,16 @@ def read(folder: str | os.PathLike[str], manifest: Manifest) -> Proof | None:
 
 
 def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault: str | None) -> None:
-    """Record a result, in place of an earlier one, and remove the records of iterations that are gone.
+    """Record a result, which replaces an earlier one, and remove the records of iterations that no longer exist.
 
     Args:
         folder: the iteration folder.
         manifest: its manifest.
         state: `state_of` the folder before the comparison began.
-        fault: what is wrong; None: nothing.
+        fault: the fault; None: there is none.
 
     Raises:
-        StorageError: the folder changed since, or the system failed.
+        StorageError: the folder changed during the comparison, or the system failed.
     """
     if state_of(folder, manifest) != state:
         raise StorageError(f"{show(str(folder))} changed while it was verified", path=str(folder))
@@ -115,7 +115,7 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
     reported = None if fault is None else fault[:_MAX_FAULT] or "damaged"
     content = json.dumps({"version": 1, "state": state, "fault": reported, "verified_at": now})
     path = file_of(folder)
-    # Not by a rename: a torn record has no effect, and a crash leaves no temporary file.
+    # Without a rename: a truncated record is ignored, and a crash leaves no temporary file.
     if path.exists():
         path.remove_file()
     try:
@@ -126,7 +126,7 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
 
 
 def sweep(root: str | os.PathLike[str]) -> None:
-    """Remove the records of iterations that are gone. Never raises."""
+    """Remove the records of iterations that no longer exist. Never raises."""
     place = locate(root)
     with contextlib.suppress(ReshardError):
         for name in place.names():

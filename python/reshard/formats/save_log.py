@@ -3,8 +3,8 @@
     {"iteration": 500, "saved_at": "2025-03-01T12:00:00+00:00", "wall_s": 3.2, "stall_s": 0.4, "n_bytes": 123,
      "metrics": {"loss": 2.17, "grad_norm": "nan"}, "epoch": 7, "attempt": "<32 hex digits>", "ckpt_status": 0}
 
-The log is a view: the manifest of an iteration says whether it is complete and holds its metrics. A line may be torn
-(a crash) or invalid without harm: it is skipped and counted. Metrics are written as `formats.metrics` has them.
+The log is informative. The manifest of an iteration holds its metrics and decides whether it is complete. Lines that a
+crash truncated and invalid lines are skipped and counted. Metrics are encoded by `formats.metrics`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAVE_LOG_FILE = "saves.jsonl"
 
 _MAX_LINE_BYTES = 64 << 10
 _MAX_READ_BYTES = 16 << 20  # the newest 50,000 saves or more
-_MAX_BAD_LINES = 10_000  # a file with more of them is not a log, and not worth the time
+_MAX_BAD_LINES = 10_000  # a file with more invalid lines is not a log
 _ATTEMPT = re.compile("[0-9a-f]{32}")
 
 _log = logging.getLogger("reshard")
@@ -43,7 +43,7 @@ _log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """One save, as a line of the log holds it. A value that a line may not hold is an `ArgumentError`.
+    """One save, which is one line of the log. Raises `ArgumentError` for invalid values.
 
     Attributes:
         iteration: of the checkpoint.
@@ -51,8 +51,8 @@ class SaveRecord:
         wall_s: seconds from the call until it was published.
         stall_s: seconds for which the call blocked the trainer.
         n_bytes: bytes of all its files.
-        metrics: what the caller gave, numbers by name, scalars of numpy or torch too; nan and infinities are allowed.
-        generation: that of the writer's claim; `epoch` in the file.
+        metrics: numbers by name, also scalars of numpy or torch; nan and infinities are allowed.
+        generation: generation of the writer's claim; `epoch` in the file.
         attempt: 32 hex digits.
         ckpt_status: the health that was recorded, or None.
 
@@ -88,20 +88,20 @@ class SaveRecord:
 
 
 def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Add a line to the log of a checkpoint root; the log is made if there is none.
+    """Append a line to the log of a checkpoint root; creates the log if it does not exist.
 
-    A torn line that a crash left is ended first, so that the new line is not part of it.
+    If a crash left a truncated last line, a newline is added to it first.
 
     Args:
         root: the folder.
-        record: what to write.
+        record: the save.
         durable: whether the line is on disk when this returns.
         mode: permission bits of a new log, less the umask.
 
     Raises:
         ArgumentError: the line would have more than 64 KiB.
         DamagedFileError: the log is a symbolic link or not a regular file.
-        StorageError: the system failed to write; the log may end in a torn line.
+        StorageError: the system failed to write; the log may end in a truncated line.
 
     Example:
         >>> import tempfile
@@ -124,7 +124,7 @@ def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = 
 def read(root: str | os.PathLike[str]) -> list[SaveRecord]:
     """The saves in the log of a checkpoint root, the latest last.
 
-    A line about an iteration replaces the earlier ones about it. Of a log of more than 16 MiB only the end is read.
+    Of several lines about an iteration, the last one is returned. Of a log of more than 16 MiB only the end is read.
     Lines in another form are skipped; a warning logs how many.
 
     Returns:

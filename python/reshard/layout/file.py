@@ -1,7 +1,7 @@
-"""The layout file as a value: its fields, the checks that need no tensors, and how it is printed.
+"""The content of a layout file: its fields, the checks that do not need tensors, and its serialization.
 
-The dataclasses mirror the file; what a rule says about a tensor is a `Partition`. This module does not know which keys
-a checkpoint holds (that is `resolve`), nor where a file is stored.
+The dataclasses mirror the file. A rule contains the `Partition` of the tensors that it matches. This module does not
+match rules with the keys of a checkpoint (`resolve` does), and it does not read or write files.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ _MAX_AXES = 256
 _MAX_BLOCKS = 1 << 16  # of one dim
 _MAX_EXPRESSIONS = 2000  # regular expressions of one layout
 _MAX_NAME = 256  # characters of an axis or a join
-_MAX_EXPANDED = 1 << 16  # patterns of a layout that come of braces
+_MAX_EXPANDED = 1 << 16  # patterns of a layout that are expanded from braces
 
 
 @dataclass(frozen=True)
 class LayoutRule:
-    """How the tensors are divided whose keys a pattern matches.
+    """The partition of the tensors whose keys match a pattern.
 
     Attributes:
-        match: patterns over whole keys: `*` and `?` stand for any characters, braces for one of several as in a shell
-            (`*.{q,k,v}_proj.weight`, `h.{0..7}.*`); or `re:` and a regular expression. Braces are already expanded.
-        partition: how they are divided.
-        join: the name of the one array that all keys of the rule become on each rank, or None. Their flattened local
-            blocks are laid end to end in it, and the array is divided over `partition.flat`.
-        align: elements to a multiple of which the start of each key in that array is rounded up.
-        optional: whether the rule may match no key. Otherwise that is an error when tensors are written.
+        match: patterns that must match the complete key. `*` and `?` match any characters. Braces are expanded as in a
+            shell (`*.{q,k,v}_proj.weight`, `h.{0..7}.*`). `re:` is the prefix of a regular expression. The braces in
+            this attribute are already expanded.
+        partition: the partition of the tensors.
+        join: the name of the array that contains all keys of the rule on each rank, or None. The flattened local blocks
+            of the keys are concatenated, and the result is partitioned over `partition.flat`.
+        align: the alignment, in elements, of the start of each key in that array.
+        optional: whether the rule can match no key. If False, such a rule is an error when tensors are written.
     """
 
     match: tuple[str, ...]
@@ -63,12 +64,12 @@ class LayoutRule:
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """How optimizer state is divided further than its parameter.
+    """The further partition of optimizer state, compared with its parameter.
 
     Attributes:
-        add: axes appended innermost, by dim.
-        flat: axes over which flattened state is divided 1-D.
-        follow: False: state does not follow its parameter; the rules are matched with its own key.
+        add: axes that are appended as the innermost axes, by dim.
+        flat: axes over which flattened state is partitioned in one dimension.
+        follow: whether state has the rule of its parameter. If False, the rules are matched with the key of the state.
     """
 
     add: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -77,20 +78,23 @@ class OptimizerRule:
 
 
 FOLLOWING = OptimizerRule()
-"""State has the partition of its parameter."""
+"""The default: optimizer state has the partition of its parameter."""
 
 
 @dataclass(frozen=True)
 class PlaceRule:
-    """Which ranks hold the tensors whose keys a pattern matches: those with one folded coordinate on `axes`.
+    """The ranks that hold the tensors whose keys match a pattern.
+
+    These are the ranks with one coordinate on `axes`. Several axes are folded into one coordinate.
 
     Attributes:
-        match: patterns; without `at` each contains the index `{i}` once.
-        axes: the axes, first = outermost.
+        match: patterns. If `at` is None, each pattern contains the index `{i}` once.
+        axes: the axes, outermost first.
         at: the coordinate, from 0.
-        sizes: how many consecutive indices each coordinate holds; None: evenly, if `to` is None too.
+        sizes: the number of consecutive indices at each coordinate. If `at`, `sizes` and `to` are None, the indices are
+            distributed evenly.
         to: the coordinate of each index.
-        optional: whether the rule may match no key, as in `LayoutRule`.
+        optional: whether the rule can match no key, as in `LayoutRule`.
     """
 
     match: tuple[str, ...]
@@ -103,14 +107,15 @@ class PlaceRule:
 
 @dataclass(frozen=True, eq=False)
 class LayoutFile:
-    """The content of a layout file. `from_mapping` makes one and checks it.
+    """The content of a layout file. `from_mapping` creates and validates it.
 
     Attributes:
-        mesh: the size of each axis, in order; the first varies slowest.
+        mesh: the size of each axis in ranks, outermost axis first.
         ranks: the global rank at each mesh point, row-major; None: 0, 1, 2, ...
-        rules: the first rule that matches a key applies. Counters of one element (`global_step`) are whole without one.
-        optimizer: how optimizer state is divided further than its parameter.
-        place: which ranks hold a key at all; every matching entry applies.
+        rules: the first rule that matches a key applies. Counters of one element (`global_step`) need no rule and are
+            replicated.
+        optimizer: the further partition of optimizer state.
+        place: the ranks that hold a key. Every matching entry applies.
     """
 
     mesh: dict[str, int]
@@ -119,7 +124,7 @@ class LayoutFile:
     optimizer: OptimizerRule = FOLLOWING
     place: tuple[PlaceRule, ...] = ()
 
-    # Two meshes that differ in the order of their axes are equal dicts, yet different layouts.
+    # Two meshes with different axis orders are equal as dicts, but they are different layouts.
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayoutFile):
             return NotImplemented
@@ -133,14 +138,15 @@ class LayoutFile:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object], *, source: str | None = None) -> Self:
-        """Make a layout from a mapping, and check it.
+        """Create a layout from a mapping and validate it.
 
         Args:
-            mapping: the content of a YAML file. The dims in `sizes`, `blocks` and `add` may be text, as in JSON.
-            source: the file it was read from, for messages.
+            mapping: the content of a layout file. The dims in `sizes`, `blocks` and `add` can be strings, as in JSON.
+            source: the path of the file, for messages.
 
         Raises:
-            LayoutError: it contradicts itself, or a field is unknown or has a wrong value; the message names the field.
+            LayoutError: two fields contradict each other, a field is unknown, or a field has an invalid value. The
+                message names the field.
 
         Example:
             >>> mapping = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
@@ -151,12 +157,12 @@ class LayoutFile:
 
     @classmethod
     def from_lines(cls, mapping: object, *, source: str | None, lines: Lines) -> Self:
-        """Make a layout from what was read from a file, and check it, as `from_mapping` does.
+        """Create a layout from the parsed content of a file and validate it, as `from_mapping` does.
 
         Args:
             mapping: the content of the file.
-            source: the file, for messages.
-            lines: the line of each value in the file, for messages.
+            source: the path of the file, for messages.
+            lines: the line number of each value in the file, for messages.
 
         Raises:
             LayoutError: as `from_mapping`.
@@ -175,7 +181,7 @@ class LayoutFile:
         )
 
     def to_mapping(self) -> dict[str, object]:
-        """The layout as a mapping in one canonical spelling; `from_mapping` of it is equal to this layout.
+        """The layout as a mapping in canonical form. `from_mapping` of the result is equal to this layout.
 
         Example:
             >>> mapping = {"mesh": {"tp": 2}, "rules": [{"match": ["*"], "cut": [["tp"], None]}]}
@@ -281,7 +287,7 @@ def _rule(at: At, value: object, mesh: Mapping[str, int], read: _PatternReader) 
 
 
 def _refuse_expressions(at: At, entries: Sequence[LayoutRule | PlaceRule]) -> None:
-    """Refuse more or larger regular expressions than one search can handle."""
+    """Raise an error if the number or the compiled size of the regular expressions exceeds the limit of one search."""
     texts = [_without_index(text) for entry in entries for text in entry.match]
     expressions = [text for text in texts if text.startswith("re:") and Pattern.check(text)]
     if len(expressions) > _MAX_EXPRESSIONS:
@@ -435,7 +441,7 @@ def _without_index(text: str) -> str:
 
 
 class _PatternReader:
-    """Reads the patterns of one layout, and counts those that come of braces: few bytes can stand for very many."""
+    """Reads the patterns of one layout and limits brace expansion: a short text can expand to very many patterns."""
 
     def __init__(self) -> None:
         self.n_expanded = 0
@@ -553,7 +559,7 @@ def _optimizer_mapping(optimizer: OptimizerRule) -> dict[str, object]:
 def _place_mapping(place: PlaceRule, mesh: Mapping[str, int]) -> dict[str, object]:
     mapping: dict[str, object] = {"match": _one_or_list(place.match), "axis": _one_or_list(place.axes)}
     if place.at is not None:
-        # The last one is what is usually meant by it, and stays the last one when the size of the axis is edited.
+        # Write the last coordinate as -1. It remains the last coordinate if the user changes the size of the axis.
         n_parts = math.prod(mesh[axis] for axis in place.axes)
         mapping["at"] = -1 if place.at == n_parts - 1 and n_parts > 1 else place.at
     if place.sizes is not None:

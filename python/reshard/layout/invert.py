@@ -1,9 +1,10 @@
-"""The inverse of a layout: the global shapes of tensors from the shapes of the local arrays of all ranks.
+"""Compute the global shapes of tensors from a layout and the local shapes of all ranks.
 
-The extent of a divided dim is the sum of its parts, one for each coordinate on the axes that divide it. The extent of
-any other dim is the same on every rank. Optimizer state is first assumed to have the shape of its parameter; it is
-whole if its arrays do not fit that. `check_local_shapes` verifies the result: it compares every local array with the
-layout bound to these shapes. The shapes of flattened tensors cannot be found and must be given.
+The extent of a partitioned dim is the sum of its parts: one part for each coordinate on the axes that partition it. Any
+other dim has the same extent on every rank. Optimizer state is first assumed to have the shape of its parameter. If its
+local shapes do not match that, it is assumed to be replicated. `check_local_shapes` verifies the result: it compares
+every local shape with the layout bound to the global shapes. The global shapes of flattened tensors cannot be computed:
+the caller must specify them.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ def global_shapes(
     Args:
         layout: the layout.
         local_shapes: for each key, the shape of each rank's array, in storage order, in elements.
-        told: known global shapes. They take precedence, and may be of keys that no rank has under that name (joins).
-        optimizer_keys: which keys belong to the optimizer part.
+        told: known global shapes, in elements. They take precedence. They can include keys that have no local array of
+            their own because they are members of a join.
+        optimizer_keys: the keys that belong to the optimizer part.
 
     Returns:
-        Shapes by key: those of `local_shapes` in their order, then the other known ones.
+        Global shapes by key: the keys of `local_shapes` in their order, then the remaining keys of `told`.
 
     Raises:
-        LayoutError: no rule matches a key; ranks disagree on an extent; the shape of a flattened tensor is not given.
-            The message names key and ranks.
+        LayoutError: no rule matches a key, ranks have different extents for the same part, or the shape of a flattened
+            tensor is not specified. The message names the key and the ranks.
 
     Example:
         >>> from reshard.layout import ModelLayout
@@ -60,13 +62,13 @@ def global_shapes(
 
 
 def join_members(layout: LayoutFile, name: str, keys: Iterable[str], slot: str = "") -> list[str]:
-    """The keys among `keys` that are parts of the join `name`; empty if the layout has no join of this name.
+    """The keys among `keys` that are members of the join `name`; empty if the layout has no join of this name.
 
     Args:
         layout: the layout.
         name: the name of the join in the layout file.
-        keys: candidates.
-        slot: the prefix of the keys of optimizer state, with its dot; empty: parameters.
+        keys: the candidate keys.
+        slot: the prefix of the keys of optimizer state, including its dot. Empty for parameters.
 
     Example:
         >>> from reshard.layout import ModelLayout
@@ -87,14 +89,15 @@ def join_members(layout: LayoutFile, name: str, keys: Iterable[str], slot: str =
 
 
 def check_local_shapes(bound: BoundLayout, local_shapes: Mapping[str, Mapping[int, Shape]]) -> None:
-    """Check that every rank has exactly the arrays of the layout, in their shapes.
+    """Check that every rank has exactly the arrays of the layout, with the expected shapes.
 
     Args:
-        bound: the layout, bound to the tensors of the whole checkpoint.
-        local_shapes: for each array, the shape on each rank that has it; joins under their names.
+        bound: the layout, bound to all tensors of the checkpoint.
+        local_shapes: for each array, its shape in elements on each rank that has it. A join has its own name.
 
     Raises:
-        MismatchError: an array is missing, is not the rank's, or has another shape; the message names key and ranks.
+        MismatchError: an array is missing, is not expected on the rank, or has an unexpected shape. The message names
+            the key and the rank.
     """
     joins = {join.name for join in bound.joins}
     shapes: dict[tuple[int, int], Shape] = {}
@@ -135,7 +138,7 @@ def check_local_shapes(bound: BoundLayout, local_shapes: Mapping[str, Mapping[in
 
 
 class _Inverter:
-    """The state of one inversion."""
+    """The state of one computation of global shapes."""
 
     def __init__(
         self,
@@ -179,7 +182,7 @@ class _Inverter:
         return shapes
 
     def _own(self, key: str) -> Shape:
-        """The shape by the rule of the key itself."""
+        """The global shape of a key that has no parameter, from the rule that matches it."""
         shape = self._common_rank(key)
         if not shape:
             return ()
@@ -205,7 +208,7 @@ class _Inverter:
         return tuple(self._extent(key, partition, dim, stored.index(dim)) for dim in range(len(shape)))
 
     def _extent(self, key: str, partition: Partition, dim: int, position: int) -> int:
-        """The global extent of a dim that lies at `position` in the ranks' arrays."""
+        """The global extent of a dim that is stored at `position` in the local arrays."""
         axes = partition.axes_of(dim)
         parts: dict[tuple[int, ...], tuple[int, int]] = {}
         for rank, shape in self.local_shapes[key].items():
@@ -245,7 +248,10 @@ class _Inverter:
         return sum(extent for extent, _ in parts.values())
 
     def _guess(self, key: str, of_parameter: Shape) -> Shape:
-        """The shape of optimizer state: that of its parameter, unless its arrays cannot be parts of such a tensor."""
+        """The assumed global shape of optimizer state.
+
+        It is the shape of the parameter if the number of dims of the local arrays permits it.
+        """
         if key not in self.local_shapes:
             return of_parameter
         n_dims = len(next(iter(self.local_shapes[key].values())))
@@ -258,7 +264,7 @@ class _Inverter:
         return self._same(key, "of its parameter's shape, nor")
 
     def _same(self, key: str, instead: str) -> Shape:
-        """The one shape of all ranks' arrays."""
+        """The local shape that all ranks have. Raises LayoutError if ranks have different shapes."""
         (first, shape), *others = self.local_shapes[key].items()
         for rank, other in others:
             if other != shape:
@@ -271,7 +277,7 @@ class _Inverter:
         return shape
 
     def _common_rank(self, key: str) -> Shape:
-        """The shape on one rank. Raises LayoutError unless all ranks have the same number of dims."""
+        """The local shape on the first rank. Raises LayoutError if ranks have different numbers of dims."""
         (first, shape), *others = self.local_shapes[key].items()
         for rank, other in others:
             if len(other) != len(shape):

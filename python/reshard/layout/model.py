@@ -1,4 +1,4 @@
-"""`ModelLayout`, the one value that `layout=` takes, and every way to get one."""
+"""`ModelLayout`, its constructors, and the conversion of a `layout=` argument to it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ __all__ = ["LayoutLike", "ModelLayout", "as_layout", "write_strategy"]
 
 @dataclass(frozen=True, eq=False)
 class ModelLayout(LayoutFile):
-    """How the tensors of a model lie on a mesh of ranks: a layout file as a value. Printed, it is such a file.
+    """The layout of the tensors of a model on a mesh of ranks. `str()` returns it as the text of a layout file.
 
     Attributes:
-        strategy: the strategy that it was made of, or None. Bound, it is asked again: it can need a tensor's shape.
-        uncertain: tensors of which the strategy does not say without their shapes how they are cut. Printed, they are
-            cut as is likely.
+        strategy: the strategy from which the layout was created, or None. `bind` uses it again, because the partition
+            of a tensor can depend on the shape of the tensor.
+        uncertain: tensors whose partition does not follow from the strategy without their shapes. `to_yaml` writes the
+            most probable partition.
 
     Example:
         >>> layout = ModelLayout.from_mapping({
@@ -60,11 +61,11 @@ class ModelLayout(LayoutFile):
         r"""Read a layout file.
 
         Args:
-            path: the file, UTF-8 YAML (JSON is YAML too), at most 16 MiB.
+            path: the file: UTF-8 YAML or JSON, at most 16 MiB.
 
         Raises:
-            CheckpointNotFoundError: there is no such file.
-            LayoutError: it is not YAML, or not a layout; the message names file, line and field.
+            CheckpointNotFoundError: the file does not exist.
+            LayoutError: the file is not YAML or not a layout. The message names the file, the line and the field.
 
         Example:
             >>> import tempfile, pathlib
@@ -79,7 +80,7 @@ class ModelLayout(LayoutFile):
 
     @classmethod
     def replicated(cls) -> Self:
-        """One rank that holds everything whole.
+        """The layout of one rank that holds every tensor in full.
 
         Example:
             >>> ModelLayout.replicated().to_mapping()
@@ -90,12 +91,13 @@ class ModelLayout(LayoutFile):
     @classmethod
     @checked
     def from_tp_plan(cls, plan: Mapping[str, str], tp: int) -> Self:
-        """The layout of a tensor-parallel plan as transformers has it (`base_model_tp_plan`, `model.tp_plan`).
+        """The layout of a tensor-parallel plan of Hugging Face transformers (`base_model_tp_plan`, `model.tp_plan`).
 
         Args:
-            plan: module or parameter name, `*` for the number of a layer: style. The names may stand behind any prefix
-                in the checkpoint (`model.`); `weight` and `bias` of a module are cut, what is not named is whole.
-            tp: ranks of the tensor-parallel group.
+            plan: the style of each module or parameter, by name. `*` in a name is the index of a layer. The keys of the
+                checkpoint can have a prefix before the name (`model.`). The `weight` and `bias` of a module are
+                partitioned. Tensors that the plan does not list are replicated.
+            tp: the number of ranks of the tensor-parallel group.
 
         Raises:
             LayoutError: a style is unknown.
@@ -127,16 +129,18 @@ class ModelLayout(LayoutFile):
         """The usual layout of a Hugging Face model family: tensor, pipeline and expert parallel.
 
         Args:
-            name_or_config: a family ("llama", "mixtral", ...), a `config.json`, a folder with one, or its content.
-                A config says more: heads are checked, and layers that do not divide by `pp` get `sizes`.
-            tp: ranks over which each layer is cut.
-            pp: pipeline stages, in blocks of layers.
-            ep: ranks over which the experts of each layer are divided; each expert is cut over `tp` too.
-            dp: replicas of everything. The world is pp x dp x ep x tp ranks, tp innermost.
+            name_or_config: a family ("llama", "mixtral", ...), the path of a `config.json` or of its folder, or the
+                content of a config. With a config, the number of heads is checked, and `sizes` are set if the number of
+                layers is not divisible by `pp`.
+            tp: the number of ranks over which each layer is partitioned.
+            pp: the number of pipeline stages. Each stage has consecutive layers.
+            ep: the number of ranks over which the experts of each layer are distributed. Each expert is also
+                partitioned over `tp`.
+            dp: the number of replicas of every tensor. The world size is pp x dp x ep x tp, with tp innermost.
 
         Raises:
-            ArgumentError: no such family or config, or the family has no experts to divide.
-            LayoutError: the heads of the config do not divide by `tp`.
+            ArgumentError: the family or config does not exist, or `ep` is above 1 and the family has no experts.
+            LayoutError: the number of heads in the config is not divisible by `tp`.
 
         Example:
             >>> ModelLayout.preset("llama", tp=4, pp=2).mesh
@@ -146,11 +150,11 @@ class ModelLayout(LayoutFile):
 
     @classmethod
     def like(cls, checkpoint: CheckpointLike) -> Self:
-        """The layout in which a checkpoint is stored; `replicated()` for one that is stored whole.
+        """The layout in which a checkpoint is stored; `replicated()` if its tensors are not partitioned.
 
         Raises:
-            ArgumentError: it is no opened checkpoint.
-            LayoutError: its device matrices cannot be refined to one mesh, or its stages overlap.
+            ArgumentError: `checkpoint` is not an opened checkpoint.
+            LayoutError: the device matrices of the checkpoint cannot be refined to one mesh, or its stages overlap.
         """
         if not hasattr(checkpoint, "_layout_mapping"):
             raise ArgumentError(f"`checkpoint` is of type {type(checkpoint).__name__}, expected an opened checkpoint")
@@ -159,19 +163,20 @@ class ModelLayout(LayoutFile):
 
     @classmethod
     def from_strategy(cls, path: str | os.PathLike[str] | Strategy) -> Self:
-        """The layout of a strategy of the original: what each of its ranks holds.
+        """The layout of a strategy of MindSpore Transformers.
 
-        Tensors that the strategy does not list are whole on every rank, and reported where the layout is bound.
+        Tensors that the strategy does not list are replicated on every rank. `bind` reports them.
 
         Args:
-            path: a merged strategy file, the file of a job of one stage, or a folder with the files of all stages, in
-                protobuf or JSON; or a strategy that was read.
+            path: a merged strategy file, the file of a job with one stage, or a folder with the files of all stages, in
+                protobuf or JSON; or a `Strategy`.
 
         Raises:
-            CheckpointNotFoundError: there is no such file, or the files of a stage are missing.
-            DamagedFileError: a file is no strategy file, contradicts itself or another one of its stage.
-            LayoutError: no layout says what the strategy says.
-            UnsupportedError: the strategy says something that is not known how to carry out.
+            CheckpointNotFoundError: the file does not exist, or the files of a stage are missing.
+            DamagedFileError: a file is not a strategy file, contradicts itself, or contradicts another file of its
+                stage.
+            LayoutError: a layout cannot express the strategy.
+            UnsupportedError: the strategy uses a feature that is not supported.
 
         Example:
             >>> import tempfile
@@ -195,16 +200,16 @@ class ModelLayout(LayoutFile):
         return replace(layout, strategy=strategy, uncertain=found.uncertain)
 
     def to_yaml(self) -> str:
-        """The layout as a layout file; comments say which tensors' shapes it takes to be certain of it."""
+        """The text of the layout file. Comments list the tensors in `uncertain`."""
         notes = [f"# not certain without its shape: {quote(key)}\n" for key in self.uncertain]
         return "".join([*notes, super().to_yaml()])
 
     @checked
     def settled(self, tensors: Mapping[str, Sequence[int]]) -> ModelLayout:
-        """This layout in words that are right for these tensors: that of a strategy can need their shapes.
+        """This layout with the partition of every tensor resolved. Only the layout of a strategy can be uncertain.
 
         Args:
-            tensors: the global shape of every tensor of the whole checkpoint.
+            tensors: the global shape, in elements, of every tensor of the checkpoint.
 
         Raises:
             LayoutError, MismatchError, UnsupportedError: the strategy does not fit the tensors.
@@ -215,14 +220,15 @@ class ModelLayout(LayoutFile):
 
     @checked
     def to_strategy(self, tensors: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()) -> Strategy:
-        """The strategy of the original that says what this layout says of the tensors of a checkpoint.
+        """Convert the layout to a strategy of MindSpore Transformers for the tensors of a checkpoint.
 
         Args:
-            tensors: the global shape, in elements, of every tensor of the whole checkpoint, in order.
-            optimizer_keys: which of them belong to the optimizer part.
+            tensors: the global shape, in elements, of every tensor of the checkpoint, in order.
+            optimizer_keys: the keys that belong to the optimizer part.
 
         Raises:
-            UnsupportedError: a strategy has no words for the cut or the place of a tensor; names it, and the reason.
+            UnsupportedError: a strategy cannot express the partition or the place of a tensor. The message names the
+                tensor and the reason.
             LayoutError: the layout does not fit the tensors.
 
         Example:
@@ -236,19 +242,18 @@ class ModelLayout(LayoutFile):
     def bind(
         self, tensors: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = (), strict: bool = False
     ) -> BoundLayout:
-        """Decide for each tensor of a checkpoint how it is cut and who holds it.
+        """Determine the partition of each tensor of a checkpoint and the ranks that hold it.
 
         Args:
-            tensors: the global shape, in elements, of every tensor of the whole checkpoint, in order.
-            optimizer_keys: which of them belong to the optimizer part; state follows its parameter.
-            strict: what would be a warning is an error: a rule or a place that matches no key and is not `optional`,
-                and state that the layout would cut further and does not divide. Where a layout is written, by
-                `reshard.convert` or `reshard.save`, the former is an error in every case; where it is loaded, a
-                warning.
+            tensors: the global shape, in elements, of every tensor of the checkpoint, in order.
+            optimizer_keys: the keys that belong to the optimizer part. State has the partition of its parameter.
+            strict: raise an error instead of a warning in two cases: a rule or a place that is not `optional` matches
+                no key; the further partition of optimizer state does not divide its shape. `reshard.convert` and
+                `reshard.save` always raise an error in the first case.
 
         Raises:
-            LayoutError: no rule matches a key, a cut does not fit its shape, or two things contradict each other; the
-                message names the key and what to do.
+            LayoutError: no rule matches a key, a partition does not fit the shape of a tensor, or two entries
+                contradict each other. The message names the key and has a hint.
 
         Example:
             >>> layout = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]})
@@ -263,14 +268,14 @@ class ModelLayout(LayoutFile):
 
 
 LayoutLike: TypeAlias = ModelLayout | str | os.PathLike[str] | Mapping[str, object]
-"""What `layout=` takes: a layout, the path of a layout file, of a strategy file or folder, or a mapping."""
+"""The types that `layout=` accepts: a layout, a mapping, or the path of a layout file, strategy file or its folder."""
 
 
 def as_layout(value: LayoutLike) -> ModelLayout:
-    """The layout that an argument `layout=` means. Whether a file is a layout or a strategy is told by its content.
+    """Convert a `layout=` argument to a layout. The content of a file determines whether it is a layout or a strategy.
 
     Raises:
-        ArgumentError: it is neither a layout nor a path nor a mapping.
+        ArgumentError: `value` is not a layout, a path or a mapping.
 
     Example:
         >>> as_layout({"mesh": {"tp": 2}, "rules": []}).mesh
@@ -300,25 +305,26 @@ def write_strategy(
     mode: int = 0o666,
     durable: bool = True,
 ) -> list[Path]:
-    """Write a layout as the strategy files that the ranks of the original would leave.
+    """Write a layout as strategy files of MindSpore Transformers: one file for each rank.
 
     Args:
         layout: the layout.
-        tensors: the global shape, in elements, of every tensor of the whole checkpoint, in order.
-        folder: made if it is not there; files of the same names are replaced.
-        optimizer_keys: which of the tensors belong to the optimizer part.
-        ranks: whose files; None: all.
-        suffix: ".ckpt" for protobuf or ".json".
+        tensors: the global shape, in elements, of every tensor of the checkpoint, in order.
+        folder: the destination. It is created if it does not exist. Files with the same names are replaced.
+        optimizer_keys: the keys that belong to the optimizer part.
+        ranks: the ranks whose files are written; None: all ranks.
+        suffix: ".ckpt" for protobuf, ".json" for JSON.
         mode: permission bits of the files.
-        durable: sync the files before this returns.
+        durable: sync the files before the function returns.
 
     Returns:
-        The files, in the order of the ranks.
+        The paths of the files, in the order of the ranks.
 
     Raises:
-        UnsupportedError: a strategy has no words for the cut or the place of a tensor; names it, and the reason.
+        UnsupportedError: a strategy cannot express the partition or the place of a tensor. The message names the tensor
+            and the reason.
         LayoutError: the layout does not fit the tensors.
-        StorageError: the system failed.
+        StorageError: the operating system reported an error.
 
     Example:
         >>> import tempfile

@@ -1,8 +1,8 @@
 """Patterns over tensor keys: globs, regular expressions, the index `{i}` of a `place` entry, and the order of keys.
 
-A pattern is a glob over the whole key in which `*` and `?` are special (both match dots), or `re:` and a regular
-expression that must match the whole key. The core compiles and searches them, in time linear in the key. This module
-knows nothing of meshes or tensors.
+A pattern is a glob or a regular expression with the prefix `re:`. Both must match the complete key. In a glob, `*` and
+`?` are special, and both also match dots. The core compiles and searches the patterns in time linear in the length of
+the key. This module does not depend on meshes or tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["IndexedPattern", "Matcher", "Pattern", "expand_braces", "glob_of", "
 
 _INDEX = "{i}"
 _MAX_PATTERN = 4096  # characters
-_MAX_EXPANDED = 1024  # patterns that one with braces stands for
-_MAX_EXPANDED_LENGTH = 1 << 16  # characters of all of them
+_MAX_EXPANDED = 1024  # patterns to which one pattern with braces expands
+_MAX_EXPANDED_LENGTH = 1 << 16  # characters of all these patterns
 _MAX_DEPTH = 16
 _RANGE = re.compile(r"(-?[0-9]{1,9})\.\.(-?[0-9]{1,9})(?:\.\.(-?[0-9]{1,9}))?")
 _DIGITS = re.compile(r"[0-9]+")
@@ -33,8 +33,8 @@ class Pattern:
     """One compiled pattern.
 
     Attributes:
-        text: as written.
-        key: the only key it matches, or None if it holds a wildcard or is a regular expression.
+        text: the pattern as specified.
+        key: the only key that the pattern matches; None if it contains a wildcard or is a regular expression.
 
     Example:
         >>> Pattern.compile("*.bias").matches("layers.0.attn.bias")
@@ -50,7 +50,7 @@ class Pattern:
         """Compile one pattern.
 
         Raises:
-            ValueError: it is empty, too long, or its regular expression does not compile; the text says which.
+            ValueError: the pattern is empty or too long, or its regular expression does not compile.
         """
         compiled = _core.Patterns([text])
         has_special = text.startswith("re:") or "*" in text or "?" in text
@@ -58,21 +58,24 @@ class Pattern:
 
     @staticmethod
     def check(text: str) -> bool:
-        """Check a pattern without compiling it; whether it is a regular expression with special characters.
+        """Check a pattern without compiling it.
+
+        Returns:
+            Whether the pattern is a regular expression with special characters.
 
         Raises:
-            ValueError: it is empty, too long, or no regular expression; the text says which.
+            ValueError: the pattern is empty or too long, or its regular expression is invalid.
         """
         return _core.Patterns.check(text)
 
     def matches(self, key: str) -> bool:
-        """Whether it matches the whole key."""
+        """Whether the pattern matches the complete key."""
         return self._compiled.find(key) is not None
 
 
 @dataclass(frozen=True)
 class IndexedPattern:
-    """A pattern that holds `{i}` exactly once: one run of digits, whose value is the index of a layer or an expert.
+    """A pattern that contains `{i}` exactly once. `{i}` matches digits: the index of a layer or an expert.
 
     Example:
         >>> IndexedPattern.compile("layers.{i}.*").indices("layers.12.mlp.weight")
@@ -89,32 +92,32 @@ class IndexedPattern:
         """Compile a pattern with one `{i}`.
 
         Raises:
-            ValueError: it does not hold `{i}` exactly once, or is no pattern.
+            ValueError: the text does not contain `{i}` exactly once, or is not a valid pattern.
         """
         return cls(text, _core.IndexPattern(text))
 
     @staticmethod
     def any_index(text: str) -> str:
-        """A pattern without `{i}` that matches every key that the one with it matches, and possibly others.
+        """Replace `{i}` with a wildcard. The result matches every key that `text` matches, and possibly more.
 
         Raises:
-            ValueError: it does not hold `{i}` exactly once.
+            ValueError: the text does not contain `{i}` exactly once.
         """
         if text.count(_INDEX) != 1:
             raise ValueError(f"{show(text)} must hold `{_INDEX}` exactly once")
         return text.replace(_INDEX, "(?:[0-9]+)" if text.startswith("re:") else "*")
 
     def indices(self, key: str) -> set[int]:
-        """Every value that `{i}` can have when the pattern matches the key; more than one means that it is ambiguous.
+        """All values of `{i}` for which the pattern matches the key. More than one value means an ambiguous pattern.
 
         Raises:
-            ValueError: an index is too long to be one.
+            ValueError: an index has too many digits.
         """
         return set(self._compiled.indices(key))
 
 
 class Matcher:
-    """Finds which of many pattern lists match a key; 100,000 patterns cost little more than a few.
+    """Finds the pattern lists that match a key. The cost of a search depends little on the number of patterns.
 
     Example:
         >>> matcher = Matcher([["a.w"], ["*.b", "*.w"]])
@@ -128,10 +131,10 @@ class Matcher:
         """Compile the patterns.
 
         Args:
-            groups: the patterns of each list, as written.
+            groups: the patterns of each list, as specified.
 
         Raises:
-            ValueError: one is no pattern, or all regular expressions are too large together.
+            ValueError: a pattern is invalid, or the compiled regular expressions exceed the size limit.
         """
         self._n_groups = len(groups)
         self._place = [(g, e) for g, group in enumerate(groups) for e in range(len(group))]
@@ -143,17 +146,17 @@ class Matcher:
         return None if found is None else self._place[found]
 
     def find_all(self, key: str) -> list[int]:
-        """Every group of which a pattern matches the key, ascending."""
+        """The indices of all groups with a pattern that matches the key, ascending."""
         return list(dict.fromkeys(self._place[n][0] for n in self._compiled.find_all(key)))
 
     def unused(self, keys: Collection[str]) -> list[int]:
-        """The groups of which no pattern matches any of the keys, ascending."""
+        """The indices of the groups without a pattern that matches one of the keys, ascending."""
         used = {self._place[n][0] for n, is_used in enumerate(self._compiled.used(list(keys))) if is_used}
         return [group for group in range(self._n_groups) if group not in used]
 
 
 def glob_of(key: str) -> str:
-    r"""A pattern that matches exactly this key, whatever characters it holds.
+    r"""A pattern that matches only this key. Special characters in the key are escaped.
 
     Example:
         >>> glob_of("a.w"), glob_of("odd*name")
@@ -164,14 +167,15 @@ def glob_of(key: str) -> str:
 
 
 def expand_braces(text: str) -> list[str]:
-    """The patterns that one with braces stands for, as in a shell: `{a,b}` is one of several, `{0..7}` one of a range.
+    """Expand the braces of a pattern as a shell does: `{a,b}` is a list of alternatives, `{0..7}` is a range.
 
-    Braces may be nested. Those without a comma or a range, such as `{i}`, and those that have no counterpart stand for
-    themselves. A regular expression (`re:`) is not expanded.
+    Braces can be nested. Braces without a comma or a range, such as `{i}`, and unmatched braces are not expanded. A
+    regular expression (`re:`) is not expanded.
 
     Raises:
-        ValueError: it is too long, or what it stands for has such braces itself; they are more than 1024 patterns or
-            65536 characters, or nested more than 16 deep.
+        ValueError: the pattern is empty or has more than 4096 characters, an expanded pattern contains braces that
+            would be expanded again, or the braces expand to more than 1024 patterns or 65536 characters or are nested
+            more than 16 deep.
 
     Example:
         >>> expand_braces("*.{q,k,v}_proj.{weight,bias}")[:3]
@@ -187,14 +191,14 @@ def expand_braces(text: str) -> list[str]:
         return [text]
     expanded = _Braces(text).expanded()
     for one in expanded:
-        # Such as of `{{1,2}..3}`: written down and read again, it would be other patterns.
+        # `{{1,2}..3}` expands to `{1..3}`. Saved in a layout file and read again, it would expand to other patterns.
         if one != text and "{" in one and _Braces(one).expanded() != [one]:
             raise ValueError(f"{show(text)} stands for {show(one)}, whose braces would have to be expanded once more")
     return expanded
 
 
 class _Braces:
-    """Braces of one text. Counterparts are found once, so that time is linear in what comes out."""
+    """The braces of one text. Matching braces are found once, so the time is linear in the size of the output."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -207,7 +211,7 @@ class _Braces:
                 self.close[opened.pop()] = n
 
     def expanded(self, start: int = 0, end: int | None = None, depth: int = 0) -> list[str]:
-        """All texts for which the part from `start` to `end` stands."""
+        """All expansions of the characters `start` to `end` of the text."""
         if depth > _MAX_DEPTH:
             raise ValueError(f"braces in {show(self.text)} are nested more than {_MAX_DEPTH} deep")
         end = len(self.text) if end is None else end
@@ -223,7 +227,7 @@ class _Braces:
         return self._joined(done, [self.text[plain:end]])
 
     def _choices(self, opened: int, closed: int, depth: int) -> list[str] | None:
-        """What one pair of braces stands for; None: itself."""
+        """The expansions of one pair of braces; None if it is not expanded."""
         commas, n = [], opened + 1
         while n < closed:
             if self.text[n] == ",":
@@ -271,7 +275,8 @@ def natural_order(key: str) -> tuple[object, ...]:
         >>> sorted(["h.10.b", "h.9.b", "h.b"], key=natural_order)
         ['h.9.b', 'h.10.b', 'h.b']
     """
-    # Even places hold text, odd ones digits. Digits compare by length, then as text: no number is too long for that.
+    # Even positions contain text, odd positions contain digits. Digits compare by length, then as text. This also works
+    # for numbers that `int` would reject as too long.
     parts = re.split(r"([0-9]+)", key)
     ordered: list[object] = []
     for n, part in enumerate(parts):

@@ -1,9 +1,9 @@
-"""The meaning of a strategy: which region of a tensor lies on which rank.
+"""Compute the region of each tensor on each rank from the records of a strategy.
 
-The stage of a rank is its number divided by the devices of a stage; its coordinates follow from its position in the
-stage. The axes in `tensor_map` divide the dims. Where the ranks that hold the same slice divide it further (ZeRO, in
-the file `opt_weight_shard_*`), dim 0 has one more, innermost division. An ambiguous record is refused unless the shape
-of the tensor resolves it. How the files are read is not known here.
+The stage of a rank is the rank divided by the number of devices of a stage. Its coordinates follow from its position in
+the stage. The axes in `tensor_map` partition the dims. If ranks with the same slice partition it further (ZeRO, in the
+file `opt_weight_shard_*`), dim 0 has one more, innermost axis. An ambiguous record is an error unless the shape of the
+tensor resolves it. This module does not read files.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["DeviceCut", "Strategy", "box_of"]
 
 
 class Strategy:
-    """How every parameter of a model is divided over all ranks, stage by stage.
+    """The partition of every parameter of a model over the ranks of each stage.
 
-    A key that no stage lists is whole on every rank.
+    A key that no stage lists is replicated on every rank.
 
     Attributes:
-        source: the file or folder it was read from, for messages.
-        n_stages: pipeline stages.
-        devices_per_stage: ranks of each stage; rank = stage x this + position.
-        world_size: ranks in all.
+        source: the file or folder of the strategy, for messages.
+        n_stages: the number of pipeline stages.
+        devices_per_stage: the number of ranks of each stage. rank = stage x `devices_per_stage` + position.
+        world_size: the total number of ranks.
 
     Example:
         >>> from reshard.layout.strategy_file import LayoutItem
@@ -46,8 +46,8 @@ class Strategy:
         """Combine the stages.
 
         Args:
-            stages: the records of each stage, by name of the parameter.
-            source: where they were read from, for messages.
+            stages: the records of each stage, by parameter name.
+            source: the file or folder of the records, for messages.
 
         Raises:
             CheckpointNotFoundError: stages are missing.
@@ -56,7 +56,7 @@ class Strategy:
         self.source = source
         self.stages = {stage: dict(stages[stage]) for stage in sorted(stages)}
         self.n_stages = max(self.stages, default=-1) + 1
-        # A hostile number of a stage must not make a list of what is missing before it.
+        # A damaged file can contain a very large stage number: do not build a list of all missing stages.
         n_missing = self.n_stages - len(self.stages)
         if n_missing:
             named = listed((n for n in range(self.n_stages) if n not in self.stages), n_items=n_missing)
@@ -80,21 +80,21 @@ class Strategy:
         self._readings: dict[tuple[int, str, int], list[_Reading]] = {}
 
     def keys(self) -> tuple[str, ...]:
-        """Every key that some stage lists, in the order of the stages."""
+        """The keys of all stages without duplicates, in the order of the stages."""
         return tuple(dict.fromkeys(key for items in self.stages.values() for key in items))
 
     def stages_of(self, key: str) -> tuple[int, ...]:
-        """The stages that list a key; empty: it is whole on every rank."""
+        """The stages that list a key. Empty: the tensor is replicated on every rank."""
         return tuple(stage for stage, items in self.stages.items() if key in items)
 
     def check_unlisted(self, keys: Iterable[str]) -> None:
-        """Refuse keys that the strategy lists with a stage number as prefix, or without the prefix that they have.
+        """Check that the strategy does not list the keys with an added or a removed stage prefix.
 
         Args:
-            keys: keys of tensors with dims that no stage lists, which would be read as whole.
+            keys: keys of tensors with at least one dim that no stage lists. They are assumed to be replicated.
 
         Raises:
-            MismatchError: the strategy was read as merged though it is not, or the reverse.
+            MismatchError: the strategy was read as merged but is not, or is merged but was not read as such.
         """
         with_stage = {f"{stage}-{key}": key for stage, items in self.stages.items() for key in items}
         numbers = set(map(str, self.stages))
@@ -111,20 +111,20 @@ class Strategy:
                 )
 
     def cut_of(self, key: str, rank: int, ndim: int, shape: Sequence[int] | None = None) -> DeviceCut | None:
-        """How a tensor is divided over the stage of a rank.
+        """The partition of a tensor over the stage of a rank.
 
         Args:
-            key: its name.
+            key: the key of the tensor.
             rank: the global rank.
-            ndim: the tensor's number of dims.
-            shape: its global shape in elements, if known: it resolves ambiguous records.
+            ndim: the number of dims of the tensor.
+            shape: the global shape in elements, if known. It resolves ambiguous records.
 
         Returns:
-            The partition; None if other stages hold the tensor.
+            The partition; None if only other stages hold the tensor.
 
         Raises:
-            ArgumentError: there is no such rank.
-            MismatchError: the tensor does not have the dims, or the shape, of the strategy.
+            ArgumentError: the strategy does not have this rank.
+            MismatchError: the number of dims or the shape of the tensor does not match the strategy.
             UnsupportedError: the record of the tensor uses a feature that is not supported.
         """
         stage, _ = self._position(rank)
@@ -139,18 +139,18 @@ class Strategy:
         raise self._mismatch(key, f"shape {tuple(shape)}", readings[0])
 
     def likely_cut(self, key: str, stage: int) -> tuple[DeviceCut, bool]:
-        """How a tensor is divided on a stage that lists it, as far as this follows from its record without its shape.
+        """The most probable partition of a tensor on a stage that lists it, without the shape of the tensor.
 
         Args:
-            key: the tensor.
+            key: the key of the tensor.
             stage: the stage.
 
         Returns:
-            The partition, and whether it is certain. If not, it is that of a tensor of several dims with one axis each;
-            a tensor of one dim would be divided by all these axes.
+            The partition, and whether it is certain. An uncertain partition assumes a tensor of several dims with one
+            axis for each dim. A tensor of one dim would be partitioned by all these axes.
 
         Raises:
-            UnsupportedError: as `cut_of`, whatever the shape is.
+            UnsupportedError: as `cut_of`, for every possible number of dims.
 
         Example:
             >>> from reshard.layout.strategy_file import LayoutItem
@@ -172,7 +172,7 @@ class Strategy:
         return readings[0].cut, is_certain
 
     def _position(self, rank: int) -> tuple[int, int]:
-        """Stage of a rank, and its position in it."""
+        """The stage of a rank, and the position of the rank in the stage."""
         if not 0 <= rank < self.world_size:
             raise ArgumentError(
                 f"{show(self.source)} has no rank {rank}: {self.n_stages} stages of {self.devices_per_stage} devices",
@@ -181,7 +181,7 @@ class Strategy:
         return divmod(rank, self.devices_per_stage)
 
     def _read(self, key: str, stage: int, ndim: int) -> list[_Reading]:
-        """What the record of a tensor of so many dims can mean, the likeliest first; none: not of this stage."""
+        """The interpretations of a record, most probable first. Empty if the stage does not hold the tensor."""
         if (stage, key, ndim) not in self._readings:
             readings: list[_Reading] = []
             if key in self.stages[stage]:
@@ -207,21 +207,20 @@ class Strategy:
 def box_of(
     strategy: Strategy, key: str, rank: int, local_shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where in the whole tensor a local array lies that the file of a rank holds.
+    """The global shape of a tensor and the offset of the local array of a rank in it.
 
     Args:
-        strategy: how the checkpoint was divided.
-        key: the tensor; one that the strategy does not list is whole on every rank.
+        strategy: the strategy of the checkpoint.
+        key: the key of the tensor. A tensor that the strategy does not list is replicated on every rank.
         rank: the global rank.
-        local_shape: the shape of the array of that rank.
+        local_shape: the shape of the array of that rank, in elements.
 
     Returns:
-        The shape of the whole tensor and the offset of the array in it; None if the strategy puts the tensor on other
-        stages.
+        The global shape and the offset of the array, both in elements; None if only other stages hold the tensor.
 
     Raises:
-        ArgumentError: the strategy has no such rank.
-        MismatchError: an array of this shape cannot be the rank's part.
+        ArgumentError: the strategy does not have this rank.
+        MismatchError: the local shape does not match the partition of the tensor on this rank.
         UnsupportedError: the record of the tensor uses a feature that is not supported.
 
     Example:
@@ -242,7 +241,7 @@ def box_of(
     raise strategy._mismatch(key, f"shape {local} on rank {rank}", readings[0])  # noqa: SLF001
 
 
-# -------------------------------------------------------------------------------------------------- what a record means
+# ------------------------------------------------------------------------------------------- interpretation of a record
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,7 @@ class _Where:
 
 @dataclass(frozen=True)
 class _Reading:
-    """One meaning of a record: the partition, and the global shape if the record contains it."""
+    """One interpretation of a record: the partition, and the global shape if the record contains it."""
 
     cut: DeviceCut
     shape: tuple[int, ...] | None
@@ -284,7 +283,7 @@ class _Reading:
 
     @property
     def _listed(self) -> int:
-        """How many dims have the sizes of their parts listed."""
+        """The number of leading dims with a list of part sizes: 0 or 1."""
         return 0 if self.cut.sizes is None else 1
 
 
@@ -295,7 +294,8 @@ def _readings(item: LayoutItem, ndim: int, where: _Where) -> Iterator[_Reading]:
     cut = _shared_further(plain, item, where)
     split = item.param_split_shape
     n_parts = plain.parts()[0] if ndim else 1
-    # The C++ writer lists rows, with an offset for each; the Python writer the shape. The lists can be of one length.
+    # The C++ writer lists rows with an offset for each part. The Python writer lists the global shape. Both lists can
+    # have the same length.
     is_shape = len(split) == ndim
     is_rows = ndim > 0 and len(split) == n_parts
     if not split and not item.indices_offset:
@@ -324,7 +324,10 @@ def _readings(item: LayoutItem, ndim: int, where: _Where) -> Iterator[_Reading]:
 
 
 def _possible_dims(item: LayoutItem) -> list[int]:
-    """How many dims the tensor of a record can have, the likeliest first; what is not cut is alike in any number."""
+    """The possible numbers of dims of the tensor of a record, most probable first.
+
+    The record of a replicated tensor does not determine the number of dims.
+    """
     lists = [axes for axes in item.tensor_map if axes]
     dims = [len(lists[0]) if len(lists) == 1 else len(lists)]
     if not _is_cut(item):
@@ -339,7 +342,7 @@ def _is_cut(item: LayoutItem) -> bool:
 
 
 def _maps(item: LayoutItem, ndim: int, where: _Where) -> tuple[tuple[int, ...], ...]:
-    """The axes of each dim of a tensor of so many dims."""
+    """The device axes that partition each of the `ndim` dims of a tensor."""
     lists = [axes for axes in item.tensor_map if axes]
     if not _is_cut(item):
         return ((),) * ndim
@@ -347,7 +350,7 @@ def _maps(item: LayoutItem, ndim: int, where: _Where) -> tuple[tuple[int, ...], 
         told = [list(axes) for axes in item.tensor_map]
         raise where.unsupported(f"has the tensor map {told}: an empty list can be a dim that is not cut, or nothing")
     maps: list[tuple[int, ...]] = lists
-    # One list has one entry a dim or, of a 1-d tensor that several axes cut, all axes of its dim.
+    # One list has one entry for each dim. For a 1-D tensor partitioned by several axes, it has all axes of the dim.
     if len(lists) == 1 and (ndim != 1 or min(lists[0]) < 0):
         maps = [(v,) for v in lists[0]]
     if len(maps) != ndim:
@@ -361,7 +364,10 @@ def _maps(item: LayoutItem, ndim: int, where: _Where) -> tuple[tuple[int, ...], 
 
 
 def _shared_further(cut: DeviceCut, item: LayoutItem, where: _Where) -> DeviceCut:
-    """The cut with what the ranks of one slice share further: their number modulo the share is the part of it."""
+    """The partition, extended by the further partition of a slice among the ranks that hold it.
+
+    The part of a rank is its position among these ranks modulo the number of parts.
+    """
     matrix = cut.dev_matrix
     free = cut.free_axes
     n_holders = math.prod(matrix[axis] for axis in free)

@@ -1,8 +1,8 @@
-"""One strategy file as the original writes it: protobuf (`ckpt_strategy_rank_<r>.ckpt`) or JSON, record by record.
+"""Read and write one strategy file of MindSpore Transformers: protobuf (`ckpt_strategy_rank_<r>.ckpt`) or JSON.
 
-A strategy file says of one pipeline stage, or merged of several, how each parameter is cut over the stage's devices.
-The records here mirror the file, and are checked for themselves when they are read. What they mean for the slice of a
-rank is told in `strategy`, which files make up one strategy in `strategy_folder`.
+A strategy file contains the partition of each parameter over the devices of one pipeline stage. A merged file contains
+several stages. The dataclasses here mirror the records of the file. Each record is validated when it is read.
+`strategy` computes the slice of each rank from the records. `strategy_folder` selects the files of one strategy.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _FIRST_FIELD = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"(?:%s)"' % "|".join(_FIEL
 
 @dataclass(frozen=True)
 class LayoutItem:
-    """How one parameter is cut: one `parallel_layout_item`, with the names of the file.
+    """The partition of one parameter: one `parallel_layout_item`, with the field names of the file.
 
     Attributes:
-        dev_matrix: sizes of the device axes of the stage, outermost first.
-        tensor_map: lists of device axes, counted from the innermost (0); -1: none. One list: one entry a dim. Several:
-            one list a dim, the most significant axis first.
-        param_split_shape: rows of each part of a table that is cut unevenly, or the whole shape (the Python writer), or
-            nothing.
-        indices_offset: what the rows' indices begin with; empty where `param_split_shape` is no list of rows.
-        field: more than 0: a table that is divided by field groups.
-        opt_weight_shard_step: distance of the ranks that share a slice further.
-        opt_weight_shard_size: in how many parts the ranks that hold the same slice cut it further along dim 0; 0: they
-            do not, -1: as many as they are.
+        dev_matrix: sizes of the device axes of the stage, outermost first, in devices.
+        tensor_map: lists of device axes, counted from the innermost (0). -1 is no axis. One list has one entry for each
+            dim. Several lists are one list for each dim, most significant axis first.
+        param_split_shape: the number of rows of each part of an unevenly partitioned table (C++ writer), the global
+            shape in elements (Python writer), or empty.
+        indices_offset: the first row index of each part. Empty if `param_split_shape` is not a list of rows.
+        field: a value above 0 marks a table that is partitioned by field groups.
+        opt_weight_shard_step: the distance, in ranks, between ranks that partition the same slice further.
+        opt_weight_shard_size: the number of parts into which the ranks with the same slice partition it further along
+            dim 0. 0: no further partition. -1: one part for each of these ranks.
     """
 
     dev_matrix: tuple[int, ...]
@@ -70,7 +70,7 @@ class LayoutItem:
     opt_weight_shard_size: int = 0
 
     def n_parts(self) -> int:
-        """In how many different parts the tensor lies on the devices of its stage.
+        """The number of different parts of the tensor on the devices of its stage.
 
         Example:
             >>> LayoutItem((2, 4), ((0, -1),)).n_parts(), LayoutItem((2, 4), ((0, -1),), (), (), 0, 4, -1).n_parts()
@@ -85,12 +85,12 @@ class LayoutItem:
 
 @dataclass(frozen=True)
 class OperatorItem:
-    """An operator of the model, one `parallel_strategy_item`: of interest only for the stage that it names.
+    """An operator of the model: one `parallel_strategy_item`. Only its stage is used.
 
     Attributes:
-        node_name: its name.
+        node_name: the name of the operator.
         stage: its pipeline stage.
-        parallel_strategy: how its inputs are cut.
+        parallel_strategy: the number of parts of each dim, for each input.
     """
 
     node_name: str
@@ -103,9 +103,10 @@ class StrategyFile:
     """The content of a strategy file.
 
     Attributes:
-        current_stage: a counter of the writer, despite its name.
+        current_stage: a counter of the writer. It is not a stage number.
         operators: the operators.
-        layouts: the parameters; in a merged file each name stands behind its stage: `0-embed.weight`.
+        layouts: the records of the parameters, by name. In a merged file, each name has the stage as a prefix:
+            `0-embed.weight`.
     """
 
     current_stage: int
@@ -114,13 +115,14 @@ class StrategyFile:
 
 
 def is_strategy(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a strategy file, by its first bytes: its usual extension, `.ckpt`, is that of weights too.
+    """Whether a file is a strategy file, detected by its first bytes.
 
-    What is damaged further on counts as one, and is refused when it is read.
+    The extension is not sufficient: weight files also have the extension `.ckpt`. The rest of the file is not checked.
+    `read_strategy_file` reports damage there.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        StorageError: the system failed to read it.
+        CheckpointNotFoundError: the file does not exist.
+        StorageError: the operating system reported a read error.
 
     Example:
         >>> import pathlib, tempfile
@@ -136,23 +138,27 @@ def is_strategy(path: str | os.PathLike[str]) -> bool:
 
 
 def read_strategy_file(path: str | os.PathLike[str], *, follow_links: bool = True) -> StrategyFile:
-    """Read one strategy file; protobuf or JSON, whatever it is called.
+    """Read one strategy file. The format, protobuf or JSON, is detected from the content and not from the file name.
 
     Args:
         path: the file.
-        follow_links: whether the last component may be a symbolic link.
+        follow_links: whether the last path component can be a symbolic link.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        DamagedFileError: it is no strategy file, or one that contradicts itself; the message says what it is instead,
-            or names the record.
-        StorageError: the system failed to read it.
+        CheckpointNotFoundError: the file does not exist.
+        DamagedFileError: the file is not a strategy file, or its records contradict each other. The message names the
+            detected file type or the record.
+        StorageError: the operating system reported a read error.
     """
     return parse_strategy(read_content(path, follow_links=follow_links), os.fspath(path))
 
 
 def read_content(path: str | os.PathLike[str], *, follow_links: bool = True) -> bytes:
-    """The bytes of a strategy file, once it looks like one. Raises as `read_strategy_file`."""
+    """Read the bytes of a strategy file after a check of its first bytes.
+
+    Raises:
+        CheckpointNotFoundError, DamagedFileError, StorageError: as `read_strategy_file`.
+    """
     path = os.fspath(path)
     prefix = _prefix(path)
     _check_kind(prefix, path)
@@ -161,7 +167,11 @@ def read_content(path: str | os.PathLike[str], *, follow_links: bool = True) -> 
 
 
 def parse_strategy(data: bytes, path: str) -> StrategyFile:
-    """The content of a strategy file from its bytes; messages call it `path`. Raises as `read_strategy_file`."""
+    """Parse the bytes of a strategy file. `path` is the file name in error messages.
+
+    Raises:
+        DamagedFileError: as `read_strategy_file`.
+    """
     _check_kind(data[:_PREFIX_BYTES], path)
     return _from_json(data, path) if _kind(data[:_PREFIX_BYTES]) == "json" else _from_protobuf(data, path)
 
@@ -169,17 +179,28 @@ def parse_strategy(data: bytes, path: str) -> StrategyFile:
 def write_strategy_file(
     path: str | os.PathLike[str], content: StrategyFile, mode: int = 0o666, *, durable: bool = True
 ) -> None:
-    """Write a strategy file, whole or not at all: JSON if its name ends in `.json`, else protobuf.
+    """Write a strategy file atomically.
+
+    Args:
+        path: the file. The format is JSON if the name ends in `.json`, else protobuf. An existing file is replaced.
+        content: the content of the file.
+        mode: permission bits of the file.
+        durable: sync the file before the function returns.
 
     Raises:
-        UnsupportedError: JSON has no words for a record.
-        StorageError: the system failed; nothing has changed under `path`.
+        UnsupportedError: JSON cannot express a record.
+        StorageError: the operating system reported an error. `path` is unchanged.
     """
     locate(path).replace(_encoded(path, content), mode, durable=durable)
 
 
 def written_as(path: str | os.PathLike[str], content: StrategyFile) -> StrategyFile:
-    """What would be read of a file once `write_strategy_file` wrote this; raises what either would."""
+    """The content that `read_strategy_file` would return after `write_strategy_file` wrote `content` to `path`.
+
+    Raises:
+        UnsupportedError: as `write_strategy_file`.
+        DamagedFileError: as `read_strategy_file`.
+    """
     data = _encoded(path, content)
     return parse_strategy(data.encode() if isinstance(data, str) else data, os.fspath(path))
 
@@ -189,12 +210,12 @@ def _encoded(path: str | os.PathLike[str], content: StrategyFile) -> str | bytes
 
 
 def why_not_json(item: LayoutItem) -> str | None:
-    """Why the JSON variant has no words for a parameter; None if it has."""
+    """The reason why the JSON format cannot express a parameter; None if it can."""
     return "it gives a dim more than one device axis" if len(item.tensor_map) > 1 else None
 
 
 def _prefix(path: str) -> bytes:
-    """The first bytes of a file; none of what is not a regular file."""
+    """The first bytes of a file. Empty if the path is not a regular file."""
     try:
         return locate(path).read_head(_PREFIX_BYTES, follow_links=True)
     except CheckpointNotFoundError:
@@ -206,11 +227,11 @@ def _prefix(path: str) -> bytes:
 def _kind(prefix: bytes) -> str | None:
     if _FIRST_FIELD.match(prefix):
         return "json"
-    # A safetensors file begins with the length of its header, whose low byte can be any.
+    # A safetensors file begins with the length of its header. Its low byte can have any value, including 0x08.
     if prefix[:1] != b"\x08" or prefix[8:9] == b"{":
         return None
     end = next((n for n, byte in enumerate(prefix[1:11], 2) if byte < 0x80), 0)
-    # current_stage, then operators or parameters, as every writer orders them.
+    # All writers write `current_stage` first, then operators or parameters.
     return "protobuf" if end and prefix[end : end + 1] in (b"\x12", b"\x1a", b"") else None
 
 
@@ -275,7 +296,7 @@ def _from_protobuf(data: bytes, path: str) -> StrategyFile:
 
 
 def _one(at: At, messages: list[list[int]], *, optional: bool = False) -> tuple[int, ...]:
-    """The numbers of a field that is repeated in the format, and used once."""
+    """The numbers of a field that the format declares as repeated. A valid file has it at most once."""
     if len(messages) > 1 or not (messages or optional):
         raise at.error(f"expected one list, found {len(messages)}")
     return tuple(messages[0]) if messages else ()
@@ -370,7 +391,7 @@ def _to_json(content: StrategyFile) -> str:
             )
     operators: dict[str, object] = {}
     for operator in content.operators:
-        # One object cannot hold two stages' operators of one name; only their stages are read.
+        # A JSON object cannot contain two operators with one name. Readers use only the stage of an operator.
         name = operator.node_name if operator.node_name not in operators else f"{operator.stage}-{operator.node_name}"
         dims = [list(one) for one in operator.parallel_strategy]
         operators[name] = {"stage": operator.stage, "parallel_strategy": dims}
@@ -398,7 +419,7 @@ def _check_name(at: At, name: str) -> None:
 
 
 def _checked(at: At, item: LayoutItem) -> LayoutItem:
-    """The record, if it can be right whatever tensor it is of."""
+    """Validate the fields of a record that do not depend on the shape of the tensor. Return the record."""
     matrix = item.dev_matrix
     if not matrix or min(matrix) < 1 or math.prod(matrix) > _MAX_DEVICES:
         raise (at / "dev_matrix").error(f"expected sizes of 1 to {_MAX_DEVICES} devices in all, found {_short(matrix)}")

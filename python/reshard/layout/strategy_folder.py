@@ -1,9 +1,9 @@
-"""Which strategy files make up one strategy: a merged file, one stage's file, or a folder of them; and merging them.
+"""Read a strategy from a merged file, the file of one stage or a folder of such files; merge a folder into one file.
 
-A folder usually holds a file a rank, those of one stage alike. In a merged file the stage stands before each name,
-`0-embed.weight`; the names themselves may hold dashes, and numbers before them: a file is merged where it cannot be one
-stage's, and what it says besides names tells the rest. The original takes the first file that it finds of a stage and
-never looks at the others; here files that disagree are an error.
+A folder usually contains one file for each rank. The files of one stage have the same content. In a merged file, each
+parameter name has the stage as a prefix: `0-embed.weight`. A parameter name can also contain dashes and begin with a
+number, so the names alone do not identify a merged file. `_merged_names` contains the rules. MindSpore Transformers
+reads the first file of each stage and ignores the others. Here, files of one stage with different content are an error.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _OF_RANK = re.compile(r"rank_[0-9]+\.(ckpt|json)$")
 
 @dataclass(frozen=True)
 class Stage:
-    """What the files say of one pipeline stage.
+    """The records of one pipeline stage.
 
     Attributes:
-        path: the file that said it, the first of several.
-        operators: its operators.
-        layouts: its parameters, by name.
+        path: the file with these records. If several files have them, the first one.
+        operators: the operators of the stage.
+        layouts: the records of its parameters, by name.
     """
 
     path: str
@@ -61,17 +61,17 @@ class Stage:
 
 
 def read_strategy(path: str | os.PathLike[str]) -> Strategy:
-    """Read a whole strategy.
+    """Read the strategy of all stages.
 
     Args:
-        path: a merged file, the file of a job of one stage, or a folder with the files of all stages.
+        path: a merged file, the file of a job with one stage, or a folder with the files of all stages.
 
     Raises:
-        CheckpointNotFoundError: there is no such file, the folder holds no strategy files, or those of a stage are
-            missing; the message names it.
-        DamagedFileError: a file is no strategy file, contradicts itself, or another one of its stage.
+        CheckpointNotFoundError: the file does not exist, the folder contains no strategy files, or the files of a stage
+            are missing. The message names the stage.
+        DamagedFileError: a file is not a strategy file, contradicts itself, or contradicts another file of its stage.
         LayoutError: the stages have different numbers of devices.
-        StorageError: the system failed to read.
+        StorageError: the operating system reported a read error.
 
     Example:
         >>> from reshard.layout.strategy_file import LayoutItem
@@ -89,7 +89,11 @@ def read_strategy(path: str | os.PathLike[str]) -> Strategy:
 
 
 def read_stages(path: str | os.PathLike[str]) -> dict[int, Stage]:
-    """What a file or a folder says of each stage, in their order; some may be missing. Raises as `read_strategy`."""
+    """The records of each stage in a file or a folder, in ascending order of stages. Stages can be missing.
+
+    Raises:
+        CheckpointNotFoundError, DamagedFileError, StorageError: as `read_strategy`.
+    """
     if not locate(path).is_folder():
         found = _stages_of(read_strategy_file(path), os.fspath(path))
     else:
@@ -99,7 +103,7 @@ def read_stages(path: str | os.PathLike[str]) -> dict[int, Stage]:
             data = read_content(file, follow_links=False)
             digest = hashlib.blake2b(data, digest_size=16).digest()
             if digest in seen:
-                continue  # all ranks of a stage write the same
+                continue  # all ranks of a stage write the same content
             seen.add(digest)
             for number, stage in _stages_of(parse_strategy(data, str(file)), str(file)).items():
                 _check_same(number, found.setdefault(number, stage), stage)
@@ -112,18 +116,18 @@ def merge_strategies(
     """Merge the strategy files of all stages into one file.
 
     Args:
-        src: the folder with the files; or one file, which is written again.
-        dst: the merged file; JSON if its name ends in `.json`, else protobuf.
+        src: the folder with the files. One file is also accepted: its content is written to `dst`.
+        dst: the merged file. The format is JSON if the name ends in `.json`, else protobuf.
         overwrite: replace `dst` if it is a strategy file.
-        durable: sync the file before this returns.
+        durable: sync the file before the function returns.
 
     Returns:
         The strategy.
 
     Raises:
-        DestinationExistsError: `dst` exists, and `overwrite` was not given or it is no strategy file.
+        DestinationExistsError: `dst` exists, and `overwrite` is False or `dst` is not a strategy file.
         ArgumentError: `dst` is a folder.
-        UnsupportedError: JSON has no words for a tensor; or the file would be read back as another strategy.
+        UnsupportedError: JSON cannot express a tensor, or the file would be read back as another strategy.
         CheckpointNotFoundError, DamagedFileError, LayoutError, StorageError: as `read_strategy`.
 
     Example:
@@ -158,7 +162,7 @@ def merge_strategies(
 
 
 def merged_file(stages: Mapping[int, Stage]) -> StrategyFile:
-    """One file that says what the stages say."""
+    """The content of one merged file for all stages."""
     return StrategyFile(
         1,
         tuple(operator for stage in stages.values() for operator in stage.operators),
@@ -167,7 +171,10 @@ def merged_file(stages: Mapping[int, Stage]) -> StrategyFile:
 
 
 def stage_file(stage: int, layouts: Mapping[str, LayoutItem]) -> StrategyFile:
-    """The file of one stage, with an operator for each parameter: a file tells its stage by its operators alone."""
+    """The content of the file of one stage.
+
+    It has one operator for each parameter, because only operators contain the stage number.
+    """
     names = list(layouts) or [f"stage-{stage}"]
     return StrategyFile(1, tuple(OperatorItem(name, stage) for name in names), layouts)
 
@@ -194,7 +201,7 @@ def _files(folder: Location) -> list[Location]:
 
 
 def _stages_of(content: StrategyFile, path: str) -> dict[int, Stage]:
-    """A file by stages: of a merged one the names lose their stage."""
+    """Group the records of a file by stage. The stage prefix is removed from the names of a merged file."""
     told = {operator.stage for operator in content.operators}
     names = _merged_names(content, told, path)
     if names:
@@ -218,12 +225,16 @@ def _stages_of(content: StrategyFile, path: str) -> dict[int, Stage]:
 
 
 def _merged_names(content: StrategyFile, told: set[int], path: str) -> dict[str, tuple[int, str]]:
-    """Stage and key of each name in a merged file; of a stage's own file nothing.
+    """The stage and the key of each name in a merged file; empty for the file of one stage.
 
-    A stage's parameters may all be called as in a merged file. Where the operators are of several stages, it is none's;
-    where they are of a later one, it lacks the stages before. A writer that names operators by their parameters tells
-    it by these; of what is left a merged file bears no rank's name. That this was wrong is seen by the tensors that it
-    is then applied to: see `Strategy.check_unlisted`.
+    All names in the file of one stage can have the form `<stage>-<key>` of a merged file. These rules apply in order:
+
+    - The file has operators of several stages, or no operators: it is merged.
+    - All operators belong to one stage other than 0: it is not merged, because the earlier stages are missing.
+    - The operators are named after the parameters: it is merged if their names are the names without the prefix.
+    - Otherwise it is merged unless the file name ends in `rank_<r>.ckpt` or `rank_<r>.json`.
+
+    `Strategy.check_unlisted` detects a wrong result when the strategy is applied to tensors.
     """
     matches = {name: _MERGED_NAME.fullmatch(name) for name in content.layouts}
     names = {name: (int(match[1]), match[2]) for name, match in matches.items() if match is not None}
@@ -241,15 +252,15 @@ def _merged_names(content: StrategyFile, told: set[int], path: str) -> dict[str,
 def check_reads_back(
     path: str | os.PathLike[str], content: StrategyFile, stages: Mapping[int, Mapping[str, LayoutItem]]
 ) -> None:
-    """Refuse to write a strategy file that would be read as something else than is meant.
+    """Check that a strategy file, once written, is read back with the same content.
 
     Args:
-        path: where it is to be written.
-        content: what is to be written.
-        stages: what that is to say of each stage.
+        path: the destination of the file. Its name determines the format.
+        content: the content to write.
+        stages: the expected records of each stage, by parameter name.
 
     Raises:
-        UnsupportedError: no reader would take it for that; or JSON has no words for a tensor.
+        UnsupportedError: the file would be read back with other stages or tensors, or JSON cannot express a tensor.
     """
     try:
         read = _stages_of(written_as(path, content), os.fspath(path))
@@ -266,7 +277,7 @@ def check_reads_back(
 
 
 def _check_same(number: int, first: Stage, other: Stage) -> None:
-    """Two files of one stage must cut its parameters alike."""
+    """Check that two files of one stage have the same partition of each parameter."""
     if first.layouts == other.layouts:
         return
     for key in (*first.layouts, *other.layouts):

@@ -1,9 +1,13 @@
-"""A layout as a strategy that MindSpore can read.
+"""Convert a layout to a strategy that MindSpore can read.
 
-The axes on which `place` puts tensors are the stages. The partition of each tensor is written in the simplest form that
-expresses it: a flat tensor map in which neighbouring axes are merged, else with the further division by the optimizer,
-else with a list of axes for each dim. A partition that has no such form is an error that names the tensor and the
-reason.
+The axes of the `place` entries become the pipeline stages. The partition of each tensor is written in the first form
+that can express it:
+
+1. a flat tensor map with adjacent axes merged,
+2. a flat tensor map with the further partition by the optimizer (`opt_weight_shard_*`),
+3. a list of axes for each dim.
+
+If no form can express the partition, the error names the tensor and the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ __all__ = ["strategy_of", "write_stage_files"]
 
 
 def strategy_of(bound: BoundLayout) -> Strategy:
-    """The strategy that describes the tensors to which a layout was bound.
+    """The strategy of a bound layout.
 
     Raises:
         UnsupportedError: a strategy cannot express the partition or the place of a tensor; the message names the tensor
@@ -49,22 +53,22 @@ def write_stage_files(
     mode: int = 0o666,
     durable: bool = True,
 ) -> list[Path]:
-    """Write the files that MindSpore writes: for each rank `ckpt_strategy_rank_<r>.ckpt`, the strategy of its stage.
+    """Write one file `ckpt_strategy_rank_<r>.ckpt` for each rank, as MindSpore does. It contains the stage of the rank.
 
     Args:
         strategy: the strategy.
-        folder: as in `write_strategy`.
-        ranks: whose files; None: all.
-        suffix: ".ckpt" or ".json".
+        folder: the destination. It is created if it does not exist. Files with the same names are replaced.
+        ranks: the ranks whose files are written; None: all ranks.
+        suffix: ".ckpt" for protobuf, ".json" for JSON.
         mode: permission bits of the files.
-        durable: sync the files before this returns.
+        durable: sync the files before the function returns.
 
     Returns:
-        The files, in the order of the ranks.
+        The paths of the files, in the order of the ranks.
 
     Raises:
-        ArgumentError: a rank does not exist, or the suffix is another one.
-        UnsupportedError: JSON cannot express a tensor; or a file would be read back as another strategy.
+        ArgumentError: a rank does not exist, or the suffix is not supported.
+        UnsupportedError: JSON cannot express a tensor, or a file would be read back as another strategy.
         StorageError: the operating system reported an error.
     """
     if suffix not in (".ckpt", ".json"):
@@ -86,12 +90,12 @@ def write_stage_files(
 
 
 class _Writer:
-    """Writes one bound layout as a strategy."""
+    """Converts one bound layout to a strategy."""
 
     def __init__(self, bound: BoundLayout) -> None:
         self.bound = bound
         sizes = dict(bound.mesh.axes)
-        # The axes as the ranks count them, outermost first.
+        # The axes in the order in which ranks are numbered, outermost first.
         order = _order(bound)
         layouts = bound.tensor_layouts
         placing = {axis for one in layouts.values() for axes, _ in one.place for axis in axes if sizes[axis] > 1}
@@ -118,7 +122,7 @@ class _Writer:
                 raise _inexpressible(key, "it is joined with others into one array")
             held = self._stages(layout)
             if not layout.shape and len(held) == self.n_stages:
-                continue  # a counter, which MindSpore lists in no strategy
+                continue  # a counter: MindSpore does not list it in a strategy
             if layout not in made:
                 made[layout] = self._item(key, layout)
             for stage in held:
@@ -128,7 +132,7 @@ class _Writer:
         return Strategy(stages, source="layout")
 
     def _stages(self, layout: TensorLayout) -> list[int]:
-        """The stages that hold a tensor: those at the coordinates of its place."""
+        """The stages that hold a tensor: the stages at the coordinates of its `place` entries."""
         at = self.bound.mesh.fixed(layout.place)
         coordinates = itertools.product(*(range(self.sizes[axis]) for axis in self.stage_axes))
         return [
@@ -143,7 +147,7 @@ class _Writer:
         if not layout.shape:
             return LayoutItem(self.matrix, ((),))
         further = None if rows else self._shared_further(dims)
-        # MindSpore's tools give wrong slices where the first device axis is divided further and the axes ascend.
+        # MindSpore's tools return wrong slices if the first device axis is partitioned further and the axes ascend.
         is_trap = further is not None and self._is_trap(further)
         plain = self._flat(dims)
         if plain is not None:
@@ -163,9 +167,9 @@ class _Writer:
         return item
 
     def _dims(self, key: str, layout: TensorLayout) -> list[list[int]]:
-        """For each dim the numbers of the device axes that cut it."""
+        """For each dim, the indices of the device axes that partition it."""
         partition = layout.partition
-        if partition.flat:  # even over one rank: its array has one dim then
+        if partition.flat:  # also over one rank, because the stored array has one dim
             raise _inexpressible(key, "it is flattened and cut 1-D")
         if partition.is_reordered:
             raise _inexpressible(key, "its dims are stored in another order")
@@ -181,7 +185,7 @@ class _Writer:
         return dims
 
     def _rows(self, key: str, layout: TensorLayout, dims: list[list[int]]) -> tuple[int, ...]:
-        """The rows of each part of dim 0, if they are not even."""
+        """The number of rows of each part of dim 0; empty if all parts have the same size."""
         uneven = [dim for dim in range(len(dims)) if not self._is_even(layout, dim, dims[dim])]
         if uneven and uneven[-1] > 0:
             raise _inexpressible(key, f"dim {uneven[-1]} is cut into parts of different sizes")
@@ -200,14 +204,17 @@ class _Writer:
         return tuple(rows[part] for part in range(len(rows)))
 
     def _is_even(self, layout: TensorLayout, dim: int, axes: list[int]) -> bool:
-        """Whether all parts of a dim have one size."""
+        """Whether all parts of a dim have the same size."""
         sizes = layout.partition.sizes_of(dim)
         if sizes is not None:
             return len(set(sizes)) < 2
         return layout.shape[dim] % math.prod(self.matrix[a] for a in axes) == 0
 
     def _flat(self, dims: list[list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """A device matrix and one axis for each dim, neighbours that divide one dim merged; None: impossible."""
+        """A device matrix and one axis for each dim; None if this form cannot express the partition.
+
+        Adjacent axes that partition the same dim are merged into one axis.
+        """
         begin: dict[int, list[int]] = {}
         for axes in dims:
             if axes:
@@ -224,7 +231,7 @@ class _Writer:
         return tuple(matrix), tuple(len(matrix) - 1 - number[axes[0]] if axes else -1 for axes in dims)
 
     def _shared_further(self, dims: list[list[int]]) -> LayoutItem | None:
-        """The innermost axes of dim 0 as a further division among the holders of one slice; None: impossible."""
+        """The record with the innermost axes of dim 0 as a further partition by the optimizer; None if impossible."""
         for n in range(1, len(dims[0]) + 1 if dims else 0):
             kept, tail = dims[0][:-n], dims[0][-n:]
             used = {a for axes in (kept, *dims[1:]) for a in axes}
@@ -249,7 +256,7 @@ class _Writer:
 
 
 def _order(bound: BoundLayout) -> list[str]:
-    """The mesh axes of more than one rank, outermost first as the ranks count them."""
+    """The mesh axes of more than one rank, in the order in which ranks are numbered, outermost first."""
     axes = [(name, size) for name, size in bound.mesh.axes if size > 1]
     ranks = bound.ranks
     strides, stride = {}, 1

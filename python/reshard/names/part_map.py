@@ -1,15 +1,15 @@
-"""Where a part lies in a whole tensor, and the tiles of the one as tiles of the other.
+"""The position of a part in a whole tensor, and the conversion of tiles between the two.
 
-A dim of the part lies along a dim of the whole in runs of equal length: element `r * run + u` of the part (u < run) is
-element `start + r * period + u` of the whole. One run is a concatenation. Several runs are an interleaving, such as
-heads or alternating rows. Dims can be in another order. Along a dim of the whole that the part does not have, the part
-lies at one index. Renaming, fusing, splitting, stacking and transposing are all described so.
+The whole is one tensor, such as a fused `qkv`. A part is a tensor contained in it, such as `q`. A dim of the part maps
+to a dim of the whole in runs of equal length: element `r * run + u` of the part (u < run) is element
+`start + r * period + u` of the whole. One run is a concatenation. Several runs are an interleaving, such as heads or
+alternating rows. The part can have another order of dims. In a dim of the whole that the part does not have, the part
+has one index. This mapping describes renaming, fusing, splitting, stacking and transposing.
 
-A stored tile says that a box of a tensor lies in a stored array at an offset with strides. As a tile of the other
-tensor it is split at the borders of the parts, with the offset and strides that follow. Nothing is read or copied.
-An interleaved dim is described by two dims, the run and the element in it, as `factors` of `Index.add_tiles`. All runs
-of a part are one box there, so the number of tiles does not depend on the number of runs.
-This module knows no files and no names.
+A stored tile is a box of a tensor, with its offset and strides in a stored array. The conversion splits the tile at the
+borders of the parts and computes the new offsets and strides. It does not read or copy data. An interleaved dim becomes
+two dims, the run and the element in the run, as `factors` of `Index.add_tiles`. All runs of a part are one box in these
+dims, so the number of tiles does not depend on the number of runs. This module does not use files or names.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ __all__ = ["DimMap", "PartMap"]
 
 
 class _Segment(NamedTuple):
-    """A box along one dim. All fields but `skipped` have an item for each dim that describes the one.
+    """A box along one dim of a tile.
+
+    All fields except `skipped` have one item for a contiguous dim, and two items (run, element) for an interleaved dim.
 
     Attributes:
-        offset: its first element in the other tensor.
-        extent: its elements.
-        skipped: elements of the tile's own dim before it.
-        steps: elements of the tile's own dim from one element of the box to the next.
+        offset: the offset of the box in the other tensor, in elements.
+        extent: the size of the box, in elements.
+        skipped: the number of elements of the tile before the box.
+        steps: the distance in the tile, in elements, between neighbours in the box.
     """
 
     offset: tuple[int, ...]
@@ -43,14 +45,15 @@ class _Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class DimMap:
-    """How one dim of a part lies along a dim of the whole.
+    """The mapping of one dim of a part to a dim of the whole.
 
     Attributes:
-        whole: the dim of the whole.
-        start: the element of the whole at which the part begins. Each of several runs lies within one period.
-        run: elements of the part in one run.
-        period: elements of the whole from the start of one run to that of the next.
-        n_runs: how many runs there are.
+        whole: the index of the dim of the whole.
+        start: the offset of the first run in the whole, in elements. If there are several runs, each run is within one
+            period.
+        run: the length of a run, in elements.
+        period: the distance in the whole from the start of one run to the start of the next, in elements.
+        n_runs: the number of runs.
     """
 
     whole: int
@@ -61,11 +64,11 @@ class DimMap:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether neighbours in the part are neighbours in the whole."""
+        """Whether neighbouring elements of the part are neighbours in the whole."""
         return self.n_runs <= 1 or self.period == self.run
 
     def to_whole(self, begin: int, end: int) -> list[_Segment]:
-        """The boxes of the whole in which elements `begin` to `end` of the part lie."""
+        """The boxes of the whole that contain elements `begin` to `end` (exclusive) of the part."""
         if self.is_contiguous:
             return [_Segment((self.start + begin,), (end - begin,), 0, (1,))]
         first, inside = divmod(self.start, self.period)
@@ -75,7 +78,7 @@ class DimMap:
         ]
 
     def to_part(self, begin: int, end: int) -> list[_Segment]:
-        """The boxes of the part that lie in elements `begin` to `end` of the whole."""
+        """The boxes of the part that are within elements `begin` to `end` (exclusive) of the whole."""
         if self.is_contiguous:
             low, high = max(begin, self.start), min(end, self.start + self.run * self.n_runs)
             return [_Segment((low - self.start,), (high - low,), low - begin, (1,))] if low < high else []
@@ -92,7 +95,7 @@ class DimMap:
 
 
 def _run_boxes(begin: int, end: int, n: int) -> list[tuple[int, int, int, int]]:
-    """Elements `begin` to `end` of runs of `n` elements as boxes `(run, element in it, runs, elements)`."""
+    """Elements `begin` to `end` (exclusive) of runs of `n` elements, as boxes `(run, element, n_runs, n_elements)`."""
     (first, head), (last, tail) = divmod(begin, n), divmod(end, n)
     if begin >= end:
         return []
@@ -106,18 +109,18 @@ def _run_boxes(begin: int, end: int, n: int) -> list[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class PartMap:
-    """How a part lies in a whole.
+    """The mapping of a part to a whole.
 
     Attributes:
-        dims: for each dim of the part, how it lies along a dim of the whole.
-        fixed: `(dim of the whole, index)` of the dims that the part does not have.
+        dims: for each dim of the part, its mapping to a dim of the whole.
+        fixed: `(dim of the whole, index)` for each dim of the whole that the part does not have.
     """
 
     dims: tuple[DimMap, ...]
     fixed: tuple[tuple[int, int], ...] = ()
 
     def factors_of_whole(self, shape: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """The factors of the dims of the whole that its tiles use: runs, and elements of a period.
+        """The factors of the interleaved dims of the whole: the number of periods, and the elements of a period.
 
         Args:
             shape: the shape of the whole, in elements.
@@ -126,11 +129,11 @@ class PartMap:
         return {one.whole: (shape[one.whole] // one.period, one.period) for one in interleaved}
 
     def factors_of_part(self) -> dict[int, tuple[int, int]]:
-        """The factors of the dims of the part that its tiles use: runs, and elements of a run."""
+        """The factors of the interleaved dims of the part: the number of runs, and the elements of a run."""
         return {dim: (one.n_runs, one.run) for dim, one in enumerate(self.dims) if not one.is_contiguous}
 
     def to_whole(self, tile: Tile) -> list[Tile]:
-        """The tiles of the whole that a stored tile of the part is, in the dims of `factors_of_whole`.
+        """Convert a stored tile of the part to tiles of the whole, in the dims of `factors_of_whole`.
 
         Example:
             >>> rows = PartMap((DimMap(whole=0, start=1, run=1, period=2, n_runs=3),))  # every other row
@@ -151,7 +154,7 @@ class PartMap:
         return _tiles(sides, local_offset, whole_strides)
 
     def to_part(self, tile: Tile) -> list[Tile]:
-        """The tiles of the part that a stored tile of the whole holds, in the dims of `factors_of_part`; can be empty.
+        """Convert a stored tile of the whole to tiles of the part, in the dims of `factors_of_part`. Can be empty.
 
         Example:
             >>> rows = PartMap((DimMap(whole=0, start=1, run=1, period=2, n_runs=3),))
@@ -176,7 +179,12 @@ class PartMap:
 
     @classmethod
     def transposed(cls, shape: Sequence[int], order: Sequence[int]) -> PartMap:
-        """A tensor of a shape as one whose dim `j` is its dim `order[j]`."""
+        """The mapping of a tensor (the part) to its transpose (the whole).
+
+        Args:
+            shape: the shape of the tensor, in elements.
+            order: dim `j` of the transpose is dim `order[j]` of the tensor.
+        """
         return cls(tuple(DimMap(order.index(dim), 0, extent, extent, 1) for dim, extent in enumerate(shape)))
 
 

@@ -1,14 +1,14 @@
-"""Which process may write into a checkpoint root: one at a time, by a claim; and the lock under which it writes.
+"""Claims, by which one process at a time may write into a checkpoint root, and the lock that it holds while writing.
 
-A claim is a file `.writers/epoch_<n>` that must not exist when it is made. `n`, its generation, is one more than the
-highest there is (a fencing token). The file records its holder, which touches it every few seconds. A process claims a
-root once, keeps the claim until it ends, and checks before each change that its claim is still the highest. A process
-that was paused, declared dead and replaced stops there.
+A claim is a file `.writers/epoch_<n>`, created exclusively. `n`, its generation, is one more than the highest existing
+one (a fencing token). The file records its holder, which touches it every few seconds. A process claims a root once,
+keeps the claim until it ends, and checks before each change that its claim is still the highest. A process that was
+paused, declared dead and replaced fails at this check.
 
-Another claim is dead if its process is gone (same boot, same pid namespace: the start time shows a pid that was used
-again), or if it was not touched while it was watched for 30 s. Clocks of different machines are never compared. The
-lock `.lock` separates processes for the time of a change; in a store whose locks are local or missing, the claims
-alone do.
+Another claim is dead if its process has ended (on the same boot and pid namespace; the start time detects a reused
+pid), or if it was not touched while it was watched for 30 s. Clocks of different machines are never compared. The lock
+`.lock` excludes other processes during a change. In a store whose locks are local or missing, only the claims exclude
+them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WRITERS_FOLDER = ".writers"
 
 _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0
-_LOCK_SECONDS = 60.0  # publication takes milliseconds; a recovery with large headers to check, seconds
+_LOCK_SECONDS = 60.0  # publication takes milliseconds; a recovery that checks large headers takes seconds
 _MAX_CLAIM_BYTES = 4096
 _CLAIM_FILE = re.compile("epoch_([0-9]{1,18})")
 _log = logging.getLogger("reshard")
@@ -92,7 +92,7 @@ _held_lock = threading.Lock()
 
 @contextlib.contextmanager
 def locked(root: str | os.PathLike[str]) -> Iterator[bool]:
-    """Hold the lock of a root, which must exist; waits for at most a minute.
+    """Hold the lock of an existing root; waits for at most a minute.
 
     Yields:
         Whether the store has locks.
@@ -119,16 +119,16 @@ def locked(root: str | os.PathLike[str]) -> Iterator[bool]:
 def hold(
     root: str | os.PathLike[str], *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777
 ) -> Claim:
-    """The claim of this process on a root: the one that it has, or a new one.
+    """Return the claim of this process on a root; creates it if there is none.
 
     Args:
-        root: a folder that exists.
-        takeover: overtake other claims, whether they are alive or not.
-        durable: sync what is made.
+        root: an existing folder.
+        takeover: replace other claims, even if they are alive.
+        durable: sync the created files and folders.
         folder_mode: permission bits of `.writers`, less the umask.
 
     Raises:
-        ClaimedError: another process has a live claim, or has overtaken ours.
+        ClaimedError: another process has a live claim, or has replaced the claim of this process.
         StorageError: the system failed, or the lock was not free in time.
     """
     place = locate(root)
@@ -155,7 +155,7 @@ def held(root: str | os.PathLike[str]) -> Claim | None:
 
 
 def _key(root: Location) -> Hashable:
-    """What tells a root from another one, whatever its path."""
+    """A value that identifies a root independently of its path."""
     return (root.store, root.store.folder_identity(root.path))
 
 
@@ -177,10 +177,10 @@ def is_alive(root: str | os.PathLike[str], generation: int) -> bool | None:
 
 
 def check(claim: Claim) -> None:
-    """Check that a claim is still the highest: that nobody has overtaken this process.
+    """Check that a claim is still the highest: that no other process has replaced it.
 
     Raises:
-        ClaimedError: somebody has, or the claim was removed.
+        ClaimedError: another process has replaced it, or the claim was removed.
         StorageError: the system failed.
     """
     writers = claim.root / WRITERS_FOLDER
@@ -203,7 +203,7 @@ def check(claim: Claim) -> None:
 
 
 def living_claim(root: str | os.PathLike[str]) -> ClaimedError | None:
-    """The error for a root that another living process of this machine has claimed; None: no such process is seen."""
+    """The error for a root that another living process of this machine has claimed; None: there is no such process."""
     place = locate(root)
     try:
         if not place.is_folder() or held(place) is not None:
@@ -211,12 +211,12 @@ def living_claim(root: str | os.PathLike[str]) -> ClaimedError | None:
         writers = place / WRITERS_FOLDER
         owners = [_owner(_file(writers, one)) for one in _generations(writers)]
     except (OSError, ReshardError):
-        return None  # what cannot be seen is reported when the root is claimed
+        return None  # other errors are reported when the root is claimed
     return next((_claimed(place, one) for one in owners if _is_dead(one, is_real_lock=True) is False), None)
 
 
 def release(root: str | os.PathLike[str] | None = None) -> None:
-    """Give back the claim on a root, or all of this process; another process may then claim at once. Never raises."""
+    """Release the claim on a root, or all claims of this process, so that others can claim it. Never raises."""
     key = None
     if root is not None:
         try:
@@ -228,7 +228,8 @@ def release(root: str | os.PathLike[str] | None = None) -> None:
             if root is None or one == key:
                 with contextlib.suppress(OSError, ReshardError):
                     check(claim)
-                    # The generation stays taken: no later claim has it, so that a late writer finds itself replaced.
+                    # The generation stays in use: no later claim gets it, so that a late writer detects that it was
+                    # replaced.
                     claim.file.write(b'{"released":true}')
                 _drop(claim)
                 del _held[one]
@@ -236,12 +237,12 @@ def release(root: str | os.PathLike[str] | None = None) -> None:
 
 def _drop(claim: Claim) -> None:
     claim.stop.set()
-    claim.beat.join()  # before the close: its handle must not touch a file that reuses the handle's number
+    claim.beat.join()  # before the close: the heartbeat must not touch another file with a reused file descriptor
     claim.file.close()
 
 
 def _forget() -> None:
-    """In a forked child: the parent's claims are not ours, and its heartbeat does not run here."""
+    """Forget the parent's claims in a forked child, in which their heartbeat does not run."""
     global _held_lock  # noqa: PLW0603  the parent may have held it at the fork
     _held_lock = threading.Lock()
     for claim in _held.values():
@@ -250,7 +251,7 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-# At import, so that what is registered later, the wait for pending saves for one, runs before it.
+# Registered at import, so that exit functions that are registered later, such as the wait for saves, run before it.
 process_end.call_at_end(release, process_end.CLAIMS)
 
 
@@ -275,12 +276,12 @@ def _claim(root: Location, *, takeover: bool, durable: bool, folder_mode: int) -
                 made = _make(root, writers, durable=durable)
                 if made is not None:
                     return made
-        # Outside the lock, which others may need meanwhile.
+        # Outside the lock, which other processes may need meanwhile.
         quiet |= _watch(root, writers, unknown)
 
 
 def _make(root: Location, writers: Location, *, durable: bool) -> Claim | None:
-    """A new claim; None if another process was faster, whose claim is checked next."""
+    """Create a claim; None if another process created one first, which is then checked."""
     dead = _generations(writers)
     generation = dead[-1] + 1 if dead else 1
     path = _file(writers, generation)
@@ -289,7 +290,7 @@ def _make(root: Location, writers: Location, *, durable: bool) -> Claim | None:
     except FileExistsError:
         return None
     file = path.store.hold(path.path)
-    for old in dead:  # only now: at every time the highest generation is there
+    for old in dead:  # only now, so that the highest generation exists at every time
         with contextlib.suppress(StorageError):
             filesystem.remove_file(_file(writers, old))
     process_end.call_at_end(release, process_end.CLAIMS)  # once more: this may be a forked worker
@@ -306,7 +307,7 @@ def _touch(file: HeldFile, stop: threading.Event) -> None:
 
 
 def _watch(root: Location, writers: Location, beats: dict[int, int]) -> dict[int, int]:
-    """Watch claims whose process cannot be seen.
+    """Watch claims whose process is not visible on this host.
 
     Args:
         root: the checkpoint root.
@@ -341,7 +342,7 @@ def _generations(writers: Location) -> list[int]:
 
 
 def _beat(path: Location) -> int | None:
-    """When a claim was last touched, by the clock of its store; None if it is gone."""
+    """When a claim was last touched, by the clock of its store; None if it does not exist."""
     return path.store.touched_ns(path.path)
 
 
@@ -361,7 +362,7 @@ def _me() -> dict[str, object]:
 
 
 def _owner(path: Location) -> dict[str, object] | None:
-    """The content of a claim; None if it is torn or gone."""
+    """The content of a claim; None if it is truncated or does not exist."""
     try:
         content = parse_json(path.read_small(_MAX_CLAIM_BYTES), str(path))
     except (DamagedFileError, FileNotFoundError):
@@ -370,9 +371,9 @@ def _owner(path: Location) -> dict[str, object] | None:
 
 
 def _is_dead(owner: dict[str, object] | None, is_real_lock: bool) -> bool | None:  # noqa: FBT001
-    """Whether the holder of a claim is gone; None: it cannot be seen from here."""
+    """Whether the holder of a claim has ended; None: it is not visible on this host."""
     if owner is None:
-        # A claim is written under the lock, which we hold: whoever was writing this one is gone.
+        # A claim is written under the lock, which this process holds: the writer of this claim has ended.
         return True if is_real_lock else None
     if owner.get("released") is True:
         return True
@@ -383,7 +384,7 @@ def _is_dead(owner: dict[str, object] | None, is_real_lock: bool) -> bool | None
     if type(pid) is not int or not 0 < pid < 1 << 31 or not me["boot_id"] or not me["pid_namespace"]:
         return None
     if pid == me["pid"]:
-        return True  # ours, and not held: its making failed, or an earlier process had our number
+        return True  # has our pid but is not held: its creation failed, or an earlier process had the same pid
     started = _started(pid)
     if started is None:
         try:
@@ -391,18 +392,18 @@ def _is_dead(owner: dict[str, object] | None, is_real_lock: bool) -> bool | None
         except ProcessLookupError:
             return True
         except OSError:
-            return None  # it is somebody else's, and hidden
-        return True  # it has ended, and its parent has not looked yet
+            return None  # the process of another user, and hidden
+        return True  # it has ended, and its parent has not waited for it yet
     return started != owner.get("started")
 
 
 def _started(pid: int) -> int | None:
-    """When a process started, in ticks since the boot; None if it cannot be seen or has ended."""
+    """When a process started, in ticks since the boot; None if it is not visible or has ended."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # The name in brackets may hold anything; what follows the last bracket is plain.
+    # The name in brackets may hold any characters; the fields follow the last bracket.
     fields = line.rpartition(b")")[2].split()
     if len(fields) < 20 or fields[0] in (b"Z", b"X"):
         return None

@@ -1,9 +1,9 @@
-"""Publication into a folder that exists: files are written into a hidden folder inside it, and then moved up.
+"""Publication into an existing folder: files are written into a hidden subfolder and then moved into the folder.
 
 The folder itself is never replaced: its inode, mode, owner and mount stay, and so do all entries that are not replaced.
-It knows files and renames, no format. A file system cannot publish several names in one step, so the order of the moves
-decides what a reader finds in between, and after a crash: the old files, the new files, or files without the one that
-makes them a checkpoint (`commits`). It never finds some of the old files together with some of the new ones.
+This module does not depend on formats. A file system cannot publish several names in one step, so the order of the
+moves determines what a reader finds during publication and after a crash: the old files, the new files, or files
+without those that identify a checkpoint (`commits`). A reader never finds a mixture of old and new files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["filled_folder", "is_staging", "staging_name"]
 
 _STAGING = re.compile(r"\.reshard\.[0-9a-z-]{1,64}\.staging")
-_REPLACED = ".replaced"  # in the staging folder: what is removed once the new files are published
+_REPLACED = ".replaced"  # in the staging folder: entries that are removed once the new files are published
 
 _log = logging.getLogger("reshard")
 
@@ -49,7 +49,7 @@ def staging_name(token: str) -> str:
 
 
 def is_staging(name: str) -> bool:
-    """Whether an entry is such a folder. It is no content of the destination."""
+    """Whether an entry is a staging folder, which is not part of the content of the destination."""
     return _STAGING.fullmatch(name) is not None
 
 
@@ -64,23 +64,23 @@ def filled_folder(
     keep_modes: bool = True,
     subfolders: Collection[str] = (),
 ) -> Iterator[Location]:
-    """A staging folder in `target`, whose entries become entries of `target` when the block ends well.
+    """A staging folder in `target`, whose entries are moved to `target` if the block ends without an exception.
 
-    When the block or a move raises, the moves that were made are undone and `target` holds what it held.
+    If the block or a move raises, the moves are undone and `target` is unchanged.
 
     Args:
-        target: a folder that exists.
-        replaces: which entries of `target` the new ones replace; None: `target` must be empty.
-        commits: names of entries that make the others a checkpoint; they are moved last, in this order.
-        durable: sync the staging folder before the moves, and `target` after them. The files themselves must have been
-            synced by who wrote them.
-        mode: permission bits of the folders that are made, less the umask.
-        keep_modes: a file that replaces one of the same name gets the permission bits of that one.
-        subfolders: folders in the staging folder, which are made empty.
+        target: an existing folder.
+        replaces: returns whether an entry of `target` is replaced; None: `target` must be empty.
+        commits: names of entries that identify a checkpoint; they are moved last, in this order.
+        durable: sync the staging folder before the moves, and `target` after them. The caller must have synced the
+            files themselves.
+        mode: permission bits of created folders, less the umask.
+        keep_modes: a new file gets the permission bits of the file that it replaces.
+        subfolders: empty folders to create in the staging folder.
 
     Raises:
         DestinationExistsError: an entry that is not replaced appeared in `target`.
-        StorageError: a folder cannot be made, moved or synced.
+        StorageError: a folder cannot be created, moved or synced.
     """
     place = locate(target)
     staging = place / staging_name(secrets.token_hex(8))
@@ -114,7 +114,7 @@ def _publish(
     durable: bool,
     keep_modes: bool,
 ) -> None:
-    """Move the new entries up and the replaced ones away, in an order of which every part can be read or is refused."""
+    """Move the replaced entries away and the new ones in, so that readers accept or refuse every intermediate state."""
     new = set(staging.names())
     there = {name for name in target.names() if not is_staging(name)}
     old = {name for name in there if replaces(target / name)} if replaces is not None else set()
@@ -131,12 +131,12 @@ def _publish(
     if durable:
         sync_tree(staging)
     last = [name for name in commits if name in new]
-    # Parts are counted from 0 or 1. While the first one is missing no reader takes the others for the whole.
+    # Parts are counted from 0 or 1. While the first one is missing, no reader accepts the others as complete.
     data = sorted(new - set(last), key=_by_number, reverse=True)
     first_away = [name for name in commits if name in old]
     away = [*first_away, *sorted(old - set(first_away), key=_by_number)]
     if set(data) & old and not old == new == set(data[:1]):
-        # Names of the old checkpoint are names of the new one: all of the old one goes before any of the new comes.
+        # The old and new checkpoint have names in common: all old entries are moved before any new one.
         for name in away:
             moves.move(target / name, staging / _REPLACED / name)
         away = []
@@ -155,14 +155,14 @@ def _publish(
 
 
 class _Moves:
-    """Renames that can be undone: each is recorded before it is made, with the identity of what is moved."""
+    """Renames that can be undone: each is recorded before it is done, with the identity of the moved file."""
 
     def __init__(self, replaced: Location) -> None:
         self._replaced = replaced
         self._made: list[tuple[Location, Location, Hashable]] = []
 
     def move(self, source: Location, target: Location) -> None:
-        """Rename; a file at `target` is replaced in one step, and can be put back."""
+        """Rename; a file at `target` is replaced in one step, and can be restored."""
         store, identity = source.store, source.stat().identity
         if not target.exists():
             self._made.append((source, target, identity))
@@ -175,7 +175,7 @@ class _Moves:
         kept = self._replaced / target.name
         try:
             store.link(target.path, kept.path)
-        except StorageError:  # a folder, or a file system without second names
+        except StorageError:  # a folder, or a file system without hard links
             self._made.append((source, target, identity))
             store.exchange(source.path, target.path)
         else:
@@ -183,7 +183,7 @@ class _Moves:
             store.rename(source.path, target.path, replace=True)
 
     def undo(self) -> bool:
-        """Rename all back, the last one first; whether everything is where it was."""
+        """Undo all renames, the last one first. Returns whether all were undone."""
         is_undone = True
         for source, target, identity in reversed(self._made):
             try:
@@ -199,7 +199,7 @@ class _Moves:
 
 
 def _copy_mode(old: Location, new: Location) -> None:
-    """Give a file, or a folder and the files in it, the permission bits of those that it replaces."""
+    """Copy permission bits to a file, or to a folder and its files, from those that they replace."""
     found, made = old.stat(), new.stat()
     if found.kind != made.kind or found.kind == "link":
         return

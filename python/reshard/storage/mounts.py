@@ -1,9 +1,8 @@
-"""On what file system a folder lies: whether other hosts see it, and whether it outlives a loss of power.
+"""The file system of a folder: whether other hosts can read it, and whether its content survives a power failure.
 
-The kernel is asked which mount a path is on (`mnt_id` of an opened handle), and `/proc/self/mountinfo` tells what that
-mount is. Comparing path prefixes would err where one mount hides another, and the number that statfs(2) gives is the
-same for every FUSE file system. Where the system does not tell, nothing is assumed: the type is "unknown", which is
-neither shared nor volatile.
+The kernel reports the mount of a path (`mnt_id` of an opened handle), and `/proc/self/mountinfo` describes the mount.
+A comparison of path prefixes would be wrong where one mount hides another, and statfs(2) reports the same number for
+every FUSE file system. If the system does not report the type, it is "unknown", which is neither shared nor volatile.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ __all__ = ["Mount", "filesystem_type", "is_network", "is_shared", "mount_of", "p
 _NETWORK = re.compile(
     "nfs|nfs4|lustre|gpfs|ceph|cifs|smb3|smbfs|beegfs|dpc|afs|9p|virtiofs|glusterfs|orangefs|pvfs2|panfs|wekafs"
 )
-# A disk of this host is below these. Any other FUSE file system may be anything (s3fs, sshfs, gcsfuse, juicefs), and
-# nearly always reaches out.
+# FUSE file systems on a disk of this host. Most others (s3fs, sshfs, gcsfuse, juicefs) are network file systems.
 _FUSE = re.compile(r"fuse|fuse\..*")
 _LOCAL_FUSE = re.compile(r"fuse\.(overlayfs|fuse-overlayfs|lxcfs|squashfuse|squashfuse_ll|snapfuse)")
 _ESCAPE = re.compile(rb"\\([0-3][0-7]{2})")  # space, tab, newline and backslash, as \040 and so on
@@ -34,7 +32,7 @@ class Mount:
     Attributes:
         point: where it is mounted.
         type: as mount(8) spells it: "ext4", "nfs4", "fuse.sshfs".
-        options: those of the file system itself, separated by commas.
+        options: options of the file system, separated by commas.
     """
 
     point: str
@@ -43,13 +41,13 @@ class Mount:
 
 
 def mount_of(path: str | os.PathLike[str]) -> Mount:
-    """The mount that a path is on, or would be on: the nearest folder above that exists decides.
+    """The mount of a path. If the path does not exist, the mount of its nearest existing parent folder.
 
     Args:
         path: any path; links are followed.
 
     Returns:
-        The mount; of type "unknown" where the system does not tell.
+        The mount; its type is "unknown" if the system does not report it.
     """
     try:
         handle = os.open(_nearest(path), os.O_PATH | os.O_CLOEXEC)
@@ -68,9 +66,9 @@ def mount_of(path: str | os.PathLike[str]) -> Mount:
 
 
 def parse_mountinfo(data: bytes) -> dict[int, Mount]:
-    r"""The mounts that a text like `/proc/self/mountinfo` tells of, by number, see proc_pid_mountinfo(5).
+    r"""Parse the mounts in the format of `/proc/self/mountinfo`, by mount id; see proc_pid_mountinfo(5).
 
-    Lines that are not of that form are left out.
+    Lines in another form are skipped.
 
     Example:
         >>> parse_mountinfo(b"36 35 98:0 /mnt1 /my\\040data rw,noatime master:1 - ext3 /dev/root rw,errors=continue")
@@ -87,7 +85,7 @@ def parse_mountinfo(data: bytes) -> dict[int, Mount]:
 
 
 def filesystem_type(path: str | os.PathLike[str]) -> str:
-    """Type of the file system that a path is on, as mount(8) spells it; "unknown" where the system does not tell.
+    """Type of a path's file system, as mount(8) spells it; "unknown" if the system does not report it.
 
     Example:
         >>> filesystem_type("/proc/self/no/such/folder")
@@ -97,7 +95,7 @@ def filesystem_type(path: str | os.PathLike[str]) -> str:
 
 
 def is_network(filesystem: str) -> bool:
-    """Whether a file system of this type reaches beyond this host: every FUSE is taken to, but for a few known ones.
+    """Whether this type is a network file system. FUSE types count as network file systems, with a few exceptions.
 
     Example:
         >>> is_network("nfs4"), is_network("fuse.sshfs"), is_network("fuseblk"), is_network("xfs")
@@ -109,12 +107,12 @@ def is_network(filesystem: str) -> bool:
 
 
 def is_shared(path: str | os.PathLike[str], shared_paths: str | None) -> bool:
-    """Whether other hosts see what is written below a path: it is on a network, or the user says so.
+    """Whether other hosts can read files below a path: on a network file system, or in a folder that the user lists.
 
     Args:
         path: it need not exist yet.
         shared_paths: folders separated by commas, the content of the environment variable SHARED_PATHS, or None. Real
-            paths are compared, component by component: `/data01` does not admit `/data012`.
+            paths are compared, component by component: `/data01` does not match `/data012`.
 
     Example:
         >>> is_shared("/proc/checkpoints", "/data01, /proc"), is_shared("/proc/checkpoints", "/pro")
@@ -122,13 +120,13 @@ def is_shared(path: str | os.PathLike[str], shared_paths: str | None) -> bool:
     """
     real = Path(os.path.realpath(path))
     entries = [entry.strip() for entry in (shared_paths or "").split(",")]
-    # A relative entry would mean another folder in every process that is started elsewhere.
+    # A relative entry would be a different folder in processes with another working directory.
     admitted = any(real.is_relative_to(os.path.realpath(entry)) for entry in entries if entry.startswith("/"))
     return admitted or is_network(filesystem_type(path))
 
 
 def volatile(path: str | os.PathLike[str]) -> str | None:
-    """What makes a path forget everything when the power is lost, whatever is synced; None if nothing does.
+    """Why the content of a path is lost at a power failure even if it was synced; None if it is not.
 
     Example:
         >>> volatile("/proc") is None
@@ -137,7 +135,7 @@ def volatile(path: str | os.PathLike[str]) -> str | None:
     mount = mount_of(path)
     if mount.type in ("tmpfs", "ramfs"):
         return mount.type
-    # Mounted so, an overlay answers every sync at once and does nothing. The kernel has two ways to say it.
+    # With this option, an overlay ignores every sync. The kernel reports the option in two forms.
     is_volatile = not {"volatile", "fsync=volatile"}.isdisjoint(mount.options.split(","))
     return "a volatile overlay" if mount.type == "overlay" and is_volatile else None
 
@@ -146,7 +144,7 @@ def _nearest(path: str | os.PathLike[str]) -> str:
     """The path with links resolved, or the nearest folder above it that exists."""
     real = Path(os.path.realpath(path))
     found = next((folder for folder in (real, *real.parents) if folder.exists()), real)
-    # Looked into, and not just looked at: a folder that is mounted on demand is then mounted.
+    # Listed, and not only tested for existence: this mounts a folder that is mounted on demand.
     return f"{found}/." if found.is_dir() else str(found)
 
 

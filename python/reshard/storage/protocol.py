@@ -1,18 +1,20 @@
-"""How an iteration is committed to a checkpoint root: after a crash, what was there or the new one is complete.
+"""Commit of an iteration to a checkpoint root. After a crash, the old or the new iteration is complete.
 
     begin     claim the root once a process, recover what a crash left, check the request, make the staging folder
               (every rank writes and syncs its files in it)
     seal      check that every file is there, write checksums.bin, then manifest.json: the commit record, last
     publish   under the lock: still the highest claim? rename staging to its name, sync; move the tracker, sync; mark it
 
-What is published is never changed in place. An iteration that exists is exchanged with the new one in one step, and
-only then goes to the trash. Where names cannot be exchanged the old one goes to the trash first, is kept there, and
-`recover` puts it back if the new one was not published. Where folders cannot be renamed, files are written in the final
-folder and the manifest alone makes them complete; only there, an iteration that is saved again is gone before the new
-one is complete.
+A published folder is never changed in place. An existing iteration is exchanged with the new one in one step, and then
+moved to the trash.
 
-Only the coordinator calls this; the other ranks know the staging folder. Which bytes go into which file is not known
-here, nor which old iterations are kept (`retention`). What a store must be able to do is in `store`.
+If the store cannot exchange names, the old iteration is moved to the trash first and kept there, and `recover` moves it
+back if the new one was not published. If the store cannot rename folders, files are written into the final folder and
+the manifest completes them. Only in this case, an iteration that is saved again is removed before the new one is
+complete.
+
+Only the coordinator calls this module; the other ranks know only the staging folder. This module does not choose the
+content of files, nor the old iterations that are kept (`retention`). `store` defines what a store must support.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ __all__ = [
     "seal",
 ]
 
-_SPARE = 20  # one part in 20 more than planned: names, blocks and what others write meanwhile
+_SPARE = 20  # 5 % more than planned, for metadata, block sizes and files of other programs
 _log = logging.getLogger("reshard")
 
 
@@ -77,11 +79,11 @@ class Attempt:
 
     Attributes:
         root: the checkpoint root.
-        iteration: what is saved.
-        generation: that of the claim under which it is saved.
-        id: 32 hex digits that no other attempt has.
-        staging: the folder to write into, for files alone.
-        previous_tracker: the iteration that the tracker named at the beginning, or None.
+        iteration: the iteration that is saved.
+        generation: generation of the claim under which it is saved.
+        id: 32 hex digits, unique to this attempt.
+        staging: the folder to write into, without subfolders.
+        previous_tracker: the iteration that the tracker named when the attempt began, or None.
         durable: whether everything is synced.
         replaces: whether a folder of the same iteration is replaced.
     """
@@ -97,17 +99,17 @@ class Attempt:
 
     @property
     def folder(self) -> Location:
-        """Where it will be published."""
+        """The folder that it is published as."""
         return self.root / checkpoint2.iteration_folder_name(self.iteration)
 
     @property
     def in_place(self) -> bool:
-        """Whether it is written where it will be, since the store cannot rename folders."""
+        """Whether it is written into its final folder, since the store cannot rename folders."""
         return self.staging == self.folder
 
 
 class FileRecord(Protocol):
-    """What a writer reports of a shard file that it has synced: `_core.Written`, or the same received from a rank."""
+    """The writer's record of a synced shard file: `_core.Written`, or the same received from a rank."""
 
     @property
     def n_bytes(self) -> int: ...  # noqa: D102
@@ -119,9 +121,9 @@ class FileRecord(Protocol):
     def checksums(self) -> bytes: ...  # noqa: D102
 
 
-# Attempts of which a sync failed: what the disk holds of them is unknown, and a second sync would hide that.
+# Attempts with a failed sync: their content on disk is unknown, and a second sync would not report that.
 _poisoned: set[str] = set()
-# Attempts of this process that have ended and left their folder: recovery only covers what dead processes left.
+# Ended attempts of this process whose folder remains: recovery only covers folders of dead processes.
 _left: set[Attempt] = set()
 
 
@@ -136,23 +138,23 @@ def begin(
     takeover: bool = False,
     folder_mode: int = 0o777,
 ) -> Attempt:
-    """Begin to save an iteration: make an empty staging folder in a root that is claimed and recovered.
+    """Begin to save an iteration: claim and recover the root, and create an empty staging folder.
 
     Args:
-        root: the checkpoint root; it is made if it is missing.
-        iteration: what is saved.
-        planned_bytes: bytes that will be written; there must be 5 % more.
-        durable: sync everything, so that it outlives a loss of power.
-        overwrite: whether an iteration that exists is replaced.
+        root: the checkpoint root; it is created if it is missing.
+        iteration: the iteration that is saved.
+        planned_bytes: bytes that will be written; the free space must be 5 % larger.
+        durable: sync everything, so that it survives a power failure.
+        overwrite: whether an existing iteration is replaced.
         rollback: whether the tracker may move down to this iteration.
-        takeover: overtake another process that has claimed the root and is alive.
-        folder_mode: permission bits of the folders that are made, less the umask.
+        takeover: replace the claim of another process, even if it is alive.
+        folder_mode: permission bits of created folders, less the umask.
 
     Raises:
         ArgumentError: the iteration is not an integer from 0 to 10**18 - 1, or below the tracker's without `rollback`.
         ClaimedError: another process writes into the root, or has taken it over.
-        DestinationExistsError: the iteration exists and `overwrite` is off, or the root is no folder.
-        StorageError: there is not enough space, a folder of the root lies on another file system, or the system failed.
+        DestinationExistsError: the iteration exists without `overwrite`, or the root is not a folder.
+        StorageError: there is not enough space, a folder of the root is on another file system, or the system failed.
 
     Example:
         >>> import tempfile
@@ -209,25 +211,25 @@ def seal(
     metrics: Mapping[str, int | float] | None = None,
     file_mode: int = 0o666,
 ) -> Manifest:
-    """Check the staging folder and write the commit record into it, after everything else.
+    """Check the staging folder and write the commit record into it, as the last file.
 
     Args:
         attempt: what `begin` returned.
-        shards: by file name, what its writer reported of each shard file, and the writer's rank.
+        shards: by file name, the writer's record of each shard file, and the writer's rank.
         world_size: number of ranks that the checkpoint is written for.
         passed_over: iterations that the run skipped when it resumed below them.
         ckpt_status: the status that the health monitor reports, or None.
-        metrics: numbers by name that are kept with the iteration.
-        file_mode: permission bits of the files that are made here, less the umask.
+        metrics: numbers by name that are stored with the iteration.
+        file_mode: permission bits of the created files, less the umask.
 
     Returns:
-        The manifest. Any other file that lies in the folder is in it with its digest.
+        The manifest. It lists all other files in the folder with their digests.
 
     Raises:
-        DamagedFileError: a shard file is missing or does not have the reported size, or there is an unexpected shard
-            file, or something that is not a file.
+        DamagedFileError: a shard file is missing or does not have the reported size, or the folder has an unexpected
+            shard file or an entry that is not a file.
         ClaimedError: another process has taken the root over.
-        StorageError: the system failed; the attempt can then only be abandoned.
+        StorageError: the system failed; call `abandon`.
     """
     _check_sound(attempt)
     claims.check(_claim_of(attempt))
@@ -241,7 +243,7 @@ def seal(
             generation=attempt.generation,
             attempt=attempt.id,
             world_size=world_size,
-            # Not that of the beginning: another save of this process may have been published since.
+            # Read again: another save of this process may have been published since the attempt began.
             previous_tracker=checkpoint2.resolve_candidates(attempt.root).tracker,
             passed_over=tuple(passed_over),
             writer=f"reshard {_core.__version__}",
@@ -260,17 +262,17 @@ def seal(
 
 
 def publish(attempt: Attempt, manifest: Manifest) -> list[str]:
-    """Give a sealed iteration its name, and let the tracker name it.
+    """Rename a sealed iteration to its final name, and update the tracker.
 
-    When this returns, the iteration is what a restart finds, and with `durable` it stays so.
+    When this returns, a restart finds the iteration; with `durable` it survives a power failure.
 
     Returns:
-        Warnings: what is wrong without making the save a failure.
+        Warnings: problems that do not make the save fail.
 
     Raises:
         ClaimedError: another process has taken the root over; nothing is published.
-        DestinationExistsError: the iteration was made meanwhile and may not be replaced; nothing is published.
-        DamagedFileError: the staging folder does not hold this manifest any more; nothing is published.
+        DestinationExistsError: the iteration was created meanwhile and may not be replaced; nothing is published.
+        DamagedFileError: the staging folder no longer holds this manifest; nothing is published.
         StorageError: the system failed. The iteration may be published or not; it is complete or does not exist.
     """
     _check_sound(attempt)
@@ -306,7 +308,7 @@ def publish(attempt: Attempt, manifest: Manifest) -> list[str]:
 def abandon(attempt: Attempt) -> None:
     """Remove the staging folder of an attempt that will not be published.
 
-    Never raises; what is left goes when a later save is published, or is recovered by the next process.
+    Never raises. Remaining files are removed when a later save is published, or recovered by the next process.
     """
     _poisoned.discard(attempt.id)
     try:
@@ -317,7 +319,7 @@ def abandon(attempt: Attempt) -> None:
         if not attempt.folder.exists():
             staging.put_back(attempt.root, attempt.staging, durable=attempt.durable)
         with contextlib.suppress(ReshardError):
-            # After an exchange that was not finished the name is that of the old iteration.
+            # After an exchange that was not finished, the staging name refers to the old iteration.
             if manifests.read(attempt.staging).attempt != attempt.id:
                 _left.add(attempt)
                 return
@@ -328,10 +330,10 @@ def abandon(attempt: Attempt) -> None:
 
 
 def release(root: str | os.PathLike[str] | None = None) -> None:
-    """Give back the claim on a root, or all of this process, which happens at its end too. Never raises.
+    """Release the claim on a root, or all claims of this process. Happens at its exit too. Never raises.
 
     Args:
-        root: the checkpoint root, which is tidied up as well; None: all of them.
+        root: the checkpoint root, whose empty folders are removed too; None: all roots.
     """
     if root is None:
         claims.release()
@@ -354,13 +356,13 @@ def release(root: str | os.PathLike[str] | None = None) -> None:
 def claim_root(
     root: str | os.PathLike[str], *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777
 ) -> Claim:
-    """Make a root where it is missing, and claim it for this process.
+    """Create a root if it is missing, and claim it for this process.
 
     Args:
         root: the checkpoint root.
-        takeover: overtake another process that has claimed the root and is alive.
+        takeover: replace the claim of another process, even if it is alive.
         durable: sync what is made.
-        folder_mode: permission bits of the folders that are made, less the umask.
+        folder_mode: permission bits of created folders, less the umask.
 
     Raises:
         ClaimedError: another process writes into the root, or has taken it over.
@@ -381,7 +383,7 @@ def claim_root(
 
 
 def obstacle(root: str | os.PathLike[str]) -> ReshardError | None:
-    """What would make a save fail, as far as it can be checked without changing anything; None: nothing was found.
+    """The error with which a save would fail, found without changing files; None: no error was found.
 
     Args:
         root: the checkpoint root; it may be missing.
@@ -416,12 +418,12 @@ def check_above_tracker(root: str | os.PathLike[str], iteration: int, tracker: i
 
 
 def make_root(root: str | os.PathLike[str], mode: int, *, durable: bool) -> None:
-    """Make the folder of a checkpoint root, and those above it, where they are missing.
+    """Create the folder of a checkpoint root and its parent folders if they are missing.
 
     Args:
         root: the folder.
         mode: permission bits, less the umask.
-        durable: sync the names of what is made.
+        durable: sync the names of the created folders.
 
     Raises:
         DestinationExistsError: it is not a folder.
@@ -449,12 +451,12 @@ def _check_one_filesystem(root: Location) -> None:
 
 
 def check_space(root: str | os.PathLike[str], planned_bytes: int, *, durable: bool) -> None:
-    """Refuse to begin a save that does not fit.
+    """Refuse to begin a save that does not fit into the free space.
 
     Args:
         root: the checkpoint root.
-        planned_bytes: bytes that will be written; there must be 5 % more.
-        durable: sync what is removed from the trash to make room.
+        planned_bytes: bytes that will be written; the free space must be 5 % larger.
+        durable: sync changes of the trash, which is emptied to free space.
 
     Raises:
         StorageError: there is not enough space, or the system failed.
@@ -463,8 +465,8 @@ def check_space(root: str | os.PathLike[str], planned_bytes: int, *, durable: bo
     needed = planned_bytes + -(-planned_bytes // _SPARE)
     free = place.store.free_bytes(place.path)
     if free is not None and free < needed and filesystem.names(place / TRASH_FOLDER):
-        # Recovery has put back what was to be put back: the rest was discarded when something newer was published, or
-        # never finished. If it were kept, a disk that was full once would stay full.
+        # Recovery has moved back all iterations to restore. The rest was replaced by newer iterations or never
+        # finished. If it were kept, a disk that was full once would stay full.
         for line in trash.empty(place, durable=durable):
             _log.warning("%s", line)
         free = place.store.free_bytes(place.path)
@@ -481,7 +483,7 @@ def check_space(root: str | os.PathLike[str], planned_bytes: int, *, durable: bo
 
 
 def _claim_of(attempt: Attempt) -> Claim:
-    """Our claim, if it is still that of the attempt: a forked child has none, and a new one has another generation."""
+    """The claim of the attempt. A forked child has no claim, and a new claim has another generation."""
     claim = claims.held(attempt.root)
     if claim is None or claim.generation != attempt.generation:
         raise ClaimedError(
@@ -504,12 +506,12 @@ def _check_sound(attempt: Attempt) -> None:
 
 
 def _check_staged(attempt: Attempt, shards: Mapping[str, tuple[FileRecord, int]]) -> list[str]:
-    """Check what lies in the folder; the names of the files that are no shard files."""
+    """Check the entries of the folder; returns the names of files that are not shard files."""
     plain, missing = [], set(shards)
     for name in filesystem.names(attempt.staging):
         path = attempt.staging / name
         if name.startswith("."):
-            if name.endswith(".tmp"):  # of a write that failed and was made again
+            if name.endswith(".tmp"):  # of a write that failed and was repeated
                 filesystem.remove_file(path)
             continue
         found = path.stat()
@@ -576,7 +578,7 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
         return
     if not attempt.replaces:
         raise _made_meanwhile(attempt)
-    if (folder / PINNED_FILE).exists():  # it is the iteration that is pinned
+    if (folder / PINNED_FILE).exists():  # the pin belongs to the iteration number
         with contextlib.suppress(FileExistsError):
             filesystem.make_file(attempt.staging / PINNED_FILE, durable=durable)
     if staging.abilities(claim).exchanges:
@@ -584,7 +586,7 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
         staging.sync([root, staging_parent], durable=durable)
         trash.discard(root, attempt.staging, attempt.iteration, durable=durable)
         return
-    # With the id of the attempt: so `recover` knows which new iteration the old one was moved away for.
+    # With the id of the attempt, so that `recover` finds the new iteration for which the old one was moved.
     trash.discard(root, folder, attempt.iteration, attempt.id, durable=durable)
     try:
         filesystem.rename(attempt.staging, folder)
@@ -597,7 +599,7 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
 
 
 def _discard_left(root: Location, *, durable: bool) -> None:
-    """After a publication: what attempts of this process left goes to the trash, old iterations included."""
+    """After a publication: move the remaining folders of this process's attempts to the trash, old iterations too."""
     for attempt in [one for one in _left if one.root == root]:
         _left.discard(attempt)
         with contextlib.suppress(ReshardError):

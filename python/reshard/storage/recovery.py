@@ -1,7 +1,7 @@
-"""Recovery of a root that a crash or a loss of power left. Idempotent; it may itself be killed at any operation.
+"""Recovery of a root after a crash or a power failure. It is idempotent and may itself be killed at any operation.
 
-What dead processes left is finished where it is complete, and goes to the trash where it is not. Names that this
-package does not give are not touched, and nothing is deleted: the trash is emptied after the next publication.
+Complete folders of dead processes are published, and incomplete ones are moved to the trash. Names that this package
+does not create are not changed, and nothing is deleted: the trash is emptied after the next publication.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _log = logging.getLogger("reshard")
 def recover(
     root: str | os.PathLike[str], *, roll_forward: bool = True, durable: bool = True, takeover: bool = False
 ) -> list[str]:
-    """Recover a root before anything is read from it; the process has claimed it from then on.
+    """Recover a root before anything is read from it. Afterwards this process holds a claim on the root.
 
-    A checkpoint that was sealed but not published, and is newer than the tracker's, is published. One that was
-    published but not tracked is tracked. One that was moved away for a new one that was never published is put back.
-    Everything else that dead processes left in staging goes to the trash.
+    A checkpoint that was sealed but not published, and is newer than the tracker's, is published. For a checkpoint that
+    was published but not tracked, the tracker is updated. A checkpoint that was moved to the trash for a new one that
+    was never published is moved back. All other staging folders of dead processes are moved to the trash.
 
-    `begin` does the same, but rolls forward only what is below the iteration that is being saved: a run that resumed
-    below a staged iteration saves it again.
+    `begin` does the same, but publishes only iterations below the one that is being saved: a run that resumed below a
+    staged iteration saves that iteration again.
 
     Args:
         root: the checkpoint root. One that does not exist needs no recovery.
-        roll_forward: whether unpublished checkpoints are published; otherwise they go to the trash.
+        roll_forward: whether unpublished checkpoints are published; otherwise they are moved to the trash.
         durable: sync every change.
-        takeover: overtake another process that has claimed the root and is alive.
+        takeover: replace the claim of another process, even if it is alive.
 
     Returns:
-        What was done, a line each.
+        Descriptions of the actions, one per change.
 
     Raises:
         ClaimedError: another process writes into the root.
@@ -75,7 +75,7 @@ def recover(
 
 
 def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> list[str]:
-    """As `recover`, under the lock, once `.staging` and `.trash` are made; rolls forward only what is below `below`."""
+    """As `recover`, under the lock; `.staging` and `.trash` must exist. Publishes only iterations below `below`."""
     root, done, staged = claim.root, [], []
     for entry in filesystem.names(root):
         if _TRACKER_DEBRIS.fullmatch(entry):
@@ -84,7 +84,7 @@ def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> list[st
         name = StagedName.parse(entry)
         if entry.startswith(PROBE_PREFIX):
             filesystem.remove_folder(root / STAGING_FOLDER / entry, durable=False)
-        # A claim is made while no other is alive: whoever wrote under a lower one is dead or was overtaken.
+        # A claim is created only if no other is alive: writers with a lower generation are dead or were replaced.
         elif name is not None and name.generation < claim.generation:
             staged.append(name)
     for name in sorted(staged, key=lambda one: (one.iteration, one.generation)):
@@ -107,10 +107,10 @@ def _roll_forward(root: Location, name: StagedName, *, durable: bool) -> bool:
     if (tracker is not None and name.iteration <= tracker) or folder.exists():
         return False
     manifest = _complete(source)
-    # After an exchange that was not finished the name is that of the old iteration.
+    # After an exchange that was not finished, the staging name refers to the old iteration.
     if manifest is None or manifest.attempt != name.attempt_id:
         return False
-    staging.sync([source], durable=durable)  # the crash may have come before that of the save
+    staging.sync([source], durable=durable)  # the crash may have happened before the sync of the save
     filesystem.rename(source, folder)
     staging.sync([root, source.parent], durable=durable)
     staging.move_tracker(root, name.iteration, durable=durable)
@@ -119,7 +119,7 @@ def _roll_forward(root: Location, name: StagedName, *, durable: bool) -> bool:
 
 
 def _complete(folder: Location) -> Manifest | None:
-    """The manifest of a folder if all but the data agrees with it; else None. The data is verified when it is read."""
+    """The manifest of a folder if all files but their data match it, else None. Data is verified when it is read."""
     try:
         manifest = manifests.read(folder)
         manifests.check_headers(folder, manifest)
@@ -134,7 +134,7 @@ def _complete(folder: Location) -> Manifest | None:
 
 
 def _finish_in_place(claim: Claim, *, durable: bool) -> list[str]:
-    """Where folders cannot be renamed: finish what has its manifest, remove what has none."""
+    """Where folders cannot be renamed: finish folders with a manifest, remove folders without one."""
     done = []
     for iteration, name in checkpoint2.list_iterations(claim.root):
         folder = claim.root / name
@@ -151,7 +151,7 @@ def _finish_in_place(claim: Claim, *, durable: bool) -> list[str]:
 
 
 def _track(root: Location, below: int | None, *, durable: bool) -> list[str]:
-    """Finish the last step of a publication: the tracker, and the mark that it has named the iteration."""
+    """Finish the last step of a publication: the tracker, and the marker `.tracked`."""
     candidates = checkpoint2.resolve_candidates(root)
     tracker = candidates.tracker
     for iteration, name in sorted(candidates.folders, reverse=True):
@@ -162,7 +162,7 @@ def _track(root: Location, below: int | None, *, durable: bool) -> list[str]:
             staging.mark_tracked(folder, durable=durable)
         elif (tracker is None or iteration > tracker) and (below is None or iteration < below):
             manifest = _complete(folder)
-            # Saved after another tracker than this, it was left behind when somebody went back.
+            # Its save began with another tracker: it remained when a run resumed from an older iteration.
             if manifest is not None and manifest.previous_tracker == tracker:
                 staging.move_tracker(root, iteration, durable=durable)
                 staging.mark_tracked(folder, durable=durable)

@@ -1,4 +1,4 @@
-"""Where an iteration is written before it has its name, and the operations that give it the name.
+"""Staging folders, into which an iteration is written, and the operations that publish it.
 
     .staging/<iteration>.<generation>.<attempt>   written under that claim, to be renamed to `iteration_<8 digits>`
     .trash/<iteration>.<attempt>                  what had that name before, where names cannot be exchanged
@@ -51,12 +51,12 @@ _log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class StagedName:
-    """What the name of a staging folder says.
+    """The fields in the name of a staging folder.
 
     Attributes:
-        iteration: what is saved.
-        generation: that of the claim under which it is saved.
-        attempt_id: 32 hex digits that no other attempt has.
+        iteration: the iteration that is saved.
+        generation: generation of the claim under which it is saved.
+        attempt_id: 32 hex digits, unique to this attempt.
     """
 
     iteration: int
@@ -68,7 +68,7 @@ class StagedName:
 
     @classmethod
     def parse(cls, name: str) -> StagedName | None:
-        """What a name says; None if it is no name of a staging folder.
+        """Parse a name; None if it is not that of a staging folder.
 
         Example:
             >>> StagedName.parse("400.3." + "0" * 32).generation, StagedName.parse("share-0")
@@ -82,10 +82,10 @@ _found: weakref.WeakKeyDictionary[Claim, Abilities] = weakref.WeakKeyDictionary(
 
 
 def abilities(claim: Claim) -> Abilities:
-    """What the store of the claimed root can do, tried out once for each claim, in `.staging`, under the lock.
+    """The abilities of the root's store, tested once for each claim in `.staging`, under the lock.
 
     Raises:
-        StorageError: the system failed in another way than by not being able to.
+        StorageError: the system failed with an error other than a missing ability.
     """
     if claim not in _found:
         place = claim.root / STAGING_FOLDER
@@ -99,29 +99,35 @@ def abilities(claim: Claim) -> Abilities:
     return _found[claim]
 
 
-# -- operations that publishing and recovering share
+# -- operations of both publication and recovery
 
 
 def sync(folders: Sequence[Location], *, durable: bool) -> None:
-    """Make the entries of folders durable, if anything is to be. Raises StorageError."""
+    """Make the entries of folders durable, if `durable`. Raises StorageError."""
     for folder in folders if durable else ():
         filesystem.sync(folder)
 
 
 def move_tracker(root: Location, iteration: int, *, durable: bool) -> None:
-    """Make the tracker name an iteration, whose folder is durable. Raises StorageError."""
+    """Make the tracker name an iteration, whose folder is durable. Raises StorageError.
+
+    Args:
+        root: the checkpoint root.
+        iteration: the iteration.
+        durable: sync the tracker and the root.
+    """
     filesystem.announce("move the tracker")
     checkpoint2.write_tracker(root, iteration, durable=durable)
 
 
 def mark_tracked(folder: Location, *, durable: bool) -> None:
-    """Mark an iteration that the tracker has named: a lower tracker means from then on that a user went back."""
+    """Mark an iteration that the tracker has named. A lower tracker then shows that a run resumed from an older one."""
     with contextlib.suppress(FileExistsError):
         filesystem.make_file(folder / TRACKED_FILE, durable=durable)
 
 
 def put_back(root: Location, staging: Location, *, durable: bool) -> bool:
-    """Put back the iteration that made room for a staged one which never took its place.
+    """Move an old iteration back from the trash, if the staged one that should replace it was not published.
 
     Returns:
         Whether there was one.
@@ -144,7 +150,17 @@ def put_back(root: Location, staging: Location, *, durable: bool) -> bool:
 
 
 def make_in_place(folder: Location, owner: str, mode: int, *, durable: bool) -> None:
-    """An empty final folder, marked: what was in it goes, the manifest first. A pin stays. Raises StorageError."""
+    """Create an empty final folder with its marker. Old entries but a pin are removed, the manifest first.
+
+    Args:
+        folder: the final folder.
+        owner: `<generation>.<attempt>`, the content of the marker.
+        mode: permission bits, less the umask.
+        durable: sync the changes.
+
+    Raises:
+        StorageError: the system failed.
+    """
     filesystem.make_folder(folder, mode, durable=durable)
     filesystem.remove_file(folder / UNFINISHED_FILE)
     filesystem.make_file(folder / UNFINISHED_FILE, owner.encode(), durable=durable)
@@ -152,7 +168,7 @@ def make_in_place(folder: Location, owner: str, mode: int, *, durable: bool) -> 
 
 
 def unfinished(folder: Location) -> str | None:
-    """Who writes in an unfinished folder: `<generation>.<attempt>`, or `removed`; None: the folder is finished."""
+    """The writer of an unfinished folder: `<generation>.<attempt>`, or `removed`; None: the folder is finished."""
     try:
         return (folder / UNFINISHED_FILE).read_small(128).decode("ascii", "replace")
     except FileNotFoundError:

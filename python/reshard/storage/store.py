@@ -1,17 +1,17 @@
-"""The interface of a store: a place that keeps files under paths, such as a local file system or an object store.
+"""The interface of a store, which holds files under paths, such as a local file system or an object store.
 
 Everything that reads, writes, lists, locks or removes files calls a `Store`, mostly through a `Location`. Paths are
-text with `/` between their components. No store knows what the files mean.
+text with `/` between their components. Stores do not interpret the content of files.
 
 A commit of a checkpoint requires of a store:
 
-- `create`: make a file that must not exist; of several writers one wins. Claims of a root depend on it.
+- `create`: create a file that must not exist; of several writers one succeeds. Claims of a root depend on it.
 - `replace`: a reader sees the old content or the new one, never a part. The manifest and the tracker depend on it.
-- a file that `create`, `replace` or `writing` has returned from is listed and read by every process from then on.
-- `abilities`: where folders cannot be renamed, iterations are written in their final folder, and the manifest alone
+- once `create`, `replace` or `writing` has returned, every process lists and reads the file.
+- `abilities`: where folders cannot be renamed, iterations are written in their final folder, and only the manifest
   makes them complete.
 
-Locks, times, free space and permissions are optional: the methods say what a store without them returns.
+Locks, times, free space and permissions are optional: the methods document the results of a store without them.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ __all__ = [
 
 # Error numbers of a store that cannot rename folders, or not between folders.
 NO_FOLDER_RENAME = frozenset((errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM))
-PROBE_PREFIX = ".probe."  # of the folders that `Store.abilities` makes and removes
+PROBE_PREFIX = ".probe."  # of the folders that `Store.abilities` creates and removes
 
 Kind: TypeAlias = Literal["file", "folder", "link", "other"]
 
 
 class Stat(NamedTuple):
-    """What a store knows of a file or folder without reading it.
+    """The status of a file or folder.
 
     Attributes:
         kind: "file", "folder", "link" or "other" (a pipe, a device).
         n_bytes: its size.
         identity: differs from that of a later file with the same path: device and inode, or an ETag.
         modified_ns: when its content was last written, nanoseconds of the store's clock.
-        changed_ns: when its content or its attributes last changed; no program can set it back.
+        changed_ns: when its content or its attributes last changed; programs cannot set it.
         mode: permission bits; 0 in a store without them.
     """
 
@@ -76,7 +76,7 @@ class Stat(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A name in a folder, and what bears it. A link is not followed."""
+    """A name in a folder, and its kind. Links are not followed."""
 
     name: str
     kind: Kind
@@ -84,10 +84,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a store can do with a folder in one step.
+    """The atomic operations of a store on folders.
 
     Attributes:
-        renames_folders: give a folder another name, in another folder.
+        renames_folders: rename a folder, also into another folder.
         exchanges: exchange two names.
     """
 
@@ -101,7 +101,7 @@ class LockHeldError(StorageError):
 
 @contextlib.contextmanager
 def failing(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise errors of the system as a StorageError that says what was being done.
+    """Raise errors of the system as a StorageError that names the action.
 
     Args:
         doing: the action, such as "opening".
@@ -139,21 +139,21 @@ def join(folder: str, name: str) -> str:
 
 
 def ignore(_: str) -> None:
-    """Announce an operation to nobody."""
+    """Ignore the announcement of an operation."""
 
 
 class Lock(abc.ABC):
     """A lock of a file that this process holds until `close`.
 
     Attributes:
-        errno: why the store could not lock, an error number; None: the lock is held.
+        errno: error number of a failed lock; None: the lock is held.
     """
 
     errno: int | None = None
 
     @property
     def is_real(self) -> bool:
-        """Whether the lock keeps other processes out."""
+        """Whether the lock excludes other processes."""
         return self.errno is None
 
     @abc.abstractmethod
@@ -166,7 +166,7 @@ class Lock(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give the lock back. Never raises; a second call has no effect."""
+        """Release the lock. Never raises; a second call has no effect."""
 
     def __enter__(self) -> Self:
         return self
@@ -176,7 +176,7 @@ class Lock(abc.ABC):
 
 
 class HeldFile(abc.ABC):
-    """A file that this process made and keeps watching: a claim, whose time of modification is the heartbeat."""
+    """A file that this process created and keeps open: a claim, whose modification time is the heartbeat."""
 
     @abc.abstractmethod
     def touch(self) -> None:
@@ -192,30 +192,30 @@ class HeldFile(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop watching; the file stays. Never raises."""
+        """Close the file, which is not removed. Never raises."""
 
 
 class Store(abc.ABC):
-    """A place that keeps files. Every path is one of this store.
+    """A store of files. All paths are paths in this store.
 
-    Unless a method says otherwise, it raises CheckpointNotFoundError if there is nothing at a path, and StorageError if
-    the system failed.
+    Unless a method says otherwise, it raises CheckpointNotFoundError if a path does not exist, and StorageError if the
+    system failed.
     """
 
     # -- reading
 
     @abc.abstractmethod
     def stat(self, path: str, *, follow_links: bool = False) -> Stat:
-        """What is at a path.
+        """The status of a path.
 
         Args:
             path: the path.
-            follow_links: whether a symbolic link counts as what it names.
+            follow_links: whether symbolic links are followed.
         """
 
     @abc.abstractmethod
     def entries(self, path: str) -> list[Entry]:
-        """What is in a folder, sorted by name."""
+        """The entries of a folder, sorted by name."""
 
     @abc.abstractmethod
     def read_small(self, path: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
@@ -238,7 +238,7 @@ class Store(abc.ABC):
 
         Args:
             path: the file.
-            n_bytes: at most so many.
+            n_bytes: maximum number of bytes.
             follow_links: whether the last component may be a symbolic link.
 
         Raises:
@@ -269,7 +269,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def open(self, path: str, *, follow_links: bool = False) -> BinaryIO:
-        """Open a regular file for reading; it can be positioned.
+        """Open a regular file for reading; the result is seekable.
 
         Raises:
             CheckpointNotFoundError: there is no such file.
@@ -282,14 +282,14 @@ class Store(abc.ABC):
         return [entry.name for entry in self.entries(path)]
 
     def kind(self, path: str, *, follow_links: bool = False) -> Kind | None:
-        """What is at a path, or None if there is nothing or it cannot be seen. Never raises."""
+        """The kind of a path, or None if it does not exist or is not accessible. Never raises."""
         try:
             return self.stat(path, follow_links=follow_links).kind
         except ReshardError:
             return None
 
     def open_folder(self, path: str) -> OpenedFolder:
-        """A folder whose entries are checked and read."""
+        """Open a folder to check and read its entries."""
         return OpenedFolder(self, path)
 
     def absolute(self, path: str) -> str:
@@ -297,14 +297,14 @@ class Store(abc.ABC):
         return path
 
     def resolve(self, path: str) -> str:
-        """The one path of a file or folder that several paths may name."""
+        """The canonical path of a file or folder."""
         return self.absolute(path)
 
     def local_path(self, path: str) -> str:
         """The path in the file system of this host.
 
         Raises:
-            StorageError: this store is not one.
+            StorageError: this store is not a local file system.
         """
         raise StorageError(f"{show(path)} is not on a file system of this host", path=path, errno=errno.EOPNOTSUPP)
 
@@ -320,14 +320,14 @@ class Store(abc.ABC):
         durable: bool,
         announce: Callable[[str], None] = ignore,
     ) -> None:
-        """Make a small file that must not exist; of several writers one succeeds.
+        """Create a small file that must not exist; of several writers one succeeds.
 
         Args:
             path: the file, in a folder that exists.
-            data: its content. A crash may leave a part of it; its name is there then.
+            data: its content. After a crash the file may exist with a part of it.
             mode: permission bits, less the umask.
             durable: sync the file. Its name becomes durable with `sync_folder`.
-            announce: called before the sync, with text that says what follows.
+            announce: called before the sync, with a text that names it.
 
         Raises:
             FileExistsError: it exists.
@@ -336,9 +336,9 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def writing(self, path: str, mode: int = 0o666, *, durable: bool) -> AbstractContextManager[BinaryIO]:
-        """A file to write into, which gets its name when the block ends without an error.
+        """A file to write into, which gets its final name if the block ends without an error.
 
-        A file that had the name is replaced. If the block raises, nothing changes.
+        An existing file of this name is replaced. If the block raises, nothing changes.
 
         Args:
             path: the file, in a folder that exists.
@@ -356,10 +356,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def append_line(self, path: str, line: bytes, mode: int = 0o666, *, durable: bool) -> None:
-        """Add a line to a file, which is made if there is none.
+        """Append a line to a file; creates the file if it does not exist.
 
-        A last line without its newline, which a crash left, is ended first. A store that cannot append replaces the
-        file: lines of two writers at the same time may be lost there.
+        If a crash left a last line without a newline, the newline is added first. A store that cannot append replaces
+        the file: lines of two writers at the same time may be lost there.
 
         Args:
             path: the file, in a folder that exists.
@@ -374,9 +374,9 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def make_folder(self, path: str, mode: int = 0o777) -> None:
-        """Make a folder in a folder that exists; one that is there is left as it is.
+        """Create a folder in an existing folder; an existing folder is not changed.
 
-        In a store without folders this has no effect: a folder exists there while something is in it.
+        In a store without folders this has no effect: there a folder exists while it holds entries.
 
         Args:
             path: the folder.
@@ -388,28 +388,28 @@ class Store(abc.ABC):
         """Make the names in a folder durable. Has no effect where every change is durable when its call returns."""
 
     def rename(self, source: str, target: str, *, replace: bool = False) -> None:
-        """Give a file or folder another name.
+        """Rename a file or folder.
 
         Args:
-            source: what is renamed.
+            source: the file or folder.
             target: its new name.
-            replace: whether a file that has the name is replaced, in one step.
+            replace: whether an existing file is replaced, in one step.
 
         Raises:
-            FileExistsError: the name is taken, without `replace`.
+            FileExistsError: the target exists, without `replace`.
             StorageError: the system failed, or the store cannot rename (`NO_FOLDER_RENAME` has its error number).
         """
         what = f"renaming {show(source)} to {show(target)}{', which it replaces' if replace else ''}"
         raise StorageError(f"{what}: this store cannot", path=target, errno=errno.EOPNOTSUPP)
 
     def exchange(self, one: str, other: str) -> None:
-        """Exchange two names in one step. Raises StorageError, also where the store cannot."""
+        """Exchange two names in one step. Raises StorageError, also if the store does not support it."""
         raise StorageError(
             f"exchanging {show(one)} and {show(other)}: this store cannot", path=other, errno=errno.EOPNOTSUPP
         )
 
     def link(self, source: str, target: str) -> None:
-        """Give a file a second name. Raises StorageError, also where the store cannot."""
+        """Create a hard link. Raises StorageError, also if the store does not support it."""
         raise StorageError(
             f"linking {show(source)} as {show(target)}: this store cannot", path=target, errno=errno.EOPNOTSUPP
         )
@@ -433,22 +433,22 @@ class Store(abc.ABC):
         durable: bool,
         announce: Callable[[str], None],
     ) -> None:
-        """Remove a folder with everything in it; no link in it or in its place is followed. No error if there is none.
+        """Remove a folder with everything in it; links are not followed. No error if there is none.
 
         Args:
             path: the folder.
             first: the name that is removed first.
             last: the name that is removed last.
-            keep: names of what stays, and with it the folder.
-            durable: make it durable that `first` is gone before anything else goes.
-            announce: called before each of the two steps, with text that says what follows.
+            keep: names of entries that stay; then the folder stays too.
+            durable: make the removal of `first` durable before other entries are removed.
+            announce: called before each of the two steps, with a text that names it.
         """
 
     @abc.abstractmethod
     def remove_empty_folder(self, path: str) -> None:
-        """Remove a folder that has nothing in it. Raises StorageError if it has."""
+        """Remove an empty folder. Raises StorageError if it is not empty."""
 
-    # -- who else is there
+    # -- other processes
 
     @abc.abstractmethod
     def lock(self, path: str, *, shared: bool, seconds: float, make: bool = False) -> Lock:
@@ -456,12 +456,12 @@ class Store(abc.ABC):
 
         Args:
             path: the file.
-            shared: whether others may hold a shared lock at the same time.
-            seconds: how long to wait for another process.
-            make: make the file if there is none.
+            shared: whether other processes may hold a shared lock at the same time.
+            seconds: seconds to wait for another process.
+            make: create the file if it does not exist.
 
         Returns:
-            The lock. In a store without locks it is not real, and its `errno` says why.
+            The lock. In a store without locks, `is_real` is False and `errno` is the reason.
 
         Raises:
             LockHeldError: another process held the lock for the whole time.
@@ -469,54 +469,54 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def hold(self, path: str) -> HeldFile:
-        """A file that this process has created, to touch it and to see whether it is replaced."""
+        """Hold a file that this process has created, to touch it and to detect that it was replaced."""
 
     @abc.abstractmethod
     def touched_ns(self, path: str) -> int | None:
         """When a file was last modified, nanoseconds of the store's clock, not from a cache; None: there is no file."""
 
-    # -- what the store is
+    # -- properties of the store
 
     @abc.abstractmethod
     def abilities(self, path: str) -> Abilities:
-        """What the store can do with folders, found by trying in a folder.
+        """The atomic operations on folders, found by a test in a folder.
 
         Raises:
-            StorageError: the system failed in another way than by not being able to.
+            StorageError: the system failed with an error other than a missing ability.
         """
 
     @abc.abstractmethod
     def folder_identity(self, path: str) -> Hashable:
-        """What tells a folder from others, whichever path names it. A store without folders has the path itself."""
+        """A value that identifies a folder independently of its path; in a store without folders, the path."""
 
     @abc.abstractmethod
     def free_bytes(self, path: str) -> int | None:
-        """Bytes that can still be written below a folder; None: the store has no limit that it knows of."""
+        """Bytes that can still be written below a folder; None: the store has no known limit."""
 
     @abc.abstractmethod
     def is_writable(self, path: str) -> bool:
-        """Whether this process may make files in a folder, as far as the store says. Never raises."""
+        """Whether this process may create files in a folder, as far as the store reports. Never raises."""
 
     @abc.abstractmethod
     def same_filesystem(self, one: str, other: str) -> bool:
-        """Whether a rename between two folders can be one step: they are on one file system."""
+        """Whether two folders are on one file system, so that a rename between them is atomic."""
 
     @abc.abstractmethod
     def is_shared(self, path: str, shared_paths: str | None) -> bool:
-        """Whether other hosts see what is written below a path, see `mounts.is_shared`; always in an object store."""
+        """Whether other hosts can read files below a path, see `mounts.is_shared`; always in an object store."""
 
     @abc.abstractmethod
     def volatile(self, path: str) -> str | None:
-        """What makes a path lose its content with the power, whatever is synced; None: nothing does."""
+        """Why the content of a path is lost at a power failure even if it was synced; None: it is not."""
 
 
 class OpenedFolder:
     """A folder whose entries are checked and read, for as long as the `with` block lasts.
 
-    Names come from files that a stranger may have written; they are plain components when they get here.
+    Names may come from untrusted files. The caller has checked that they are plain components.
 
     Args:
-        store: where it is.
+        store: the store of the folder.
         path: the folder.
 
     Raises:
@@ -556,7 +556,7 @@ class OpenedFolder:
         """Check that an entry is a regular file of a size, without opening it.
 
         Raises:
-            DamagedFileError: it is not.
+            DamagedFileError: it is another kind of file or has another size.
             StorageError: the system failed.
         """
         try:
@@ -583,7 +583,7 @@ class OpenedFolder:
 
 
 def check_file(path: str, is_file: bool, found_bytes: int, n_bytes: int | None) -> None:  # noqa: FBT001
-    """Check that what was found is a regular file of a size.
+    """Check that a path is a regular file of a size.
 
     Args:
         path: the path, for the message.
@@ -592,7 +592,7 @@ def check_file(path: str, is_file: bool, found_bytes: int, n_bytes: int | None) 
         n_bytes: the size that it must have; None: any.
 
     Raises:
-        DamagedFileError: it is not.
+        DamagedFileError: it is another kind of file or has another size.
     """
     if not is_file:
         raise DamagedFileError(f"{show(path)} is not a regular file", path=path)

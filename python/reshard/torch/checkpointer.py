@@ -1,4 +1,4 @@
-"""What a training loop calls: `Checkpointer`, `resume` and `step`.
+"""The interface for a training loop: `Checkpointer` with its methods `resume` and `step`.
 
     checkpointer = Checkpointer("output/checkpoint", save_every=500, keep=5)
     decision = checkpointer.resume(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
@@ -6,9 +6,9 @@
         ...
         checkpointer.step(step, loss=loss)
 
-This module decides when to save. `saving` makes a checkpoint of the live state, `preflight` checks at the start whether
-that can succeed, `load_with` chooses the checkpoint to resume from, `loading` reads it and `resuming` restores it,
-`emergency` brings the ranks to the same step after a signal, and `leaving` saves there and ends.
+This module decides when to save. `saving` writes a checkpoint of the live state, `preflight` checks at the start
+whether that can succeed, `load_with` chooses the checkpoint to resume from, `loading` reads it and `resuming` restores
+it, `emergency` brings the ranks to the same step after a signal, and `leaving` saves at that step and exits.
 """
 
 from __future__ import annotations
@@ -89,66 +89,66 @@ _MAX_CONFIG_BYTES = 16 << 20
 class Checkpointer:
     """Saves a training run and resumes it: model, optimizer, schedulers, data position, random state, on any ranks.
 
-    Every rank makes one with the same arguments and makes the same calls. `resume` comes first: it takes the objects of
-    the run and restores them from the newest undamaged checkpoint, if there is one. `step` comes at the end of every
-    step.
+    Every rank creates one with the same arguments and calls the same methods. Call `resume` first: it restores the
+    objects of the run from the newest undamaged checkpoint, if there is one. Call `step` at the end of every step.
 
     As a context manager it waits for the last save at the end of the block; else call `close`.
 
-    A fault that would make saves fail is an error of the constructor or of `resume`: an invalid option, an unwritable
-    root, a root that another job writes into or that is at a later step, state that cannot be saved. `resume` claims
-    the root for this process. With `save_every=None`, as for an evaluation beside a training, it does not, and these
-    faults are warnings of the decision.
+    The constructor or `resume` raises an error if saves would fail: an invalid option, an unwritable root, a root that
+    another job writes into or that is at a later step, state that cannot be saved. `resume` claims the root for this
+    process. With `save_every=None`, as for an evaluation beside a training, it does not, and these faults are warnings
+    of the decision.
 
-    `initial_step` is the step that was saved, whatever the batch size is now. The position in the data is that of the
-    sampler, which counts samples.
+    `initial_step` is the step that was saved, whatever the batch size is now. The position in the data is the position
+    of the sampler, which counts samples.
 
-    Signals (SIGTERM and SIGUSR1): when one reaches any rank, all save at the same step, the next or the one after it,
-    wait until it is published and exit with code 75; with 128 + the signal's number if the save failed. `step` is where
-    that happens.
+    Signals (SIGTERM and SIGUSR1): when any rank receives one, all ranks save at the same step, the next or the one
+    after it, wait until the checkpoint is published and exit with code 75, or with 128 + the signal's number if the
+    save failed. This happens in `step`.
 
     Args:
         root: the checkpoint root.
         save_every: steps from one save to the next; or a time, "30min", "1h30min", "90s", by rank 0's clock; None: save
-            only when asked.
-        keep: the newest iterations that are kept; short for `retention=Retention(keep=...)`. Default 5. None: all.
+            only in `save`.
+        keep: number of newest iterations that are kept; short for `retention=Retention(keep=...)`. Default 5. None:
+            all.
         retention: which iterations are kept, instead of `keep`: a `Retention` or a mapping of its fields.
         async_save: write in the background; the step waits only until its tensors are copied. A group without a method
-            `session` cannot serve two threads at once: with one, saves are waited for, and a warning says so.
-        overlap: with `async_save`, `step` does not wait for copies of what only an optimizer's step changes, its
-            parameters and its state: a hook makes its next step wait. Then nothing else may change them: no step that
-            is replayed from a CUDA graph, and no update by hand.
+            `session` does not support two threads: with such a group, saves block, and a warning is logged.
+        overlap: with `async_save`, `step` does not wait for copies of the parameters and state of optimizers: a hook
+            makes the next step of the optimizer wait. They must then change only in that step, not in a step that is
+            replayed from a CUDA graph or by a manual update.
         verify: what is compared: a `Verify`, a mapping of its fields, or "touched", "full" or "structure" for its field
-            `on_load`. Copies of buffers may differ between ranks: each rank then gets its own back, and another number
-            of ranks the first one's, with a warning. Those that DDP broadcasts are the sender's.
+            `on_load`. Copies of buffers may differ between ranks: each rank then gets its own copy back, and with
+            another number of ranks all get that of the first rank, with a warning. Of buffers that DDP broadcasts, the
+            sender's copy is saved.
         commit: how saves are published: a `Commit` or a mapping of its fields.
         files: which files hold the tensors: a `Files` or a mapping of its fields.
         format: "checkpoint2"; or "checkpoint1" or a `Checkpoint1Options`. In Checkpoint 1.0 epoch and step of the names
             are those of an `ElasticSampler`, where there is one.
         integrated_save: each save is written a second time, as whole tensors, into `<root>_integrated`, see
             `reshard.verbs.integrate`.
-        signals: the signals that ask for a save and the end.
+        signals: the signals that request a save and the exit.
         interrupts: what happens when a signal or an exception ends the training: an `Interrupts` or a mapping of its
             fields.
         group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
             None: torch's default group if there is one, else this process alone.
-        mesh: the mesh of all ranks, where tensors do not carry it.
-        coordinate: where this rank's random streams belong, by mesh axis, as in `reshard.torch.rng.capture`.
-        seed: the seed from which random streams are derived in another world; None: what torch was seeded with on
-            rank 0.
+        mesh: the mesh of all ranks, if tensors have none.
+        coordinate: the position of this rank's random streams, by mesh axis, as in `reshard.torch.rng.capture`.
+        seed: the seed from which random streams are derived for another world size; None: the seed of torch on rank 0.
         health: called after each step as `health(step, loss, metrics)`, returns whether the run is healthy; a
-            checkpoint is marked with the result of its step. Default: the loss is finite. Rank 0's counts.
+            checkpoint is marked with the result of its step. Default: the loss is finite. The result of rank 0 is used.
         healthy_only: resume only from checkpoints that were marked healthy.
-        environment: what is to be recorded of the run besides versions and hardware: the arguments `config`, `dataset`
-            and `code` of `reshard.torch.environment.record`.
+        environment: facts of the run to record besides versions and hardware: the arguments `config`, `dataset` and
+            `code` of `reshard.torch.environment.record`.
         strict_environment: refuse to resume in an environment that may change numbers. Otherwise differences are
             warnings of the decision.
         timeout: seconds that ranks wait for each other in one exchange, the time to write or to read included.
         threads: threads of copies.
 
     Raises:
-        ArgumentError: an option has a value that is not accepted, or does not go with another one; `save_every` is a
-            time and ranks cannot leave messages for each other.
+        ArgumentError: an option has a value that is not accepted, or contradicts another one; `save_every` is a time
+            and ranks cannot leave messages for each other.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -242,24 +242,24 @@ class Checkpointer:
 
     @classmethod
     def from_config(cls, config: ConfigLike, **options: Any) -> Self:
-        """Make one of a configuration with MindSpore configuration keys: a YAML file, a mapping or a `Config`.
+        """Create one from a configuration with MindSpore configuration keys: a YAML file, a mapping or a `Config`.
 
-        The configuration says what is loaded, which may be another root or one iteration, and whether the counters go
-        on; where, how often and how to save; and the rules of data and health. What is loaded is where the run starts
-        for the first time: if the folder that it saves into holds newer checkpoints, as after a crash, it resumes from
-        the newest of these, and the decision says so.
+        The configuration defines the checkpoint that is loaded, which may be in another root or a single iteration, and
+        whether the counters continue; where, how often and how to save; and the rules of data and health. The run loads
+        that checkpoint when it starts for the first time. If the folder that it saves into holds newer checkpoints, as
+        after a crash, it resumes from the newest of these, and the decision records it.
 
         When the global batch size changes, steps are scaled as MindSpore Transformers does.
 
         Args:
             config: the configuration; its digest is recorded in the environment.
-            options: further arguments of `Checkpointer`, which take precedence over the configuration. `root` is where
-                it saves. A mapping changes the fields of a group of options that it names; an object of the class, or
-                `keep`, replaces the group.
+            options: further arguments of `Checkpointer`, which take precedence over the configuration. `root` is the
+                checkpoint root for saves. A mapping changes the fields of a group of options that it names; an object
+                of the class, or `keep`, replaces the group.
 
         Raises:
             ConfigError: the configuration is not valid.
-            ArgumentError: it does not say where to save, and `root` is not given.
+            ArgumentError: it has no folder for saves, and `root` is not given.
 
         Example:
             >>> checkpointer = Checkpointer.from_config({
@@ -316,7 +316,7 @@ class Checkpointer:
         grown: bool = False,
         allow_fresh: bool = False,
     ) -> ResumeDecision:
-        """Take the objects of the run, and restore them from the newest undamaged checkpoint, if there is one.
+        """Register the objects of the run, and restore them from the newest undamaged checkpoint, if there is one.
 
         Args:
             model: a module, plain or in DDP, FSDP2, tensor parallel; or several, such as stages of a pipeline. Tensors
@@ -328,17 +328,18 @@ class Checkpointer:
             extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is saved, and that of
                 other ranks must equal it. Of an object wrapped in `reshard.per_rank` the state of each rank is saved,
                 which fits the same number of ranks only.
-            strict: what is missing in the checkpoint or in the run is an error; else a warning of the decision.
+            strict: raise an error for entries that are missing in the checkpoint or in the run; else a warning of the
+                decision.
             cast: convert floating-point tensors to the dtype of the live ones, instead of refusing them.
-            init: fills buffers that no checkpoint holds, as in `reshard.torch.state.apply`.
-            device: where tensors on the device `meta` get their content.
+            init: fills buffers that are not in the checkpoint, as in `reshard.torch.state.apply`.
+            device: the device on which tensors on the device `meta` are allocated.
             check: called after everything is restored but the random state, as `check(saved)`, with `step`, `loss` and
-                the metrics at the save: to run a forward pass and compare. False refuses to go on.
+                the metrics at the save: to run a forward pass and compare. If it returns False, an error is raised.
             grown: the dataset is the saved one with samples appended, as in `ElasticSampler.load_state_dict`.
-            allow_fresh: start from nothing if there are checkpoints and none is complete.
+            allow_fresh: start without a checkpoint if no checkpoint is complete.
 
         Returns:
-            What the run resumes from: `initial_step` steps count as done. Differences from the saved run are in its
+            The resume decision: `initial_step` steps count as done. Differences from the saved run are in its
             `warnings` and `reasons`.
 
         Raises:
@@ -346,7 +347,8 @@ class Checkpointer:
             ArgumentError: state that cannot be saved; a root that is at a later step; a model on the device `meta` and
                 nothing to resume from.
             ClaimedError: another job writes into the root.
-            MismatchError: tensors or objects do not fit, `check` refused, or the environment differs and is strict.
+            MismatchError: tensors or objects do not match, `check` returned False, or the environment differs with
+                `strict_environment`.
             DamagedFileError, CheckpointNotFoundError, UnsupportedError, GroupError, StorageError: as `reshard.load`.
         """
         if self._saver is not None:
@@ -386,14 +388,14 @@ class Checkpointer:
 
         decision, found = load(own_config(self._config, self._root) if is_own else self._config)
         is_fresh_by_word = allow_fresh and decision.fresh
-        if is_own and decision.fresh:  # `allow_fresh`, and none of its own is whole
+        if is_own and decision.fresh:  # with `allow_fresh`, and no checkpoint of its own is complete
             told += decision.warnings
             decision, found = load(self._config)
         elif reason is not None:
             decision = replace(decision, reasons=(reason, *decision.reasons))
         if found is None:
             self._together(lambda: check_has_content(described, str(self._root)))
-            # What is restored is the same on all ranks; what is new is compared as the first save compares it.
+            # Restored state is equal on all ranks; new state is compared as the first save compares it.
             told += self._expected_to_work(lambda: self._describe(run, optimizer, compare=True))
         else:
             saved = {} if is_weights_alone else found.extra
@@ -447,7 +449,7 @@ class Checkpointer:
         return self._expected_to_work(check_all)
 
     def _expected_to_work(self, work: Callable[[], object]) -> list[str]:
-        """Do what a save would do. A failure is an error if saves are due, and else a warning."""
+        """Run a check of saves. A failure is an error if saves are due, else a warning."""
         try:
             work()
         except GroupError:
@@ -471,7 +473,7 @@ class Checkpointer:
         )
 
     def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: RestoreOptions) -> list[str]:
-        # Who does not save the optimizer knows that it begins anew.
+        # If the optimizer is not saved, it is expected to restart.
         return check_has_optimizer(run, found, saved, replace(how, strict=how.strict and self._save_optimizer))
 
     def _restore_rest(
@@ -480,7 +482,7 @@ class Checkpointer:
         decision: ResumeDecision,
         check: Callable[[Mapping[str, Any]], bool | None] | None,
     ) -> list[str]:
-        """Restore what comes last: call the check, then restore the random streams, which it may have used."""
+        """Restore the last part: call the check, then restore the random streams, which it may have used."""
         members, told = self._group, list[str]()
         known = saved.get("run")
         if known is not None:
@@ -523,7 +525,7 @@ class Checkpointer:
         return environments.record(**{"world_size": self._group.world_size, "mesh": sizes} | self._environment)
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """Do something on all ranks; an error of one rank is raised on all."""
+        """Run a function on all ranks; an error of one rank is raised on all."""
         return Collective(session(self._group, "resume"), self._timeout).each(work)
 
     def _begin(self, saver: Saver, decision: ResumeDecision, *, is_back: bool) -> None:
@@ -536,7 +538,7 @@ class Checkpointer:
             run.rendezvous = Rendezvous(self._group, self._board, word, self._drift)
         run.last = run.saved = decision.initial_step
         if decision.iteration is not None and self._saves_where_it_loads(decision):
-            # Only steps that were scaled begin below the checkpoint. A loop that starts over by mistake must not.
+            # Only scaled steps may begin below the checkpoint, not a loop that starts over by mistake.
             run.above = decision.iteration if decision.initial_step < decision.iteration else 0
         if is_back:
             pass_over(self._root, -1 if decision.fresh else decision.initial_step)
@@ -587,19 +589,20 @@ class Checkpointer:
     def step(self, step: int, *, loss: object = None, metrics: Mapping[str, Any] | None = None) -> None:
         """Complete a step: advance the sampler, save if a save is due, and handle signals.
 
-        To be called by all ranks at the end of every step, when the optimizer and the schedulers have made theirs. A
-        save that fails for want of room or of an answer is logged, and training goes on; the third in a row raises.
+        All ranks call this at the end of every step, after the steps of the optimizer and the schedulers. A save that
+        fails because of missing space or a timeout is logged, and training continues; the third consecutive failure
+        raises.
 
         Args:
-            step: its number, counting on from the decision's `initial_step`; the iteration, if it is saved. Where
-                steps were left out (`step` is called for every tenth), the sampler moves on by so many.
+            step: its number, counting on from the decision's `initial_step`; the iteration, if it is saved. If steps
+                were omitted (`step` is called for every tenth), the sampler advances by their number.
             loss: of this step, for health and the log: a number or a tensor of one element.
             metrics: other numbers by name, for the log of saves.
 
         Raises:
             ArgumentError: `resume` was not called; the step does not count up.
-            SystemExit: a signal came, and the save is done (code 75) or failed.
-            ReshardError: what is to be saved cannot be, or three saves in a row have failed.
+            SystemExit: a signal was received, and the save is published (code 75) or failed.
+            ReshardError: the state cannot be saved, or three consecutive saves have failed.
         """
         saver = self._running()
         run = saver.run
@@ -640,14 +643,14 @@ class Checkpointer:
             saver.save_due(step)
 
     def save(self, step: int | None = None, *, blocking: bool | None = None) -> SaveReport | PendingSave[SaveReport]:
-        """Save now, whatever is due. All ranks call it.
+        """Save now, even if no save is due. All ranks call it.
 
         Args:
             step: the iteration; None: the step of the last call of `step`.
             blocking: whether to wait until it is published; None: as `async_save`. A group without sessions waits.
 
         Returns:
-            What was saved, or the save in progress.
+            The report, or the save in progress.
 
         Raises:
             ReshardError: as `reshard.save`, also if the save before, in the background, had failed.
@@ -662,10 +665,10 @@ class Checkpointer:
         """Wait for the save in the background, if there is one.
 
         Args:
-            timeout: seconds; None: as long as it takes.
+            timeout: seconds; None: no limit.
 
         Returns:
-            What was saved last in the background; None: nothing was.
+            The report of the last save in the background; None: there was none.
 
         Raises:
             TimeoutError: it has not ended in time.
@@ -674,7 +677,7 @@ class Checkpointer:
         return None if self._saver is None else self._saver.wait(timeout)
 
     def close(self) -> None:
-        """Wait for the save in the background, and leave signals to whoever had them before.
+        """Wait for the save in the background, and restore the previous signal handlers.
 
         Raises:
             ReshardError: that save failed.
@@ -708,7 +711,7 @@ class Checkpointer:
             self._saver.close()
 
     def _step_without_board(self, saver: Saver, step: int) -> None:
-        """For a group without messages: handle signals where a save is due, as all ranks are there anyway."""
+        """For a group without messages: handle signals at steps with a due save, which are the same on all ranks."""
         seen = [why for why in self._together(lambda: self._signals.seen) if why is not None]
         if seen:
             save_and_exit(saver, self._signals, step, seen[0], self._interrupts.grace_s)
@@ -721,7 +724,7 @@ class Checkpointer:
 
 
 def _facts_of(sampler: object, *, scale_steps: bool) -> RunFacts:
-    # Whether an optimizer is missing is seen later: plain SGD has no tensors, and is there all the same.
+    # A missing optimizer is detected later, since plain SGD has no tensors.
     facts = RunFacts(has_optimizer=False, scale_steps=scale_steps)
     if not isinstance(sampler, ElasticSampler):
         return facts

@@ -51,7 +51,7 @@ __all__ = ["Saver"]
 _log = logging.getLogger("reshard")
 
 _MAX_FAILURES = 3  # consecutive saves that may fail before an error ends the run
-# What is wrong with the call or with the tensors is wrong at the next save too.
+# Errors in the call or in the tensors would occur at the next save too.
 _HOPELESS = (ArgumentError, CoverageError, LayoutError, MismatchError, UnsupportedError)
 
 
@@ -64,10 +64,10 @@ class Saver:
         root, group, options: as in `reshard.save`.
         mesh, coordinate, root_seed, timeout: as in `Checkpointer`.
         is_async: whether saves that are due are written in the background.
-        overlap: whether what only an optimizer's step changes is copied while the training goes on.
+        overlap: whether parameters and optimizer state are copied while the training continues.
         with_optimizer: whether the state of the optimizer is saved.
         is_integrated: whether each save is written a second time, as whole tensors.
-        record: makes the record of the environment; asked on rank 0, once.
+        record: creates the record of the environment; called once, on rank 0.
     """
 
     run: Run
@@ -99,7 +99,7 @@ class Saver:
         Args:
             step: the iteration.
             blocking: whether to wait until it is published.
-            timeout: seconds that ranks wait for each other, if not as always.
+            timeout: seconds that ranks wait for each other; None: the attribute `timeout`.
             interrupted: whether the step after it had begun.
 
         Raises:
@@ -118,7 +118,7 @@ class Saver:
         extra = self.beside_tensors(described, step, interrupted=interrupted)
         staged = self._staged(described, blocking=blocking)
         saving = described.saving(None if staged is None else staged.tensors)
-        save_any: Any = save_iteration  # `blocking`, a variable, decides which of two types it returns
+        save_any: Any = save_iteration  # the type of the result depends on `blocking`
         saved = save_any(
             self.root,
             step,
@@ -128,7 +128,7 @@ class Saver:
             group=self.group,
             blocking=blocking,
             metrics=run.metrics if run.loss is None else {**run.metrics, "loss": run.loss},
-            # With a timeout there is little time: nothing is removed now, and so nothing has to be read back for it.
+            # A timeout means that time is short: no iteration is removed now, so this one need not be read back.
             retention=self.options.retention if timeout is None else None,
             verify=self.options.verify,
             commit=replace(self.options.commit, rollback=step < run.above, takeover=False),
@@ -146,10 +146,10 @@ class Saver:
         return result
 
     def save_due(self, step: int) -> None:
-        """Save a step that is due. A temporary failure costs a checkpoint and does not end the training.
+        """Save a step that is due. A temporary failure is logged and does not end the training.
 
         Raises:
-            ReshardError: what is to be saved cannot be, or three saves in a row have failed.
+            ReshardError: the state cannot be saved, or three consecutive saves have failed.
         """
         try:
             self.wait(self.timeout)
@@ -184,14 +184,14 @@ class Saver:
             raise
 
     def wait_after_error(self, seconds: float) -> None:
-        """Wait for the save in the background while it makes progress, and then give it up.
+        """Wait for the save in the background while it makes progress, then abandon it.
 
-        The error of this rank may have ended other ranks, for which the save would wait to the end of its timeout. It
-        is given up when this rank has written nothing for as long as it wrote before, and for so many seconds.
+        Other ranks may have ended because of the error of this rank, and the save would wait for them until its
+        timeout. It is abandoned when this rank has written nothing for as long as it wrote before, and for `seconds`.
 
         Raises:
             ReshardError: the save failed.
-            TimeoutError: the save was given up.
+            TimeoutError: the save was abandoned.
         """
         pending = self.run.pending
         if pending is None:
@@ -232,14 +232,14 @@ class Saver:
 
     @property
     def has_rank_folders(self) -> bool:
-        """Whether each rank saves into a folder of its own."""
+        """Whether each rank saves into its own folder."""
         return save_format(self.options.format).traits.rank_folders
 
     def format_of(self, described: Described, saving: Mapping[str, Any]) -> FormatLike:
         """The `format` of `reshard.save`: of Checkpoint 1.0 with the options that follow from the run.
 
         Args:
-            described: what is live.
+            described: the live state.
             saving: the arguments of `reshard.save` that hold tensors.
         """
         if not self.has_rank_folders:
@@ -254,7 +254,13 @@ class Saver:
         return options
 
     def beside_tensors(self, described: Described, step: int, *, interrupted: bool) -> dict[str, Any]:
-        """The state that is saved besides the tensors."""
+        """The state that is saved besides the tensors.
+
+        Args:
+            described: the live state.
+            step: the iteration.
+            interrupted: whether the step after it had begun.
+        """
         run, members = self.run, self.group
         extra: dict[str, Any] = {
             "rng": per_rank(
@@ -270,7 +276,7 @@ class Saver:
             extra["sampler"] = run.sampler.state_dict()
         if run.per_rank:
             extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
-        by_rank = self.has_rank_folders  # there every rank saves the shared state
+        by_rank = self.has_rank_folders  # in rank folders, every rank saves the shared state
         if members.rank == 0 or by_rank:
             loss, metrics = run.loss, run.metrics
             if by_rank and members.world_size > 1:
@@ -294,8 +300,8 @@ class Saver:
         run = self.run
         common: dict[str, Any] = {"step_num": step, "global_step": step}
         if isinstance(run.sampler, ElasticSampler):
-            # The epoch of the step that was made, from 1.
-            if self.options.checkpoint1.sink_size is None:  # else the epochs that are counted are sinks
+            # The epoch of the completed step, from 1.
+            if self.options.checkpoint1.sink_size is None:  # else the counted epochs are data sinks
                 common["epoch_num"] = run.sampler.epoch + (run.sampler.consumed > 0)
             common["global_batch_size"] = run.sampler.global_batch_size
         if run.healthy is not None:

@@ -57,10 +57,10 @@ class ConvertReport:
         n_files: shard files.
         n_bytes: bytes of the shard files.
         seconds: how long it took.
-        pending: shares that others have still to write before anything is published.
+        pending: shares that other processes must still write before the files are published.
         not_expressible: keys whose layout metadata.json cannot express, with the reason; MindSpore Transformers does
             not see them.
-        warnings: what the caller should know.
+        warnings: problems that did not stop the conversion.
     """
 
     path: str
@@ -105,17 +105,16 @@ def convert(
     format can express them, and every reader finds all names.
 
     Args:
-        src: whatever `reshard.open` opens.
-        dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file. A
-            folder that exists is filled: it keeps its mode, its owner and whatever else it holds.
-        to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends so: one file; else one a
-            rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout) or "checkpoint1" (a
-            folder a rank).
+        src: a checkpoint, as in `reshard.open`.
+        dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file. An
+            existing folder is filled: it keeps its mode, its owner and its other entries.
+        to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends with `.safetensors`: one
+            file; else one per rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout) or
+            "checkpoint1" (a folder a rank).
         part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
-        layout: how the destination is sharded, a strategy file among others; none: whole tensors. It uses the new
-            names.
+        layout: how the destination is sharded, also a strategy file; None: whole tensors. It uses the new names.
         strategy: of rank folders, how they are sharded: a strategy file, or a folder with those of all stages.
-        select: which tensors are taken, under which names: a `Select` or a mapping of its fields.
+        select: which tensors are selected, and under which names: a `Select` or a mapping of its fields.
         names: a name map, applied after `select`: tensors are renamed, fused, split, stacked, transposed. A `NameMap`,
             its file or mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" applies the
             inverse.
@@ -127,12 +126,12 @@ def convert(
         commit: how the destination is published: a `Commit` or a mapping of its fields. `rollback` and `takeover` are
             not for conversions.
         overwrite: replace that iteration, or the files of an earlier conversion, and nothing else.
-        memory: budget of the copy, in bytes or as text such as "256MiB"; what is used beyond it does not grow with the
-            model.
+        memory: budget of the copy, in bytes or as text such as "256MiB"; the memory used beyond it does not depend on
+            the size of the model.
         threads: threads of the copy.
-        share: `(i, n)`, i from 0: write the i-th of n shares of the files, on any machine that sees source and
+        share: `(i, n)`, i from 0: write the i-th of n shares of the files, on any machine that can access source and
             destination, and publish if it was the last. A share that was interrupted is written again.
-        group: a `reshard.group.Group` or a process group of torch.distributed, all of whose ranks make this call: each
+        group: a `reshard.group.Group` or a process group of torch.distributed, all ranks of which call this: each
             writes its share, and all return when it is published.
         timeout: seconds that ranks of a group wait for each other.
         progress: called as `progress(done_bytes, total_bytes)`.
@@ -141,12 +140,12 @@ def convert(
         What was written; of a share that is not the last, what this share wrote.
 
     Raises:
-        DestinationExistsError: `dst` holds something, and `overwrite` was not given or does not cover it.
+        DestinationExistsError: `dst` has entries, and `overwrite` is not given or does not cover them.
         ClaimedError: another process writes into the checkpoint root `dst`.
-        ArgumentError: options that contradict each other, or `dst` inside `src` or the reverse.
-        NamesError: the name map does not fit the tensors.
+        ArgumentError: options that contradict each other, or one of `dst` and `src` is inside the other.
+        NamesError: the name map does not match the tensors.
         LayoutError, CoverageError, MismatchError, UnsupportedError: the source or the layout does not allow it.
-        DamagedFileError, StorageError: reading or writing failed. In every case the destination is as it was.
+        DamagedFileError, StorageError: reading or writing failed. In every case the destination is unchanged.
 
     Example:
         >>> import numpy as np, reshard
@@ -174,7 +173,7 @@ def convert(
         _check_apart(source, target)
         is_one_file = writer.is_one_file(target)
         if target.name in ("", "..") or (target.kind() == "link" and not is_one_file):
-            # What is published by a rename needs a name of its own, on the disk where it will lie.
+            # A rename needs a unique source name on the file system of the destination.
             target = target.resolved()
         model_folder = None if written_as.model_files is None else locate(written_as.model_files)
         options = Options(
@@ -251,7 +250,7 @@ def convert(
         n_files=written.n_files,
         n_bytes=written.n_bytes,
         seconds=time.monotonic() - started,
-        pending=() if share_of_rank else tuple(written.pending),  # those of other ranks are written by now
+        pending=() if share_of_rank else tuple(written.pending),  # the shares of other ranks are written by now
         not_expressible=written.not_expressible,
         warnings=tuple(written.warnings),
     )
@@ -260,15 +259,15 @@ def convert(
 def _open_source(
     path: Location, *, strategy: str | os.PathLike[str] | None = None, suffix: str | None = None
 ) -> Checkpoint:
-    """Open what a conversion reads.
+    """Open the source of a conversion.
 
     Args:
-        path: whatever `reshard.open` opens.
+        path: a checkpoint, as in `reshard.open`.
         strategy: of rank folders, how they are sharded.
         suffix: of rank folders, which file of each is read.
 
     Raises:
-        ArgumentError: `suffix`, and there are no rank folders.
+        ArgumentError: `suffix` is given, and there are no rank folders.
         ReshardError: as `reshard.open`.
     """
     if suffix is None:
@@ -288,7 +287,7 @@ def _shared(job: Job, share: Share, asked: list[object], *, in_root: bool) -> Sh
     if in_root:
         return Shared(share, job.target / STAGING_FOLDER / f"{SHARED_PREFIX}{digest}")
     beside = job.target.parent / f".{job.target.name[:150]}.{SHARED_PREFIX}{digest}.staging"
-    # A folder that exists may be a mount. One that appeared since the first share began changes nothing.
+    # An existing folder may be a mount. A folder created since the first share began has no effect.
     if job.target.is_folder() and not beside.is_folder():
         return Shared(share, job.target / staging_name(f"{SHARED_PREFIX}{digest}"))
     return Shared(share, beside)
@@ -338,10 +337,11 @@ def _check_apart(source: Location, target: Location) -> None:
     if source.found() is None:
         raise CheckpointNotFoundError(f"there is nothing at {source}", path=str(source))
     a, b = source.resolved(), target.resolved()
-    if b.kind() == "link":  # only a loop of links leads to a link
+    if b.kind() == "link":  # only a loop of links resolves to a link
         target.stat(follow_links=True)  # raises
     if a == b or a in b.parents or b in a.parents:
-        # A file beside others in one folder is allowed: only a destination inside the source or around it is refused.
+        # A file beside others in one folder is allowed: only a destination inside the source, or a source inside the
+        # destination, is refused.
         raise ArgumentError(
             f"source {source} and destination {target} lie inside each other",
             path=str(target),

@@ -1,7 +1,7 @@
-"""Which checkpoint a run would resume from, and why the others are not selected; nothing is loaded or changed.
+"""Which checkpoint a run would resume from, and why the others are not selected. Loads and changes nothing.
 
-The facts are those that `load` gathers, but a folder that cannot be read does not end the search. With `verify` the
-contents of the selected checkpoint are read, as the run would read them, until one has no damage.
+The facts are the same as in `load`, but a folder that cannot be read does not end the search. With `verify` the
+contents of the selected checkpoint are read as the run would read them; a damaged one is skipped.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Contents: TypeAlias = Literal["not read", "compared", "no sums"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run would do.
+    """The checkpoint that a run would resume from, or its error.
 
     Attributes:
-        facts: what was found.
+        facts: the facts of all candidates.
         verdicts: every candidate, best first, and whether it is selected.
-        decision: what the run resumes from; None: it would be refused.
-        error: why it would be refused; None: it would not.
+        decision: the decision; None: the run would raise an error.
+        error: the error that the run would raise, or None.
         contents: whether the contents of the selected checkpoint were compared with their checksums: "not read", or
             "no sums" where there are none.
         n_bytes: bytes of the files that were compared.
@@ -60,10 +60,10 @@ def explain(
     verify: bool = False,
     progress: _core.Progress | None = None,
 ) -> Answer:
-    """Tell which checkpoint a run would resume from.
+    """Determine which checkpoint a run would resume from.
 
     Args:
-        config: what the run asks for.
+        config: the configuration of the run.
         run: what is known of the run.
         compatible: compute the counters as MindSpore Transformers does, rounding errors included.
         verify: read and compare the contents of the selected checkpoint, and select the next one if they are damaged.
@@ -106,7 +106,7 @@ def explain(
 def _read(
     facts: ResumeFacts, decision: ResumeDecision, progress: _core.Progress | None
 ) -> tuple[list[Fault], Contents, int]:
-    """Compare what a run would read: the faults, whether there are checksums, and the bytes of the files."""
+    """Compare the files that a run would read: the faults, whether there are checksums, and the bytes of the files."""
     path = locate(str(decision.path))
     try:
         if facts.kind == "rank_folders":

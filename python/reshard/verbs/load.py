@@ -1,11 +1,11 @@
-"""Resuming: all ranks load the newest checkpoint in which no rank finds damage while it is loaded, or none starts.
+"""Resuming: all ranks load the newest checkpoint in which no rank finds damage, or all raise an error.
 
 Rank 0 reads the root and decides. The others receive the digest of the manifest and open the same checkpoint. A
 Checkpoint 1.0 tree has no manifest and need not be on a shared disk: every rank reads its own folder, and the newest
-save that is complete on all ranks is selected. Each rank loads its shards and compares what it reads with checksums.
-Damage on any rank makes all of them skip the iteration and select the next older one; the decision names the reason.
-Other errors, such as a layout that does not fit or too little memory, are raised on all ranks. The damaged checkpoint
-is left as it is.
+save that is complete on all ranks is selected. Each rank loads its shards and compares the bytes that it reads with
+checksums. Damage on any rank makes all of them skip the iteration and select the next older one; the decision names the
+reason. Other errors, such as a layout that does not match or too little memory, are raised on all ranks. The damaged
+checkpoint is not changed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __all__ = ["Loaded", "Wanted", "load", "load_async", "load_with"]
 
 _log = logging.getLogger("reshard")
 
-_VISIBLE_SECONDS = 30.0  # for which a file system may show another rank something older
+_VISIBLE_SECONDS = 30.0  # seconds for which a network file system may show older content to another rank
 _FIRST_SLEEP_S, _LAST_SLEEP_S = 0.01, 1.0
 
 P = ParamSpec("P")
@@ -80,9 +80,9 @@ class Loaded:
 
     Attributes:
         iteration: the iteration that was loaded, or None.
-        state: `{key: array}`, what `Checkpoint.load` returns; empty if the run starts fresh.
+        state: `{key: array}`, as returned by `Checkpoint.load`; empty if the run starts fresh.
         common: the content of common.json, or None.
-        extra: the state that was saved beside the tensors, by name, with this rank's own values.
+        extra: the state that was saved beside the tensors, by name, with this rank's rank-local values.
         decision: which checkpoint was selected and which were skipped, and the counters that follow.
     """
 
@@ -121,43 +121,43 @@ def load(
     load the same iteration. If it is not the newest, the first save afterwards records which ones were skipped.
 
     Args:
-        root: a checkpoint root. One of its iteration folders selects its iteration: damage is then an error. None: what
-            the configuration loads.
-        layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder. None: whole tensors; but of a
-            Hugging Face folder the shards that follow from the `parallel_config` of the configuration, as its
+        root: a checkpoint root. One of its iteration folders selects its iteration: damage is then an error. None: the
+            checkpoint of the configuration.
+        layout: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder. None: whole tensors; for a
+            Hugging Face folder, the shards that follow from the `parallel_config` of the configuration, as its
             `pretrained_model_dir` defines the model.
         rank: the rank in the layout whose arrays are wanted; None: this process's rank in the group.
         config: a configuration with MindSpore configuration keys: a `Config`, a YAML file or a mapping. None: resume
             from `root`.
-        iteration: load this one and no other.
+        iteration: load only this iteration.
         strategy: how the tensors of a Checkpoint 1.0 tree are sharded: a strategy file or a folder of them. None: the
-            folder `strategy` in the tree or beside it. With neither strategy nor layout a rank gets what its own file
-            holds, and needs to see no other.
+            folder `strategy` in the tree or beside it. Without strategy and layout, a rank gets the arrays of its own
+            file and needs no access to other files.
         part: "model", "optimizer" or "all"; default "all", or "model" if the configuration does not resume.
         keys: only these tensors.
         dtype: cast the floating-point tensors to this dtype.
         verify: what is compared with its checksums: "touched", "full" or "structure", or a `Verify` or a mapping of its
             fields, of which `on_load` is used.
         reading: how files are read and where arrays are put: a `Reading` or a mapping of its fields.
-        run: what is known of the run that starts, such as its batch size.
+        run: facts of the run that starts, such as its batch size.
         compatible: compute the counters as MindSpore Transformers does, rounding errors included.
-        allow_fresh: start from nothing if there are checkpoints and none is complete.
+        allow_fresh: start without a checkpoint if no checkpoint is complete.
         group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
             None: torch's default group if there is one, else this process alone.
         timeout: seconds that a rank waits for the others; the time to load is part of it.
         threads: threads of the copy.
-        progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; anew for each attempt.
+        progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; restarts at 0 for each attempt.
 
     Returns:
-        What was loaded. An empty or absent root is a fresh start: `decision.fresh`, and no state.
+        The loaded state. An empty or missing root is a fresh start: `decision.fresh` is True, and `state` is empty.
 
     Raises:
-        DamagedFileError: there are checkpoints and none is complete; each is named with its fault.
-        CheckpointNotFoundError: what is there is not a checkpoint.
+        DamagedFileError: no checkpoint is complete; the message names each with its fault.
+        CheckpointNotFoundError: the path is not a checkpoint.
         ArgumentError, LayoutError, MismatchError, KeyNotFoundError, UnsupportedError: an option is not accepted, or the
-            checkpoint does not hold what is wanted.
+            checkpoint does not hold the requested tensors.
         GroupError: a rank did not answer in time.
-        StorageError: the system failed otherwise than by damage, such as for want of memory or permission.
+        StorageError: an error of the system other than damage, such as missing memory or permission.
 
     Example:
         >>> import numpy as np, reshard
@@ -169,9 +169,9 @@ def load(
     check_given(timeout=timeout)
     check_arguments(root=root)
     members = resolve(group)
-    # In a world of one a layout of several ranks is for another job: the caller has to give the rank.
+    # With a layout of several ranks, a single process must give the rank.
     own = members.rank if rank is None and members.world_size > 1 else rank
-    # An error of one rank's options must reach the others as a value: they are waiting.
+    # An error of one rank's options is sent as a value, because the other ranks are waiting.
     options = capture(lambda: (Reading.of(reading), Verify.of(verify)))
     known, compared = options if isinstance(options, tuple) else (Reading(), Verify())
 
@@ -238,18 +238,18 @@ def load(
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which checkpoint is loaded, and what is known of the run; see the arguments of `load`.
+    """Which checkpoint is loaded, and facts of the run; see the arguments of `load`.
 
     Attributes:
-        root: a checkpoint root, or one of its iteration folders; None: what the configuration loads.
+        root: a checkpoint root, or one of its iteration folders; None: the checkpoint of the configuration.
         config: a configuration; None: resume from `root`.
-        iteration: load this one and no other; None: the newest that is complete.
+        iteration: load this one and no other; None: the newest complete one.
         strategy: how the tensors of a Checkpoint 1.0 tree are sharded; None: the strategy files in or beside it.
         own_file: of a Checkpoint 1.0 tree only the file of this rank is opened, as it is; None: all files, as one
             checkpoint.
-        run: what is known of the run that starts.
+        run: facts of the run that starts.
         compatible: compute the counters as MindSpore Transformers does.
-        allow_fresh: start from nothing if there are checkpoints and none is complete.
+        allow_fresh: start without a checkpoint if no checkpoint is complete.
         method: how files are read, see `Reading`.
     """
 
@@ -265,7 +265,7 @@ class Wanted:
 
 
 def _nothing() -> None:
-    """The check where there is nothing to check."""
+    """A check that does nothing."""
 
 
 def load_with(
@@ -278,23 +278,23 @@ def load_with(
     threads: int | None = None,
     timeout: float = 1800.0,
 ) -> tuple[ResumeDecision, T | None]:
-    """Choose a checkpoint as `load` does, and let `read` read it; if it is damaged, the next one.
+    """Choose a checkpoint as `load` does and read it with `read`; if it is damaged, the next one.
 
     Args:
-        read: called with the open checkpoint and the decision, for one after the other until no rank finds damage. What
-            it returned of a damaged one is discarded.
+        read: called with the open checkpoint and the decision, for one after the other until no rank finds damage. Its
+            result for a damaged checkpoint is discarded.
         wanted: which checkpoint is loaded.
         group: all its ranks call this.
-        check: called first; what it raises is raised on all ranks.
-        scrub: compare all files with their checksums first, shared out over the ranks.
+        check: called first; its error is raised on all ranks.
+        scrub: compare all files with their checksums first, distributed over the ranks.
         threads: threads of the comparison.
         timeout: seconds that a rank waits for the others; the time to load is part of it.
 
     Returns:
-        The decision, and what `read` returned; None for a fresh start.
+        The decision, and the result of `read`; None for a fresh start.
 
     Raises:
-        ReshardError: as `load`, and what `read` raises on any rank.
+        ReshardError: as `load`, and errors of `read` on any rank.
 
     Example:
         >>> import numpy as np, reshard
@@ -322,7 +322,7 @@ def load_with(
         with checkpoint:
             if scrub:
                 if checkpoint.manifest is not None and members.rank == 0:
-                    with contextlib.suppress(StorageError):  # then it is not recorded
+                    with contextlib.suppress(StorageError):  # then the result is not recorded
                         states[str(decision.path)] = proofs.state_of(checkpoint.data.path, checkpoint.manifest)
                 checkpoint.scrub((members.rank, members.world_size), threads=threads)
             return read(checkpoint, decision)
@@ -349,7 +349,7 @@ def load_with(
 
 
 def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:
-    """What is to be loaded, as a configuration."""
+    """The arguments as a configuration."""
     asked = Config(resume=True) if config is None else as_config(config)
     if not asked.load_path and not asked.resume and asked.model_path and _is_pretrained(asked.model_path):
         asked = replace(asked, load_path=asked.model_path)
@@ -366,7 +366,7 @@ def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, itera
 
 
 def _is_pretrained(path: str) -> bool:
-    """Whether there is a model to start from, such as a Hugging Face folder."""
+    """Whether a path holds pretrained weights, such as a Hugging Face folder."""
     location = locate(path)
     return location.found() is not None and registry.detect(location).traits.is_pretrained
 
@@ -389,7 +389,7 @@ def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout
 
 @dataclass(frozen=True)
 class _Terms:
-    """What a checkpoint is chosen by: `Wanted`, resolved on this rank."""
+    """`Wanted`, resolved on this rank."""
 
     config: Config
     run: RunFacts
@@ -402,7 +402,7 @@ class _Terms:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What rank 0 found: a tree of which every rank looks at its own folder, or the facts and what it has opened."""
+    """The result of rank 0: a tree of which every rank reads its own folder, or the facts and the opened checkpoint."""
 
     tree: SavesRoot | None
     facts: ResumeFacts | None = None
@@ -412,17 +412,17 @@ class _Choice:
 def _choose(
     ranks: Collective, terms: _Terms | BaseException, faults: Mapping[str, str]
 ) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
-    """The same decision on all ranks, and how this one opens what it names.
+    """The same decision on all ranks, and a function that opens the selected checkpoint on this rank.
 
     Args:
         ranks: all of them call this.
-        terms: what is asked for, or the error of this rank.
+        terms: the arguments, or the error of this rank.
         faults: folders in which damage was found while they were loaded, with the reason.
     """
     opened: dict[str, Checkpoint] = {}
 
     if isinstance(terms, BaseException):
-        ranks.share(terms)  # raises it, and an error on the other ranks
+        ranks.share(terms)  # raises it here, and an error on the other ranks
         raise terms
 
     def look() -> _Choice:
@@ -435,7 +435,7 @@ def _choose(
 
     choice = ranks.first(look, _Choice)
     if choice.facts is None:
-        # A host may have its ranks' folders under a path of its own.
+        # The path of the rank folders may differ between hosts.
         tree = capture(lambda: saves_root(terms.config, ranks.world_size) or choice.tree)
         ranks.share(tree if isinstance(tree, BaseException) else None, None)
         assert isinstance(tree, SavesRoot)
@@ -453,7 +453,7 @@ def _choose(
 def _choose_save(
     ranks: Collective, terms: _Terms, tree: SavesRoot, faults: Mapping[str, str]
 ) -> tuple[ResumeDecision, Callable[[], Checkpoint]]:
-    """As `_choose`, of the saves of rank folders: each rank reads the folders that it sees, maybe only its own."""
+    """As `_choose`, for saves in rank folders: each rank reads the folders that exist on its host."""
     facts = gather_saves(terms.config, terms.run, tree, ranks=ranks, method=terms.method, faults=faults)
     decision = _decide(terms, facts)
     n_ranks = next((one.world_size or 0 for one in facts.candidates if one.path == decision.path), 0)
@@ -491,7 +491,7 @@ def _decide(terms: _Terms, facts: ResumeFacts) -> ResumeDecision:
 
 
 def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: float) -> Checkpoint:
-    """Open what rank 0 has chosen, once this host sees the same: a network file system may show it later."""
+    """Open the checkpoint that rank 0 has chosen. Retries, since a network file system may show it later."""
     deadline, sleep_s = time.monotonic() + patience_s, _FIRST_SLEEP_S
     while True:
         try:
@@ -508,13 +508,13 @@ def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: flo
 
 
 def _damage_of(error: ReshardError) -> str | None:
-    """Why a checkpoint is damaged, if the error is about damage; else None."""
+    """The reason if an error reports damage of a checkpoint, else None."""
     is_about_files = isinstance(error, DamagedFileError | CoverageError | CheckpointNotFoundError | StorageError)
     return opening.reason_of(error) if is_about_files and opening.is_damage(error) else None
 
 
 def _record(path: Location, state: str) -> None:
-    """Record for retention that all shard files of an iteration were read and are right, if the other files are."""
+    """Record that an iteration is verified: its shard files were read, and the other files are checked here."""
     if checkpoint2.parse_iteration_folder(path.name) is None:
         return
     try:
@@ -526,7 +526,7 @@ def _record(path: Location, state: str) -> None:
 
 
 def _note(path: Location) -> None:
-    """Remember which newer iterations were skipped: the first save after this load records it."""
+    """Note which newer iterations were skipped, for the first save after this load."""
     number = checkpoint2.parse_iteration_folder(path.name)
     if number is not None and checkpoint2.is_root(path.parent):
         pass_over(path.parent, number)
@@ -546,7 +546,7 @@ def pass_over(root: str | os.PathLike[str], number: int) -> None:
     newer = opening.newer_than(root, number) if root.is_folder() else ()
     if newer:
         pending_rollback.record(root, number, newer)
-        # Saves from here on get a new generation number, which tells them from the skipped iterations.
+        # Later saves get a new generation, which distinguishes them from the skipped iterations.
         protocol.release(root)
     else:
         pending_rollback.forget(root)
@@ -557,11 +557,13 @@ def pass_over(root: str | os.PathLike[str], number: int) -> None:
 
 def _in_background(function: Callable[P, Loaded]) -> Callable[P, PendingLoad[Loaded]]:
     def start(*args: P.args, **kwargs: P.kwargs) -> PendingLoad[Loaded]:
-        """Begin to load in the background: as `load`, and `result()` gives what it returns.
+        """Begin to load in the background: as `load`, and `result()` returns its result.
 
         Example:
-            >>> pending = load_async("output/checkpoint", layout)  # doctest: +SKIP
-            >>> got = pending.result()  # doctest: +SKIP
+            >>> import numpy as np, reshard
+            >>> _ = reshard.save("in_background", 100, {"w": np.arange(6.0)})
+            >>> reshard.load_async("in_background").result().iteration
+            100
         """
         return PendingLoad(lambda: function(*args, **kwargs))
 

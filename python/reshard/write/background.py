@@ -118,7 +118,7 @@ def start(
     pending = PendingSave(iteration, work, progress, exit_seconds)
     with _lock:
         _pending = pending  # type: ignore[assignment]
-    # Not at import: what a save needs to its end is registered then, and what is registered last runs first.
+    # Not at import: exit functions that are registered last run first, and saves need those registered at import.
     process_end.call_at_end(_finish_at_exit, process_end.SAVES)
     pending.start()
     return pending

@@ -41,12 +41,12 @@ __all__ = [
 ]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and shape of what a rank holds of a tensor, in elements."""
+"""Offset and shape of a rank's region of a tensor, in elements."""
 
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """What is known of a tensor before it is partitioned.
+    """The properties of a tensor before it is partitioned.
 
     Attributes:
         dtype: its safetensors name.
@@ -61,7 +61,7 @@ class WholeTensor:
 
 @dataclass(frozen=True)
 class FileContent:
-    """One shard file to be.
+    """The planned content of a shard file.
 
     Attributes:
         name: its name.
@@ -81,13 +81,13 @@ class IterationPlan:
     Attributes:
         files: the shard files; a rank that writes nothing of a part has no file of it.
         records: the tensors that metadata.json describes.
-        mesh: the mesh on which they lie.
+        mesh: the device mesh.
         assigned: the files, as metadata.json needs them.
         prefix: first part of the names of the files.
         tiles: the content of tiles.json; None where metadata.json describes everything.
         holders: by array name, the groups of ranks whose copies hold the same bytes.
         not_expressible: tensors that are only in tiles.json, with the reason.
-        warnings: what deserves a look.
+        warnings: problems that do not stop the save.
     """
 
     files: tuple[FileContent, ...]

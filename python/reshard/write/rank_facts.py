@@ -150,18 +150,18 @@ def facts_of(
 def plan_iteration(
     ranks: Sequence[RankFacts], layout: ModelLayout | None, *, prefix: str | None, dedup: bool, strict: bool
 ) -> IterationPlan:
-    """Plan who writes what.
+    """Plan which rank writes which arrays into which file.
 
     Args:
         ranks: the facts of rank 0, 1, 2, ...
-        layout: how the tensors are partitioned; None: the shards say it, or one rank holds whole tensors.
+        layout: how the tensors are partitioned; None: the shards have offsets, or one rank holds whole tensors.
         prefix: first part of the names of the shard files.
         dedup: write each shard once instead of once for every rank that holds it.
         strict: refuse a tensor whose layout metadata.json cannot express.
 
     Raises:
-        ArgumentError, LayoutError, MismatchError, CoverageError, UnsupportedError: the arrays of the ranks do not make
-            whole tensors, or the ranks disagree; the message names key and ranks.
+        ArgumentError, LayoutError, MismatchError, CoverageError, UnsupportedError: the arrays of the ranks do not form
+            complete tensors, or the ranks disagree; the message names key and ranks.
 
     Example:
         >>> facts = RankFacts("host", {}, (Fact("w", "model", "F32", (2, 3)),))
@@ -252,7 +252,7 @@ def _by_layout(
     dtype_of = {name: next(iter(of_ranks.values())).dtype for name, of_ranks in found.items()}
     for name, keys in members.items():
         dtype_of |= dict.fromkeys(keys, dtype_of[name])
-    # The model first here too: members of joins stand at the end otherwise.
+    # The model first here too: otherwise members of joins would be last.
     keys_in_order = sorted(shapes, key=lambda key: parts[key] != "model")
     tensors = {key: WholeTensor(dtype_of[key], shapes[key], parts[key]) for key in keys_in_order}
     return plan_layout(tensors, bound, prefix=prefix, dedup=dedup, strict=strict, mapping=layout.to_mapping())
@@ -317,7 +317,7 @@ def _slots(
 
 
 class LastMade(Generic[T]):
-    """The last value that was made, kept for the next call: a run saves the same tensors again and again.
+    """A cache of the last value, since a run saves the same tensors repeatedly.
 
     Example:
         >>> plans = LastMade[list[int]]()

@@ -41,7 +41,7 @@ _THREADS = 4  # that compute checksums, unless the caller gives a number
 
 @dataclass(frozen=True)
 class RankLocal:
-    """What differs between ranks, and is kept for each: it comes back as `checkpoint.extra(rank)["rank_local"]`.
+    """State that differs between ranks, and is saved for each: it comes back as `checkpoint.extra(rank)["rank_local"]`.
 
     Attributes:
         state: values as `extra` takes them; its tensors are read when they are written, if `ready` is given. None: no
@@ -62,7 +62,7 @@ class RankLocal:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Which ranks hold copies of what.
+    """Which ranks hold copies of which arrays.
 
     Attributes:
         rows: `(names, groups, may_differ)`: each group of ranks holds copies of one part of each of these arrays.
@@ -108,7 +108,8 @@ class Replicas:
             sums: the checksums of the copies of each rank, by name.
 
         Raises:
-            MismatchError: others differ; the message names the first of them, the ranks and the sums.
+            MismatchError: copies of other arrays differ; the message names the first array, the ranks and the
+                checksums.
         """
         found: list[str] = []
         refused: list[tuple[str, dict[int, list[int]]]] = []
@@ -142,7 +143,7 @@ class Copies:
     """This rank's side of the comparison, and the state that it keeps for itself.
 
     Attributes:
-        arrays: what this rank holds, by name: its arrays and its further copies.
+        arrays: the arrays of this rank by name, with its further copies.
         extra: its share of `extra`, as it is written.
         own: what it keeps for itself in any case; None: no rank has anything.
         is_alone: whether the state is that of Checkpoint 1.0.

@@ -59,7 +59,7 @@ _log = logging.getLogger("reshard")
 
 @dataclass(frozen=True)
 class Facts:
-    """What retention knows of one iteration.
+    """The facts of one iteration.
 
     Attributes:
         iteration: its number.
@@ -68,7 +68,7 @@ class Facts:
         is_verified: whether its bytes have been compared with its manifest since it was written, and found right.
         is_pinned: whether it is pinned.
         is_passed_over: whether a later save recorded that it was refused at a roll-back.
-        is_debris: whether it is what is left of one that was being removed, in place.
+        is_debris: whether it is the rest of a folder whose removal in place was interrupted.
         is_unknown: whether `fault` says that it could not be read, which is not damage.
         has_manifest: whether there is a valid manifest: it can be verified.
         metrics: those in its manifest.
@@ -91,10 +91,10 @@ class Removed:
     """What was removed, or would be.
 
     Attributes:
-        iterations: what went, ascending.
+        iterations: the removed iterations, ascending.
         n_bytes: bytes of their files.
         kept: by iteration, why it stays.
-        warnings: what should have gone and did not, and why.
+        warnings: iterations that could not be removed, with the reason.
         failed: those of which the system refused the removal, ascending.
     """
 
@@ -112,7 +112,7 @@ def plan(
 
     Args:
         facts: one entry for each iteration.
-        retention: which iterations are kept; its metric is not looked at.
+        retention: which iterations are kept; its metric is not used.
         tracker: the iteration that the tracker names, or None.
         best: iterations to keep for their metrics.
 
@@ -357,7 +357,7 @@ def remove(
         counted = {one.iteration for one in _counted(facts, tracker) if one.is_verified}
         return _Decision(gone, kept, first, has_verified=bool(counted & kept.keys()))
 
-    checkpoint2.list_iterations(path)  # before a lock is made in what is no root
+    checkpoint2.list_iterations(path)  # before a lock file is created in a folder that is not a root
     decision = decide()
     if dry_run:
         while verify and decision.first:

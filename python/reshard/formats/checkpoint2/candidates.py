@@ -1,12 +1,13 @@
 """The order in which the iterations of a root are tried, and those that are never tried.
 
-The tracker names the last save that ended, so its iteration is tried first and nothing above it, with one exception.
-A crash between the publication of a folder and the change of the tracker leaves a folder above the tracker that was
-never tracked and whose manifest records this very tracker. Its save was complete except for the tracker, and it is
-tried before. Every other folder above the tracker was left behind when a user went back on purpose.
+The tracker names the last save that ended, so its iteration is tried first. Folders above the tracker are not tried,
+with one exception. A crash between the publication of a folder and the change of the tracker leaves a folder above the
+tracker that was never tracked and whose manifest records the current tracker. Its save was complete except for the
+tracker, so it is tried first. Every other folder above the tracker remained when a user resumed from an older iteration
+on purpose.
 
-The order is computed from facts that the caller gathered; whether a candidate is complete is found by opening it. No
-file is read here.
+The order is computed from facts that the caller gathered. The caller opens a candidate to find whether it is complete.
+This module reads no files.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ class Folder:
     Attributes:
         iteration: the number in its name.
         name: its name.
-        is_tracked: whether it holds the marker that the tracker named it once, durably.
-        generation: that of its manifest, the higher one of two saves was begun later; None: no valid manifest.
+        is_tracked: whether it holds the marker of an iteration that the tracker has named.
+        generation: the generation in its manifest; of two saves, the one with the higher generation began later. None:
+            no valid manifest.
         previous_tracker: the iteration that the tracker named when its save began, from its manifest; None: there was
-            no tracker, or there is no valid manifest.
-        passed_over: iterations that the run which saved it had skipped when it resumed, from its manifest.
+        no tracker, or the manifest is invalid. passed_over: iterations that the run which saved it had skipped when it
+        resumed, from its manifest.
     """
 
     iteration: int
@@ -50,7 +52,7 @@ class Candidate:
     Attributes:
         iteration: the number in its name.
         name: its name.
-        reason: half a sentence: "named by the tracker".
+        reason: a phrase such as "named by the tracker".
     """
 
     iteration: int
@@ -60,13 +62,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Order:
-    """In which order the folders of a root are tried.
+    """The order in which the folders of a root are tried.
 
     Attributes:
-        candidates: best first.
-        refused: those that are never tried, from the highest iteration down.
+        candidates: in the order in which they are tried.
+        refused: folders that are never tried, by descending iteration.
         tracker: the iteration that the tracker names; None without a tracker, or with an invalid one.
-        warnings: what is wrong with the root itself, in sentences.
+        warnings: problems of the root itself, as sentences.
     """
 
     candidates: tuple[Candidate, ...]
@@ -86,18 +88,18 @@ def order(
     """Put the iteration folders of a root in the order in which they are tried.
 
     Args:
-        folders: every iteration folder, one an iteration, in any order.
+        folders: all iteration folders, one per iteration, in any order.
         tracker: the iteration in the tracker; None if there is none.
         tracker_fault: why a tracker that exists cannot be read.
-        policy: "tracker": the order above, then downwards. "tracker_only": nothing but the tracker's iteration.
-            "highest": from the highest down, whatever the tracker says.
-        exact: only this iteration, whatever the tracker says and even if it was passed over.
+        policy: "tracker": the order above, then by descending iteration. "tracker_only": only the tracker's iteration.
+            "highest": by descending iteration, without regard to the tracker.
+        exact: only this iteration, without regard to the tracker and even if a run has skipped it.
 
     Returns:
-        The order. It may hold no candidate at all: then the reasons are in `refused` and `warnings`.
+        The order. If it has no candidates, the reasons are in `refused` and `warnings`.
 
     Raises:
-        ArgumentError: an unknown policy, or `exact` beside another policy than "tracker".
+        ArgumentError: an unknown policy, or `exact` with a policy other than "tracker".
 
     Example:
         >>> crashed = Folder(300, "iteration_00000300", generation=1, previous_tracker=200)
@@ -150,14 +152,15 @@ def order(
         else:
             assert reason is not None
             then.append(Candidate(iteration, folder.name, reason))
-    # Of several that crashed like that the one of the later run counts: it knew of the others, or could have.
+    # If several saves crashed this way, the save of the latest run is used: that run could have resumed from the
+    # others.
     first.sort(key=lambda one: (one[0].generation or 0, one[0].iteration), reverse=True)
     candidates = [Candidate(folder.iteration, folder.name, reason) for folder, reason in first] + then
     return Order(tuple(candidates), tuple(refused), tracker, tuple(warnings))
 
 
 def _fault_above(folder: Folder, tracker: int) -> str | None:
-    """Why a folder above the tracker is none that a crash left untracked; None if it is."""
+    """Why a folder above the tracker is not tried; None if a crash left it untracked."""
     if folder.is_tracked:
         return f"the tracker named it once and names {tracker} now: it was left behind on purpose"
     if folder.generation is None:
@@ -173,11 +176,11 @@ def _fault_above(folder: Folder, tracker: int) -> str | None:
 
 
 def left_behind(folders: tuple[Folder, ...], tracker: int | None) -> dict[int, int]:
-    """Iterations that a later run passed over, each with the iteration that says so.
+    """Iterations that a later run skipped, each with the iteration whose manifest records it.
 
-    A checkpoint that the later run or one after it saved under such a number is another one: its generation is higher.
-    A passed-over iteration that the tracker named after the record was made is a candidate again: the tracker names it
-    now, or it did when a later run saved.
+    If a later run saved an iteration of the same number again, it has a higher generation and is not skipped. A skipped
+    iteration is a candidate again if the tracker named it after the record was made: the tracker names it now, or named
+    it when a later run saved.
     """
     generations = {folder.iteration: folder.generation for folder in folders}
     named = {(folder.previous_tracker, folder.generation) for folder in folders}

@@ -58,20 +58,20 @@ Part = Literal["model", "optimizer"]
 
 _TAGS: dict[Part, str] = {"model": "model", "optimizer": "opt"}
 _PARTS: dict[str, Part] = {tag: part for part, tag in _TAGS.items()}
-# At most 18 digits that count: what they say fits 64 bits.
+# At most 18 significant digits, so that the number fits 64 bits.
 _ITERATION_FOLDER = re.compile(r"iteration_0*([0-9]{1,18})")
 _SHARD_FILE = re.compile(r"(?:(.+)-)?(model|opt)-([0-9]{7,18})-([0-9]{7,18})\.safetensors?")
 _MAX_TRACKER_BYTES = 32
 _TRACKER = re.compile(rb"0*([0-9]{1,18})\n?")
 _MAX_PREFIX_BYTES = 128
-_MAX_NAMED = 3  # names that a message lists before it only counts
+_MAX_NAMED = 3  # number of names that a message lists
 
 
 # -- names
 
 
 def iteration_folder_name(iteration: int) -> str:
-    """The folder of an iteration; numbers of more than 8 digits are not cut.
+    """The folder name of an iteration; numbers of more than 8 digits are not truncated.
 
     Raises:
         ArgumentError: it is not an integer from 0 to 10**18 - 1.
@@ -86,7 +86,7 @@ def iteration_folder_name(iteration: int) -> str:
 
 
 def parse_iteration_folder(name: str) -> int | None:
-    """The iteration that a folder's name says, of any width; None if it says none.
+    """The iteration in a folder's name, of any number of digits; None if the name is not that of an iteration.
 
     Example:
         >>> parse_iteration_folder("iteration_0000005"), parse_iteration_folder("iteration_5.old")
@@ -98,10 +98,10 @@ def parse_iteration_folder(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class ShardFileName:
-    """What the name of a shard file says.
+    """The fields in the name of a shard file.
 
     Attributes:
-        prefix: what stands before the part, or None.
+        prefix: the text before the part, or None.
         part: "model" or "optimizer".
         index: number of the file; the rank, unless the tree is de-duplicated.
         count: number of files of the part.
@@ -120,10 +120,10 @@ def shard_file_name(part: Part, index: int, count: int, prefix: str | None = Non
         part: "model" or "optimizer".
         index: number of the file, from 0.
         count: number of files of the part.
-        prefix: put before it with a dash.
+        prefix: text before the part, joined with a dash.
 
     Raises:
-        ArgumentError: the prefix cannot stand in a name, or the index is not below the count.
+        ArgumentError: the prefix is not allowed in a name, or the index is not below the count.
 
     Example:
         >>> shard_file_name("optimizer", 3, 8, "demo")
@@ -136,7 +136,7 @@ def shard_file_name(part: Part, index: int, count: int, prefix: str | None = Non
 
 
 def parse_shard_file_name(name: str) -> ShardFileName | None:
-    """What the name of a shard file says, parsed from the right: a prefix may hold dashes. None if it is no such name.
+    """Parse the name of a shard file, from the right, since a prefix may hold dashes. None if it is not a shard file.
 
     Example:
         >>> parse_shard_file_name("my-run-model-0000001-0000004.safetensors")
@@ -170,10 +170,10 @@ def check_prefix(prefix: str | None) -> None:
 
 
 def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
-    """The iteration that the tracker names, and why there is none.
+    """The iteration that the tracker names, or the reason why there is none.
 
-    A tracker is a regular file of ASCII digits and at most one newline, 32 bytes at most. Anything else counts as no
-    tracker, and the reason says so; there is no reason only if there is no file.
+    A tracker is a regular file of ASCII digits and at most one newline, 32 bytes at most. Other content is invalid, and
+    the reason is returned. If there is no file, there is no reason.
 
     Returns:
         `(iteration, None)`, `(None, reason)` or, without a file, `(None, None)`.
@@ -196,15 +196,15 @@ def write_tracker(root: str | os.PathLike[str], iteration: int, mode: int = 0o66
 
     Args:
         root: the checkpoint root.
-        iteration: what it names.
+        iteration: the iteration that it names.
         mode: permission bits of the tracker, less the umask.
         durable: sync the tracker and the root.
 
     Raises:
         ArgumentError: the iteration is not an integer from 0 to 10**18 - 1.
-        StorageError: the system failed; the tracker is as it was.
+        StorageError: the system failed; the tracker is unchanged.
     """
-    iteration_folder_name(iteration)  # refuses what no folder can be named after
+    iteration_folder_name(iteration)  # raises an error for a number that no folder name can hold
     (locate(root) / TRACKER_FILE).replace(str(iteration), mode, durable=durable)
 
 
@@ -213,12 +213,12 @@ def write_tracker(root: str | os.PathLike[str], iteration: int, mode: int = 0o66
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a root offers, best first.
+    """The iterations of a root, in the order in which they are tried.
 
     Attributes:
         tracker: the iteration that the tracker names; None without a tracker, or with an invalid one.
         tracker_reason: why a tracker that exists is invalid; else None.
-        folders: `(iteration, folder name)`: the tracker's iteration, then the others from the highest down.
+        folders: `(iteration, folder name)`: the tracker's iteration, then the others by descending number.
         ignored: `(folder name, reason)` of folders that repeat the number of another one.
     """
 
@@ -229,15 +229,16 @@ class Candidates:
 
 
 def is_root(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is the root of a tree: it holds a tracker, whatever is in it, or an iteration folder."""
+    """Whether a folder is the root of a tree: it holds a tracker, valid or not, or an iteration folder."""
     return (locate(path) / TRACKER_FILE).exists() or bool(_scan(path)[0])
 
 
 def list_iterations(root: str | os.PathLike[str]) -> list[tuple[int, str]]:
     """`(iteration, folder name)` of the iteration folders of a root, by ascending number.
 
-    Hidden names, symbolic links and files are skipped. Of several folders of one number the one with 8 digits counts,
-    since MindSpore Transformers finds only that by its tracker; without one the shortest name counts.
+    Hidden names, symbolic links and files are skipped. If several folders have the same number, the one with 8 digits
+    is used, since MindSpore Transformers finds only that one by its tracker; if there is none, the folder with the
+    shortest name.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
@@ -249,8 +250,8 @@ def list_iterations(root: str | os.PathLike[str]) -> list[tuple[int, str]]:
 def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
     """In which order the iterations of a root are tried.
 
-    The rule: the tracker's iteration first, then all others from the highest number down. So a newer folder than the
-    tracker's, which may be one that a crash left unfinished, comes only after the one that was named complete.
+    The tracker's iteration is first, then all others by descending number. A folder above the tracker may be unfinished
+    after a crash. Therefore it is tried after the tracker's iteration, which is complete.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
@@ -294,10 +295,10 @@ def list_shard_files(folder: str | os.PathLike[str]) -> list[str]:
     Hidden files (temporary ones) and other names are skipped; links are not followed.
 
     Returns:
-        File names; none if there is no shard file at all.
+        File names; empty if there are no shard files.
 
     Raises:
-        DamagedFileError: an index below the count is missing or there twice, or counts or prefixes disagree.
+        DamagedFileError: an index below the count is missing or duplicate, or counts or prefixes disagree.
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
     """
@@ -331,7 +332,7 @@ def _check_complete(path: str, part: Part, expected: ShardFileName, found: dict[
     n_missing = expected.count - len(found)
     if n_missing == 0:
         return
-    # The count comes out of a name: only as many indices are looked at as files are there.
+    # The count is parsed from a name and may be any number: at most as many indices are checked as there are files.
     absent = (index for index in range(expected.count) if index not in found)
     names = (show(shard_file_name(part, index, expected.count, expected.prefix)) for index in absent)
     raise DamagedFileError(

@@ -1,7 +1,8 @@
-"""The root of a tree: which of its iterations is opened.
+"""Opening a checkpoint root: selection of the iteration that is opened.
 
 `candidates` decides the order in which they are tried. This module gathers the facts for it and opens the first
-iteration that is complete. If the root changes meanwhile, it is listed again: a save that ends may remove iterations.
+iteration that is complete. If the root changes meanwhile, it is listed again, since a save that ends may remove
+iterations.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ __all__ = ["CHECKPOINT2", "MAX_LOOKS", "TILED", "best_of", "is_damage", "newer_t
 
 _log = logging.getLogger("reshard")
 
-MAX_LOOKS = 5  # at a root that changes while it is looked at
+MAX_LOOKS = 5  # at a root that changes while it is listed
 
 
 def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> candidates.Order:
-    """In which order the iterations of a root are tried, and which never are; no shard file is opened.
+    """The order in which the iterations of a root are tried, and those that are never tried. Opens no shard file.
 
     Args:
         root: the root of a Checkpoint 2.0 tree.
@@ -55,7 +56,7 @@ def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> candi
 
 
 def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
-    """Iterations above one that is taken, ascending: they are passed over. Those that a save has recorded are left out.
+    """Iterations above the selected one, ascending, which are skipped; without those that a save has already recorded.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
@@ -93,9 +94,9 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
         method: as in `reshard.open`.
 
     Raises:
-        DamagedFileError: no candidate is complete; the message names each and its fault.
-        UnsupportedError: a later release wrote the candidate whose turn it is.
-        StorageError: the root cannot be listed, or this process may not read or has no memory or handles left.
+        DamagedFileError: no candidate is complete; the message names each candidate and its fault.
+        UnsupportedError: a later release wrote the candidate.
+        StorageError: the root cannot be listed, or this process lacks permission, memory or file handles.
 
     Example:
         >>> best_of(locate("output/checkpoint")).iteration
@@ -120,7 +121,7 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
             for name, reason in faults.items():
                 _log.warning("%s passed over: %s", root / name, reason)
             return replace(data, skipped=tuple(faults.items()))
-        # A save that ended, and what retention then removed, may have gone unseen: look again until nothing changes.
+        # A save may have ended meanwhile and retention may have removed iterations: list again until nothing changes.
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
     told = "".join(f"\n  {line}" for line in lines)
@@ -128,7 +129,7 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
 
 
 def reason_of(error: ReshardError) -> str:
-    """Why an iteration is passed over: what is said of a file alone is told together with its name."""
+    """Why an iteration is skipped. If the error concerns one file, the reason includes its name."""
     name = "" if error.path is None else locate(error.path).name
     return error.message if name in error.message else f"{name}: {error.message}"
 
@@ -157,19 +158,19 @@ class Checkpoint2(Format):
 
 
 class Tiled(Format):
-    """Files of ranks that tiles.json alone describes."""
+    """Shard files that only tiles.json describes."""
 
     traits = folder.TILED
 
     def detect(self, path: Location) -> Match:
-        """By tiles.json without the files of Checkpoint 2.0."""
+        """Detects tiles.json without the files of Checkpoint 2.0."""
         if not path.is_folder() or not (path / tiles.TILES_FILE).exists():
             return Match.NO
         others = (checkpoint2.METADATA_FILE, checkpoint2.COMMON_FILE)
         return Match.NO if any((path / name).exists() for name in others) else Match.YES
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
-        """The folder, as an iteration folder without metadata.json is opened."""
+        """Open the folder like an iteration folder without metadata.json."""
         return open_folder(path, options.method)
 
 
