@@ -455,7 +455,8 @@ names = {"rules": [
 ]}
 turns = {"rules": [{"from": ["layers.%d.weight" % (2 * n + k) for k in (0, 1)], "to": "fused.%d" % n, "join": 0,
                     "turns": [64, 64]} for n in range(int(sys.argv[2][-4:]) // 48)]}
-reshard.convert(source, target, names=turns if "turns" in target else names, memory="32MiB", commit={"durable": False}, threads=2)
+reshard.convert(source, target, names=turns if "turns" in target else names, memory="32MiB",
+                commit={"durable": False}, threads=2)
 """
 
 

@@ -252,3 +252,55 @@ def test_only_the_storage_package_touches_files() -> None:
 )
 def test_an_access_to_files_is_found(text: str, expected: list[str]) -> None:
     assert file_accesses(text) == expected
+
+
+REFERENCES = re.compile(r"Args:|[Ss]ee `|[Aa]s in `|[Aa]s `|Arguments")
+
+
+def undocumented(text: str) -> list[str]:
+    """Public functions with three arguments or more whose docstring does not describe them.
+
+    A method that overrides one of a base class is described there.
+    """
+    found = []
+
+    def visit(node: ast.Module | ast.ClassDef) -> None:
+        for one in node.body:
+            if isinstance(one, ast.ClassDef) and not one.name.startswith("_"):
+                visit(one)
+            if not isinstance(one, ast.FunctionDef) or one.name.startswith("_"):
+                continue
+            arguments = [*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs]
+            n = sum(argument.arg not in {"self", "cls"} for argument in arguments)
+            decorators = " ".join(map(ast.unparse, one.decorator_list))
+            is_other = "overload" in decorators or "click" in decorators or "command" in decorators
+            overrides = isinstance(node, ast.ClassDef) and any(
+                ast.unparse(base).split("[")[0] not in {"Protocol", "ABC", "abc.ABC", "Generic"} for base in node.bases
+            )
+            if n >= 3 and not is_other and not overrides and not REFERENCES.search(ast.get_docstring(one) or ""):
+                found.append(one.name)
+
+    visit(ast.parse(text))
+    return found
+
+
+def test_public_functions_describe_their_arguments() -> None:
+    found = {name: names for name, path in MODULES.items() if (names := undocumented(path.read_text()))}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('def f(a, b, c): """What it does."""', ["f"]),
+        ('def f(a, b, c):\n  """What it does.\n\n  Args:\n    a: one.\n  """', []),
+        ('def f(a, b, c): """As `g`."""', []),
+        ('def f(a, b): """Two."""', []),
+        ("def _f(a, b, c): ...", []),
+        ("class A:\n  def f(self, a, *, b, c): ...", ["f"]),
+        ("class A(B):\n  def f(self, a, b, c): ...", []),
+        ("class A(Protocol):\n  def f(self, a, b, c): ...", ["f"]),
+    ],
+)
+def test_a_function_without_a_description_is_found(text: str, expected: list[str]) -> None:
+    assert undocumented(text) == expected

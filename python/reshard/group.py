@@ -54,10 +54,22 @@ class Group(Protocol):
         """Wait until every rank has called this."""
 
     def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:
-        """The values of all ranks in rank order at the root, None elsewhere."""
+        """The values of all ranks in rank order at the root, None elsewhere.
+
+        Args:
+            value: this rank's value; JSON can represent it.
+            root: the rank that gets the values.
+            timeout: seconds to wait for the other ranks.
+        """
 
     def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
-        """The root's value, everywhere."""
+        """The root's value, on every rank.
+
+        Args:
+            value: on the root, the value; JSON can represent it. Not used on other ranks.
+            root: the rank whose value is sent.
+            timeout: seconds to wait for the other ranks.
+        """
 
 
 class SingleProcess:
@@ -76,11 +88,11 @@ class SingleProcess:
         """Return at once."""
 
     def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:  # noqa: ARG002
-        """The value in a list."""
+        """The value in a list. As `Group.gather`."""
         return [value]
 
     def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:  # noqa: ARG002
-        """The value."""
+        """The value. As `Group.broadcast`."""
         return value
 
 

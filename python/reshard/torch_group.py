@@ -93,7 +93,7 @@ class TorchGroup:
         self.session("barrier").barrier(timeout=timeout)
 
     def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:
-        """The values of all ranks in rank order at the root, None elsewhere.
+        """The values of all ranks in rank order at the root, None elsewhere. As `Group.gather`.
 
         Raises:
             GroupError: the deadline passed; the message names the missing ranks.
@@ -102,7 +102,7 @@ class TorchGroup:
         return self.session("gather").gather(value, root=root, timeout=timeout)
 
     def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
-        """The root's value, everywhere.
+        """The root's value, on every rank. As `Group.broadcast`.
 
         The root waits up to a second until the others have fetched it: if the root's process serves the store and
         exits, the value is lost. The root raises no error if they do not fetch it.
@@ -149,7 +149,7 @@ class TorchSession:
         self.broadcast(None, timeout=max(end - time.monotonic(), 0.0))
 
     def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any] | None:
-        """As `TorchGroup`."""
+        """As `TorchGroup.gather`."""
         self._check_root(root)
         if self.world_size == 1:
             return [value]
@@ -174,7 +174,7 @@ class TorchSession:
         return result
 
     def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:
-        """As `TorchGroup`."""
+        """As `TorchGroup.broadcast`."""
         self._check_root(root)
         if self.world_size == 1:
             return value

@@ -115,7 +115,13 @@ class GPT(nn.Module):
 
 
 def parallel(model: GPT, mesh: DeviceMesh, *, fsdp: bool) -> nn.Module:
-    """The model, sharded over the axis `tp` and replicated or (FSDP2) sharded over the axis `dp`."""
+    """The model, sharded over the axis `tp` and replicated or (FSDP2) sharded over the axis `dp`.
+
+    Args:
+        model: the model, on one process.
+        mesh: a mesh with the axes `dp` and `tp`.
+        fsdp: shard over `dp` with FSDP2 instead of replicating.
+    """
     if mesh["tp"].size() > 1:
         wide, narrow = ColwiseParallel(), RowwiseParallel()
         plan = {"attention.q": wide, "attention.k": wide, "attention.v": wide, "attention.out": narrow}

@@ -79,7 +79,13 @@ def _why_unusable(config: Config, facts: ResumeFacts, candidate: CandidateFacts)
 
 
 def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verdict, ...]) -> ReshardError:
-    """The error that lists every candidate. Its class tells whether candidates are damaged, unusable or missing."""
+    """The error that lists every candidate. Its class tells whether candidates are damaged, unusable or missing.
+
+    Args:
+        config: the configuration of the run.
+        facts: the facts about the candidates.
+        verdicts: why each candidate is refused, in the order in which they were tried.
+    """
     if not verdicts:
         return CheckpointNotFoundError(
             f"{facts.path} exists and holds no checkpoint",

@@ -409,7 +409,16 @@ def obstacle(root: str | os.PathLike[str]) -> ReshardError | None:
 
 
 def check_above_tracker(root: str | os.PathLike[str], iteration: int, tracker: int | None) -> None:
-    """Refuse an iteration below the one that the tracker names. Raises ArgumentError."""
+    """Refuse an iteration below the one that the tracker names.
+
+    Args:
+        root: the checkpoint root.
+        iteration: the iteration to be saved.
+        tracker: the iteration that the tracker names; None: there is no tracker.
+
+    Raises:
+        ArgumentError: the iteration is below the tracker's.
+    """
     if tracker is not None and iteration < tracker:
         raise ArgumentError(
             f"iteration {iteration} is below {tracker}, which the tracker of {show(str(root))} names",

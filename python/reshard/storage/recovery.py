@@ -75,7 +75,13 @@ def recover(
 
 
 def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> list[str]:
-    """As `recover`, under the lock; `.staging` and `.trash` must exist. Publishes only iterations below `below`."""
+    """As `recover`, under the lock; `.staging` and `.trash` must exist.
+
+    Args:
+        claim: the claim of this process on the root.
+        below: publish only iterations below this one; None: all.
+        durable: sync every change.
+    """
     root, done, staged = claim.root, [], []
     for entry in filesystem.names(root):
         if _TRACKER_DEBRIS.fullmatch(entry):

@@ -129,6 +129,11 @@ def mark_tracked(folder: Location, *, durable: bool) -> None:
 def put_back(root: Location, staging: Location, *, durable: bool) -> bool:
     """Move an old iteration back from the trash, if the staged one that should replace it was not published.
 
+    Args:
+        root: the checkpoint root.
+        staging: the staging folder of the new iteration.
+        durable: sync the folders whose entries change.
+
     Returns:
         Whether there was one.
 

@@ -230,6 +230,12 @@ def plan_boxes(
 def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int, durable: bool) -> None:
     """Write metadata.json, and tiles.json where the plan has one.
 
+    Args:
+        plan: the plan of the iteration.
+        folder: the staging folder of the iteration.
+        mode: permission bits of the files, less the umask.
+        durable: sync the files.
+
     Raises:
         StorageError: the system failed.
     """

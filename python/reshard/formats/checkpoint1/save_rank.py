@@ -58,6 +58,11 @@ class WrittenWeights:
 def folder_of(root: Path, rank: int, kind: FileKind = "full") -> Path:
     """The folder of a rank's files of a kind.
 
+    Args:
+        root: the checkpoint root.
+        rank: the rank.
+        kind: all tensors, the weights of the network, or the trained weights alone.
+
     Example:
         >>> import pathlib
         >>> str(folder_of(pathlib.Path("output/checkpoint"), 3, "network"))

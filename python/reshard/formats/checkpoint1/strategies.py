@@ -124,6 +124,11 @@ class Strategies:
     def write(self, mode: int, folder_mode: int, *, durable: bool) -> None:
         """Write a file for each rank, unless the folder has the same content.
 
+        Args:
+            mode: permission bits of the files, less the umask.
+            folder_mode: permission bits of the folder, less the umask.
+            durable: sync the files and the folder.
+
         Raises:
             StorageError: the system failed; what was there is as it was, or already the new.
         """
