@@ -24,9 +24,9 @@ from tests.small_saves import fork, stopped_at
 import reshard
 from reshard import _core
 from reshard.errors import StorageError
+from reshard.formats.checkpoint2 import save as saving
 from reshard.storage import protocol
 from reshard.write import retention
-from reshard.write import save as saving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
