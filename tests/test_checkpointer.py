@@ -642,7 +642,7 @@ def test_streams_and_private_state_of_ranks(tmp_path: Path) -> None:
         more = job.values()
     draws = [one[n] for one in (*before, *more) for n in (0, 1)]
     assert len(set(draws)) == len(draws)
-    assert all("are derived anew" in " ".join(one[3]) for one in more)
+    assert all("are derived again" in " ".join(one[3]) for one in more)
     assert all("3 ranks saved it, 4 ranks load it" in " ".join(one[3]) for one in more)
     with Job(2, lambda group: work(None, group)) as job:
         assert {one["error"] for one in job.outcomes() if one is not None} == {"MismatchError"}

@@ -354,7 +354,7 @@ def test_what_a_run_passed_over_is_no_candidate_again(tmp_path: Path) -> None:
     sealed.make(tmp_path, 150, previous_tracker=200, generation=2, passed_over=(200,), tracked=False)
     _, verdicts = trail(tmp_path)
     assert [one[:2] for one in verdicts] == [(150, True), (100, False), (200, False)]
-    assert verdicts[2][2] == "passed over by the run that saved iteration 150"
+    assert verdicts[2][2] == "skipped by the run that saved iteration 150"
 
 
 def test_a_torn_file_is_found_by_its_size(tmp_path: Path) -> None:

@@ -371,7 +371,7 @@ def test_outdated_never_names_the_save_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"files": {"prefix": "my_rank"}}, ArgumentError, "the original refuses one with `rank`"),
+        ({"files": {"prefix": "my_rank"}}, ArgumentError, "MindSpore Transformers refuses one with `rank`"),
         ({"files": {"prefix": "a/b"}}, ArgumentError, "cannot begin the name of a file"),
         ({"files": {"prefix": ""}}, ArgumentError, "cannot begin"),
         ({"files": {"prefix": ".a"}}, ArgumentError, "cannot begin"),

@@ -24,6 +24,7 @@ __all__ = [
     "IndexPattern",
     "Layout",
     "Mesh",
+    "Opaque",
     "Patterns",
     "Plan",
     "Request",
@@ -39,6 +40,9 @@ __all__ = [
     "default_threads",
     "dtype_bits",
     "encode_strategy",
+    "open_dcp",
+    "read_torch_file",
+    "read_torch_object",
     "rename",
     "scrub",
     "write_arrays",
@@ -719,7 +723,7 @@ def read_torch_file(
 ) -> tuple[list[tuple[str, str, tuple[int, ...]]], list[tuple[str, object]]]:
     """`(path, dtype, shape)` of each tensor of a file of `torch.save`, and `(path, value)` of everything else."""
 
-def read_torch_object(path: str, start: int, n_bytes: int, *, transforms: Sequence[str] = ()) -> object:
+def read_torch_object(path: str, start: int, n_bytes: int, *, transforms: Sequence[str] = ...) -> object:
     """The object of `torch.save` in a range of a file, with `transforms` undone."""
 
 def open_dcp(

@@ -256,7 +256,7 @@ class Commit(Options):
             that exists keeps its permissions. The weight files of Checkpoint 1.0 are read-only in both cases.
         rollback: allow an iteration below the one that the tracker names. Default False. Choose True where a run goes
             back on purpose. For a `Checkpointer`: the run is meant to start below the newest iteration of the root,
-            and iterations above its first step are passed over from its first save on; with `from_config` it starts
+            and iterations above its first step are skipped from its first save on; with `from_config` it starts
             from what the configuration names, whatever the root holds. Not for `convert`.
         takeover: claim the root even if another process that writes into it seems to be alive. Default False. The saves
             of the other process fail from then on. Not for `convert`.

@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 def global_shapes(
     layout: LayoutFile,
     local_shapes: Mapping[str, Mapping[int, Shape]],
-    told: Mapping[str, Shape],
+    known: Mapping[str, Shape],
     optimizer_keys: Collection[str] = (),
 ) -> dict[str, Shape]:
     """The global shape of every tensor.
@@ -41,12 +41,12 @@ def global_shapes(
     Args:
         layout: the layout.
         local_shapes: for each key, the shape of each rank's array, in storage order, in elements.
-        told: known global shapes, in elements. They take precedence. They can include keys that have no local array of
+        known: known global shapes, in elements. They take precedence. They can include keys that have no local array of
             their own because they are members of a join.
         optimizer_keys: the keys that belong to the optimizer part.
 
     Returns:
-        Global shapes by key: the keys of `local_shapes` in their order, then the remaining keys of `told`.
+        Global shapes by key: the keys of `local_shapes` in their order, then the remaining keys of `known`.
 
     Raises:
         LayoutError: no rule matches a key, ranks have different extents for the same part, or the shape of a flattened
@@ -58,7 +58,7 @@ def global_shapes(
         >>> global_shapes(layout, {"w": {0: (4, 3), 1: (4, 3)}}, {})
         {'w': (4, 6)}
     """
-    return _Inverter(layout, local_shapes, told, optimizer_keys).run()
+    return _Inverter(layout, local_shapes, known, optimizer_keys).run()
 
 
 def join_members(layout: LayoutFile, name: str, keys: Iterable[str], slot: str = "") -> list[str]:
@@ -144,13 +144,13 @@ class _Inverter:
         self,
         layout: LayoutFile,
         local_shapes: Mapping[str, Mapping[int, Shape]],
-        told: Mapping[str, Shape],
+        known: Mapping[str, Shape],
         optimizer_keys: Collection[str],
     ) -> None:
         self.layout = layout
         self.local_shapes = local_shapes
-        self.told = told
-        self.keys = [*local_shapes, *(key for key in told if key not in local_shapes)]
+        self.known = known
+        self.keys = [*local_shapes, *(key for key in known if key not in local_shapes)]
         optimizer = set(optimizer_keys) if layout.optimizer.follow else set()
         self.parameter = state_of([key for key in self.keys if key in optimizer], set(self.keys) - optimizer)
         self.optimizer_keys = optimizer
@@ -162,12 +162,12 @@ class _Inverter:
         shapes: dict[str, Shape] = {}
         for key in self.keys:
             if key not in self.parameter:
-                shapes[key] = self.told[key] if key in self.told else self._own(key)
+                shapes[key] = self.known[key] if key in self.known else self._own(key)
         for key, parameter in self.parameter.items():
-            shapes[key] = self.told[key] if key in self.told else self._guess(key, shapes[parameter])
+            shapes[key] = self.known[key] if key in self.known else self._guess(key, shapes[parameter])
         shapes = {key: shapes[key] for key in self.keys}
         guessed = {
-            key for key, parameter in self.parameter.items() if key not in self.told and shapes[key] != ()
+            key for key, parameter in self.parameter.items() if key not in self.known and shapes[key] != ()
         } & self.local_shapes.keys()
         if guessed:
             layouts = resolve(self.layout, shapes, self.optimizer_keys).layouts

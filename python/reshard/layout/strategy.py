@@ -70,9 +70,9 @@ class Strategy:
             for key, item in items.items():
                 devices.setdefault(math.prod(item.dev_matrix), (stage, key))
         if len(devices) != 1:
-            told = ", ".join(f"{n} devices ({show(key)} in stage {stage})" for n, (stage, key) in devices.items())
+            counts = ", ".join(f"{n} devices ({show(key)} in stage {stage})" for n, (stage, key) in devices.items())
             raise LayoutError(
-                f"{show(source)}: stages must have one number of devices, found {told or 'no parameter at all'}",
+                f"{show(source)}: stages must have one number of devices, found {counts or 'no parameter at all'}",
                 path=source,
             )
         (self.devices_per_stage,) = devices
@@ -193,11 +193,11 @@ class Strategy:
 
     def _mismatch(self, key: str, found: str, reading: _Reading) -> MismatchError:
         cut = reading.cut
-        told = f"cuts it over devices {cut.dev_matrix} into {cut.parts()} parts"
-        told += f" of {cut.sizes} rows" if cut.sizes is not None else ""
-        told += f" and gives it the shape {reading.shape}" if reading.shape is not None else ""
+        layout = f"cuts it over devices {cut.dev_matrix} into {cut.parts()} parts"
+        layout += f" of {cut.sizes} rows" if cut.sizes is not None else ""
+        layout += f" and gives it the shape {reading.shape}" if reading.shape is not None else ""
         return MismatchError(
-            f"{show(key)} is of {found}, which does not fit {show(self.source)}: it {told}",
+            f"{show(key)} is of {found}, which does not fit {show(self.source)}: it {layout}",
             path=self.source,
             key=key,
             hint="is this the strategy with which the checkpoint was written?",
@@ -347,8 +347,8 @@ def _maps(item: LayoutItem, ndim: int, where: _Where) -> tuple[tuple[int, ...], 
     if not _is_cut(item):
         return ((),) * ndim
     if len(lists) < len(item.tensor_map) == ndim:
-        told = [list(axes) for axes in item.tensor_map]
-        raise where.unsupported(f"has the tensor map {told}: an empty list can be a dim that is not cut, or nothing")
+        axes_of = [list(axes) for axes in item.tensor_map]
+        raise where.unsupported(f"has the tensor map {axes_of}: an empty list can be a dim that is not cut, or nothing")
     maps: list[tuple[int, ...]] = lists
     # One list has one entry for each dim. For a 1-D tensor partitioned by several axes, it has all axes of the dim.
     if len(lists) == 1 and (ndim != 1 or min(lists[0]) < 0):

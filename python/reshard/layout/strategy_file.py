@@ -274,7 +274,7 @@ def _from_protobuf(data: bytes, path: str) -> StrategyFile:
         if name in layouts:
             raise where.error(
                 f"{show(name)} stands here twice",
-                hint="the rest of an older file may follow: merge the strategies anew",
+                hint="the rest of an older file may follow: merge the strategies again",
             )
         layouts[name] = _checked(
             where / name,
@@ -288,11 +288,11 @@ def _from_protobuf(data: bytes, path: str) -> StrategyFile:
                 opt_weight_shard_size=numbers[2],
             ),
         )
-    told = []
+    operator_items = []
     for n, (name, stage, dims) in enumerate(operators):
         _check_name(at / "parallel_strategy_item" / n, name)
-        told.append(OperatorItem(name, stage, tuple(map(tuple, dims))))
-    return StrategyFile(current_stage, tuple(told), layouts)
+        operator_items.append(OperatorItem(name, stage, tuple(map(tuple, dims))))
+    return StrategyFile(current_stage, tuple(operator_items), layouts)
 
 
 def _one(at: At, messages: list[list[int]], *, optional: bool = False) -> tuple[int, ...]:

@@ -188,7 +188,7 @@ def _files(folder: Location) -> list[Location]:
     if all(by_kind.values()):
         raise DamagedFileError(
             f"{show(str(folder))} holds {show(by_kind['.ckpt'][0])} and {show(by_kind['.json'][0])}: which of the two "
-            "kinds is the strategy cannot be told",
+            "kinds is the strategy is not known",
             path=str(folder),
             hint="keep one kind, or name the file that is meant",
         )
@@ -202,11 +202,11 @@ def _files(folder: Location) -> list[Location]:
 
 def _stages_of(content: StrategyFile, path: str) -> dict[int, Stage]:
     """Group the records of a file by stage. The stage prefix is removed from the names of a merged file."""
-    told = {operator.stage for operator in content.operators}
-    names = _merged_names(content, told, path)
+    used = {operator.stage for operator in content.operators}
+    names = _merged_names(content, used, path)
     if names:
         operators: dict[int, list[OperatorItem]] = {
-            n: [] for n in sorted({stage for stage, _ in names.values()} | told)
+            n: [] for n in sorted({stage for stage, _ in names.values()} | used)
         }
         layouts: dict[int, dict[str, LayoutItem]] = {number: {} for number in operators}
         for operator in content.operators:
@@ -214,17 +214,17 @@ def _stages_of(content: StrategyFile, path: str) -> dict[int, Stage]:
         for name, (number, key) in names.items():
             layouts[number][key] = content.layouts[name]
         return {number: Stage(path, tuple(operators[number]), layouts[number]) for number in operators}
-    if len(told) != 1:
-        stages = ", ".join(map(str, sorted(told)[:8]))
+    if len(used) != 1:
+        stages = ", ".join(map(str, sorted(used)[:8]))
         raise DamagedFileError(
-            f"{show(path)} cannot be told to be of one stage, or merged: its operators are of "
-            + (f"the stages {stages}, and not every parameter is named `<stage>-<name>`" if told else "no stage"),
+            f"{show(path)} is neither of one stage nor merged: its operators are of "
+            + (f"the stages {stages}, and not every parameter is named `<stage>-<name>`" if used else "no stage"),
             path=path,
         )
-    return {told.pop(): Stage(path, content.operators, content.layouts)}
+    return {used.pop(): Stage(path, content.operators, content.layouts)}
 
 
-def _merged_names(content: StrategyFile, told: set[int], path: str) -> dict[str, tuple[int, str]]:
+def _merged_names(content: StrategyFile, used: set[int], path: str) -> dict[str, tuple[int, str]]:
     """The stage and the key of each name in a merged file; empty for the file of one stage.
 
     All names in the file of one stage can have the form `<stage>-<key>` of a merged file. These rules apply in order:
@@ -238,13 +238,13 @@ def _merged_names(content: StrategyFile, told: set[int], path: str) -> dict[str,
     """
     matches = {name: _MERGED_NAME.fullmatch(name) for name in content.layouts}
     names = {name: (int(match[1]), match[2]) for name, match in matches.items() if match is not None}
-    if len(names) < len(matches) or (told and not {stage for stage, _ in names.values()} <= told):
+    if len(names) < len(matches) or (used and not {stage for stage, _ in names.values()} <= used):
         return {}
-    if len(told) == 1:
+    if len(used) == 1:
         nodes = {operator.node_name for operator in content.operators}
         is_by_name, is_by_key = nodes <= names.keys(), nodes <= {key for _, key in names.values()}
         is_merged = is_by_key if is_by_name != is_by_key else _OF_RANK.search(path) is None
-        if told != {0} or not is_merged:
+        if used != {0} or not is_merged:
             return {}
     return names
 

@@ -107,7 +107,7 @@ def reader_held_off(folder: Location) -> Iterator[bool]:
     Advice: where there is no manifest, or the store has no such locks, no reader is seen.
 
     Yields:
-        Whether nobody reads it.
+        Whether no process reads it.
     """
     try:
         lock = (folder / MANIFEST_FILE).lock()

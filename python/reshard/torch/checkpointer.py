@@ -357,7 +357,7 @@ class Checkpointer:
         members = self._group
         described = self._describe(run, optimizer)
         saver = self._saver_of(run)
-        told = self._check_saves(saver, described)
+        notes = self._check_saves(saver, described)
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)
         how = RestoreOptions(strict, cast, init, device, grown)
@@ -389,14 +389,14 @@ class Checkpointer:
         decision, found = load(own_config(self._config, self._root) if is_own else self._config)
         is_fresh_by_word = allow_fresh and decision.fresh
         if is_own and decision.fresh:  # with `allow_fresh`, and no checkpoint of its own is complete
-            told += decision.warnings
+            notes += decision.warnings
             decision, found = load(self._config)
         elif reason is not None:
             decision = replace(decision, reasons=(reason, *decision.reasons))
         if found is None:
             self._together(lambda: check_has_content(described, str(self._root)))
             # Restored state is equal on all ranks; new state is compared as the first save compares it.
-            told += self._expected_to_work(lambda: self._describe(run, optimizer, compare=True))
+            notes += self._expected_to_work(lambda: self._describe(run, optimizer, compare=True))
         else:
             saved = {} if is_weights_alone else found.extra
 
@@ -408,19 +408,19 @@ class Checkpointer:
                     *restore_sampler(run.sampler, saved, decision, self._config, how),
                 ]
 
-            told += self._together(restore)[members.rank]
-            told += self._restore_rest(saved, decision, check)
+            notes += self._together(restore)[members.rank]
+            notes += self._restore_rest(saved, decision, check)
             if decision.scaling is not None and decision.scaling.factor != 1 and run.has_scheduler:
-                told.append(
+                notes.append(
                     "the batch size changed, and with it the number of steps: the scheduler goes on where it was, and "
                     f"steps from {decision.initial_step}"
                 )
         if not self._scale_steps or run.sampler is None:
             decision = with_data_position(decision, run.sampler)
         self._begin(saver, decision, is_back=self._options.commit.rollback or is_fresh_by_word)
-        for line in told:
+        for line in notes:
             _log.warning("resume: %s", line)
-        return replace(decision, warnings=(*decision.warnings, *told))
+        return replace(decision, warnings=(*decision.warnings, *notes))
 
     def _start(self, facts: RunFacts) -> tuple[bool, str | None]:
         """Whether the run starts from its own newest checkpoint, as rank 0 sees it, and the reason."""
@@ -483,13 +483,13 @@ class Checkpointer:
         check: Callable[[Mapping[str, Any]], bool | None] | None,
     ) -> list[str]:
         """Restore the last part: call the check, then restore the random streams, which it may have used."""
-        members, told = self._group, list[str]()
+        members, notes = self._group, list[str]()
         known = saved.get("run")
         if known is not None:
             if check is not None:
                 self._together(lambda: check_restored(check, known))
             self._root_seed = count("root_seed", known["root_seed"], 0, MAX_SEED)
-            told += self._together(
+            notes += self._together(
                 lambda: restore_random(
                     saved,
                     decision.iteration or 0,
@@ -500,11 +500,11 @@ class Checkpointer:
                 )
             )[members.rank]
             if known["interrupted"]:
-                told.append(
+                notes.append(
                     f"saved after an exception in the step after {known['step']}: random streams and buffers may have "
                     "moved on in it"
                 )
-        return told + self._compare_environment(saved)
+        return notes + self._compare_environment(saved)
 
     def _compare_environment(self, saved: Mapping[str, Any]) -> list[str]:
         """Rank 0's differences, on all ranks."""

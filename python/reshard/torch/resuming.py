@@ -260,4 +260,4 @@ def restore_random(
         report = rng.derive(root_seed, iteration, position, reason="fewer ranks saved")
     if not report.derived:
         return []
-    return [f"random streams {', '.join(report.derived)} are derived anew: {report.reason}"]
+    return [f"random streams {', '.join(report.derived)} are derived again: {report.reason}"]

@@ -38,7 +38,7 @@ class RngReport:
 
     Attributes:
         restored: streams that were restored bit for bit: "python", "numpy", "torch", "cuda:0", ...
-        derived: streams that were seeded anew.
+        derived: streams that were seeded again.
         reason: why not all are restored; empty if they are.
     """
 

@@ -130,7 +130,7 @@ def demo(
         layout = None if mesh is None else layout_of(mesh)
         if layout is not None:
             locate(target.with_name(f"{target.name}.yaml")).replace(str(layout), durable=False)
-        # Not durable: nobody needs these files after a power cut, and a sync measures the disk.
+        # Not durable: the files are not needed after a crash, and a sync would dominate the time.
         report = convert(source, target, layout=layout, commit=Commit(durable=False), progress=progress)
         return _compare(report, model, 1 if mesh is None else mesh["tp"])
 

@@ -209,7 +209,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         ArgumentError, LayoutError, MismatchError, CoverageError, UnsupportedError: an option is not accepted, or the
             arrays of the ranks do not make up whole tensors, or cannot be written; the message names key and ranks.
         GroupError: a rank did not answer in time. Nothing is published, unless only rank 0's last message was lost.
-        StorageError: a write failed, or there is no room.
+        StorageError: a write failed, or there is not enough space.
         DestinationExistsError: another process is saving into this root.
         ReshardError: a rank failed otherwise: the message names it and its error.
 

@@ -1,6 +1,6 @@
 //! A range of a file that is compressed with zstd, as a source of its own.
 //!
-//! Unpacked bytes are kept in a cache that all sources share. It holds [`CACHE_BYTES`] and the range that is in use, so that a
+//! Unpacked bytes are kept in a cache that all sources share. It holds 256 MiB and the range that is in use, so that a
 //! conversion of a large folder needs no more memory than that.
 
 use reshard_core::source::{Ranges, Source};

@@ -271,7 +271,7 @@ class Checkpoint1Save(SaveFormat):
     # -- 4
 
     def begin(self) -> _Begun:
-        """Claim the root, if there is room for what this host writes into it."""
+        """Claim the root, if there is space for what this host writes into it."""
         options = self.options
         assert self._checked is not None
         assert self._naming is not None

@@ -126,8 +126,8 @@ def check_prefix(prefix: str | None) -> str:
         raise ArgumentError(f"`prefix` is {prefix!r}, which cannot begin the name of a file", hint='try "llama"')
     if "rank" in prefix:
         raise ArgumentError(
-            f"`prefix` is {show(prefix)}: the original refuses one with `rank` in it, since it looks for the rank's "
-            "number there",
+            f"`prefix` is {show(prefix)}: MindSpore Transformers refuses one with `rank` in it, since it looks for the "
+            "rank's number there",
             hint="leave that word out",
         )
     return prefix

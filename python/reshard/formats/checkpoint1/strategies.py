@@ -193,7 +193,7 @@ class Strategies:
         except CheckpointNotFoundError:
             return None
         except (DamagedFileError, LayoutError) as error:
-            _log.warning("%s is written anew: %s", self.folder, error.message)
+            _log.warning("%s is written again: %s", self.folder, error.message)
             return None
 
     def _is_as(self, there: Strategy) -> Callable[[str], bool]:

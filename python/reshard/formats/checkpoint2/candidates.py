@@ -133,7 +133,7 @@ def order(
             reason = "asked for"
         elif iteration in behind:
             by = behind[iteration]
-            refusal = f"passed over by the run that saved iteration {by}"
+            refusal = f"skipped by the run that saved iteration {by}"
         elif policy == "highest":
             reason = "next from the highest down"
         elif iteration == tracker:

@@ -119,13 +119,13 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
             for warning in order.warnings:
                 _log.warning("%s: %s", root, warning)
             for name, reason in faults.items():
-                _log.warning("%s passed over: %s", root / name, reason)
+                _log.warning("%s is skipped: %s", root / name, reason)
             return replace(data, skipped=tuple(faults.items()))
         # A save may have ended meanwhile and retention may have removed iterations: list again until nothing changes.
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
-    told = "".join(f"\n  {line}" for line in lines)
-    raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{told}", path=str(root))
+    reasons = "".join(f"\n  {line}" for line in lines)
+    raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{reasons}", path=str(root))
 
 
 def reason_of(error: ReshardError) -> str:
