@@ -507,7 +507,7 @@ def none_left(folder: Path) -> None:
 
 FOLDERS: dict[Callable[[Path], None], tuple[type[ReshardError], str]] = {
     without_stage_0: (CheckpointNotFoundError, "holds no strategy of stage 0; its last stage is 1"),
-    both_kinds: (DamagedFileError, "which of the two kinds is the strategy cannot be told"),
+    both_kinds: (DamagedFileError, "which of the two kinds is the strategy is not known"),
     other_cut: (DamagedFileError, "are both of stage 0, and disagree on `w0`: they cut it otherwise"),
     a_name_less: (DamagedFileError, "disagree on `t`: `.*rank_6.ckpt` does not list it"),
     a_name_more: (DamagedFileError, "disagree on `x`: `.*rank_4.ckpt` does not list it"),
