@@ -101,7 +101,8 @@ impl Index {
         self.add_local(path, follow_links, method, Format::Ckpt)
     }
 
-    fn add_local(
+    /// Adds a local file of a format and returns its number. The file is opened when it is needed.
+    pub fn add_local(
         &mut self,
         path: PathBuf,
         follow_links: bool,

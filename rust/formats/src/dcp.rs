@@ -16,6 +16,7 @@ use crate::pickle::{Id, Pickle, Record};
 use crate::torch_file::{Leaf, Storage, Tensor, TorchFile, crc_ranges, named_dtype};
 use crate::zip::Window;
 use reshard_core::dtype::{Dtype, n_elements};
+use reshard_core::error::Printable;
 use reshard_core::header::{MAX_RANK, check_name};
 use reshard_core::index::Index;
 use reshard_core::listed::Listed;
@@ -124,10 +125,17 @@ impl<'a> Decoder<'a> {
                 .text(*key)
                 .ok_or_else(|| Error::damaged("the name of a tensor is no text"))?;
             if !seen.insert(name) {
-                return Err(Error::damaged(format!("`{}` is listed twice", shown(name))));
+                return Err(Error::damaged(format!(
+                    "`{}` is listed twice",
+                    Printable(name)
+                )));
             }
             self.entry(name, *value, &places, &mut tensors, &mut objects)
-                .map_err(|error| error.key(name).within(format_args!("`{}`", shown(name))))?;
+                .map_err(|error| {
+                    error
+                        .key(name)
+                        .within(format_args!("`{}`", Printable(name)))
+                })?;
         }
         let original_shapes = self.original_shapes(root)?;
         Ok(Dcp {
@@ -259,14 +267,16 @@ impl<'a> Decoder<'a> {
                 Some(id) if matches!(pickle.get(id), crate::pickle::Value::None) => None,
                 Some(id) => Some(self.extents(id)?),
             };
-            let place = self
-                .place(*value)
-                .map_err(|error| error.key(name).within(format_args!("`{}`", shown(name))))?;
+            let place = self.place(*value).map_err(|error| {
+                error
+                    .key(name)
+                    .within(format_args!("`{}`", Printable(name)))
+            })?;
             let before = places.insert((name, offset), place);
             if before.is_some() {
                 return Err(Error::damaged(format!(
                     "`{}` has two places for one chunk",
-                    shown(name)
+                    Printable(name)
                 )));
             }
         }
@@ -392,17 +402,15 @@ pub fn index_of(dcp: &Dcp, folder: &Path, method: Method) -> Result<Index> {
             } else {
                 let message = format!(
                     "`{}` is transformed by {}, which is not known",
-                    shown(&tensor.name),
-                    shown(&chunk.place.transforms.join(", "))
+                    Printable(&tensor.name),
+                    Printable(&chunk.place.transforms.join(", "))
                 );
                 return Err(Error::new(Kind::Unsupported, message).key(&tensor.name));
             }
         }
     }
     for (path, items) in paths.iter().zip(items) {
-        let opened = path.clone();
-        let open = move || Source::open(&opened, false, method);
-        index.add_source(path.clone(), reader_of(items), open);
+        index.add_local(path.clone(), false, method, reader_of(items));
     }
     // The items of a compressed file are unpacked one by one: to the index each one is a file of its own.
     let mut unpacked: HashMap<(usize, usize), u32> = HashMap::new();
@@ -504,7 +512,7 @@ fn listed(source: &Source, items: &[Item]) -> Result<Listed> {
     {
         let key = name.split_once('@').map_or(name.as_str(), |(_, key)| key);
         let (storage, tensor) = item_tensor(source, place, *dtype, shape)
-            .map_err(|error| error.key(key).within(format_args!("`{}`", shown(key))))?;
+            .map_err(|error| error.key(key).within(format_args!("`{}`", Printable(key))))?;
         let storages = [storage];
         ranges.extend(crc_ranges(&storages));
         tensors.push(
@@ -531,7 +539,7 @@ fn path_in(folder: &Path, name: &str) -> Result<PathBuf> {
     if !is_plain {
         let message = format!(
             "a data file has the path `{}`, which is not a plain path inside the folder",
-            shown(name)
+            Printable(name)
         );
         return Err(Error::damaged(message));
     }
@@ -561,11 +569,4 @@ pub fn item_tensor(
         return Err(Error::new(Kind::Mismatch, message));
     }
     Ok((file.storages()[tensor.storage].clone(), tensor))
-}
-
-fn shown(text: &str) -> String {
-    text.chars()
-        .take(120)
-        .map(|c| if c.is_control() { '?' } else { c })
-        .collect()
 }

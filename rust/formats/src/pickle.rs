@@ -10,6 +10,7 @@
 //!
 //! Source of the opcodes: `Lib/pickletools.py` of Python 3.
 
+use reshard_core::error::Printable;
 use reshard_core::{Error, Kind, Result};
 use std::collections::HashMap;
 
@@ -282,7 +283,11 @@ const REFUSED_NAMES: &[(&str, &str)] = &[
 
 fn check_name(module: &str, name: &str) -> Result<()> {
     let refuse = |why: &str| {
-        let message = format!("it names `{}.{}`, {why}", shown(module), shown(name));
+        let message = format!(
+            "it names `{}.{}`, {why}",
+            Printable(module),
+            Printable(name)
+        );
         Err(Error::new(Kind::Unsupported, message).hint("nothing was imported or called; do not load this file with a reader that executes pickles"))
     };
     let is_identifier = |text: &str| {
@@ -301,13 +306,6 @@ fn check_name(module: &str, name: &str) -> Result<()> {
         return refuse("which no checkpoint needs and which can run code");
     }
     Ok(())
-}
-
-fn shown(text: &str) -> String {
-    text.chars()
-        .take(80)
-        .map(|c| if c.is_control() { '?' } else { c })
-        .collect()
 }
 
 fn unknown(opcode: u8) -> Error {

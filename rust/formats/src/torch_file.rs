@@ -17,8 +17,10 @@
 use crate::pickle::{Id, Pickle, Record, Value};
 use crate::zip::{self, Member, Window};
 use reshard_core::dtype::{Dtype, n_elements};
+use reshard_core::error::Printable;
 use reshard_core::header::{MAX_RANK, check_name};
 use reshard_core::listed::{CrcRange, Listed, ListedTensor};
+use reshard_core::region::row_major_strides;
 use reshard_core::shard_file::Format;
 use reshard_core::{Error, Kind, Result};
 use std::collections::{HashMap, HashSet};
@@ -33,7 +35,7 @@ const MAX_VERSION: u64 = 10;
 const MAX_PICKLE_BYTES: u64 = 4 << 30;
 /// Nesting of containers.
 const MAX_DEPTH: usize = 200;
-/// Values by path beyond four for each object of the pickle: shared containers are walked once for each path to them.
+/// Values by path beyond four for each object of the pickle: a shared container has the values of each path to it.
 const MORE_LEAVES: usize = 100_000;
 /// Bytes of a path.
 const MAX_PATH_BYTES: usize = 4096;
@@ -234,7 +236,7 @@ impl TorchFile {
             let item = item.ok_or_else(|| {
                 Error::damaged(format!(
                     "no tensor says the type of storage `{}`",
-                    shown(key)
+                    Printable(key)
                 ))
             })?;
             let n_bytes = count.checked_mul(item);
@@ -244,14 +246,14 @@ impl TorchFile {
             let (Some(n_bytes), Some(end)) = (n_bytes, end) else {
                 let message = format!(
                     "storage `{}` of {count} elements ends beyond the file",
-                    shown(key)
+                    Printable(key)
                 );
                 return Err(Error::damaged(message));
             };
             if by_key.insert(key.to_owned(), storages.len()).is_some() {
                 return Err(Error::damaged(format!(
                     "storage `{}` occurs twice",
-                    shown(key)
+                    Printable(key)
                 )));
             }
             storages.push(Storage {
@@ -312,8 +314,8 @@ impl TorchFile {
             _ if self.makes_tensor(module, name, record) => {
                 let message = format!(
                     "it holds a tensor made by `{}.{}`, which is not supported",
-                    shown(module),
-                    shown(name)
+                    Printable(module),
+                    Printable(name)
                 );
                 Err(Error::new(Kind::Unsupported, message))
             }
@@ -359,8 +361,8 @@ impl TorchFile {
             let (module, name) = class.unwrap_or(("", "?"));
             let message = format!(
                 "it holds a tensor of the type `{}.{}`, which is not supported",
-                shown(module),
-                shown(name)
+                Printable(module),
+                Printable(name)
             );
             return Err(Error::new(Kind::Unsupported, message));
         }
@@ -392,8 +394,8 @@ impl TorchFile {
                 let (module, name) = other.unwrap_or(("", "?"));
                 let message = format!(
                     "it holds a tensor made by `{}.{}`, which is not supported",
-                    shown(module),
-                    shown(name)
+                    Printable(module),
+                    Printable(name)
                 );
                 Err(Error::new(Kind::Unsupported, message))
             }
@@ -440,14 +442,14 @@ impl TorchFile {
         let item = dtype.unit().1;
         let number = self.by_key.get(key).copied();
         let number = number.ok_or_else(|| {
-            Error::damaged(format!("storage `{}` is not in the file", shown(key)))
+            Error::damaged(format!("storage `{}` is not in the file", Printable(key)))
         })?;
         let stored = &self.storages[number];
         let expected = numel.checked_mul(class.map_or(1, |class| class.unit().1));
         if expected != Some(stored.n_bytes) {
             let message = format!(
                 "storage `{}` has {} bytes, the tensors over it expect {numel} elements",
-                shown(key),
+                Printable(key),
                 stored.n_bytes
             );
             return Err(Error::damaged(message));
@@ -468,13 +470,17 @@ impl TorchFile {
             return Ok(Tensor {
                 storage: number,
                 dtype,
-                strides: row_major(&shape),
+                strides: row_major_strides(&shape),
                 shape,
                 offset: 0,
             });
         }
-        let outside =
-            || Error::damaged(format!("a tensor reaches beyond storage `{}`", shown(key)));
+        let outside = || {
+            Error::damaged(format!(
+                "a tensor reaches beyond storage `{}`",
+                Printable(key)
+            ))
+        };
         let last = shape
             .iter()
             .zip(&strides)
@@ -543,25 +549,25 @@ impl TorchFile {
     /// # Errors
     /// Containers are nested too deep or repeat without end, or two values have one path.
     pub fn leaves(&self) -> Result<Vec<(String, Leaf)>> {
-        let mut walk = Walk {
+        let mut collector = Collector {
             file: self,
             leaves: Vec::new(),
             open: Vec::new(),
             path: String::new(),
         };
-        walk.visit(self.pickle.root())?;
-        let mut paths = HashSet::with_capacity(walk.leaves.len());
-        if let Some((path, _)) = walk
+        collector.visit(self.pickle.root())?;
+        let mut paths = HashSet::with_capacity(collector.leaves.len());
+        if let Some((path, _)) = collector
             .leaves
             .iter()
             .find(|(path, _)| !paths.insert(path.as_str()))
         {
             return Err(Error::new(
                 Kind::Unsupported,
-                format!("two values have the path `{}`", shown(path)),
+                format!("two values have the path `{}`", Printable(path)),
             ));
         }
-        Ok(walk.leaves)
+        Ok(collector.leaves)
     }
 }
 
@@ -611,7 +617,8 @@ pub fn crc_ranges(storages: &[Storage]) -> Vec<CrcRange> {
         .collect()
 }
 
-struct Walk<'a> {
+/// Collects the values of a file by path.
+struct Collector<'a> {
     file: &'a TorchFile,
     leaves: Vec<(String, Leaf)>,
     /// The containers around the value.
@@ -619,13 +626,13 @@ struct Walk<'a> {
     path: String,
 }
 
-impl Walk<'_> {
+impl Collector<'_> {
     fn visit(&mut self, id: Id) -> Result<()> {
         let pickle = &self.file.pickle;
         if let Some(tensor) = self
             .file
             .tensor(id)
-            .map_err(|error| error.within(format_args!("`{}`", shown(&self.path))))?
+            .map_err(|error| error.within(format_args!("`{}`", Printable(&self.path))))?
         {
             return self.leaf(Leaf::Tensor(tensor));
         }
@@ -670,7 +677,7 @@ impl Walk<'_> {
                 Kind::Unsupported,
                 format!(
                     "the path `{}...` has more than {MAX_PATH_BYTES} bytes",
-                    shown(&self.path)
+                    Printable(&self.path)
                 ),
             ));
         }
@@ -685,7 +692,7 @@ impl Walk<'_> {
         if self.open.contains(&id) {
             return Err(Error::new(
                 Kind::Unsupported,
-                format!("`{}` contains itself", shown(&self.path)),
+                format!("`{}` contains itself", Printable(&self.path)),
             ));
         }
         if self.open.len() >= MAX_DEPTH {
@@ -740,7 +747,7 @@ fn content(window: Window<'_>, member: &Member, max_bytes: u64) -> Result<Vec<u8
     if member.n_bytes > max_bytes {
         let message = format!(
             "member `{}` has {} bytes, at most {max_bytes} are read",
-            shown(&member.name),
+            Printable(&member.name),
             member.n_bytes
         );
         return Err(Error::new(Kind::Unsupported, message));
@@ -771,8 +778,8 @@ fn storage_class(pickle: &Pickle, id: Id) -> Result<Option<Dtype>> {
         _ => {
             let message = format!(
                 "a storage of the type `{}.{}`, which is not supported",
-                shown(module),
-                shown(name)
+                Printable(module),
+                Printable(name)
             );
             return Err(Error::new(Kind::Unsupported, message));
         }
@@ -808,7 +815,7 @@ pub fn named_dtype(pickle: &Pickle, id: Id) -> Result<Dtype> {
         _ => {
             return Err(Error::new(
                 Kind::Unsupported,
-                format!("a tensor of the dtype `torch.{}`", shown(name)),
+                format!("a tensor of the dtype `torch.{}`", Printable(name)),
             ));
         }
     })
@@ -834,7 +841,7 @@ fn legacy_item_bytes(pickle: &Pickle) -> Result<HashMap<String, u64>> {
             {
                 return Err(Error::damaged(format!(
                     "storage `{}` has two types",
-                    shown(key)
+                    Printable(key)
                 )));
             }
         }
@@ -880,18 +887,7 @@ fn big_endian() -> Error {
         .hint("load and save it again with torch on that machine")
 }
 
-fn row_major(shape: &[u64]) -> Vec<u64> {
-    reshard_core::region::row_major_strides(shape)
-}
-
 /// The CRC-32 of zip archives.
 pub fn crc32(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32IsoHdlc, bytes) as u32
-}
-
-fn shown(text: &str) -> String {
-    text.chars()
-        .take(120)
-        .map(|c| if c.is_control() { '?' } else { c })
-        .collect()
 }

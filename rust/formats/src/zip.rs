@@ -6,6 +6,7 @@
 //!
 //! Source of the format: APPNOTE.TXT of PKWARE, sections 4.3 to 4.5.
 
+use reshard_core::error::Printable;
 use reshard_core::source::Source;
 use reshard_core::{Error, Kind, Result};
 use std::collections::HashSet;
@@ -117,7 +118,7 @@ pub fn members(window: Window<'_>) -> Result<Vec<Member>> {
         if !names.insert(member.name.clone()) {
             return Err(Error::damaged(format!(
                 "member `{}` occurs twice",
-                shown(&member.name)
+                Printable(&member.name)
             )));
         }
         used.push(range);
@@ -260,7 +261,7 @@ fn entry(bytes: &[u8]) -> Result<(Entry, usize)> {
     let unsupported = |what: &str| {
         Err(Error::new(
             Kind::Unsupported,
-            format!("member `{}` is {what}", shown(name)),
+            format!("member `{}` is {what}", Printable(name)),
         ))
     };
     if u16_at(bytes, 8) & 1 != 0 {
@@ -278,7 +279,7 @@ fn entry(bytes: &[u8]) -> Result<(Entry, usize)> {
     if n_bytes != n_stored {
         return Err(Error::damaged(format!(
             "member `{}` is stored as it is, but with two sizes",
-            shown(name)
+            Printable(name)
         )));
     }
     Ok((
@@ -324,7 +325,7 @@ impl<'a> Extra64<'a> {
 
 /// Where a member lies: its bytes, and the range with its local header.
 fn locate(window: Window<'_>, entry: Entry, directory: u64) -> Result<(Member, (u64, u64))> {
-    let bad = |what: &str| Error::damaged(format!("member `{}` {what}", shown(&entry.name)));
+    let bad = |what: &str| Error::damaged(format!("member `{}` {what}", Printable(&entry.name)));
     if entry
         .header
         .checked_add(LOCAL_BYTES)
@@ -370,11 +371,4 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
-}
-
-fn shown(name: &str) -> String {
-    name.chars()
-        .take(80)
-        .map(|c| if c.is_control() { '?' } else { c })
-        .collect()
 }

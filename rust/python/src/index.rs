@@ -20,6 +20,7 @@ use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind};
 use reshard_formats::metadata::{CellTable, Metadata, decode, index_of};
+use reshard_formats::torch_file;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -149,11 +150,9 @@ impl Index {
         method: &str,
     ) -> PyResult<u32> {
         let method = raise(py, parse_method(method))?;
-        let opened = path.clone();
-        let open = move || Source::open(&opened, follow_links, method);
         Ok(self
             .index
-            .add_source(path, crate::torch::torch_format(), open))
+            .add_local(path, follow_links, method, torch_file::format()))
     }
 
     #[pyo3(signature = (path, *, follow_links=true, method="auto"))]

@@ -11,7 +11,7 @@ use reshard_core::{Error, Kind};
 use reshard_formats::compressed::{decompressed, is_zstd};
 use reshard_formats::dcp::{Dcp, index_of};
 use reshard_formats::pickle::{Id, Pickle, Value};
-use reshard_formats::torch_file::{Leaf, TorchFile, format};
+use reshard_formats::torch_file::{Leaf, TorchFile};
 use reshard_formats::zip::Window;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -468,9 +468,4 @@ pub(crate) fn open_dcp(
         unsupported.collect(),
         dcp.original_shapes,
     ))
-}
-
-/// How the core reads such a file.
-pub(crate) fn torch_format() -> reshard_core::shard_file::Format {
-    format()
 }

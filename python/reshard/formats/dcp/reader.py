@@ -35,7 +35,10 @@ class Dcp(Format):
 
     def detect(self, path: Location) -> Match:
         """By `.metadata`; by data files where that is missing, so that the reader can say so."""
-        return Match.YES if path.is_folder() and (_is_dcp(path) or self.is_root(path)) else Match.NO
+        if not path.is_folder():
+            return Match.NO
+        names = path.names()
+        return Match.YES if _is_dcp(path, names) or _has_steps(path, names) else Match.NO
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors that `.metadata` lists; data files are opened when they are first needed.
@@ -46,7 +49,8 @@ class Dcp(Format):
 
     def is_root(self, path: Location) -> bool:
         """Whether it holds a folder `step-<N>` of this format, and is none itself."""
-        return not _is_dcp(path) and any(_is_dcp(path / name) for _, name in _steps(path))
+        names = path.names()
+        return not _is_dcp(path, names) and _has_steps(path, names)
 
 
 DCP = Dcp()
@@ -74,20 +78,26 @@ class _DcpData(CheckpointData):
         }
 
 
-def _is_dcp(folder: Location) -> bool:
-    return (folder / METADATA_FILE).is_file() or any(name.endswith(DATA_SUFFIX) for name in folder.names())
+def _is_dcp(folder: Location, names: Sequence[str]) -> bool:
+    """Whether a folder with these names is of this format."""
+    has_metadata = METADATA_FILE in names and (folder / METADATA_FILE).is_file()
+    return has_metadata or any(name.endswith(DATA_SUFFIX) for name in names)
 
 
-def _steps(root: Location) -> list[tuple[int, str]]:
+def _has_steps(root: Location, names: Sequence[str]) -> bool:
+    return any(_is_dcp(root / name, (root / name).names()) for _, name in _steps(root, names))
+
+
+def _steps(root: Location, names: Sequence[str]) -> list[tuple[int, str]]:
     """Step and name of each folder of a step, the newest first."""
-    steps = [(step, name) for name in root.names() if (step := step_of(name)) is not None]
+    steps = [(step, name) for name in names if (step := step_of(name)) is not None]
     return sorted(((step, name) for step, name in steps if (root / name).is_folder()), reverse=True)
 
 
 def _open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
     """The newest step that can be opened, with the reasons why newer ones cannot."""
     skipped: list[tuple[str, str]] = []
-    for step, name in _steps(root):
+    for step, name in _steps(root, root.names()):
         try:
             data = _open_dcp(root / name, method)
         except StorageError:
