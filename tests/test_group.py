@@ -145,6 +145,7 @@ def test_a_rank_that_never_comes_is_named_and_meets_the_others_again() -> None:
                 assert entry["seconds"] < SHORT + LATE
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_the_middle_of_a_message() -> None:
     def work(group: TorchGroup) -> Any:
         channel = session(group, "save")
@@ -173,6 +174,7 @@ def test_a_rank_killed_in_the_middle_of_a_message() -> None:
             assert said["value"]["seconds"] < 4 * SHORT + LATE
 
 
+@pytest.mark.slow
 def test_rank_0_gone() -> None:
     def work(group: TorchGroup) -> Any:
         if group.rank == 0:
@@ -203,6 +205,7 @@ def test_a_failure_in_one_rank_ends_the_session_for_all_at_once() -> None:
     assert all(entry["seconds"] < LONG / 2 for told in (first, second, third) for entry in told[:2])
 
 
+@pytest.mark.slow
 def test_a_store_that_is_silent_or_gone() -> None:
     ready, stopped, told, ended, gone = (Signal() for _ in range(5))
 

@@ -209,6 +209,7 @@ def test_placements_that_are_no_cut_by_axes_are_refused() -> None:
     assert "rank 7: `w`: this rank holds an array of shape (0,)" in nine
 
 
+@pytest.mark.slow
 def test_slices_of_a_mesh_and_hybrid_sharding() -> None:
     """Tensors on slices are whole along the other dims, whose names are known from the root."""
 

@@ -163,6 +163,7 @@ class Noting(torch.optim.AdamW):
         return loss
 
 
+@pytest.mark.slow
 def test_tensors_beside_a_list_in_the_state_of_a_sharded_parameter_stay_tensors(tmp_path: Path) -> None:
     whole = [one["value"][1] for one in run(tmp_path, "FSDP2", 4, optimizer=Noting)]
     assert whole[0]["notes.0.weight"] != whole[1]["notes.0.weight"]
@@ -173,6 +174,7 @@ def test_tensors_beside_a_list_in_the_state_of_a_sharded_parameter_stay_tensors(
     assert back[0][0]["exp_avg.0.weight"][0] == "DTensor"
 
 
+@pytest.mark.slow
 def test_plain_state_of_sharded_parameters_is_refused_under_another_layout(tmp_path: Path) -> None:
     saved = run(tmp_path, "TP", 2)
     assert all("value" in one for one in saved), saved
@@ -227,6 +229,7 @@ def test_state_of_a_part_so_small_that_it_is_one_number(tmp_path: Path) -> None:
         assert job.values() == saved
 
 
+@pytest.mark.slow
 def test_equal_counters_are_replicas_under_any_layout(tmp_path: Path) -> None:
     def adam(parameters: Any) -> Any:
         return torch.optim.AdamW(parameters, lr=0.01)
@@ -244,6 +247,7 @@ def test_equal_counters_are_replicas_under_any_layout(tmp_path: Path) -> None:
 MEAN = "running_mean"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["FSDP2", "DDP without broadcast"])
 def test_buffers_that_differ_are_kept_for_each_rank(kind: str, tmp_path: Path) -> None:
     def sgd(parameters: Any) -> Any:

@@ -401,6 +401,7 @@ class Ids(Dataset[int]):
         return index
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # later Pythons on fork
 @pytest.mark.parametrize("as_batches", [False, True])
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])

@@ -171,6 +171,7 @@ def test_what_ranks_hold_is_saved_and_loaded_under_any_other_cut(kind: str, tmp_
 BUFFER = {"DDP": "module.norm.running_mean", "FSDP2": "norm.running_mean", "FSDP2 over TP": "norm.running_mean"}
 
 
+@pytest.mark.slow
 def test_zero_redundancy_optimizer_and_back(tmp_path: Path) -> None:
     """Each state is whole on its owner, and belongs to another rank in another world."""
 
@@ -334,6 +335,7 @@ def test_boxes_where_no_layout_can_say_it(tmp_path: Path) -> None:
     assert checkpoint.read("c.running_var").tolist() == [6] * 3
 
 
+@pytest.mark.slow
 def test_fsdp_models_on_the_device_meta(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> Any:
         torch.set_num_threads(1)
