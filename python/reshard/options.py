@@ -360,6 +360,14 @@ class Checkpoint1Options(Options):
     save_trainable_params: bool | Collection[str] = False
     only_save_strategy: bool = False
 
+    @property
+    def trained_names(self) -> frozenset[str] | None:
+        """The names in `save_trainable_params`; None: there are none."""
+        names = self.save_trainable_params
+        if isinstance(names, bool):
+            return None
+        return frozenset([names] if isinstance(names, str) else names)
+
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Interrupts(Options):
@@ -546,6 +554,11 @@ class SaveOptions:
     format: str = "checkpoint2"
     checkpoint1: Checkpoint1Options = Checkpoint1Options()
     threads: int | None = None
+
+    @property
+    def dedup(self) -> bool:
+        """Whether each shard is written once."""
+        return self.files.dedup is not False
 
     @classmethod
     def of(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from reshard.formats.save_log import SaveRecord
     from reshard.group import Group
     from reshard.layout import ModelLayout
-    from reshard.options import Retention
+    from reshard.options import SaveOptions
     from reshard.write.arrays import LocalArray
     from reshard.write.background import PendingSave
     from reshard.write.rank_facts import RankFacts
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from reshard.write.shard_files import ShardFileMaker
 
 __all__ = [
-    "FormatOptions",
     "Published",
     "RankInput",
     "SaveFormat",
@@ -92,60 +91,27 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class SaveTask:
-    """What is saved where, with the options that every format has; the same on all ranks. See `save`."""
+    """What is saved where and how; the same on all ranks. See `save`."""
 
     root: Path
     iteration: int
-    durable: bool
-    verify: bool
-    rollback: bool
-    takeover: bool
     timeout: float
-    threads: int | None
-    retention: Retention | None
-    private: bool = False
+    options: SaveOptions
+
+    @property
+    def durable(self) -> bool:
+        """Whether files and folders are synced before the save is published."""
+        return self.options.commit.durable
 
     @property
     def file_mode(self) -> int:
         """Permission bits of files, less the umask."""
-        return 0o600 if self.private else 0o666
+        return 0o600 if self.options.commit.private else 0o666
 
     @property
     def folder_mode(self) -> int:
         """Permission bits of folders, less the umask."""
-        return 0o700 if self.private else 0o777
-
-
-@dataclass(frozen=True)
-class FormatOptions:
-    """Options of a save whose meaning depends on the format, the same on all ranks; see the arguments of `save`.
-
-    Only whether there is a `trainable` must be the same: its names may differ.
-    """
-
-    prefix: str | None
-    dedup: bool
-    strict: bool
-    check_replicas: bool
-    sink_size: int | None
-    steps_per_epoch: int | None
-    network: bool
-    trainable: frozenset[str] | None
-    only_strategy: bool
-
-    def by_name(self) -> dict[str, object]:
-        """The options by their names in `save`, to be compared between ranks."""
-        return {
-            "prefix": self.prefix,
-            "dedup": self.dedup,
-            "strict_format": self.strict,
-            "check_replicas": self.check_replicas,
-            "sink_size": self.sink_size,
-            "steps_per_epoch": self.steps_per_epoch,
-            "save_network_params": self.network,
-            "save_trainable_params": self.trainable is not None,
-            "only_save_strategy": self.only_strategy,
-        }
+        return 0o700 if self.options.commit.private else 0o777
 
 
 @dataclass(frozen=True)
@@ -222,17 +188,15 @@ class SaveFormat(ABC):
     begun_type: ClassVar[Any]
     written_type: ClassVar[Any]
 
-    def __init__(self, options: SaveTask, format_options: FormatOptions, channel: Group, own: RankInput) -> None:
+    def __init__(self, task: SaveTask, channel: Group, own: RankInput) -> None:
         """Begin one save.
 
         Args:
-            options: as in every format.
-            format_options: as in this one.
+            task: what is saved where and how.
             channel: the session of the save.
             own: what this rank holds.
         """
-        self.options = options
-        self.format_options = format_options
+        self.task = task
         self.rank = channel.rank
         self.world_size = channel.world_size
         self.own = own
@@ -240,13 +204,11 @@ class SaveFormat(ABC):
 
     @staticmethod
     @abstractmethod
-    def check_options(options: FormatOptions, model: Mapping[str, object], *, keeps_more: bool) -> None:
-        """Refuse options that the format does not have. Raises ArgumentError.
+    def check_options(options: SaveOptions, model: Mapping[str, object]) -> None:
+        """Refuse options that the format does not have, or that do not fit what this rank saves, by key.
 
-        Args:
-            options: those of this format and of others.
-            model: what this rank saves, by key.
-            keeps_more: whether iterations beside the newest are kept, see `Retention`.
+        Raises:
+            ArgumentError: there is such an option.
         """
 
     @abstractmethod
@@ -310,7 +272,7 @@ class SaveFormat(ABC):
 
 def save_collectively(
     save: SaveFormat | BaseException,
-    options: SaveTask,
+    task: SaveTask,
     channel: Group,
     *,
     started: float,
@@ -324,7 +286,7 @@ def save_collectively(
 
     Args:
         save: this rank's part, or the exception that it met while it was made.
-        options: those of every format.
+        task: what is saved where and how.
         channel: the session of this save.
         started: when `reshard.save` was called, on the monotonic clock.
         blocking: whether to wait for the end.
@@ -340,7 +302,7 @@ def save_collectively(
         GroupError: a rank did not answer in time. Nothing is published, unless only the last message was lost.
         ReshardError: what a rank met.
     """
-    ranks = Collective(channel, options.timeout)
+    ranks = Collective(channel, task.timeout)
     if isinstance(save, BaseException):
         ranks.combine(save, None)  # raises it, and an error on the other ranks
         raise save
@@ -350,7 +312,7 @@ def save_collectively(
         return None
     plan = ranks.combine(report, save.plan, save.report_type, save.plan_type)
     save.own.copies.replicas = plan.replicas
-    make = functools.partial(shard_file, threads=options.threads, blocking=blocking, ready=ready)
+    make = functools.partial(shard_file, threads=task.options.threads, blocking=blocking, ready=ready)
     error = capture(lambda: save.prepare(plan, make))
     if not blocking and ready is None:
         save.own.copies.freeze(ranks.rank)
@@ -358,7 +320,7 @@ def save_collectively(
     if blocking:
         return finish(progress=progress)
     finish = functools.partial(finish, stall_seconds=time.monotonic() - started)
-    return background.start(options.iteration, finish, progress, exit_seconds=options.timeout)
+    return background.start(task.iteration, finish, progress, exit_seconds=task.timeout)
 
 
 def _check(save: SaveFormat, reports: list[Any]) -> None:
@@ -386,8 +348,8 @@ def _finish(
         progress: as in `reshard.save`.
         after: as in `reshard.save`.
     """
-    options = save.options
-    state = save.own.copies.settle(ranks.channel, options.timeout)
+    task = save.task
+    state = save.own.copies.settle(ranks.channel, task.timeout)
     written: object = None
     published: Published | None = None  # on rank 0, once a restart finds the save
 
@@ -399,10 +361,10 @@ def _finish(
 
     def publish(messages: list[Any]) -> Published:
         nonlocal published
-        volatile = mounts.volatile(options.root) if options.durable else None
-        done = save.publish(messages, durable=options.durable and volatile is None)
+        volatile = mounts.volatile(task.root) if task.durable else None
+        done = save.publish(messages, durable=task.durable and volatile is None)
         if volatile is not None:
-            warning = f"{options.root} is on {volatile}, which is volatile: its content is lost with the power"
+            warning = f"{task.root} is on {volatile}, which is volatile: its content is lost with the power"
             done = replace(done, warnings=(*done.warnings, warning))
         if not save.confirms:
             published = done
@@ -431,7 +393,7 @@ def _finish(
         # It is published, although not every rank was told.
         warning = f"not every rank learned that the save succeeded: {failure.message}"
         result, is_heard = replace(published, warnings=(*published.warnings, warning)), False
-    report = _report_of(options, result, started, stall_seconds)
+    report = _report_of(task, result, started, stall_seconds)
     warnings = _append_to_log(save, result, report) if ranks.rank == 0 else []
     warnings += save.remove_older()
     report = replace(report, warnings=(*report.warnings, *warnings))
@@ -441,17 +403,17 @@ def _finish(
     return report if after is None or not is_heard else _call_after(after, report)
 
 
-def _report_of(options: SaveTask, published: Published, started: float, stall_seconds: float | None) -> SaveReport:
+def _report_of(task: SaveTask, published: Published, started: float, stall_seconds: float | None) -> SaveReport:
     seconds = time.monotonic() - started
     known = asdict(published)
     del known["generation"], known["attempt_id"]
     stall_seconds = seconds if stall_seconds is None else stall_seconds
-    return SaveReport(iteration=options.iteration, seconds=seconds, stall_seconds=stall_seconds, **known)
+    return SaveReport(iteration=task.iteration, seconds=seconds, stall_seconds=stall_seconds, **known)
 
 
 def _append_to_log(save: SaveFormat, published: Published, report: SaveReport) -> list[str]:
     """A line in the log of saves. Returns warnings."""
-    options = save.options
+    task = save.task
     if published.attempt_id is None:
         return []
     try:
@@ -464,7 +426,7 @@ def _append_to_log(save: SaveFormat, published: Published, report: SaveReport) -
             generation=published.generation,
             attempt=published.attempt_id,
         )
-        save_log.append(options.root, line, durable=options.durable, mode=options.file_mode)
+        save_log.append(task.root, line, durable=task.durable, mode=task.file_mode)
     except (ReshardError, OSError) as error:
         return [f"the save is not in the log: {error}"]
     return []

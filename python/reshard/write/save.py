@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -34,7 +35,6 @@ from reshard.write import background
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
 from reshard.write.collective_save import (
-    FormatOptions,
     RankInput,
     SaveFormat,
     SaveReport,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reshard import _core
-    from reshard.layout import ModelLayout
     from reshard.layout.model import LayoutLike
     from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
     from reshard.write.arrays import LocalArray
@@ -238,20 +237,8 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         )
     )
     options = parsed if isinstance(parsed, SaveOptions) else SaveOptions()
-    task = SaveTask(
-        root=Path(root),
-        iteration=iteration,
-        durable=options.commit.durable,
-        verify=options.verify.after_save,
-        rollback=options.commit.rollback,
-        takeover=options.commit.takeover,
-        timeout=timeout,
-        threads=threads,
-        retention=options.retention,
-        private=options.commit.private,
-    )
-    format_options = _format_options(options)
-    agreed = {"format": options.format, "blocking": blocking, **format_options.by_name()}
+    task = SaveTask(Path(root), iteration, timeout, options)
+    agreed = _agreed(task, blocking=blocking)
 
     def prepare() -> SaveFormat:
         if isinstance(parsed, BaseException):
@@ -293,7 +280,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
             arrays.values(),
             {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
             host=_host(),
-            options=agreed | _agreed(task, own_layout),
+            options=agreed | {"layout": None if own_layout is None else _digest(str(own_layout))},
             has_layout=own_layout is not None,
             may_differ=is_any_of(allowed),
             state=_digests(extra) if members.world_size > 1 else {},
@@ -303,7 +290,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         # Made now, so that a metric that is no number is refused before anything is written.
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
         own = RankInput(arrays, facts, own_layout, counters, record, copies)
-        return of(task, format_options, channel, own)
+        return of(task, channel, own)
 
     # The other ranks wait for this one: they must receive its error.
     return save_collectively(
@@ -333,13 +320,24 @@ def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
         )
 
 
-def _agreed(task: SaveTask, layout: ModelLayout | None) -> dict[str, object]:
-    """Options that must be the same on all ranks."""
+def _agreed(task: SaveTask, *, blocking: bool) -> dict[str, object]:
+    """Options that must be the same on all ranks, by the names that users know.
+
+    Of `save_trainable_params` only whether it is given: the names may differ.
+    """
+    options = task.options
     return {
         "root": os.fspath(task.root),
         "iteration": task.iteration,
+        "blocking": blocking,
+        "format": options.format,
         "durable": task.durable,
-        "layout": None if layout is None else hashlib.blake2b(str(layout).encode()).hexdigest()[:16],
+        "prefix": options.files.prefix,
+        "dedup": options.dedup,
+        "strict_format": options.files.strict_format,
+        "check_replicas": options.verify.check_replicas,
+        **asdict(options.checkpoint1),
+        "save_trainable_params": options.checkpoint1.save_trainable_params is not False,
     }
 
 
@@ -355,29 +353,9 @@ def check_save_options(options: SaveOptions) -> None:
     _check_options(options, None)
 
 
-def _format_options(options: SaveOptions) -> FormatOptions:
-    own, trained = options.checkpoint1, options.checkpoint1.save_trainable_params
-    return FormatOptions(
-        prefix=options.files.prefix,
-        dedup=options.files.dedup is not False,
-        strict=options.files.strict_format,
-        check_replicas=options.verify.check_replicas,
-        sink_size=own.sink_size,
-        steps_per_epoch=own.steps_per_epoch,
-        network=own.save_network_params,
-        trainable=None if isinstance(trained, bool) else frozenset([trained] if isinstance(trained, str) else trained),
-        only_strategy=own.only_save_strategy,
-    )
-
-
 def _check_options(options: SaveOptions, model: Mapping[str, object] | None) -> None:
     """Refuse options that do not fit the format or the model; None: the model is not known yet."""
-    retention = options.retention
-    save_format(options.format).check_options(
-        _format_options(options),
-        {} if model is None else model,
-        keeps_more=retention is not None and (retention.keep_every is not None or retention.best is not None),
-    )
+    save_format(options.format).check_options(options, {} if model is None else model)
     if model is not None and options.checkpoint1.save_trainable_params is True:
         raise ArgumentError(
             "`save_trainable_params` is True, and `save` needs the names of the weights that are trained",
@@ -431,6 +409,10 @@ def _digests(extra: Mapping[str, object] | None) -> dict[str, str]:
         for name, value in (extra or {}).items()
         if not isinstance(value, state.PerRank)
     }
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode()).hexdigest()[:16]
 
 
 def _host() -> str:

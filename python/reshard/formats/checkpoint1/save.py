@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint1.names import FileName
     from reshard.formats.checkpoint1.strategies import Strategies
     from reshard.group import Group
-    from reshard.write.collective_save import FormatOptions, RankInput, SaveTask
+    from reshard.options import SaveOptions
+    from reshard.write.collective_save import RankInput, SaveTask
     from reshard.write.iteration import IterationPlan
     from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFileMaker
@@ -133,11 +134,12 @@ class Checkpoint1Save(SaveFormat):
     begun_type = _Begun
     written_type = tuple[WrittenWeights, ...]
 
-    def __init__(self, options: SaveTask, format_options: FormatOptions, channel: Group, own: RankInput) -> None:
+    def __init__(self, task: SaveTask, channel: Group, own: RankInput) -> None:
         """As `SaveFormat`."""
-        super().__init__(options, format_options, channel, own)
-        self.confirms = not format_options.only_strategy
-        self._prefix = rank_plan.check_prefix(format_options.prefix)
+        super().__init__(task, channel, own)
+        self._own_options = task.options.checkpoint1
+        self.confirms = not self._own_options.only_save_strategy
+        self._prefix = rank_plan.check_prefix(task.options.files.prefix)
         self._side: RankSide | None = None
         self._outdated: tuple[tuple[int, int], ...] = ()
         self._strategy: Strategies | None = None
@@ -148,16 +150,17 @@ class Checkpoint1Save(SaveFormat):
         self._warnings: tuple[str, ...] = ()
 
     @staticmethod
-    def check_options(options: FormatOptions, model: Mapping[str, object], *, keeps_more: bool) -> None:
+    def check_options(options: SaveOptions, model: Mapping[str, object]) -> None:
         """Refuse a prefix, sizes and names that cannot be, and retention of Checkpoint 2.0."""
-        rank_plan.check_prefix(options.prefix)
-        rank_plan.position(1, sink_size=options.sink_size, steps_per_epoch=options.steps_per_epoch)
-        unknown = sorted((options.trainable or frozenset()) - model.keys())
+        own, retention = options.checkpoint1, options.retention
+        rank_plan.check_prefix(options.files.prefix)
+        rank_plan.position(1, sink_size=own.sink_size, steps_per_epoch=own.steps_per_epoch)
+        unknown = sorted((own.trained_names or frozenset()) - model.keys())
         if unknown:
             raise ArgumentError(
                 f"`save_trainable_params` names {show(unknown[0])}, which is not in `model`", key=unknown[0]
             )
-        if keeps_more:
+        if retention is not None and (retention.keep_every is not None or retention.best is not None):
             raise ArgumentError(
                 "`keep_every` and `best` of `Retention` are for Checkpoint 2.0; of 1.0 the newest `keep` are kept"
             )
@@ -166,21 +169,19 @@ class Checkpoint1Save(SaveFormat):
 
     def report(self) -> _Report:
         """The facts of this rank, and the content of its folder."""
-        return _Report(
-            self.own.facts, look(self.options.root, self.rank, self.world_size, self._prefix, self._position)
-        )
+        return _Report(self.own.facts, look(self.task.root, self.rank, self.world_size, self._prefix, self._position))
 
     @property
     def _position(self) -> tuple[int, int]:
         """Epoch and step of the names."""
-        options, epoch = self.format_options, self.own.common.epoch_num
+        own, epoch = self._own_options, self.own.common.epoch_num
         return rank_plan.position(
-            self.options.iteration, sink_size=options.sink_size, steps_per_epoch=options.steps_per_epoch, epoch=epoch
+            self.task.iteration, sink_size=own.sink_size, steps_per_epoch=own.steps_per_epoch, epoch=epoch
         )
 
     def check(self, reports: list[_Report]) -> _Checked:
         """Check what the ranks reported, and plan who keeps what."""
-        root, options, layout = self.options.root, self.format_options, self.own.layout
+        root, layout = self.task.root, self.own.layout
         facts, views = [one.facts for one in reports], [one.view for one in reports]
         check_options(facts)
         check_state(facts)
@@ -190,10 +191,10 @@ class Checkpoint1Save(SaveFormat):
         plan, shapes, self._strategy = _plans.get(key, lambda: self._plan(facts))
         assignment = ShardAssignment()
         if self._strategy is None:
-            _check_whole(plan, only_strategy=options.only_strategy, has_layout=layout is not None)
+            _check_whole(plan, only_strategy=self._own_options.only_save_strategy, has_layout=layout is not None)
         else:
             self._strategy.check_same(is_used=any(view.has_meta for view in views))
-            if options.dedup:
+            if self.task.options.dedup:
                 holders = {name: plan.holders[name] for name in self._strategy.strategy.keys()}  # noqa: SIM118
                 n_devices = self._strategy.devices_per_stage
                 assignment = rank_plan.assign(holders, [rank // n_devices for rank in range(len(facts))])
@@ -202,14 +203,15 @@ class Checkpoint1Save(SaveFormat):
     def plan(self, reports: list[_Report]) -> _Plan:
         """Check, and tell every rank what it keeps under which name."""
         checked = self._checked = self.check(reports)
-        options = self.format_options
-        if options.only_strategy:
+        if self._own_options.only_save_strategy:
             self._naming = Naming(self._prefix, None, 0, 0)
             replicas = Replicas()
         else:
             number = rank_plan.run_number(checked.views, _runs.get(self._run_key))
             self._naming = Naming(self._prefix, number or None, *self._position)
-            replicas = Replicas.of(checked.plan.holders if options.check_replicas else {}, checked.facts)
+            replicas = Replicas.of(
+                checked.plan.holders if self.task.options.verify.check_replicas else {}, checked.facts
+            )
         return _Plan(
             self._naming,
             checked.assignment,
@@ -220,7 +222,7 @@ class Checkpoint1Save(SaveFormat):
 
     @property
     def _run_key(self) -> tuple[Location, str]:
-        return locate(self.options.root).resolved(), self._prefix
+        return locate(self.task.root).resolved(), self._prefix
 
     def _plan(self, facts: list[RankFacts]) -> _Planned:
         layout = self.own.layout
@@ -228,19 +230,19 @@ class Checkpoint1Save(SaveFormat):
         shapes = _shapes(plan, facts)
         if layout is None or len(facts) == 1:
             return plan, shapes, None
-        return plan, shapes, strategies.make(layout, shapes, self.options.root)
+        return plan, shapes, strategies.make(layout, shapes, self.task.root)
 
     def _first_of_each_root(self, facts: list[RankFacts]) -> list[int]:
         of_hosts: dict[str, int] = {}
         for rank, one in enumerate(facts):
             of_hosts.setdefault(one.host, rank)
-        if len(of_hosts) == 1 or mounts.is_shared(self.options.root, os.environ.get("SHARED_PATHS")):
+        if len(of_hosts) == 1 or mounts.is_shared(self.task.root, os.environ.get("SHARED_PATHS")):
             return [0]
-        if self.format_options.dedup:
+        if self.task.options.dedup:
             raise ArgumentError(
                 f"{len(of_hosts)} hosts save together, each into a folder of its own: what is kept once would be on "
                 "one of them",
-                path=str(self.options.root),
+                path=str(self.task.root),
                 hint="`files=Files(dedup=False)` makes each rank's file complete; a folder that they share is named in "
                 "SHARED_PATHS",
             )
@@ -248,21 +250,21 @@ class Checkpoint1Save(SaveFormat):
 
     def prepare(self, plan: _Plan, make: ShardFileMaker) -> None:
         """Make this rank's files ready, and the strategy, if this rank writes it."""
-        options, layout = self.format_options, self.own.layout
-        self._side = RankSide(self.options, self.rank, plan.naming)
+        layout = self.own.layout
+        self._side = RankSide(self.task, self.rank, plan.naming)
         if self.rank not in plan.strategy_by:
             self._strategy = None
         elif self.rank != 0 and layout is not None and plan.shapes is not None:  # on a host of its own
-            self._strategy = strategies.make(layout, plan.shapes, self.options.root)
-        if options.only_strategy:
+            self._strategy = strategies.make(layout, plan.shapes, self.task.root)
+        if self._own_options.only_save_strategy:
             return
-        metadata = {"format": "ms", "remove_redundancy": str(options.dedup and self.world_size > 1)}
+        metadata = {"format": "ms", "remove_redundancy": str(self.task.options.dedup and self.world_size > 1)}
         by_kind = arrays_by_kind(
             self.own,
             plan.naming,
             plan.assignment.left_out(self.rank),
-            network=options.network,
-            trainable=options.trainable,
+            network=self._own_options.save_network_params,
+            trainable=self._own_options.trained_names,
         )
         self._side.files.update(
             (kind, make(plan.naming.file(self.rank, kind).name, arrays, metadata)) for kind, arrays in by_kind.items()
@@ -272,41 +274,41 @@ class Checkpoint1Save(SaveFormat):
 
     def begin(self) -> _Begun:
         """Claim the root, if there is space for what this host writes into it."""
-        options = self.options
+        task, options = self.task, self.task.options
         assert self._checked is not None
         assert self._naming is not None
         self._claim = protocol.claim_root(
-            options.root, takeover=options.takeover, durable=options.durable, folder_mode=options.folder_mode
+            task.root, takeover=options.commit.takeover, durable=task.durable, folder_mode=task.folder_mode
         )
-        protocol.check_space(options.root, self._n_bytes(self._checked), durable=options.durable)
-        if self.format_options.only_strategy:
-            return _Begun(options.verify, ())
+        protocol.check_space(task.root, self._n_bytes(self._checked), durable=task.durable)
+        if self._own_options.only_save_strategy:
+            return _Begun(options.verify.after_save, ())
         naming = self._naming
         _runs[self._run_key] = naming.run or 0
         files: list[FileName] = []
         with contextlib.suppress(CheckpointNotFoundError):
-            files = checkpoint1.list_files(folder_of(options.root, 0))
+            files = checkpoint1.list_files(folder_of(task.root, 0))
         outdated = rank_plan.outdated(files, naming, None if options.retention is None else options.retention.keep)
         there = {(file.epoch, file.step) for file in files if (file.prefix, file.run) == (naming.prefix, naming.run)}
         known = _read_back[self._read_back_key] = _read_back.get(self._read_back_key, set()) & there
-        self._reads_back = options.verify or (bool(outdated) and not known - set(outdated))
+        self._reads_back = options.verify.after_save or (bool(outdated) and not known - set(outdated))
         return _Begun(self._reads_back, tuple(outdated))
 
     @property
     def _read_back_key(self) -> tuple[Location, str, int | None]:
         assert self._naming is not None
-        return locate(self.options.root).resolved(), self._naming.prefix, self._naming.run
+        return locate(self.task.root).resolved(), self._naming.prefix, self._naming.run
 
     def _n_bytes(self, checked: _Checked) -> int:
         """What is written into the root of this host."""
-        options, facts, n_bytes = self.format_options, checked.facts, 0
+        own, facts, n_bytes = self._own_options, checked.facts, 0
         for rank, one in enumerate(facts):
-            if not options.only_strategy and (len(checked.firsts) == 1 or one.host == facts[0].host):
+            if not own.only_save_strategy and (len(checked.firsts) == 1 or one.host == facts[0].host):
                 left_out = checked.assignment.left_out(rank)
                 written = [fact for fact in one.arrays if fact.name not in left_out]
                 n_bytes += n_bytes_of((fact.dtype, fact.shape) for fact in written)
                 weights = n_bytes_of((fact.dtype, fact.shape) for fact in written if fact.part == "model")
-                n_bytes += weights * (options.network + (options.trainable is not None))
+                n_bytes += weights * (own.save_network_params + (own.trained_names is not None))
         return n_bytes
 
     # -- 5
@@ -322,9 +324,9 @@ class Checkpoint1Save(SaveFormat):
         assert self._claim is not None
         assert self._naming is not None
         claims.check(self._claim)
-        path = self.options.root
+        path = self.task.root
         rows = sorted((file.name, file.n_bytes, file.digest) for of_rank in written for file in of_rank)
-        only_strategy = self.format_options.only_strategy
+        only_strategy = self._own_options.only_save_strategy
         if only_strategy:
             assert self._strategy is not None
             path = self._strategy.folder
@@ -354,10 +356,10 @@ class Checkpoint1Save(SaveFormat):
         assert self._side is not None
         warning, status = None, self.own.common.ckpt_status
         if self.rank == 0 and status is not None:
-            options = self.options
+            task = self.task
             filesystem.announce(f"write {checkpoint1_health.HEALTH_FILE}")
             warning = checkpoint1_health.note(
-                options.root, self._side.file.name, status, options.file_mode, durable=options.durable
+                task.root, self._side.file.name, status, task.file_mode, durable=task.durable
             )
         self._warnings = () if warning is None else (warning,)
         self._side.confirm()
@@ -367,7 +369,7 @@ class Checkpoint1Save(SaveFormat):
         if self._reads_back:
             assert self._naming is not None
             _read_back[self._read_back_key].add((self._naming.epoch, self._naming.step))
-        pending_rollback.forget(self.options.root)
+        pending_rollback.forget(self.task.root)
         return self._warnings
 
     # -- 7

@@ -146,13 +146,13 @@ class RankSide:
     """What one rank does with its files in one save.
 
     Attributes:
-        options: those of the save.
+        task: the save.
         rank: this one.
         naming: what files are called.
         files: its files by kind, ready to be written.
     """
 
-    options: SaveTask
+    task: SaveTask
     rank: int
     naming: Naming
     files: dict[FileKind, ShardFile] = field(default_factory=dict)
@@ -177,18 +177,18 @@ class RankSide:
         Raises:
             ReshardError: a file of that name exists, or the system failed.
         """
-        options = self.options
+        task = self.task
         joint = JointProgress(progress, sum(file.n_bytes for file in self.files.values()))
         written = []
         for kind, file in self.files.items():
-            folder = folder_of(options.root, self.rank, kind)
-            protocol.make_root(folder, options.folder_mode, durable=options.durable)
+            folder = folder_of(task.root, self.rank, kind)
+            protocol.make_root(folder, task.folder_mode, durable=task.durable)
             _sweep(folder, self.file)
             written.append(self._write_weights(folder / file.name, file, joint.of_file(file.n_bytes), reads_back))
         if self.files and state is not None:
             self._write_state(*state)
         if strategy is not None:
-            strategy.write(options.file_mode, options.folder_mode, durable=options.durable)
+            strategy.write(task.file_mode, task.folder_mode, durable=task.durable)
         return tuple(written)
 
     def _write_weights(
@@ -199,12 +199,10 @@ class RankSide:
         reads_back: bool,  # noqa: FBT001
     ) -> WrittenWeights:
         self._begin(path)
-        options = self.options
-        written = file.write(
-            str(path), durable=options.durable, mode=options.file_mode & _WEIGHTS_MODE, progress=progress
-        )
+        task = self.task
+        written = file.write(str(path), durable=task.durable, mode=task.file_mode & _WEIGHTS_MODE, progress=progress)
         if reads_back:
-            read_back(str(path), written, options.threads)
+            read_back(str(path), written, task.options.threads)
         digest = hashlib.blake2b(
             written.header_checksum.to_bytes(4, "little") + written.checksums, digest_size=16
         ).hexdigest()
@@ -212,15 +210,15 @@ class RankSide:
         return WrittenWeights(name, written.n_bytes, digest)
 
     def _write_state(self, text: str, arrays: Mapping[str, object]) -> None:
-        folder, options = folder_of(self.options.root, self.rank), self.options
+        folder, task = folder_of(self.task.root, self.rank), self.task
         if arrays:
             path = folder / checkpoint1_state.arrays_file_name(self.file)
             self._begin(path)
             tensors = tensors_of(local_arrays(arrays, None).values())
-            _core.write_arrays(str(path), tensors, durable=options.durable, mode=options.file_mode)
+            _core.write_arrays(str(path), tensors, durable=task.durable, mode=task.file_mode)
         path = folder / checkpoint1_state.file_name(self.file)
         self._begin(path)
-        locate(path).replace(text, options.file_mode, durable=options.durable)
+        locate(path).replace(text, task.file_mode, durable=task.durable)
 
     def _begin(self, path: Path) -> None:
         """Refuse a name that exists: the file is of another save."""
@@ -242,9 +240,9 @@ class RankSide:
         """Write `meta.json`: a restart may take this save from now on. Raises StorageError."""
         self._made.clear()  # other ranks may confirm even if this one fails
         filesystem.announce(f"write {checkpoint1.META_FILE} of rank {self.rank}")
-        folder, meta = folder_of(self.options.root, self.rank), Meta(self.file.epoch, self.file.step, self.file.name)
+        folder, meta = folder_of(self.task.root, self.rank), Meta(self.file.epoch, self.file.step, self.file.name)
         try:
-            checkpoint1.write_meta(folder, meta, self.options.file_mode, durable=self.options.durable)
+            checkpoint1.write_meta(folder, meta, self.task.file_mode, durable=self.task.durable)
         except ReshardError as error:
             error.message = f"all files are written, but the save could not be marked as complete: {error.message}"
             raise
@@ -255,7 +253,7 @@ class RankSide:
         for epoch, step in outdated:
             old = replace(self.naming, epoch=epoch, step=step).file(self.rank)
             for kind in _ROOTS:
-                folder = folder_of(self.options.root, self.rank, kind)
+                folder = folder_of(self.task.root, self.rank, kind)
                 names = [replace(old, kind=kind).name]
                 if kind == "full":
                     names += [checkpoint1_state.file_name(old), checkpoint1_state.arrays_file_name(old)]

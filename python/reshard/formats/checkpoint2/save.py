@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     from reshard.formats.manifest import Manifest
     from reshard.group import Group
-    from reshard.write.collective_save import FormatOptions, RankInput, SaveTask
+    from reshard.options import SaveOptions
+    from reshard.write.collective_save import RankInput, SaveTask
     from reshard.write.iteration import IterationPlan
     from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFile, ShardFileMaker
@@ -92,20 +93,20 @@ class Checkpoint2Save(SaveFormat):
     begun_type = _Begun
     written_type = dict[str, WrittenFile]
 
-    def __init__(self, options: SaveTask, format_options: FormatOptions, channel: Group, own: RankInput) -> None:
+    def __init__(self, task: SaveTask, channel: Group, own: RankInput) -> None:
         """As `SaveFormat`."""
-        super().__init__(options, format_options, channel, own)
-        self._resumed = pending_rollback.get(options.root)
+        super().__init__(task, channel, own)
+        self._resumed = pending_rollback.get(task.root)
         self._files: list[ShardFile] = []
         self._planned: _Planned | None = None  # this and what follows: on rank 0
         self._attempt: protocol.Attempt | None = None
-        self._reads_back = options.verify
+        self._reads_back = task.options.verify.after_save
         self._manifest: Manifest | None = None  # once it is published
 
     @staticmethod
-    def check_options(options: FormatOptions, model: Mapping[str, object], *, keeps_more: bool) -> None:  # noqa: ARG004
+    def check_options(options: SaveOptions, model: Mapping[str, object]) -> None:  # noqa: ARG004
         """Refuse a prefix that no file name can have."""
-        checkpoint2.check_prefix(options.prefix)
+        checkpoint2.check_prefix(options.files.prefix)
 
     # -- 1 to 3
 
@@ -117,16 +118,17 @@ class Checkpoint2Save(SaveFormat):
         """Check the facts of all ranks; the plan that follows from them, mostly that of the last save."""
         check_options(reports)
         check_state(reports)
-        _check_shared(self.options.root, reports)
-        layout, options = self.own.layout, self.format_options
+        _check_shared(self.task.root, reports)
+        layout, options = self.own.layout, self.task.options
+        prefix, dedup, strict = options.files.prefix, options.dedup, options.files.strict_format
+        check_replicas = options.verify.check_replicas
 
         def make() -> _Planned:
-            plan = plan_iteration(reports, layout, prefix=options.prefix, dedup=options.dedup, strict=options.strict)
-            replicas = Replicas.of(plan.holders if options.check_replicas else {}, reports)
+            plan = plan_iteration(reports, layout, prefix=prefix, dedup=dedup, strict=strict)
+            replicas = Replicas.of(plan.holders if check_replicas else {}, reports)
             return _Planned(plan, planned_bytes(plan, reports), replicas)
 
-        of_options = [options.prefix, options.dedup, options.strict, options.check_replicas]
-        return _plans.get([plan_key(reports), str(layout), of_options], make)
+        return _plans.get([plan_key(reports), str(layout), [prefix, dedup, strict, check_replicas]], make)
 
     def plan(self, reports: list[RankFacts]) -> _Plan:
         """Check, and tell every rank which files it writes."""
@@ -146,19 +148,19 @@ class Checkpoint2Save(SaveFormat):
 
     def begin(self) -> _Begun:
         """Claim the root and make the staging folder."""
-        options = self.options
+        task, options = self.task, self.task.options
         assert self._planned is not None
         self._attempt = protocol.begin(
-            options.root,
-            options.iteration,
+            task.root,
+            task.iteration,
             planned_bytes=self._planned.n_bytes,
-            durable=options.durable,
-            rollback=options.rollback or self._resumed is not None,
-            takeover=options.takeover,
-            folder_mode=options.folder_mode,
+            durable=task.durable,
+            rollback=options.commit.rollback or self._resumed is not None,
+            takeover=options.commit.takeover,
+            folder_mode=task.folder_mode,
         )
-        if options.retention is not None and not options.verify:
-            self._reads_back = retention.must_read_back(options.root, options.iteration, options.retention.keep)
+        if options.retention is not None and not self._reads_back:
+            self._reads_back = retention.must_read_back(task.root, task.iteration, options.retention.keep)
         return _Begun(str(self._attempt.staging), self._reads_back)
 
     # -- 5
@@ -167,43 +169,43 @@ class Checkpoint2Save(SaveFormat):
         """Write this rank's files into the staging folder; the record of each that has checksums."""
         if not self._files and state is None:
             return {}
-        options, staging = self.options, Path(begun.staging)
+        task, staging = self.task, Path(begun.staging)
         # Rank 0 waits longer than this, so that it receives the reason.
-        _wait_for(staging, min(_VISIBLE_SECONDS, options.timeout / 2))
+        _wait_for(staging, min(_VISIBLE_SECONDS, task.timeout / 2))
         records: dict[str, WrittenFile] = {}
 
         def record(path: Path, written: _core.Written) -> None:
             if begun.reads_back:
-                read_back(str(path), written, options.threads)
+                read_back(str(path), written, task.options.threads)
             records[path.name] = WrittenFile.of(written)
 
         joint = JointProgress(progress, sum(file.n_bytes for file in self._files))
         for file in self._files:
             path, report = staging / file.name, joint.of_file(file.n_bytes)
-            record(path, file.write(str(path), durable=options.durable, mode=options.file_mode, progress=report))
+            record(path, file.write(str(path), durable=task.durable, mode=task.file_mode, progress=report))
         if state is not None:
             text, arrays = state
             if arrays:
                 path = staging / state_files.arrays_file_name(self.rank)
                 tensors = tensors_of(local_arrays(arrays, None).values())
-                record(path, _core.write_arrays(str(path), tensors, durable=options.durable, mode=options.file_mode))
+                record(path, _core.write_arrays(str(path), tensors, durable=task.durable, mode=task.file_mode))
             path = staging / state_files.file_name(self.rank)
-            locate(path).replace(text, options.file_mode, durable=options.durable)
+            locate(path).replace(text, task.file_mode, durable=task.durable)
         return records
 
     def publish(self, written: list[dict[str, WrittenFile]], *, durable: bool) -> Published:
         """Describe, seal and publish what the ranks have written."""
         assert self._attempt is not None
         assert self._planned is not None
-        options, plan, staging = self.options, self._planned.iteration, self._attempt.staging
+        task, plan, staging = self.task, self._planned.iteration, self._attempt.staging
         records = {name: (file, rank) for rank, of_rank in enumerate(written) for name, file in of_rank.items()}
         planned = {file.name: file.rank for file in plan.files}
         shards = {name: rank for name, (_, rank) in records.items() if name != state_files.arrays_file_name(rank)}
         if shards != planned:
             raise ReshardError(f"the ranks wrote {sorted(records)}, planned were {sorted(planned)}")
-        write_descriptions(plan, staging, mode=options.file_mode, durable=options.durable)
+        write_descriptions(plan, staging, mode=task.file_mode, durable=task.durable)
         common = self.own.common
-        common.write(staging / checkpoint2.COMMON_FILE, options.file_mode, durable=options.durable)
+        common.write(staging / checkpoint2.COMMON_FILE, task.file_mode, durable=task.durable)
         manifest = protocol.seal(
             self._attempt,
             records,
@@ -211,12 +213,12 @@ class Checkpoint2Save(SaveFormat):
             passed_over=() if self._resumed is None else self._resumed.passed_over,
             ckpt_status=common.ckpt_status,
             metrics=self.own.record.metrics,
-            file_mode=options.file_mode,
+            file_mode=task.file_mode,
         )
         warnings = [*plan.warnings, *protocol.publish(self._attempt, manifest)]
         self._manifest = manifest
         if self._resumed is not None:
-            pending_rollback.forget(options.root)
+            pending_rollback.forget(task.root)
         return Published(
             path=str(self._attempt.folder),
             n_bytes=manifest.n_bytes,
@@ -240,19 +242,19 @@ class Checkpoint2Save(SaveFormat):
         """On rank 0: record that the save was verified, and apply retention."""
         if self._manifest is None or self._attempt is None:
             return []
-        options, manifest, folder = self.options, self._manifest, self._attempt.folder
+        task, manifest, folder = self.task, self._manifest, self._attempt.folder
         warnings = []
         if self._reads_back:
             try:
                 proofs.write(folder, manifest, proofs.state_of(folder, manifest), None)
             except ReshardError as error:
                 warnings.append(f"that the save was read back is not recorded: {error.message}")
-        if options.retention is not None:
+        if task.options.retention is not None:
             try:
                 removed = retention.apply(
-                    options.root,
-                    options.retention,
-                    durable=options.durable,
+                    task.root,
+                    task.options.retention,
+                    durable=task.durable,
                     verify=False,
                     verified=(manifest.digest,) if self._reads_back else (),
                 )
