@@ -11,7 +11,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / ".ci" / "run"
-TOOLS = ("cargo", "python", "python3", "pip", "reshard", "pytest", "ruff", "mypy", "lint-imports", "git")
+TOOLS = (
+    "cargo",
+    "python",
+    "python3",
+    "pip",
+    "reshard",
+    "pytest",
+    "ruff",
+    "mypy",
+    "lint-imports",
+    "sphinx-build",
+    "git",
+)
 
 # Stands in for each tool. It writes its command line to $CALLS, and fails if that is line $FAIL of the file.
 # `git clone` and `python3 -m venv` leave behind what the script needs next.

@@ -33,7 +33,7 @@ Item = TypeVar("Item", int, list[int])
 class ElasticSampler(Sampler[int]):
     """The sample indices of one rank, for `DataLoader(..., sampler=)`. Its state fits any number of ranks.
 
-    Call `step` after every training step (a `Checkpointer` with this sampler does so):
+    Call `step` after every training step (a `Checkpointer` with this sampler does so)::
 
         sampler = ElasticSampler(len(dataset), seed, True, 512, dp_rank, dp_size)
         loader = DataLoader(dataset, batch_size=sampler.local_batch_size, sampler=sampler, num_workers=4,

@@ -158,7 +158,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         iteration: its number: steps that were made. An iteration of this number is replaced, in one step. A number
             below the tracker's is refused, except in the first save after `reshard.load` loaded an older iteration.
         model: this rank's arrays by key: numpy arrays, torch tensors, anything with DLPack or the buffer protocol,
-            contiguous or not; or `reshard.Shard`s of them.
+            contiguous or not; or a `reshard.Shard` of one.
         optimizer: the same for the state of the optimizer. State named `<slot>.<key>` is sharded as its parameter.
         common: `CommonInfo`, written as it is; or a mapping of some of its fields. The defaults of `step_num` and
             `global_step` are the iteration.
