@@ -101,7 +101,9 @@ class Module:
         for file in files:  # in stage 3 only the first rank records them
             for alias, name in _items(file.content.get("shared_params") or {}, file):
                 if not isinstance(name, str) or tied.setdefault(alias, name) != name:
-                    raise damaged(file.file, f"{show(alias)} is tied to another parameter than in other files", key=alias)
+                    raise damaged(
+                        file.file, f"{show(alias)} is tied to another parameter than in other files", key=alias
+                    )
         whole = []
         unknown = []
         held = {path.removeprefix(_MODULE): path for path in first.tensors if path.startswith(_MODULE)}

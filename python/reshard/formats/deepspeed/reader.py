@@ -213,7 +213,9 @@ def _open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     optimizer = read_files(folder, files.optimizer)
     check_agreement(files, model, optimizer)
     if files.is_partitioned and not (optimizer or is_converted):
-        raise damaged(folder, "it has no files `*_optim_states.pt`, which hold the parameters", "the save was not finished")
+        raise damaged(
+            folder, "it has no files `*_optim_states.pt`, which hold the parameters", "the save was not finished"
+        )
     tensors = Tensors(method)
     module = Module.add(model, tensors, is_partitioned=files.is_partitioned)
     slots: frozenset[str] = frozenset()
@@ -258,11 +260,14 @@ def _add_universal(
     trained = {name: shape for group in module.groups for name, shape in group.items()}
     others = {**module.frozen, **{name: tensors.index.shape(name) for name in module.whole if name not in trained}}
     slots, step = add_parameters(folder, trained, others, tensors, is_divided=is_divided)
-    content = read_file(folder / names.ZERO_FOLDER / names.OPTIMIZER_FILE, 0).content
-    options = _options(content)
-    if step is not None:
-        value = read_scalars(step, [path for path, *_ in _core.read_torch_file(str(step), follow_links=False)[0]][:1])
-        options["optimizer_step"] = next(map(_whole, value.values()), None)
+    state = read_file(folder / names.ZERO_FOLDER / names.OPTIMIZER_FILE, 0)
+    options = _options(state.content)
+    if step is None:  # from stage 3
+        paths, file = [path for path in state.tensors if path.endswith(".step")], state.file
+    else:
+        paths, file = list(read_file(step, 0, is_dict=False).tensors), step
+    if paths:
+        options["optimizer_step"] = options["optimizer"]["step"] = _whole(max(read_scalars(file, paths).values()))
     return slots, options
 
 

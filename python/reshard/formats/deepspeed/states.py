@@ -91,12 +91,14 @@ def read_files(folder: Location, names: Mapping[int, str]) -> list[StateFile]:
     return [read_file(folder / name, rank) for rank, name in sorted(names.items())]
 
 
-def read_file(file: Location, rank: int) -> StateFile:
-    """The file of a rank. Errors as `read_files`."""
+def read_file(file: Location, rank: int, *, is_dict: bool = True) -> StateFile:
+    """The file of a rank; without `is_dict` it may hold one tensor alone. Errors as `read_files`."""
     tensors, _ = _core.read_torch_file(str(file), follow_links=False)
     content = _core.read_torch_object(str(file), 0, file.stat().n_bytes)
     if not isinstance(content, dict):
-        raise damaged(file, "it holds no dict")
+        if is_dict:
+            raise damaged(file, "it holds no dict")
+        content = {}
     return StateFile(file, rank, content, {path: (dtype, shape) for path, dtype, shape in tensors})
 
 

@@ -99,7 +99,7 @@ def _paths(file: StateFile, *, is_partitioned: bool) -> dict[int, dict[str, str]
         else:
             prefix = next((prefix for prefix in _STATES[is_partitioned] if path.startswith(prefix)), "")
             group, _, slot = path.removeprefix(prefix).partition(".")
-        if not prefix or not group.isdecimal() or not slot or math.prod(shape) == 1 and slot == _STEP:
+        if not prefix or not group.isdecimal() or not slot or (slot == _STEP and math.prod(shape) == 1):
             continue
         if len(shape) != 1:
             raise UnsupportedError(
@@ -108,7 +108,9 @@ def _paths(file: StateFile, *, is_partitioned: bool) -> dict[int, dict[str, str]
         found.setdefault(int(group), {})[slot] = path
     weights = sorted(group for group, slots in found.items() if WEIGHT in slots)
     if not weights or sorted(found) != weights or weights != list(range(len(weights))):
-        raise damaged(file.file, f"it has fp32 weights of the groups {weights}, and state of the groups {sorted(found)}")
+        raise damaged(
+            file.file, f"it has fp32 weights of the groups {weights}, and state of the groups {sorted(found)}"
+        )
     return found
 
 
@@ -179,7 +181,8 @@ def _check_starts(files: Sequence[StateFile], weights: Line, line: Line, group: 
     for file, weight, other in zip(files, weights.segments, line.segments, strict=True):
         if weight.n > other.n or (is_end and weight.n):
             raise damaged(
-                file.file, f"group {group} has {weight.n} elements of {WEIGHT} and {other.n} of {slot}: they do not match"
+                file.file,
+                f"group {group} has {weight.n} elements of {WEIGHT} and {other.n} of {slot}: they do not match",
             )
         is_end = is_end or weight.n < other.n
 
@@ -191,7 +194,14 @@ def _check_slices(
     starts: Mapping[str, int],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Compare where parameters lie with `param_slice_mappings`, which the ranks record."""
+    """Compare where parameters lie with `param_slice_mappings`, which the ranks record.
+
+    With `round_robin_gradients` DeepSpeed records the places that the parameters had before it reordered them.
+    """
+    config = files[0].content.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if isinstance(zero, dict) and zero.get("round_robin_gradients"):
+        return
     rank_start = 0
     for file, segment in zip(files, line.segments, strict=True):
         recorded = zero_state(file).get("param_slice_mappings")
@@ -251,4 +261,3 @@ def _add_partitioned(
             tensors.add_pieces(f"{name}.{slot}", dtype, shape, pieces)
             offset += part
     return frozenset(slots)
-
