@@ -241,7 +241,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Files], object], str]] = {
     ),
     "a missing optimizer": (3, lambda f: [f.pop(optimizer_file(r)) for r in (0, 1)], "no files `\\*_optim_states.pt`"),
     "no model": (1, lambda f: f.pop(MODEL[1]), "no file `\\*_model_states.pt`"),
-    "a rank too many": (1, lambda f: f.update({optimizer_file(2): f[optimizer_file(1)]}), "a file of rank 2"),
+    "a rank too many": (1, lambda f: f.update({optimizer_file(2): f[optimizer_file(1)]}), "one of rank 2"),
     "a rank twice": (1, lambda f: f.update({optimizer_file(1)[5:]: f[optimizer_file(1)]}), "both of rank 1"),
     "another partition": (1, lambda f: _zero(f).update(partition_count=[3, 3]), "`partition_count` differs"),
     "another world": (1, lambda f: f[MODEL[1]].update(dp_world_size=4), "over 2 ranks, but .* was saved by 4"),
@@ -286,7 +286,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Files], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_files_that_do_not_belong_together_are_refused(damage: str, tmp_path: Path) -> None:
     stage, change, message = DAMAGES[damage]
-    arrays, files = example(stage)
+    _, files = example(stage)
     change(files)
     with pytest.raises(ReshardError, match=message):
         reshard.open(write(tmp_path / "global_step4", files))
@@ -298,7 +298,7 @@ def test_a_model_of_another_step_is_refused_where_its_weights_differ(tmp_path: P
     with reshard.open(write(tmp_path / "same", files)) as found:  # an optimizer that was started anew
         assert found.iteration == 6
     files[MODEL[1]]["module"]["a"] = files[MODEL[1]]["module"]["a"] + 1
-    with pytest.raises(ReshardError, match="step 4, the module in .* at step 6, and the weights of `a` differ"):
+    with pytest.raises(ReshardError, match=r"step 4, the module in .* at step 6, and the weights of `a` differ"):
         reshard.open(write(tmp_path / "other", files))
     _, files = example(3)
     for name in (MODEL[3], MODEL_1):

@@ -131,8 +131,8 @@ def rank_files(folder: str, names: Iterable[str]) -> RankFiles:
                 )
     if len(by_rank) > 1:
         raise UnsupportedError(
-            f"{show(folder)} has files of {len(by_rank)} model-parallel ranks: {listed(map(show, by_rank.values()))}; how "
-            "they divide the tensors is not stored",
+            f"{show(folder)} has files of {len(by_rank)} model-parallel ranks: {listed(map(show, by_rank.values()))}; "
+            "how they divide the tensors is not stored",
             path=folder,
             hint="convert it with `ds_to_universal` of DeepSpeed, and open the universal folder",
         )

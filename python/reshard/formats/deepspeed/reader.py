@@ -176,7 +176,7 @@ def _open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
         else:
             return replace(data, skipped=tuple(skipped))
     raise CheckpointNotFoundError(
-        f"none of the {len(skipped)} saves in {show(str(root))} can be opened; the first: {skipped[0][0]}: {skipped[0][1]}",
+        f"none of the {len(skipped)} saves in {show(str(root))} can be opened; {show(skipped[0][0])}: {skipped[0][1]}",
         path=str(root),
     )
 
@@ -224,7 +224,7 @@ def _open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         slots, options = _add_universal(folder, module, tensors, is_divided=is_divided)
     elif optimizer:
         slots = add_state(optimizer, module, tensors)
-        options = _check_steps(model[0], optimizer, module, tensors, slots)
+        options = _check_steps(model[0], optimizer, module, tensors)
     else:
         options = {}
     others = _add_others(model[0], tensors)
@@ -283,9 +283,7 @@ def _options(state: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _check_steps(
-    model: StateFile, files: Sequence[StateFile], module: Module, tensors: Tensors, slots: frozenset[str]
-) -> dict[str, Any]:
+def _check_steps(model: StateFile, files: Sequence[StateFile], module: Module, tensors: Tensors) -> dict[str, Any]:
     """The options of the optimizer; refuse files of another step than that of the module."""
     first = steps(files[0])
     for file in files[1:]:

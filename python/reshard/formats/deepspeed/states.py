@@ -170,8 +170,8 @@ def check_agreement(files: RankFiles, model: Sequence[StateFile], optimizer: Seq
     n_model_parallel = first.number("mp_world_size") or 1
     if n_model_parallel > 1:
         raise UnsupportedError(
-            f"{show(str(first.file))} is of one of {n_model_parallel} model-parallel ranks; how they divide the tensors is "
-            "not stored",
+            f"{show(str(first.file))} is of one of {n_model_parallel} model-parallel ranks; how they divide the "
+            "tensors is not stored",
             path=str(first.file),
             hint="convert it with `ds_to_universal` of DeepSpeed, and open the universal folder",
         )
@@ -230,14 +230,14 @@ def zero_state(file: StateFile) -> Mapping[str, Any]:
 def stage_of(file: StateFile) -> int | None:
     """The stage of ZeRO that a file of an optimizer records; BF16_Optimizer records none."""
     stage = zero_state(file).get("zero_stage")
-    if isinstance(stage, _core.Opaque):
-        stage = stage.arguments[0] if stage.arguments else None
+    if isinstance(stage, _core.Opaque):  # an enumeration
+        stage = next(iter(stage.arguments or ()), None)
     return stage if isinstance(stage, int) else None
 
 
 def _n_ranks(file: StateFile) -> int:
     count = zero_state(file).get("partition_count")
-    counts = count if isinstance(count, list) else [count]
+    counts: list[Any] = count if isinstance(count, list) else [count]
     if not counts or not all(type(n) is int and n > 0 for n in counts):
         raise damaged(file.file, f"expected the number of ranks in `partition_count`, found {count!r}")
     if len(set(counts)) > 1:
@@ -263,7 +263,7 @@ def _check_ranks(example: StateFile, found: set[int], n_ranks: int) -> None:
     if len(found) > n_ranks:
         raise damaged(
             folder,
-            f"the state is partitioned over {n_ranks} ranks, and there is a file of rank {max(found)} like {show(name)}",
+            f"the state is partitioned over {n_ranks} ranks, and {show(name)} has one of rank {max(found)} beside it",
             "it was left by an earlier save with more ranks: remove such files",
         )
 

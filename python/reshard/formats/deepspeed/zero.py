@@ -3,8 +3,8 @@
 Stages 1 and 2, and BF16_Optimizer: the parameters of a group follow each other, with `param_alignment_paddings` behind
 each, and are divided between the ranks. In the files, the fp32 weights have no padding at the end; the state has.
 
-Stage 3: each parameter is divided into equal parts. A rank holds its part of all parameters, one after the other, in one
-flat tensor for each sub-group.
+Stage 3: each parameter is divided into equal parts. A rank holds its part of all parameters, one after the other, in
+one flat tensor for each sub-group.
 
 Source: `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py` and `runtime/zero/stage3.py` of DeepSpeed 0.19.
 """
@@ -229,8 +229,8 @@ def _add_partitioned(
     shapes = {name: shape for group in module.groups for name, shape in group.items()}
     parts = {name: -(-math.prod(shape) // len(files)) for name, shape in shapes.items()}
     slots: dict[str, list[int]] = {}
-    for group, found in sorted(paths[0].items()):
-        for slot in found:
+    for group, slots_of_group in sorted(paths[0].items()):
+        for slot in slots_of_group:
             slots.setdefault(slot, []).append(group)
     for slot, groups in slots.items():
         if len(groups) != len(paths[0]):
