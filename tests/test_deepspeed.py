@@ -10,6 +10,7 @@ import copy
 import json
 import math
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -278,6 +279,11 @@ DAMAGES: dict[str, tuple[int, Callable[[Files], object], str]] = {
     "no shape": (1, lambda f: f[MODEL[1]].update(param_shapes=[{"a": "x", "c": "y"}, {"b": "z"}]), "the shape of a"),
     "model-parallel ranks": (1, lambda f: f.update({"mp_rank_01_model_states.pt": f[MODEL[1]]}), "2 model-parallel"),
     "one model-parallel rank": (1, lambda f: f[MODEL[1]].update(mp_world_size=2), "one of 2 model-parallel ranks"),
+    "another place": (
+        1,
+        lambda f: _zero(f).update(param_slice_mappings=[{"c": Namespace(numel=9, start=1)}, {}]),
+        r"`c` lies at .*'start': 1.* give \{'start': 0",
+    ),
     "experts": (1, lambda f: f.update({"layer_0_expert_0_mp_rank_00_model_states.pt": {}}), "files of experts"),
     "a pipeline": (1, lambda f: f.update({"layer_01-model_states.pt": {}}), "files of pipeline stages"),
 }

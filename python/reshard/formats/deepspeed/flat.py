@@ -67,7 +67,12 @@ class Line:
         self.n = self._starts[-1]
 
     def pieces(self, start: int, end: int, first: int = 0) -> Iterator[Piece]:
-        """The range `start..end` of the line, as elements `first..` of a parameter.
+        """The flat tensors of a range.
+
+        Args:
+            start: the first element of the range in the line.
+            end: one past the last.
+            first: the element of the parameter that lies at `start`.
 
         Example:
             >>> line = Line([Segment(0, "a", 4), Segment(1, "b", 4)])

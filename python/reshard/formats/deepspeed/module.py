@@ -43,13 +43,27 @@ class Tensors:
         return self._numbers[path]
 
     def add_whole(self, key: str, file: object, path: str, tensor: tuple[str, tuple[int, ...]]) -> None:
-        """Add a tensor that a file stores completely under another name."""
+        """Add a tensor that a file stores completely.
+
+        Args:
+            key: its name in the checkpoint.
+            file: the file.
+            path: its path in the file.
+            tensor: its dtype and shape.
+        """
         dtype, shape = tensor
         tile = _core.Tile((0,) * len(shape), shape, 0, strides_of(shape))
         self.index.add_tiles(key, dtype, shape, [_core.StoredArray(self.number(file), path, shape, [tile])])
 
     def add_pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> None:
-        """Add a tensor that consists of ranges of flat tensors."""
+        """Add a tensor that consists of ranges of flat tensors.
+
+        Args:
+            key: its name in the checkpoint.
+            dtype: its dtype.
+            shape: its shape.
+            pieces: the ranges.
+        """
         self.index.add_tiles(key, dtype, shape, tiles(shape, pieces))
 
 

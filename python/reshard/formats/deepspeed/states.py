@@ -73,7 +73,14 @@ class StateFile:
 
 
 def damaged(file: Location, message: str, hint: str | None = None, key: str | None = None) -> DamagedFileError:
-    """The error for a file that contradicts itself or other files."""
+    """The error for a file that contradicts itself or other files.
+
+    Args:
+        file: the file, or its folder.
+        message: what is wrong with it.
+        hint: what to do.
+        key: the tensor.
+    """
     return DamagedFileError(f"{show(str(file))}: {message}", path=str(file), hint=hint, key=key)
 
 
