@@ -73,6 +73,12 @@ def select(
         ArgumentError: no tensor is selected, or as `new_names`.
         NamesError: the name map does not fit the tensors.
     """
+    if part == "model" and (weights := source.data.weights()) is not None:
+        view = source.view({name: _stored(source, key) for name, key in weights.items()}, is_renamed=True)
+        selection = select(view, part, drop=drop, rename=rename, names=names, apart=apart)
+        if selection.source is not view:
+            view.close()
+        return selection
     keys = [key for key in source.keys(part) if not _is_apart(source, key, apart)]
     counters = {} if part == "model" else _counters(source, apart)
     tensors = [key for key in source if not _is_apart(source, key, apart)]
@@ -116,11 +122,12 @@ def _view(source: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     """A view of a source with the tensors in `names`, under their new names."""
     if list(names) == list(source) and all(old == new for old, new in names.items()):
         return source
-    tensors = {}
-    for old, new in names.items():
-        dtype, shape = source.data.index.info(old)
-        tensors[new] = StoredTensor(dtype, shape, source.data.index.stored(old))
-    return source.view(tensors)
+    return source.view({new: _stored(source, old) for old, new in names.items()})
+
+
+def _stored(source: Checkpoint, key: str) -> StoredTensor:
+    dtype, shape = source.data.index.info(key)
+    return StoredTensor(dtype, shape, source.data.index.stored(key))
 
 
 def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -196,6 +196,10 @@ class CheckpointData:
         """Whether a tensor belongs to the model or to the optimizer."""
         return "optimizer" if self.traits.counters_as_tensors and counter_tensors.is_state(key) else "model"
 
+    def weights(self) -> Mapping[str, str] | None:
+        """The key of each weight of the model, by the name of the weight; None: each key of the model is its name."""
+        return None
+
     def file_name(self, file: int) -> str:
         """The path of a file, relative to the folder of the checkpoint."""
         return locate(self.index.file_path(file)).name

@@ -12,6 +12,7 @@ from reshard.formats.checkpoint1.reader import CHECKPOINT1
 from reshard.formats.checkpoint2.root import CHECKPOINT2, TILED
 from reshard.formats.ckpt.reader import CKPT
 from reshard.formats.dcp.reader import DCP
+from reshard.formats.deepspeed.reader import DEEPSPEED
 from reshard.formats.full_weights.reader import FULL_WEIGHTS
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.single_file.reader import SINGLE_FILE
@@ -27,6 +28,7 @@ FORMATS: tuple[Format, ...] = (
     HUGGINGFACE,
     FULL_WEIGHTS,
     DCP,
+    DEEPSPEED,
     CHECKPOINT2,
     CHECKPOINT1,
     TILED,

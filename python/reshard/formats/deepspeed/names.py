@@ -1,0 +1,139 @@
+"""A checkpoint of DeepSpeed: the names of its files and folders.
+
+    <root>/latest                                            the tag of the newest save, written last
+    <root>/<tag>/                                            a save; the default tag is global_step<N>
+        mp_rank_<MM>_model_states.pt                         stages 0 to 2
+        zero_pp_rank_<D>_mp_rank_<MM>_model_states.pt        stage 3: one file for each data-parallel rank
+        [bf16_]zero_pp_rank_<D>_mp_rank_<MM>_optim_states.pt stages 1 to 3: one file for each data-parallel rank
+    <root>/latest_universal, <root>/<tag>_universal/         written by `ds_to_universal`
+        zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt   one tensor each
+        zero/optimizer_state.pt                              the options of the optimizer
+        *_model_states.pt                                    copies
+
+Source: `runtime/engine.py` and `checkpoint/ds_to_universal.py` of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reshard.errors import DamagedFileError, UnsupportedError
+from reshard.words import listed, show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "LATEST",
+    "LATEST_UNIVERSAL",
+    "MAX_TAG_BYTES",
+    "OPTIMIZER_FILE",
+    "ZERO_FOLDER",
+    "RankFiles",
+    "is_state_file",
+    "rank_files",
+    "step_of",
+]
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+MAX_TAG_BYTES = 4096
+ZERO_FOLDER = "zero"
+OPTIMIZER_FILE = "optimizer_state.pt"
+
+_NUMBER = r"[0-9]{1,9}"
+_MODEL = re.compile(rf"(?:zero_pp_rank_({_NUMBER})_)?mp_rank_({_NUMBER})_model_states\.pt")
+_OPTIMIZER = re.compile(rf"(?:bf16_|fp16_)?zero_pp_rank_({_NUMBER})_mp_rank_({_NUMBER})_optim_states\.pt")
+_EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_.*|expp_rank_[0-9]+_.*")
+_PIPELINE = re.compile(r"layer_[0-9]+-.*")
+_STATE = re.compile(r".*_(?:model|optim)_states\.pt|layer_[0-9]+-.*\.pt")
+_STEP = re.compile(r"global_step([0-9]{1,18})")
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The names of the files of one model-parallel rank, by data-parallel rank.
+
+    Attributes:
+        model: files with the module. Stages 0 to 2 have one, under rank 0.
+        optimizer: files with the state of the optimizer.
+        is_partitioned: whether the files of the module are those of stage 3.
+    """
+
+    model: dict[int, str] = field(default_factory=dict)
+    optimizer: dict[int, str] = field(default_factory=dict)
+    is_partitioned: bool = False
+
+
+def step_of(tag: str) -> int | None:
+    """The step in a default tag, or None for another one.
+
+    Example:
+        >>> step_of("global_step40"), step_of("best"), step_of("global_step40_universal")
+        (40, None, None)
+    """
+    match = _STEP.fullmatch(tag)
+    return None if match is None else int(match[1])
+
+
+def is_state_file(name: str) -> bool:
+    """Whether a file has a name that DeepSpeed gives to files of a save.
+
+    Example:
+        >>> is_state_file("mp_rank_00_model_states.pt"), is_state_file("model.pt")
+        (True, False)
+    """
+    return _STATE.fullmatch(name) is not None
+
+
+def rank_files(folder: str, names: Iterable[str]) -> RankFiles:
+    """The files of a save among the names in its folder.
+
+    Args:
+        folder: the folder, for messages.
+        names: the names in it.
+
+    Raises:
+        UnsupportedError: they are files of experts, of pipeline stages or of several model-parallel ranks.
+        DamagedFileError: two files belong to one rank, or files of stage 3 and of other stages are mixed.
+
+    Example:
+        >>> files = rank_files("run", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+        >>> files.model, files.optimizer
+        ({0: 'mp_rank_00_model_states.pt'}, {0: 'zero_pp_rank_0_mp_rank_00_optim_states.pt'})
+    """
+    model: dict[int, str] = {}
+    optimizer: dict[int, str] = {}
+    whole: list[str] = []
+    by_rank: dict[int, str] = {}
+    for name in sorted(names):
+        for pattern, what in ((_EXPERT, "experts"), (_PIPELINE, "pipeline stages")):
+            if pattern.fullmatch(name):
+                raise UnsupportedError(
+                    f"{show(folder)} has {show(name)}: files of {what} are not supported",
+                    path=folder,
+                    hint="convert it with `ds_to_universal` of DeepSpeed, and open the universal folder",
+                )
+        for pattern, found in ((_MODEL, model), (_OPTIMIZER, optimizer)):
+            if (match := pattern.fullmatch(name)) is None:
+                continue
+            by_rank.setdefault(int(match[2]), name)
+            if match[1] is None:
+                whole.append(name)
+            rank = int(match[1] or 0)
+            if len(by_rank) == 1 and found.setdefault(rank, name) != name:
+                raise DamagedFileError(
+                    f"{show(folder)}: {show(found[rank])} and {show(name)} are both of rank {rank}",
+                    path=folder,
+                    hint="one of them was left by an earlier save: remove it",
+                )
+    if len(by_rank) > 1:
+        raise UnsupportedError(
+            f"{show(folder)} has files of {len(by_rank)} model-parallel ranks: {listed(map(show, by_rank.values()))}; "
+            "how they divide the tensors is not stored",
+            path=folder,
+            hint="convert it with `ds_to_universal` of DeepSpeed, and open the universal folder",
+        )
+    return RankFiles(model, optimizer, is_partitioned=bool(model) and not whole)

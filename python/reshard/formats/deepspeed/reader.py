@@ -1,0 +1,356 @@
+"""A checkpoint of DeepSpeed: a root with a folder for each tag, the folder of one, or a universal folder.
+
+`<name>` is the weight of the module in its dtype, `<name>.fp32` the weight of the optimizer, and `<name>.exp_avg` and
+`<name>.exp_avg_sq` its state. Stage 3 stores no weights of the module: there `<name>.fp32` belongs to the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from reshard import _core
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
+from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.deepspeed import names
+from reshard.formats.deepspeed.module import Module, Tensors
+from reshard.formats.deepspeed.states import (
+    StateFile,
+    check_agreement,
+    damaged,
+    param_groups,
+    read_file,
+    read_files,
+    read_scalars,
+    stage_of,
+    without_tensors,
+    zero_state,
+)
+from reshard.formats.deepspeed.universal import add_parameters, is_universal
+from reshard.formats.deepspeed.zero import WEIGHT, add_state, steps
+from reshard.outputs import load_all
+from reshard.storage.location import locate
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from reshard.formats.base import OpenOptions, PartName
+    from reshard.storage.location import Location
+    from reshard.storage.store import Lock
+
+__all__ = ["DEEPSPEED"]
+
+_log = logging.getLogger("reshard")
+
+_DESCRIPTION = frozenset(
+    ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
+)
+_PARTS = ("module.", "frozen_param_fragments.")
+_N_COMPARED = 4096
+
+
+class DeepSpeed(Format):
+    """A checkpoint of DeepSpeed."""
+
+    traits = Traits("deepspeed")
+
+    def detect(self, path: Location) -> Match:
+        """By the names of files of a save; of a root, by `latest` or by folders of saves."""
+        if not path.is_folder():
+            return Match.NO
+        return Match.YES if _is_save(path, path.names()) or self.is_root(path) else Match.NO
+
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
+        """The tensors of a save. Of a root, the save that `latest` names, else the newest complete one."""
+        return _open_root(path, options.method) if self.is_root(path) else _open_folder(path, options.method)
+
+    def is_root(self, path: Location) -> bool:
+        """Whether it holds folders of saves, and is none itself."""
+        present = path.names()
+        if _is_save(path, present):
+            return False
+        tags = [tag for name in (names.LATEST, names.LATEST_UNIVERSAL) if (tag := _tag(path, name, present))]
+        saves = (tag for tag in (*tags, *(name for name in present if names.step_of(name) is not None)))
+        return any(_is_save_folder(path / tag) for tag in saves) or any(names.step_of(tag) is not None for tag in tags)
+
+
+DEEPSPEED = DeepSpeed()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DeepSpeedData(CheckpointData):
+    """A save with the values that are no tensors.
+
+    Attributes:
+        state: these values, of the first rank.
+        local_state: those of the file of each rank, where each rank has a file with the module.
+        slots: the suffixes of the names of optimizer state.
+        masters: keys of fp32 weights of parameters of which there is no other weight.
+        tied: for each further name of a parameter, the name under which it is trained.
+        others: keys of tensors that do not belong to parameters.
+        n_ranks: number of ranks that saved it.
+    """
+
+    state: Mapping[str, Any]
+    local_state: Sequence[Mapping[str, Any]] = ()
+    slots: frozenset[str] = frozenset()
+    masters: frozenset[str] = frozenset()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    others: frozenset[str] = frozenset()
+    n_ranks: int | None = None
+
+    def part(self, key: str) -> PartName:
+        """By the suffix of the name; an fp32 weight belongs to the model if there is no other weight."""
+        if key in self.masters:
+            return "model"
+        return "optimizer" if key in self.others or key.rpartition(".")[2] in self.slots else "model"
+
+    def weights(self) -> Mapping[str, str] | None:
+        """The key of each weight of the module, where fp32 weights stand in for those of the module."""
+        if not self.masters:
+            return None
+        found = {}
+        for key in self.index.keys():  # noqa: SIM118  an index is no mapping
+            if self.part(key) == "model":
+                found[key.removesuffix(f".{WEIGHT}") if key in self.masters else key] = key
+        return found | {alias: found[name] for alias, name in self.tied.items() if alias not in found and name in found}
+
+    def file_name(self, file: int) -> str:
+        """The path of a file in the folder: the files of a universal folder have the same names."""
+        return locate(self.index.file_path(file)).relative_to(self.path)
+
+    def world_size(self) -> int | None:
+        """Number of ranks over which the state is partitioned."""
+        return self.n_ranks
+
+    def extra_state(self, rank: int) -> dict[str, Any]:
+        """The values of the file with the module that are no tensors, and the options of the optimizer."""
+        local = self.local_state[rank] if rank < len(self.local_state) else {}
+        return {**self.state, **local}
+
+    def view(self, index: _core.Index, lock: Lock | None) -> Self:
+        """A view has the names that it was given: an fp32 weight with another name is a weight like others."""
+        masters = frozenset(key for key in self.masters if key in index)
+        return replace(super().view(index, lock), masters=masters, tied={})
+
+
+def _is_save(folder: Location, present: Sequence[str]) -> bool:
+    return any(map(names.is_state_file, present)) or (names.ZERO_FOLDER in present and is_universal(folder))
+
+
+def _is_save_folder(folder: Location) -> bool:
+    return folder.is_folder() and _is_save(folder, folder.names())
+
+
+def _tag(root: Location, name: str, present: Sequence[str]) -> str | None:
+    """The tag that `latest` names, or None if there is none that could be the name of a folder."""
+    if name not in present or not (root / name).is_file():
+        return None
+    try:
+        text = (root / name).read_small(names.MAX_TAG_BYTES).decode().strip()
+    except (ReshardError, UnicodeDecodeError):
+        return None
+    return None if not text or "/" in text or "\0" in text or text in (".", "..") else text
+
+
+def _open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
+    """The save that `latest` names, else the newest one that can be opened, with the reasons against others."""
+    present = root.names()
+    skipped: list[tuple[str, str]] = []
+    for tag in _candidates(root, present):
+        if not (root / tag).is_folder():
+            named = next(name for name in (names.LATEST, names.LATEST_UNIVERSAL) if _tag(root, name, present) == tag)
+            reason = f"{show(named)} names it, but there is no such folder"
+            _log.warning("%s is skipped: %s", root / tag, reason)
+            skipped.append((tag, reason))
+            continue
+        try:
+            data = _open_folder(root / tag, method)
+        except StorageError:
+            raise  # a file that cannot be read is not damage
+        except ReshardError as error:
+            _log.warning("%s is skipped: %s", root / tag, error.message)
+            skipped.append((tag, error.message))
+        else:
+            return replace(data, skipped=tuple(skipped))
+    raise CheckpointNotFoundError(
+        f"none of the {len(skipped)} saves in {show(str(root))} can be opened; {show(skipped[0][0])}: {skipped[0][1]}",
+        path=str(root),
+    )
+
+
+def _candidates(root: Location, present: Sequence[str]) -> Iterator[str]:
+    """The tags in the order in which they are tried: the one of `latest`, then default tags, the newest first."""
+    latest = _tag(root, names.LATEST, present)
+    by_step = sorted(((step, name) for name in present if (step := names.step_of(name)) is not None), reverse=True)
+    universal = _tag(root, names.LATEST_UNIVERSAL, present)
+    yield from dict.fromkeys(
+        tag for tag in (latest, *(name for _, name in by_step if (root / name).is_folder()), universal) if tag
+    )
+
+
+def _open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+    present = folder.names()
+    is_converted = is_universal(folder)
+    if is_converted:
+        # Their tensors are complete in `zero/`, whatever the ranks were.
+        model_names = [name for name in present if names.is_state_file(name) and name.endswith("_model_states.pt")]
+        first_rank = [name for name in model_names if "mp_rank_00" in name]
+        is_divided = len(first_rank) < len(model_names)
+        files = names.rank_files(str(folder), first_rank)
+    else:
+        files = names.rank_files(str(folder), present)
+        is_divided = False
+    if not files.model:
+        raise CheckpointNotFoundError(
+            f"{show(str(folder))} has no file `*_model_states.pt`: the save was not finished",
+            path=str(folder),
+            hint="use another checkpoint",
+        )
+    model = read_files(folder, files.model)
+    optimizer = read_files(folder, files.optimizer)
+    check_agreement(files, model, optimizer)
+    if files.is_partitioned and not (optimizer or is_converted):
+        raise damaged(
+            folder, "it has no files `*_optim_states.pt`, which hold the parameters", "the save was not finished"
+        )
+    tensors = Tensors(method)
+    module = Module.add(model, tensors, is_partitioned=files.is_partitioned)
+    slots: frozenset[str] = frozenset()
+    state = {key: value for key, value in model[0].content.items() if key not in _DESCRIPTION}
+    if is_converted:
+        slots, options = _add_universal(folder, module, tensors, is_divided=is_divided)
+    elif optimizer:
+        slots = add_state(optimizer, module, tensors)
+        options = _check_steps(model[0], optimizer, module, tensors)
+    else:
+        options = {}
+    others = _add_others(model[0], tensors)
+    trained = [name for group in module.groups for name in group]
+    weights = {name for name in (*trained, *module.frozen) if name not in module.whole}
+    tensors.index.check_coverage()
+    state = {**options, **{key: value for key, value in state.items() if key != "optimizer" or value is not None}}
+    state["tied"] = state.get("tied", dict(module.tied))
+    local = [
+        {key: without_tensors(value) for key, value in one.content.items() if key not in _DESCRIPTION | {"optimizer"}}
+        for one in (model if files.is_partitioned else ())
+    ]
+    return _DeepSpeedData(
+        traits=DeepSpeed.traits,
+        path=folder,
+        index=tensors.index,
+        method=method,
+        iteration=model[0].number("global_steps"),
+        state={key: without_tensors(value) for key, value in state.items()},
+        local_state=local,
+        slots=slots,
+        masters=frozenset(key for name in weights if (key := f"{name}.{WEIGHT}") in tensors.index),
+        tied=module.tied,
+        others=others,
+        n_ranks=len(optimizer) or model[0].number("dp_world_size"),
+    )
+
+
+def _add_universal(
+    folder: Location, module: Module, tensors: Tensors, *, is_divided: bool
+) -> tuple[frozenset[str], dict[str, Any]]:
+    """Add the tensors of a universal folder; returns the slots and the options of the optimizer."""
+    trained = {name: shape for group in module.groups for name, shape in group.items()}
+    others = {**module.frozen, **{name: tensors.index.shape(name) for name in module.whole if name not in trained}}
+    slots, step = add_parameters(folder, trained, others, tensors, is_divided=is_divided)
+    state = read_file(folder / names.ZERO_FOLDER / names.OPTIMIZER_FILE, 0)
+    options = _options(state.content)
+    if step is None:  # from stage 3
+        paths, file = [path for path in state.tensors if path.endswith(".step")], state.file
+    else:
+        paths, file = list(read_file(step, 0, is_dict=False).tensors), step
+    if paths:
+        options["optimizer_step"] = options["optimizer"]["step"] = _whole(max(read_scalars(file, paths).values()))
+    return slots, options
+
+
+def _options(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer records beside its tensors, with the words of `Checkpoint.extra`."""
+    tensors = ("optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups")
+    kept = {key: value for key, value in state.items() if key not in tensors and key != "param_slice_mappings"}
+    groups = param_groups(state)
+    options: dict[str, Any] = {"optimizer": {**kept, **({} if groups is None else {"param_groups": groups})}}
+    stage = state.get("zero_stage")
+    if isinstance(stage, _core.Opaque) and stage.arguments:
+        options["zero_stage"] = options["optimizer"]["zero_stage"] = stage.arguments[0]
+    return options
+
+
+def _check_steps(model: StateFile, files: Sequence[StateFile], module: Module, tensors: Tensors) -> dict[str, Any]:
+    """The options of the optimizer; refuse files of another step than that of the module."""
+    first = steps(files[0])
+    for file in files[1:]:
+        if (found := steps(file)) != first:
+            raise damaged(
+                file.file,
+                f"its optimizer is at step {sorted(set(found.values()))}, that of {show(files[0].file.name)} at step "
+                f"{sorted(set(first.values()))}",
+                "one of the files is of another save: use another checkpoint",
+            )
+    options = _options(zero_state(files[0]))
+    stage = stage_of(files[0])
+    if stage is not None:
+        options["zero_stage"] = stage
+    made = model.number("global_steps")
+    if not first:
+        return options
+    step = _whole(max(first.values()))
+    options["optimizer_step"] = options["optimizer"]["step"] = step
+    expected = None if made is None else made - (model.number("skipped_steps") or 0)
+    if expected is not None and step != expected:
+        _compare_weights(model, files[0], module, tensors, (step, expected))
+    return options
+
+
+def _whole(value: float) -> int | float:
+    """A step as an integer, if it is one: torch stores it as a float."""
+    return int(value) if value == int(value) else value
+
+
+def _compare_weights(
+    model: StateFile,
+    file: StateFile,
+    module: Module,
+    tensors: Tensors,
+    steps_of_both: tuple[int | float, int],
+) -> None:
+    """The optimizer's step is not that of the module. It may have been started anew: then the weights are equal."""
+    step, expected = steps_of_both
+    message = f"its optimizer is at step {step}, the module in {show(model.file.name)} at step {expected}"
+    trained = {name: shape for group in module.groups for name, shape in group.items()}
+    names_of_both = [name for name in trained if name in module.whole and trained[name]]
+    if not names_of_both:
+        if step > expected:
+            raise damaged(file.file, message, "the files are of different saves: use another checkpoint")
+        _log.warning("%s: %s", file.file, message)
+        return
+    for name in names_of_both[:4]:
+        shape = (min(trained[name][0], max(1, _N_COMPARED // max(1, len(trained)))), *trained[name][1:])
+        dtype = tensors.index.info(name)[0]
+        found = []
+        for key in (name, f"{name}.{WEIGHT}"):
+            request = _core.Request()
+            request.add_region(key, key, (0,) * len(shape), shape)
+            found.append(load_all(tensors.index.plan(request, dtype=dtype, verify=False))[key].tobytes())
+        if found[0] != found[1]:
+            raise damaged(
+                file.file,
+                f"{message}, and the weights of {show(name)} differ",
+                "the files are of different saves: use another checkpoint",
+                name,
+            )
+
+
+def _add_others(file: StateFile, tensors: Tensors) -> frozenset[str]:
+    """Add the tensors of a file with the module that do not belong to it, by path."""
+    found = [path for path in file.tensors if not path.startswith(_PARTS)]
+    for path in found:
+        tensors.add_whole(path, file.file, path, file.tensors[path])
+    return frozenset(found)

@@ -1,0 +1,284 @@
+"""The content of the files of a save, without the tensors' elements, and the checks that the files belong together.
+
+DeepSpeed compares the number of files with `partition_count` and nothing else. Here a file of another step, of another
+run or of another partition is refused with its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reshard import _core
+from reshard.errors import DamagedFileError, UnsupportedError
+from reshard.outputs import load_all, whole_request
+from reshard.words import listed, show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from reshard.formats.deepspeed.names import RankFiles
+    from reshard.storage.location import Location
+
+__all__ = [
+    "PARTITIONED_STAGE",
+    "StateFile",
+    "as_shape",
+    "check_agreement",
+    "damaged",
+    "param_groups",
+    "read_file",
+    "read_files",
+    "read_scalars",
+    "stage_of",
+    "without_tensors",
+    "zero_state",
+]
+
+PARTITIONED_STAGE = 3
+
+_TENSOR_PARTS = ("rebuild", "Storage")
+_SAME_IN_MODEL = (
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "ds_version",
+    "param_shapes",
+    "frozen_param_shapes",
+)
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """A file of one rank.
+
+    Attributes:
+        file: the file.
+        rank: the data-parallel rank.
+        content: its object; tensors are `_core.Opaque`.
+        tensors: dtype and shape of each tensor, by path.
+    """
+
+    file: Location
+    rank: int
+    content: Mapping[str, Any]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+
+    def number(self, key: str) -> int | None:
+        """An integer of the file, or None if it has none."""
+        value = self.content.get(key)
+        return value if isinstance(value, int) else None
+
+
+def damaged(file: Location, message: str, hint: str | None = None, key: str | None = None) -> DamagedFileError:
+    """The error for a file that contradicts itself or other files.
+
+    Args:
+        file: the file, or its folder.
+        message: what is wrong with it.
+        hint: what to do.
+        key: the tensor.
+    """
+    return DamagedFileError(f"{show(str(file))}: {message}", path=str(file), hint=hint, key=key)
+
+
+def read_files(folder: Location, names: Mapping[int, str]) -> list[StateFile]:
+    """The files of the ranks, in the order of the ranks.
+
+    Args:
+        folder: their folder.
+        names: the name of each rank's file.
+
+    Raises:
+        DamagedFileError: a file is damaged, or is not one of DeepSpeed.
+        StorageError: the system failed to read one.
+    """
+    return [read_file(folder / name, rank) for rank, name in sorted(names.items())]
+
+
+def read_file(file: Location, rank: int, *, is_dict: bool = True) -> StateFile:
+    """The file of a rank; without `is_dict` it may hold one tensor alone. Errors as `read_files`."""
+    tensors, _ = _core.read_torch_file(str(file), follow_links=False)
+    content = _core.read_torch_object(str(file), 0, file.stat().n_bytes)
+    if not isinstance(content, dict):
+        if is_dict:
+            raise damaged(file, "it holds no dict")
+        content = {}
+    return StateFile(file, rank, content, {path: (dtype, shape) for path, dtype, shape in tensors})
+
+
+def read_scalars(file: Location, paths: Iterable[str]) -> dict[str, int | float]:
+    """The values of tensors of one element, by path.
+
+    Raises:
+        DamagedFileError, StorageError: while reading.
+    """
+    index = _core.Index()
+    number = index.add_torch_file(str(file), follow_links=False)
+    shapes = {}
+    for path in paths:
+        index.add_whole(path, number)
+        shapes[path] = index.shape(path)
+    arrays = load_all(index.plan(whole_request(shapes)))
+    index.close()
+    return {path: array.reshape(-1)[0].item() for path, array in arrays.items()}
+
+
+def as_shape(value: object, file: Location) -> tuple[int, ...]:
+    """A `torch.Size`, or a tuple or list of numbers."""
+    if isinstance(value, _core.Opaque) and value.name == "torch.Size":
+        value = value.arguments[0] if value.arguments else ()
+    if not isinstance(value, tuple | list) or not all(type(n) is int and n >= 0 for n in value):
+        raise damaged(file, f"expected the shape of a parameter, found {value!r}")
+    return tuple(value)
+
+
+def plain(value: object) -> object:
+    """A value in which opaque objects are replaced by their names and contents, so that values can be compared."""
+    if isinstance(value, _core.Opaque):
+        return (value.name, plain(value.arguments), plain(value.state))
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value
+
+
+def without_tensors(value: object) -> object:
+    """A value without the tensors in it, which are read by their paths; in a list, None takes the place of one."""
+    if isinstance(value, dict):
+        return {key: without_tensors(one) for key, one in value.items() if not _is_tensor(one)}
+    if isinstance(value, list):
+        return [without_tensors(one) for one in value]
+    return None if _is_tensor(value) else value
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, _core.Opaque) and any(part in value.name for part in _TENSOR_PARTS)
+
+
+def check_agreement(files: RankFiles, model: Sequence[StateFile], optimizer: Sequence[StateFile]) -> None:
+    """Check that the files are of one save, and that none is missing.
+
+    Args:
+        files: their names.
+        model: the files with the module, by rank.
+        optimizer: the files with the state of the optimizer, by rank; empty without ZeRO, and in universal folders.
+
+    Raises:
+        DamagedFileError: a file is missing, or is of another step or run.
+        UnsupportedError: they belong to a model-parallel run of which other files are missing.
+    """
+    first = model[0]
+    for other in model[1:]:
+        _same(first, other, {key: first.content.get(key) for key in _SAME_IN_MODEL}, other.content)
+    n_model_parallel = first.number("mp_world_size") or 1
+    if n_model_parallel > 1:
+        raise UnsupportedError(
+            f"{show(str(first.file))} is of one of {n_model_parallel} model-parallel ranks; how they divide the "
+            "tensors is not stored",
+            path=str(first.file),
+            hint="convert it with `ds_to_universal` of DeepSpeed, and open the universal folder",
+        )
+    for key in ("ds_autoep_layers", "autoep_layers"):
+        if first.content.get(key):
+            raise UnsupportedError(
+                f"{show(str(first.file))} has {show(key)}: experts are not supported", path=str(first.file)
+            )
+    recorded = first.number("dp_world_size")
+    if files.is_partitioned and recorded is not None:
+        _check_ranks(first, {one.rank for one in model}, recorded)
+    if not optimizer:
+        return
+    head = optimizer[0]
+    state = zero_state(head)
+    n_ranks = _n_ranks(head)
+    _check_ranks(head, {one.rank for one in optimizer}, n_ranks)
+    if files.is_partitioned:
+        _check_ranks(first, {one.rank for one in model}, n_ranks)
+    if recorded is not None and recorded != n_ranks:
+        raise damaged(
+            head.file,
+            f"its state is partitioned over {n_ranks} ranks, but {show(first.file.name)} was saved by {recorded}",
+            "they are of different saves: use another checkpoint",
+        )
+    expected = {key: state.get(key) for key in ("zero_stage", "partition_count", "param_alignment_paddings")}
+    groups = plain(param_groups(state))
+    for other in optimizer:
+        _same(first, other, {"ds_version": first.content.get("ds_version")}, other.content)
+        found = zero_state(other)
+        _same(head, other, expected, found)
+        _same(head, other, {"param_groups": groups}, {"param_groups": param_groups(found)})
+    if (stage_of(head) == PARTITIONED_STAGE) != files.is_partitioned:
+        raise damaged(head.file, f"it is of another ZeRO stage than {show(first.file.name)}")
+
+
+def _same(first: StateFile, other: StateFile, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    for key, value in expected.items():
+        if plain(value) != plain(found.get(key)):
+            values = f": {value!r} and {found.get(key)!r}" if isinstance(value, int | str) else ""
+            raise damaged(
+                other.file,
+                f"{show(key)} differs from that in {show(first.file.name)}{values}",
+                "one of the files is of another save: use another checkpoint",
+            )
+
+
+def zero_state(file: StateFile) -> Mapping[str, Any]:
+    """The state of a ZeRO optimizer in its file."""
+    state = file.content.get("optimizer_state_dict")
+    if not isinstance(state, dict):
+        raise damaged(file.file, "it has no `optimizer_state_dict` of ZeRO")
+    return state
+
+
+def stage_of(file: StateFile) -> int | None:
+    """The stage of ZeRO that a file of an optimizer records; BF16_Optimizer records none."""
+    stage = zero_state(file).get("zero_stage")
+    if isinstance(stage, _core.Opaque):  # an enumeration
+        stage = next(iter(stage.arguments or ()), None)
+    return stage if isinstance(stage, int) else None
+
+
+def _n_ranks(file: StateFile) -> int:
+    count = zero_state(file).get("partition_count")
+    counts: list[Any] = count if isinstance(count, list) else [count]
+    if not counts or not all(type(n) is int and n > 0 for n in counts):
+        raise damaged(file.file, f"expected the number of ranks in `partition_count`, found {count!r}")
+    if len(set(counts)) > 1:
+        raise UnsupportedError(
+            f"{show(str(file.file))}: its groups are partitioned over different numbers of ranks, {listed(counts)}, as "
+            "those of experts are; this is not supported",
+            path=str(file.file),
+        )
+    n_ranks: int = counts[0]
+    return n_ranks
+
+
+def _check_ranks(example: StateFile, found: set[int], n_ranks: int) -> None:
+    folder, name = example.file.parent, example.file.name
+    missing = next(rank for rank in range(len(found) + 1) if rank not in found)
+    if missing < n_ranks:
+        wanted = name.replace(f"zero_pp_rank_{example.rank}_", f"zero_pp_rank_{missing}_")
+        raise damaged(
+            folder,
+            f"the state is partitioned over {n_ranks} ranks, and {show(wanted)} is missing",
+            f"{len(found)} of {n_ranks} files are there: the save was not finished, or not all files were copied",
+        )
+    if len(found) > n_ranks:
+        raise damaged(
+            folder,
+            f"the state is partitioned over {n_ranks} ranks, and {show(name)} has one of rank {max(found)} beside it",
+            "it was left by an earlier save with more ranks: remove such files",
+        )
+
+
+def param_groups(state: Mapping[str, Any]) -> object:
+    """The options of the groups in the state of a ZeRO optimizer, or None."""
+    for key in ("base_optimizer_state", "optimizer_state_dict"):
+        inner = state.get(key)
+        if isinstance(inner, dict) and "param_groups" in inner:
+            return inner["param_groups"]
+    return state.get("param_groups")

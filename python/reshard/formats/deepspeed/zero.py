@@ -1,0 +1,263 @@
+"""The flat tensors of ZeRO: fp32 weights and the state of the optimizer, partitioned over ranks.
+
+Stages 1 and 2, and BF16_Optimizer: the parameters of a group follow each other, with `param_alignment_paddings` behind
+each, and are divided between the ranks. In the files, the fp32 weights have no padding at the end; the state has.
+
+Stage 3: each parameter is divided into equal parts. A rank holds its part of all parameters, one after the other, in
+one flat tensor for each sub-group.
+
+Source: `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py` and `runtime/zero/stage3.py` of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed.flat import Line, Piece, Segment
+from reshard.formats.deepspeed.states import PARTITIONED_STAGE, damaged, read_scalars, stage_of, zero_state
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.formats.deepspeed.module import Module, Tensors
+    from reshard.formats.deepspeed.states import StateFile
+
+__all__ = ["WEIGHT", "add_state", "steps"]
+
+WEIGHT = "fp32"
+_STEP = "step"
+
+_ROOT = "optimizer_state_dict."
+_WEIGHTS = {False: f"{_ROOT}single_partition_of_fp32_groups.", True: f"{_ROOT}fp32_flat_groups."}
+_STATES = {
+    False: (f"{_ROOT}base_optimizer_state.state.", f"{_ROOT}base_optimizer_state."),
+    True: (f"{_ROOT}optimizer_state_dict.state.",),
+}
+
+
+def add_state(files: Sequence[StateFile], module: Module, tensors: Tensors) -> frozenset[str]:
+    """Add the fp32 weights and the optimizer state of every trained parameter, as `<name>.<slot>`.
+
+    Args:
+        files: the file of each rank.
+        module: the parameters.
+        tensors: to which they are added.
+
+    Returns:
+        The slots: `fp32`, and for Adam `exp_avg` and `exp_avg_sq`.
+
+    Raises:
+        DamagedFileError: sizes do not add up, or the files of ranks differ in what they hold.
+        UnsupportedError: state that does not belong to elements of parameters.
+    """
+    is_partitioned = stage_of(files[0]) == PARTITIONED_STAGE
+    paths = [_paths(file, is_partitioned=is_partitioned) for file in files]
+    for file, found in zip(files, paths, strict=True):
+        for group in sorted(set(paths[0]) | set(found)):
+            differs = set(paths[0].get(group, ())) ^ set(found.get(group, ()))
+            if differs:
+                raise damaged(
+                    file.file,
+                    f"group {group} has other tensors than in {show(files[0].file.name)}: {sorted(differs)}",
+                    "one of the files is of another save: use another checkpoint",
+                )
+    if is_partitioned:
+        return _add_partitioned(files, paths, module, tensors)
+    return _add_flat(files, paths, module, tensors)
+
+
+def steps(file: StateFile) -> dict[int, int | float]:
+    """The step that the optimizer of a rank records for each group; empty for optimizers that record none."""
+    is_partitioned = stage_of(file) == PARTITIONED_STAGE
+    paths = {}
+    for prefix in _STATES[is_partitioned]:
+        for path in file.tensors:
+            group, _, slot = path.removeprefix(prefix).partition(".")
+            if path.startswith(prefix) and group.isdecimal() and slot == _STEP:
+                paths[path] = int(group)
+    found = {paths[path]: value for path, value in read_scalars(file.file, paths).items()} if paths else {}
+    inner = zero_state(file).get("optimizer_state_dict" if is_partitioned else "base_optimizer_state")
+    states = inner.get("state") if isinstance(inner, dict) else None
+    if isinstance(states, dict):
+        for group, state in states.items():
+            if isinstance(group, int) and isinstance(state, dict) and isinstance(state.get(_STEP), int):
+                found[group] = state[_STEP]
+    return found
+
+
+def _paths(file: StateFile, *, is_partitioned: bool) -> dict[int, dict[str, str]]:
+    """The path of each slot of each group; for stage 3, of each sub-group."""
+    found: dict[int, dict[str, str]] = {}
+    for path, (_, shape) in file.tensors.items():
+        prefix = _WEIGHTS[is_partitioned]
+        if path.startswith(prefix):
+            group, slot = path.removeprefix(prefix), WEIGHT
+        else:
+            prefix = next((prefix for prefix in _STATES[is_partitioned] if path.startswith(prefix)), "")
+            group, _, slot = path.removeprefix(prefix).partition(".")
+        if not prefix or not group.isdecimal() or not slot or (slot == _STEP and math.prod(shape) == 1):
+            continue
+        if len(shape) != 1:
+            raise UnsupportedError(
+                f"{show(str(file.file))}: {show(path)} has the shape {shape}; expected a flat tensor", key=path
+            )
+        found.setdefault(int(group), {})[slot] = path
+    weights = sorted(group for group, slots in found.items() if WEIGHT in slots)
+    if not weights or sorted(found) != weights or weights != list(range(len(weights))):
+        raise damaged(
+            file.file, f"it has fp32 weights of the groups {weights}, and state of the groups {sorted(found)}"
+        )
+    return found
+
+
+def _line(parts: Sequence[tuple[StateFile, str]], tensors: Tensors) -> tuple[str, Line]:
+    """The dtype of some flat tensors, and these one after the other."""
+    dtype = parts[0][0].tensors[parts[0][1]][0]
+    segments = []
+    for file, path in parts:
+        found, (n,) = file.tensors[path]
+        if found != dtype:
+            raise damaged(file.file, f"{show(path)} is {found}, others are {dtype}", key=path)
+        segments.append(Segment(tensors.number(file.file), path, n))
+    return dtype, Line(segments)
+
+
+def _add_flat(
+    files: Sequence[StateFile], paths: Sequence[Mapping[int, Mapping[str, str]]], module: Module, tensors: Tensors
+) -> frozenset[str]:
+    if len(paths[0]) != len(module.groups):
+        raise damaged(
+            files[0].file, f"it has {len(paths[0])} groups of parameters, the model's file records {len(module.groups)}"
+        )
+    for group, shapes in enumerate(module.groups):
+        lines = {
+            slot: _line([(file, found[group][slot]) for file, found in zip(files, paths, strict=True)], tensors)
+            for slot in paths[0][group]
+        }
+        paddings = _paddings(files[0], group, len(shapes))
+        starts = []
+        offset = 0
+        for shape, padding in zip(shapes.values(), paddings, strict=True):
+            starts.append(offset)
+            offset += math.prod(shape) + padding
+        for slot, (dtype, line) in lines.items():
+            # As DeepSpeed: the end of a group is padded to a multiple of this, and the padding may be removed.
+            align = 2 * len(files)
+            if -(-line.n // align) != -(-offset // align):
+                raise damaged(
+                    files[0].file.parent,
+                    f"{show(slot)} of group {group} has {line.n} elements on all ranks, its {len(shapes)} parameters "
+                    f"have {offset}",
+                    "a file is of another save, or of another model",
+                )
+            _check_starts(files, lines[WEIGHT][1], line, group, slot)
+            for (name, shape), start in zip(shapes.items(), starts, strict=True):
+                end = start + math.prod(shape)
+                if end > line.n:
+                    raise damaged(files[0].file.parent, f"{show(slot)} ends before the end of {show(name)}", key=name)
+                tensors.add_pieces(f"{name}.{slot}", dtype, shape, line.pieces(start, end))
+        _check_slices(files, group, lines[WEIGHT][1], dict(zip(shapes, starts, strict=True)), shapes)
+    return frozenset(slot for slots in paths[0].values() for slot in slots)
+
+
+def _paddings(file: StateFile, group: int, n: int) -> list[int]:
+    """Elements behind each parameter of a group."""
+    recorded = zero_state(file).get("param_alignment_paddings")
+    if recorded is None:
+        return [0] * n
+    paddings = recorded[group] if isinstance(recorded, list) and group < len(recorded) else None
+    if not isinstance(paddings, list) or len(paddings) != n or not all(type(p) is int and p >= 0 for p in paddings):
+        raise damaged(file.file, f"expected {n} `param_alignment_paddings` of group {group}, found {paddings!r}")
+    return paddings
+
+
+def _check_starts(files: Sequence[StateFile], weights: Line, line: Line, group: int, slot: str) -> None:
+    """The ranks hold the same ranges of the state and of the weights, except for padding at the end."""
+    is_end = False
+    for file, weight, other in zip(files, weights.segments, line.segments, strict=True):
+        if weight.n > other.n or (is_end and weight.n):
+            raise damaged(
+                file.file,
+                f"group {group} has {weight.n} elements of {WEIGHT} and {other.n} of {slot}: they do not match",
+            )
+        is_end = is_end or weight.n < other.n
+
+
+def _check_slices(
+    files: Sequence[StateFile],
+    group: int,
+    line: Line,
+    starts: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Compare where parameters lie with `param_slice_mappings`, which the ranks record.
+
+    With `round_robin_gradients` DeepSpeed records the places that the parameters had before it reordered them.
+    """
+    config = files[0].content.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if isinstance(zero, dict) and zero.get("round_robin_gradients"):
+        return
+    rank_start = 0
+    for file, segment in zip(files, line.segments, strict=True):
+        recorded = zero_state(file).get("param_slice_mappings")
+        mapping = recorded[group] if isinstance(recorded, list) and group < len(recorded) else None
+        for name, place in mapping.items() if isinstance(mapping, dict) else ():
+            state = place.state if isinstance(place, _core.Opaque) else None
+            if not isinstance(state, dict) or name not in starts:
+                raise damaged(file.file, f"it holds a part of {show(str(name))}, which is not in group {group}")
+            start = max(starts[name], rank_start)
+            end = min(starts[name] + math.prod(shapes[name]), rank_start + segment.n)
+            expected = {"start": start - rank_start, "numel": end - start}
+            if {key: state.get(key) for key in expected} != expected:
+                raise damaged(
+                    file.file,
+                    f"it records that {show(name)} lies at {dict(state)}, the sizes of the parameters give {expected}",
+                    "a file is of another save, or of another model",
+                    key=name,
+                )
+        rank_start += segment.n
+
+
+def _add_partitioned(
+    files: Sequence[StateFile], paths: Sequence[Mapping[int, Mapping[str, str]]], module: Module, tensors: Tensors
+) -> frozenset[str]:
+    shapes = {name: shape for group in module.groups for name, shape in group.items()}
+    parts = {name: -(-math.prod(shape) // len(files)) for name, shape in shapes.items()}
+    slots: dict[str, list[int]] = {}
+    for group, slots_of_group in sorted(paths[0].items()):
+        for slot in slots_of_group:
+            slots.setdefault(slot, []).append(group)
+    for slot, groups in slots.items():
+        if len(groups) != len(paths[0]):
+            raise damaged(files[0].file, f"only the sub-groups {groups} of {len(paths[0])} have {show(slot)}")
+        lines = []
+        dtypes = set()
+        for file, found in zip(files, paths, strict=True):
+            dtype, line = _line([(file, found[group][slot]) for group in groups], tensors)
+            dtypes.add(dtype)
+            if line.n != sum(parts.values()):
+                raise damaged(
+                    file.file,
+                    f"it has {line.n} elements of {show(slot)}; the part of one of {len(files)} ranks of the "
+                    f"{len(shapes)} parameters has {sum(parts.values())}",
+                    "it is of another save, or of another model",
+                )
+            lines.append(line)
+        if len(dtypes) > 1:
+            raise damaged(files[0].file.parent, f"the ranks have {show(slot)} in the dtypes {sorted(dtypes)}")
+        dtype = dtypes.pop()
+        offset = 0
+        for name, shape in shapes.items():
+            numel, part = math.prod(shape), parts[name]
+            pieces: list[Piece] = []
+            for rank, line in enumerate(lines):
+                start = min(rank * part, numel)
+                pieces += line.pieces(offset, offset + min(part, numel - start), start)
+            tensors.add_pieces(f"{name}.{slot}", dtype, shape, pieces)
+            offset += part
+    return frozenset(slots)
