@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.storage.store import Lock
 
 __all__ = [
+    "Candidate",
     "CheckpointData",
     "Format",
     "Match",
@@ -71,6 +72,20 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     stored: Sequence[_core.StoredArray]
     factors: Mapping[int, Sequence[int]] | None = None
+
+
+class Candidate(NamedTuple):
+    """A checkpoint of a root.
+
+    Attributes:
+        name: its folder, relative to the root.
+        iteration: its iteration; None: its name has none.
+        reason: the reason for its place in the order, such as "the highest step".
+    """
+
+    name: str
+    iteration: int | None
+    reason: str
 
 
 class Match(IntEnum):
@@ -140,6 +155,13 @@ class Format(ABC):
     def is_root(self, path: Location) -> bool:  # noqa: ARG002
         """Whether a path in this format holds several checkpoints, of which one is chosen."""
         return False
+
+    def candidates(self, root: Location) -> Sequence[Candidate]:  # noqa: ARG002
+        """The checkpoints of a root, in the order in which they are tried.
+
+        Empty for formats in which the resume decision finds them in another way.
+        """
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +237,10 @@ class CheckpointData:
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002
         """The state saved beside the tensors, as `Checkpoint.extra` returns it."""
         return {}
+
+    def read_common(self) -> CommonInfo | None:
+        """The counters of the run, also where reading them takes the contents of tensors or other values."""
+        return self.common
 
     def tiled_keys(self) -> Collection[str]:
         """Tensors that only `tiles.json` describes."""
