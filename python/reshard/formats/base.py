@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.formats.dcp.run_state import Values
     from reshard.formats.manifest import Manifest
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.storage.store import Lock
 
 __all__ = [
-    "Candidate",
     "CheckpointData",
     "Format",
     "Match",
     "OpenOptions",
     "PartName",
+    "RootEntry",
     "Shapes",
     "StoredTensor",
     "StrategyLike",
@@ -74,7 +75,7 @@ class StoredTensor(NamedTuple):
     factors: Mapping[int, Sequence[int]] | None = None
 
 
-class Candidate(NamedTuple):
+class RootEntry(NamedTuple):
     """A checkpoint of a root.
 
     Attributes:
@@ -121,6 +122,7 @@ class Traits:
         rank_folders: each rank has its own folder, and `strategy` is used.
         has_metadata: `metadata.json` describes the tensors, so a tensor can be missing from it.
         is_pretrained: it holds weights to start from, without the state of a run.
+        has_sums: its files hold checksums of their own, which are compared when they are read.
     """
 
     name: str
@@ -129,6 +131,7 @@ class Traits:
     rank_folders: bool = False
     has_metadata: bool = False
     is_pretrained: bool = False
+    has_sums: bool = False
 
 
 class Format(ABC):
@@ -156,7 +159,7 @@ class Format(ABC):
         """Whether a path in this format holds several checkpoints, of which one is chosen."""
         return False
 
-    def candidates(self, root: Location) -> Sequence[Candidate]:  # noqa: ARG002
+    def candidates(self, root: Location) -> Sequence[RootEntry]:  # noqa: ARG002
         """The checkpoints of a root, in the order in which they are tried.
 
         Empty for formats in which the resume decision finds them in another way.
@@ -241,6 +244,10 @@ class CheckpointData:
     def read_common(self) -> CommonInfo | None:
         """The counters of the run, also where reading them takes the contents of tensors or other values."""
         return self.common
+
+    def run_values(self) -> Values | None:
+        """The values that are no tensors, of a checkpoint that names the state of a run as torch does; else None."""
+        return None
 
     def tiled_keys(self) -> Collection[str]:
         """Tensors that only `tiles.json` describes."""

@@ -18,6 +18,7 @@ __all__ = [
     "MAX_METADATA_BYTES",
     "METADATA_FILE",
     "is_optimizer",
+    "rank_of_file",
     "rank_of_metadata",
     "step_of",
 ]
@@ -28,6 +29,7 @@ MAX_METADATA_BYTES = 4 << 30
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _RANK = re.compile(r"__([0-9]{1,9})\.metadata")
+_FILE = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp|shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors")
 _OPTIMIZER = frozenset(("optim", "optimizer", "optimizers"))
 
 
@@ -51,6 +53,19 @@ def rank_of_metadata(name: str) -> int | None:
     """
     match = _RANK.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def rank_of_file(name: str) -> int | None:
+    """The rank that wrote a data file, from its name, or None.
+
+    Example:
+        >>> rank_of_file("__3_0.distcp"), rank_of_file("shard-00002-model-00001-of-00001.safetensors")
+        (3, 1)
+    """
+    match = _FILE.fullmatch(name)
+    if match is None:
+        return None
+    return int(match[1]) if match[2] is None else int(match[2]) - 1
 
 
 def is_optimizer(key: str) -> bool:

@@ -21,18 +21,20 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
-from reshard.formats.base import Candidate, CheckpointData, Format, Match, Traits
+from reshard.formats.base import CheckpointData, Format, Match, RootEntry, Traits
+from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.dcp import run_state, sharded_files
 from reshard.formats.dcp.names import (
     DATA_SUFFIX,
     MAX_METADATA_BYTES,
     METADATA_FILE,
     is_optimizer,
+    rank_of_file,
     rank_of_metadata,
     step_of,
 )
 from reshard.formats.huggingface.reader import HUGGINGFACE
-from reshard.outputs import as_array
+from reshard.storage.location import Location, locate
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.base import OpenOptions, PartName
     from reshard.formats.checkpoint2.common import CommonInfo
-    from reshard.storage.location import Location
 
 __all__ = ["DCP"]
 
@@ -53,7 +54,7 @@ _Object = tuple[str, str, int, int, list[str]]
 class Dcp(Format):
     """A folder of `torch.distributed.checkpoint`, or a root with a folder for each step."""
 
-    traits = Traits("dcp")
+    traits = Traits("dcp", has_sums=True)
 
     def detect(self, path: Location) -> Match:
         """By `.metadata` or the names of shard files; by data files where `.metadata` is missing, to say so."""
@@ -74,10 +75,10 @@ class Dcp(Format):
         names = path.names()
         return not _is_dcp(path, names) and _has_steps(path, names)
 
-    def candidates(self, root: Location) -> Sequence[Candidate]:
+    def candidates(self, root: Location) -> Sequence[RootEntry]:
         """The folders of steps, the highest first."""
         steps = _steps(root, root.names())
-        return [Candidate(name, step, "the highest step" if not n else "a lower step") for n, (step, name) in steps]
+        return [RootEntry(name, step, "a lower step" if n else "the highest step") for n, (step, name) in enumerate(steps)]
 
     def _open_root(self, root: Location, options: OpenOptions) -> CheckpointData:
         """The newest step that can be opened, with the reasons why newer ones cannot."""
@@ -112,11 +113,13 @@ class _DcpData(CheckpointData):
         objects: each value that is no tensor; of a folder without collectives by rank.
         by_rank: of a folder without collectives the tensors of each rank.
         compared: tensors of which several ranks wrote a part, and which were compared.
+        description: name of `.metadata`, or of that of the first rank; None: there is none.
     """
 
     objects: Sequence[Sequence[_Object]] = ((),)
     by_rank: Sequence[_core.Index] = ()
     compared: set[str] = field(default_factory=set)
+    description: str | None = None
 
     def part(self, key: str) -> PartName:
         """By the name: the state of an optimizer is saved below `optimizer` or `optim`."""
@@ -136,20 +139,22 @@ class _DcpData(CheckpointData):
             error.message = f"{show(name)}: {error.message}"
             raise
 
+    def world_size(self) -> int | None:
+        """By the names of the files: as many ranks as the highest one that wrote something."""
+        ranks = (rank_of_file(self.file_name(file)) for file in range(self.index.n_files))
+        return max((rank + 1 for rank in ranks if rank is not None), default=None)
+
     def read_common(self) -> CommonInfo | None:
         """The step, from the values of the trainer, the name of the folder or the counters of the optimizer."""
-        return run_state.common_of(self.iteration, self._values, self._counters)
+        objects = {one[0]: one for objects in reversed(self.objects) for one in objects}
+        return run_state.common_of(self.index, objects, lambda name: self._read(objects[name]), self.iteration)
 
-    def _values(self, names: Collection[str]) -> dict[str, object]:
-        found = {one[0]: one for objects in reversed(self.objects) for one in objects if one[0] in names}
-        return {name: self._read(one) for name, one in found.items()}
-
-    def _counters(self) -> list[float]:
-        """The counters of the optimizer: one for each parameter."""
-        keys = [key for n in range(len(self.index)) if run_state.is_counter(key := self.index.key(n))]
-        return [
-            float(_read(self.index, key, (), ()).reshape(()).item()) for key in keys if self.index.info(key)[1] == ()
-        ]
+    def run_values(self) -> run_state.Values:
+        """The values that are no tensors, with the paths that `.metadata` records."""
+        if self.description is None:
+            return run_state.Values()
+        data = (self.path / self.description).read_small(MAX_METADATA_BYTES)
+        return run_state.Values(self.extra_state(0), dict(_core.read_dcp_paths(data)))
 
     def check(self, keys: Collection[str] | None) -> None:
         """Compare the parts that several ranks wrote: without collectives nobody chose one of them."""
@@ -157,13 +162,13 @@ class _DcpData(CheckpointData):
         for rank, index in enumerate(self.by_rank):
             for n in range(len(index)):
                 key = index.key(n)
-                if key in self.compared or (keys is not None and key not in keys):
+                if key in self.compared or (keys is not None and not self.is_renamed and key not in keys):
                     continue
                 for region in index.shards(key):
                     first = held.setdefault((key, region.offset, region.shape), rank)
                     if first == rank:
                         continue
-                    arrays = (_read(self.by_rank[one], key, region.offset, region.shape) for one in (first, rank))
+                    arrays = (run_state.read_region(self.by_rank[one], key, region.offset, region.shape) for one in (first, rank))
                     if len({array.tobytes() for array in arrays}) > 1:
                         raise MismatchError(
                             f"{show(str(self.path))}: ranks {first} and {rank} saved different values of {show(key)} "
@@ -173,12 +178,6 @@ class _DcpData(CheckpointData):
                             hint="ranks that hold the same parameter must make the same steps",
                         )
         self.compared.update(key for key, *_ in held)
-
-
-def _read(index: _core.Index, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    request = _core.Request()
-    request.add_region(key, key, offset, shape)
-    return as_array(*index.plan(request).load()[0], index.info(key)[0], shape)
 
 
 def _is_dcp(folder: Location, names: Sequence[str]) -> bool:
@@ -191,13 +190,15 @@ def _is_dcp(folder: Location, names: Sequence[str]) -> bool:
 
 
 def _has_steps(root: Location, names: Sequence[str]) -> bool:
-    return any(_is_dcp(root / name, (root / name).names()) for _, (_, name) in _steps(root, names))
+    steps = _steps(root, names)
+    # A run that resumes from such a root can save into it in the format of this package.
+    return any(_is_dcp(root / name, (root / name).names()) for _, name in steps) and not checkpoint2.is_root(root)
 
 
-def _steps(root: Location, names: Sequence[str]) -> list[tuple[int, tuple[int, str]]]:
-    """Step and name of each folder of a step, the newest first, numbered."""
+def _steps(root: Location, names: Sequence[str]) -> list[tuple[int, str]]:
+    """Step and name of each folder of a step, the newest first."""
     steps = [(step, name) for name in names if (step := step_of(name)) is not None]
-    return list(enumerate(sorted(((step, name) for step, name in steps if (root / name).is_folder()), reverse=True)))
+    return sorted(((step, name) for step, name in steps if (root / name).is_folder()), reverse=True)
 
 
 def _open_dcp(folder: Location, method: _core.ReadMethod) -> CheckpointData:
@@ -211,6 +212,10 @@ def _open_dcp(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     try:
         data = (folder / METADATA_FILE).read_small(MAX_METADATA_BYTES)
     except CheckpointNotFoundError:
+        if not any(name.endswith(DATA_SUFFIX) for name in names):
+            raise CheckpointNotFoundError(
+                f"{show(str(folder))} holds no checkpoint of torch.distributed.checkpoint", path=str(folder)
+            ) from None
         raise CheckpointNotFoundError(
             f"{show(str(folder))} has data files of torch.distributed.checkpoint, but no `{METADATA_FILE}`: the "
             "save was not finished",
@@ -220,16 +225,17 @@ def _open_dcp(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     index, objects, unsupported, _ = _core.open_dcp(str(folder), data, method=method)
     index.check_coverage()  # torch leaves a hole as it was, and reads overlaps in any order
     _warn_of(folder, unsupported)
-    if _holds_safetensors(folder, index):
+    holds_safetensors = _holds_safetensors(folder, index)
+    if holds_safetensors:
         index = _safetensors_index(folder, index, objects, method)
-        objects = []
     return _DcpData(
-        traits=Dcp.traits,
+        traits=replace(Dcp.traits, has_sums=not holds_safetensors),
         path=folder,
         index=index,
         method=method,
         iteration=step_of(folder.name),
         objects=[objects],
+        description=METADATA_FILE,
     )
 
 
@@ -265,6 +271,7 @@ def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.Read
         iteration=step_of(folder.name),
         objects=[objects for _, objects, *_ in opened],
         by_rank=[own for own, *_ in opened],
+        description=texts[0][0],
     )
 
 
@@ -276,16 +283,16 @@ def _open_shard_files(
 ) -> CheckpointData:
     index, shards = sharded_files.read_index(folder, list(names), method)
     sharded_files.check_files(folder, names, shards)
-    return _DcpData(traits=Dcp.traits, path=folder, index=index, method=method, iteration=step_of(folder.name))
+    traits = replace(Dcp.traits, has_sums=False)
+    return _DcpData(traits=traits, path=folder, index=index, method=method, iteration=step_of(folder.name))
 
 
 def _holds_safetensors(folder: Location, index: _core.Index) -> bool:
     """Whether the data files are safetensors files: torch writes all of them in one form."""
     if not index.n_files:
         return False
-    name = index.file_path(0)
     try:
-        return sharded_files.is_safetensors(folder.store.read_head(name, 16))
+        return sharded_files.is_safetensors(locate(index.file_path(0)).read_head(16))
     except CheckpointNotFoundError:
         return False  # the error of the first read names it
 
@@ -301,7 +308,7 @@ def _safetensors_index(
             path=str(folder),
             hint="save again with `SerializationFormat.TORCH_SAVE`",
         )
-    files = [described.file_path(file)[len(str(folder)) + 1 :] for file in range(described.n_files)]
+    files = [str(described.file_path(file))[len(str(folder)) + 1 :] for file in range(described.n_files)]
     index, _ = sharded_files.read_index(folder, files, method)
     for n in range(len(described)):
         key = described.key(n)
