@@ -467,8 +467,7 @@ pub(crate) fn open_dcp_ranks(
             let part = Dcp::decode(data);
             parts.push(part.map_err(|error| error.within(path.display()).path(&path))?);
         }
-        Dcp::merged(parts)
-            .map_err(|error| error.within(folder.display()).path(&folder))
+        Dcp::merged(parts).map_err(|error| error.within(folder.display()).path(&folder))
     })
 }
 
