@@ -152,7 +152,9 @@ class _Gatherer:
                 break
         return replace(facts, candidates=(*found, *rest))
 
-    def _candidate(self, path: Location, iteration: int | None, why: str, kind: Kind, *, is_own: bool = True) -> CandidateFacts:
+    def _candidate(
+        self, path: Location, iteration: int | None, why: str, kind: Kind, *, is_own: bool = True
+    ) -> CandidateFacts:
         """The content of a candidate, or its fault. `is_own`: a root is one of Checkpoint 2.0."""
         if str(path) in self.faults:
             number = split_iteration(str(path))[1] if iteration is None else iteration

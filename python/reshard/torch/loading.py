@@ -143,7 +143,9 @@ def _read_of_torch(
     _check_distinct(checkpoint, state)
     with checkpoint.view(tensors, is_renamed=True) as view:
         read = read_for(described, view, rank, verify=verify, threads=threads)
-    trainer = state.trainer if part == "all" else {name: one for name, one in state.trainer.items() if name != "optimizer"}
+    trainer = (
+        state.trainer if part == "all" else {name: one for name, one in state.trainer.items() if name != "optimizer"}
+    )
     return replace(
         read, extra={"trainer": trainer}, has_optimizer=bool(checkpoint.keys("optimizer")), notes=state.notes
     )

@@ -78,7 +78,9 @@ class Dcp(Format):
     def candidates(self, root: Location) -> Sequence[RootEntry]:
         """The folders of steps, the highest first."""
         steps = _steps(root, root.names())
-        return [RootEntry(name, step, "a lower step" if n else "the highest step") for n, (step, name) in enumerate(steps)]
+        return [
+            RootEntry(name, step, "a lower step" if n else "the highest step") for n, (step, name) in enumerate(steps)
+        ]
 
     def _open_root(self, root: Location, options: OpenOptions) -> CheckpointData:
         """The newest step that can be opened, with the reasons why newer ones cannot."""
@@ -168,7 +170,10 @@ class _DcpData(CheckpointData):
                     first = held.setdefault((key, region.offset, region.shape), rank)
                     if first == rank:
                         continue
-                    arrays = (run_state.read_region(self.by_rank[one], key, region.offset, region.shape) for one in (first, rank))
+                    arrays = (
+                        run_state.read_region(self.by_rank[one], key, region.offset, region.shape)
+                        for one in (first, rank)
+                    )
                     if len({array.tobytes() for array in arrays}) > 1:
                         raise MismatchError(
                             f"{show(str(self.path))}: ranks {first} and {rank} saved different values of {show(key)} "

@@ -132,9 +132,7 @@ def read_index(
                 f"{show(str(folder))}: two files hold the same shard of {show(key)}", path=str(folder), key=key
             )
         arrays = [
-            _core.StoredArray(
-                one.file, key, one.shape, [_core.Tile(one.offset, one.shape, 0, _row_major(one.shape))]
-            )
+            _core.StoredArray(one.file, key, one.shape, [_core.Tile(one.offset, one.shape, 0, _row_major(one.shape))])
             for one in held
         ]
         index.add_tiles(key, dtypes[key], shape, arrays)
@@ -174,7 +172,10 @@ def check_files(folder: Location, names: Mapping[str, FileName], shards: Mapping
             "files a rank",
             path=str(folder),
         )
-    for what, found in (("rank", {one.rank for one in names.values()}), ("file", {one.number for one in names.values()})):
+    for what, found in (
+        ("rank", {one.rank for one in names.values()}),
+        ("file", {one.number for one in names.values()}),
+    ):
         most = max(found) if what == "rank" else max(counts)
         # The names of ranks can reach a billion; as many gaps are not listed.
         gap = next((number for number in range(1, most + 1) if number not in found), None)
@@ -184,9 +185,7 @@ def check_files(folder: Location, names: Mapping[str, FileName], shards: Mapping
     files = list(names.values())
     ranks_of = {number: {one.rank for one in files if one.number == number} for number in range(1, max(counts) + 1)}
     everyone = set().union(*ranks_of.values())
-    divided = {
-        key: {files[one.file].rank for one in stored} for key, stored in shards.items() if len(stored) > 1
-    }
+    divided = {key: {files[one.file].rank for one in stored} for key, stored in shards.items() if len(stored) > 1}
     number_of = {key: files[stored[0].file].number for key, stored in shards.items()}
     complete = {len(shards[key]) for key in divided if ranks_of[number_of[key]] == everyone}
     for key, ranks in divided.items():
