@@ -98,6 +98,103 @@ impl Dcp {
     }
 }
 
+impl Dcp {
+    /// The description of a folder in which each rank wrote one of its own, with the chunks that it saved.
+    ///
+    /// A value that is no tensor is that of the first rank that has it.
+    ///
+    /// # Errors
+    /// Two ranks describe a tensor differently.
+    pub fn merged(parts: impl IntoIterator<Item = Self>) -> Result<Self> {
+        let mut whole = Self {
+            files: Vec::new(),
+            tensors: Vec::new(),
+            objects: Vec::new(),
+            original_shapes: HashMap::new(),
+        };
+        let mut numbers: HashMap<String, u32> = HashMap::new();
+        let mut known: HashMap<String, usize> = HashMap::new();
+        let mut objects = std::collections::HashSet::new();
+        for part in parts {
+            let mut renumbered = Vec::with_capacity(part.files.len());
+            for name in part.files {
+                let next = whole.files.len() as u32;
+                let number = *numbers.entry(name.clone()).or_insert(next);
+                if number == next {
+                    whole.files.push(name);
+                }
+                renumbered.push(number);
+            }
+            for mut tensor in part.tensors {
+                for chunk in &mut tensor.chunks {
+                    chunk.place.file = renumbered[chunk.place.file as usize];
+                }
+                match known.get(&tensor.name) {
+                    None => {
+                        known.insert(tensor.name.clone(), whole.tensors.len());
+                        whole.tensors.push(tensor);
+                    }
+                    Some(number) => {
+                        let first = &mut whole.tensors[*number];
+                        if first.shape != tensor.shape || first.dtype != tensor.dtype {
+                            let message = format!(
+                                "`{}` has the shape {:?} for one rank and {:?} for another, or two dtypes",
+                                Printable(&tensor.name),
+                                first.shape,
+                                tensor.shape
+                            );
+                            return Err(Error::damaged(message).key(&tensor.name));
+                        }
+                        first.chunks.append(&mut tensor.chunks);
+                    }
+                }
+            }
+            for (name, mut place) in part.objects {
+                if objects.insert(name.clone()) {
+                    place.file = renumbered[place.file as usize];
+                    whole.objects.push((name, place));
+                }
+            }
+            whole.original_shapes.extend(part.original_shapes);
+        }
+        Ok(whole)
+    }
+}
+
+/// A part of the path to a value in nested dicts and lists.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step {
+    /// The key of a dict.
+    Key(String),
+    /// A position in a list, or a key that is a number.
+    Number(i64),
+}
+
+/// The path of each flattened name, as far as `.metadata` has it: `a.b.0` is `a`, `b`, 0 or `a.b`, 0 or another.
+///
+/// # Errors
+/// As [`Dcp::decode`].
+pub fn paths(bytes: &[u8]) -> Result<Vec<(String, Vec<Step>)>> {
+    let pickle = Pickle::decode(bytes)?;
+    let root = pickle.call(pickle.root(), METADATA, "Metadata");
+    let entries = root
+        .and_then(|root| pickle.attribute(root, "planner_data"))
+        .and_then(|id| pickle.items(id))
+        .unwrap_or_default();
+    let step = |id: &Id| match pickle.get(*id) {
+        crate::pickle::Value::Text(text) => Some(Step::Key(text.to_string())),
+        crate::pickle::Value::Int(int) => Some(Step::Number(*int)),
+        _ => None,
+    };
+    let path = |(name, path): &(Id, Id)| {
+        let name = pickle.text(*name)?.to_owned();
+        let steps = pickle.sequence(*path)?.iter().map(step);
+        Some((name, steps.collect::<Option<Vec<_>>>()?))
+    };
+    // What has another form belongs to another planner.
+    Ok(entries.iter().filter_map(path).collect())
+}
+
 struct Decoder<'a> {
     pickle: &'a Pickle,
     files: Vec<String>,
@@ -442,11 +539,16 @@ pub fn index_of(dcp: &Dcp, folder: &Path, method: Method) -> Result<Index> {
         let Ok(dtype) = tensor.dtype else {
             continue;
         };
+        let original = dcp.original_shapes.get(&tensor.name);
         let stored = tensor.chunks.iter().enumerate().map(|(n, chunk)| {
-            let tile = Tile {
-                global: Region::new(chunk.offset.clone(), chunk.shape.clone())?,
-                local_offset: 0,
-                local_strides: row_major_strides(&chunk.shape),
+            let tiles = match original {
+                Some(shape) => flattened_tiles(shape, &tensor.shape, chunk)
+                    .map_err(|error| error.key(&tensor.name))?,
+                None => vec![Tile {
+                    global: Region::new(chunk.offset.clone(), chunk.shape.clone())?,
+                    local_offset: 0,
+                    local_strides: row_major_strides(&chunk.shape),
+                }],
             };
             let file = unpacked
                 .get(&(number, n))
@@ -457,19 +559,92 @@ pub fn index_of(dcp: &Dcp, folder: &Path, method: Method) -> Result<Index> {
                 name: item_name(n, &tensor.name),
                 shape: chunk.shape.clone(),
             };
-            Ok((stored, vec![tile]))
+            Ok((stored, tiles))
         });
         let stored = stored.collect::<Result<Vec<_>>>()?;
         index.add_tiles(
             &tensor.name,
             dtype,
-            tensor.shape.clone(),
+            original.unwrap_or(&tensor.shape).clone(),
             BTreeMap::new(),
             stored,
             false,
         )?;
     }
     Ok(index)
+}
+
+/// The tiles of a chunk of a tensor of Megatron-Core that is stored in another form.
+///
+/// A tensor `[X, Y]` that is cut into blocks `[x, y]` is stored as `[X / x, Y / y, x * y]`: each block is flattened, and
+/// the ranks that share it store ranges of it. A range of a flattened block is a few boxes of the tensor.
+///
+/// # Errors
+/// The two shapes do not belong together.
+fn flattened_tiles(shape: &[u64], stored: &[u64], chunk: &Chunk) -> Result<Vec<Tile>> {
+    let contradiction = || {
+        Error::damaged(format!(
+            "a tensor of shape {shape:?} is stored as {stored:?}, with a chunk of shape {:?}",
+            chunk.shape
+        ))
+    };
+    let (Some((&block_len, grid)), Some((&len, ones))) =
+        (stored.split_last(), chunk.shape.split_last())
+    else {
+        return Err(contradiction());
+    };
+    let is_grid = grid.len() == shape.len()
+        && ones.iter().all(|&one| one == 1)
+        && shape
+            .iter()
+            .zip(grid)
+            .all(|(&n, &parts)| parts > 0 && n % parts == 0);
+    if !is_grid {
+        return Err(contradiction());
+    }
+    let block: Vec<u64> = shape.iter().zip(grid).map(|(n, parts)| n / parts).collect();
+    if n_elements(&block) != Some(block_len) {
+        return Err(contradiction());
+    }
+    let strides = row_major_strides(&block);
+    let first: Vec<u64> = chunk
+        .offset
+        .iter()
+        .zip(&block)
+        .map(|(at, n)| at * n)
+        .collect();
+    let (start, end) = (chunk.offset[shape.len()], chunk.offset[shape.len()] + len);
+    let mut tiles = Vec::new();
+    let mut at = start;
+    while at < end {
+        // The largest box that begins here: whole rows of the outermost dim that is at its start.
+        let mut dim = block.len();
+        while dim > 0
+            && at % (strides[dim - 1] * block[dim - 1]) == 0
+            && at + strides[dim - 1] * block[dim - 1] <= end
+        {
+            dim -= 1;
+        }
+        let (mut offset, mut extent) = (first.clone(), vec![1; block.len()]);
+        for d in 0..block.len() {
+            offset[d] += at / strides[d] % block[d];
+        }
+        extent[dim..].copy_from_slice(&block[dim..]);
+        let mut n = extent.iter().product::<u64>();
+        if dim > 0 {
+            let inner = strides[dim - 1];
+            let rows = (block[dim - 1] - at / inner % block[dim - 1]).min((end - at) / inner);
+            extent[dim - 1] = rows;
+            n = rows * inner;
+        }
+        tiles.push(Tile {
+            global: Region::new(offset, extent)?,
+            local_offset: at - start,
+            local_strides: strides.clone(),
+        });
+        at += n;
+    }
+    Ok(tiles)
 }
 
 /// A tensor that one item of a data file holds.
