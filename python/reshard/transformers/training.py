@@ -128,7 +128,7 @@ def resuming(trainer: Trainer, plan: Plan) -> None:
         )
     check_arguments(trainer)
     own = type(trainer)
-    trainer.__class__ = type(own.__name__, (ResumingTrainer, own), {"__doc__": own.__doc__})
+    trainer.__class__ = type(own.__name__, (ResumingTrainer, own), {"__module__": own.__module__, "__doc__": own.__doc__})
     trainer._reshard_plan = plan  # noqa: SLF001
 
 
