@@ -587,7 +587,9 @@ class Checkpointer:
 
     # -------------------------------------------------------------------------------------------------------- saving
 
-    def step(self, step: int, *, loss: object = None, metrics: Mapping[str, Any] | None = None) -> None:
+    def step(
+        self, step: int, *, loss: object = None, metrics: Mapping[str, Any] | None = None, save: bool = False
+    ) -> None:
         """Complete a step: advance the sampler, save if a save is due, and handle signals.
 
         All ranks call this at the end of every step, after the steps of the optimizer and the schedulers. A save that
@@ -599,6 +601,7 @@ class Checkpointer:
                 were omitted (`step` is called for every tenth), the sampler advances by their number.
             loss: of this step, for health and the log: a number or a tensor of one element.
             metrics: other numbers by name, for the log of saves.
+            save: save also if no save is due; the same on all ranks.
 
         Raises:
             ArgumentError: `resume` was not called; the step does not count up.
@@ -617,7 +620,7 @@ class Checkpointer:
         run.loss = None if loss is None else number_of(loss)
         run.metrics = {name: number_of(value) for name, value in (metrics or {}).items()}
         run.healthy = self._health(step, run.loss, run.metrics)
-        is_due = self._every_steps is not None and step % self._every_steps == 0
+        is_due = save or (self._every_steps is not None and step % self._every_steps == 0)
         if run.rendezvous is None:
             if is_due:
                 self._step_without_board(saver, step)

@@ -32,6 +32,7 @@ __all__ = [
     "record_state",
     "saved_options",
     "set_options",
+    "unwrapped",
 ]
 
 _NOT_OPTIONS = ("params", "param_names")  # entries of a parameter group that are not options
@@ -147,7 +148,7 @@ def named_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Named
         given = list(optimizer)
     optimizers: list[NamedOptimizer] = []
     assigned: set[int] = set()
-    for one in given:
+    for one in map(unwrapped, given):
         local = _local(one)
         names: dict[int, str] = {}
         for parameter in (p for group in one.param_groups for p in group["params"]):
@@ -164,6 +165,18 @@ def named_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Named
         assigned.update(names)
         optimizers.append(NamedOptimizer(one, local, names))
     return optimizers
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that holds the state: of an `AcceleratedOptimizer` of accelerate the one inside, else the same.
+
+    Example:
+        >>> unwrapped(None) is None
+        True
+    """
+    while type(optimizer).__name__ == "AcceleratedOptimizer":  # by name: importing the class would be slow
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _local(optimizer: Any) -> Any:

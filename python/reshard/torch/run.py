@@ -11,6 +11,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.formats.state import PerRank
 from reshard.torch.checks import count
+from reshard.torch.optimizers import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,7 +82,7 @@ class Run:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers among the `optimizer` argument."""
         given = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
-        return [one for one in given if isinstance(one, torch.optim.Optimizer)]
+        return [one for one in map(unwrapped, given) if isinstance(one, torch.optim.Optimizer)]
 
     def watch(self) -> None:
         """Register hooks that track the steps of the optimizers."""

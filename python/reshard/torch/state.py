@@ -563,7 +563,8 @@ def _shape(lies: LocalPart, key: str) -> tuple[int, ...]:
 
 def _object_state(one: Any) -> Any:
     # The state dict of a torch scheduler may contain functions.
-    is_scheduler = isinstance(one, torch.optim.lr_scheduler.LRScheduler)
+    inner = one.scheduler if type(one).__name__ == "AcceleratedScheduler" else one
+    is_scheduler = isinstance(inner, torch.optim.lr_scheduler.LRScheduler)
     return plain(one.state_dict(), drop_functions=is_scheduler)
 
 

@@ -1,0 +1,189 @@
+"""The callback for `transformers.Trainer`, and the export of what it saves.
+
+    trainer = Trainer(..., callbacks=[ReshardCallback("run", save_every=500, keep=5)])
+    trainer.train()
+
+Trainer offers callbacks no way to set the step and the position in the data at which it starts. So the callback gives
+its trainer the class `ResumingTrainer` (module `training`) over its own class. The class of Trainer itself is unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer, TrainerCallback
+
+from reshard.errors import ArgumentError
+from reshard.formats.checkpoint2.names import iteration_folder_name
+from reshard.options import Files, Retention
+from reshard.storage.location import locate
+from reshard.transformers.training import Plan, resuming
+from reshard.verbs.convert import convert
+
+if TYPE_CHECKING:
+    import os
+    from types import EllipsisType
+
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from reshard.options import RetentionLike
+    from reshard.verbs.convert import ConvertReport
+
+__all__ = ["MODEL_FILES", "ReshardCallback", "export"]
+
+MODEL_FILES = "model_files"  # folder in the checkpoint root with the configuration and the tokenizer
+
+
+class ReshardCallback(TrainerCallback):
+    """Saves the run of a `transformers.Trainer` and resumes it, in place of Trainer's own checkpoints.
+
+    `trainer.train()` continues from the newest undamaged checkpoint in `root`, if there is one: model, optimizer,
+    scheduler, gradient scaler, random state, counters, logs, callbacks with state and the position in the data. On the
+    same ranks the run is bitwise equal to an uninterrupted one. With another number of ranks or another batch size the
+    data continues at the same sample.
+
+    Saves: every `save_every` steps, when `TrainingArguments` say so (`save_strategy`, `save_steps`), and after the last
+    step. No folders `checkpoint-*` are written. A save is made after the logs and the evaluation of its step.
+    On SIGTERM and SIGUSR1 the run saves and exits, see `reshard.torch.Checkpointer`.
+
+    Best model: with `metric_for_best_model` its iteration is kept by the retention. With `load_best_model_at_end` each
+    new best is saved, and the model has the weights of the best one when `train` returns.
+
+    Pass it as `Trainer(callbacks=[...])`. With `trainer.add_callback`, call `attach` too.
+
+    Args:
+        root: the checkpoint root.
+        save_every: steps from one save to the next, or a time such as "30min"; None: only as `TrainingArguments` say.
+        keep: number of newest iterations that are kept. Default: `save_total_limit`, or 5. None: all.
+        hf: a folder that gets the weights, the configuration and the tokenizer for `from_pretrained` at the end of the
+            training: the best model with `load_best_model_at_end`, else the last one. None: no folder.
+        options: further arguments of `reshard.torch.Checkpointer`.
+
+    Example:
+        >>> callback = ReshardCallback("run", save_every=500, keep=3)
+        >>> callback.root
+        'run'
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        save_every: int | str | None = None,
+        keep: int | EllipsisType | None = ...,
+        hf: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        retention: RetentionLike | None = options.pop("retention", None)
+        if keep is not ... and retention is not None:
+            raise ArgumentError("`keep` and `retention` are given", hint="`Retention(keep=...)` is the same as `keep`")
+        self.plan = Plan(
+            root=str(root),
+            save_every=save_every,
+            keep=keep,
+            retention=None if retention is None else Retention.of(retention),
+            options=options,
+            start=lambda trainer: write_model_files(self.root, trainer),
+            finish=lambda iteration: None if hf is None else export(self.root, hf, iteration=iteration),
+        )
+        self._trainer: Trainer | None = None
+
+    @property
+    def root(self) -> str:
+        """The checkpoint root."""
+        return self.plan.root
+
+    def attach(self, trainer: Trainer) -> None:
+        """Let a trainer save and resume by this callback. `Trainer(callbacks=[...])` calls it.
+
+        Raises:
+            ArgumentError: the trainer has another such callback, or this one has another trainer.
+            UnsupportedError: an option of the training that the callback does not support.
+        """
+        if self._trainer is trainer:
+            return
+        others = [one for one in trainer.callback_handler.callbacks if isinstance(one, ReshardCallback)]
+        if self._trainer is not None or any(one is not self for one in others):
+            raise ArgumentError("a trainer has one `ReshardCallback`, which belongs to no other trainer")
+        resuming(trainer, self.plan)
+        self._trainer = trainer
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach this callback to the trainer that is being created."""
+        del args, state, control, kwargs
+        self.attach(_calling_trainer(self))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check that the trainer resumes by this callback.
+
+        Raises:
+            ArgumentError: the callback was added later, without `attach`.
+        """
+        del args, state, control, kwargs
+        if self._trainer is None:
+            raise ArgumentError(
+                "the callback is not attached: it can neither resume nor save",
+                hint="pass it as `Trainer(callbacks=[...])`, or call `callback.attach(trainer)`",
+            )
+
+
+def _calling_trainer(callback: ReshardCallback) -> Trainer:
+    """The trainer whose constructor is running: callbacks do not get it as an argument."""
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer) and any(one is callback for one in owner.callback_handler.callbacks):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ArgumentError(
+        "the trainer of the callback is not known", hint="call `callback.attach(trainer)` after `trainer.add_callback`"
+    )
+
+
+def write_model_files(root: str, trainer: Trainer) -> None:
+    """Write the configuration and the tokenizer into the folder `model_files` of a checkpoint root.
+
+    Args:
+        root: the checkpoint root.
+        trainer: the trainer, on the main process.
+    """
+    folder = str(locate(root) / MODEL_FILES)
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    if getattr(model, "config", None) is not None:
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    processing: Any = trainer.processing_class
+    if processing is not None:
+        processing.save_pretrained(folder)
+
+
+def export(
+    root: str | os.PathLike[str], out: str | os.PathLike[str], *, iteration: int | None = None
+) -> ConvertReport:
+    """Write a checkpoint of a `ReshardCallback` as a folder that `from_pretrained` loads.
+
+    Args:
+        root: the checkpoint root.
+        out: the folder; what an earlier export wrote into it is replaced.
+        iteration: which iteration; None: the newest.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ReshardError: as `reshard.convert`.
+    """
+    place = locate(root)
+    source = place if iteration is None else place / iteration_folder_name(iteration)
+    files = Files(model_files=str(place / MODEL_FILES))
+    return convert(str(source), out, to="huggingface", part="model", files=files, overwrite=True)

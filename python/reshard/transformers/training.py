@@ -1,0 +1,532 @@
+"""`ResumingTrainer`: the parts of `transformers.Trainer` that resume, save and load the best model, by a `Checkpointer`.
+
+Trainer creates its state and computes the position in the data first, and prepares model and optimizer after that. To
+restore all of it at once, model and optimizer are prepared earlier here, in `set_initial_training_values`.
+
+`callback` has the interface for the user. `position` converts the position in the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import numbers
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import HubStrategy, has_length
+
+import reshard
+from reshard.collective import Collective
+from reshard.errors import ArgumentError, UnsupportedError
+from reshard.formats.checkpoint2.names import iteration_folder_name
+from reshard.group import resolve, session
+from reshard.options import Retention
+from reshard.storage.location import locate
+from reshard.torch import Checkpointer, rng
+from reshard.torch.loading import read_for
+from reshard.torch.restore import apply
+from reshard.torch.state import describe
+from reshard.transformers.position import DataPosition
+from reshard.words import listed, show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import EllipsisType
+
+    from reshard.resume import ResumeDecision
+    from reshard.storage.location import Location
+
+__all__ = ["Plan", "ResumingTrainer", "resuming"]
+
+_log = logging.getLogger("reshard")
+
+_BEST = "trainer_best"  # metric of an iteration: minus its step if it was the best so far, else 0
+_TIMEOUT_S = 1800.0
+# Methods of Trainer that are overridden. Before transformers 5 some of them do not exist.
+_OVERRIDDEN = (
+    "set_initial_training_values",
+    "_init_training_state",
+    "_prepare_for_training",
+    "_run_epoch",
+    "_load_rng_state",
+    "_maybe_log_save_evaluate",
+    "_save_checkpoint",
+    "_load_best_model",
+)
+# Fields of TrainerState that are restored. The others follow from the arguments of this run.
+_RESTORED = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where and when a trainer saves: the arguments of `ReshardCallback`.
+
+    Attributes:
+        root, save_every, keep, retention, options: of the `Checkpointer`.
+        start: called on the main process with the trainer, when the training starts.
+        finish: called on the main process with the final iteration, when the training is complete.
+    """
+
+    root: str
+    save_every: int | str | None
+    keep: int | EllipsisType | None
+    retention: Retention | None
+    options: dict[str, Any]
+    start: Callable[[Trainer], None]
+    finish: Callable[[int], object]
+
+    def checkpointer(self, args: transformers.TrainingArguments, max_steps: int) -> Checkpointer:
+        """The checkpointer of a training with these arguments and this last step, which is always saved."""
+        retention = self.retention
+        if retention is None:
+            keep = args.save_total_limit if self.keep is ... else self.keep
+            if keep is not None:
+                retention = Retention(keep=keep)
+            elif self.keep is ...:
+                retention = Retention()
+        if args.metric_for_best_model is not None and retention is not None:
+            if retention.best is not None and args.load_best_model_at_end:
+                raise ArgumentError(
+                    "`retention` has `best`, and `load_best_model_at_end` is set: the callback itself keeps the best",
+                    hint="leave `best` out; `metric_for_best_model` is the metric",
+                )
+            if retention.best is None:
+                retention = dataclasses.replace(retention, best=(_BEST, 1))
+        kept: dict[str, Any] = {"keep": None} if retention is None else {"retention": retention}
+        every = max(max_steps, 1) if self.save_every is None else self.save_every
+        return Checkpointer(self.root, save_every=every, **kept, **self.options)
+
+
+def resuming(trainer: Trainer, plan: Plan) -> None:
+    """Let a trainer resume and save as a plan says: its class becomes a `ResumingTrainer` over its own class.
+
+    Raises:
+        UnsupportedError: an option of the training that is not supported, or another version of transformers.
+    """
+    missing = [name for name in _OVERRIDDEN if not hasattr(Trainer, name)]
+    if missing:
+        raise UnsupportedError(
+            f"Trainer of transformers {transformers.__version__} has no {listed(map(show, missing))}",
+            hint="use transformers 5.23 or another version that has it",
+        )
+    check_arguments(trainer)
+    own = type(trainer)
+    trainer.__class__ = type(own.__name__, (ResumingTrainer, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+    trainer._reshard_plan = plan  # noqa: SLF001
+
+
+def check_arguments(trainer: Trainer) -> None:
+    """Check that the callback can do what the arguments of the training say.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    args = trainer.args
+    reasons = {
+        "save_only_model": (args.save_only_model, "a checkpoint without the optimizer cannot be resumed from"),
+        "auto_find_batch_size": (args.auto_find_batch_size, "it changes the batch size within a run"),
+        "enable_jit_checkpoint": (args.enable_jit_checkpoint, "the callback handles SIGTERM itself"),
+        "push_to_hub": (
+            args.push_to_hub and args.hub_strategy != HubStrategy.END,
+            'only `hub_strategy="end"` is possible, since no folders `checkpoint-*` are written',
+        ),
+        "deepspeed": (trainer.is_deepspeed_enabled, "DeepSpeed holds the state of the optimizer itself"),
+    }
+    for name, (is_set, reason) in reasons.items():
+        if is_set:
+            raise UnsupportedError(f"`TrainingArguments` has `{name}`: {reason}")
+
+
+class ResumingTrainer(Trainer):
+    """The class of a trainer with a `ReshardCallback`, over its own class."""
+
+    _reshard_plan: Plan
+    _training: _Training | None = None
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train from the newest checkpoint in the root of the callback, if there is one.
+
+        Args:
+            resume_from_checkpoint: True: raise an error if there is no checkpoint.
+            trial: not supported.
+            args: as `Trainer.train`.
+            kwargs: as `Trainer.train`.
+
+        Raises:
+            ArgumentError: the path of a checkpoint is given, or there is none to resume from.
+            UnsupportedError: a trial of a hyperparameter search.
+            ReshardError: as `Checkpointer.resume` and `Checkpointer.step`.
+        """
+        check_arguments(self)
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            raise ArgumentError(
+                f"`resume_from_checkpoint` is {show(os.fspath(resume_from_checkpoint))}, and the callback resumes from "
+                f"{show(self._reshard_plan.root)}",
+                hint="leave it out, or remove the callback",
+            )
+        if trial is not None:
+            raise UnsupportedError("a hyperparameter search: its trials would save into one checkpoint root")
+        with ExitStack() as stack:
+            training = _Training(self, self._reshard_plan, stack, must_resume=bool(resume_from_checkpoint))
+            stack.callback(setattr, self, "_training", None)
+            self._training = training
+            output = super().train(None, trial, *args, **kwargs)
+            training.finish()
+        return output
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Compute the sizes of the training, then prepare it and restore it."""
+        values = super().set_initial_training_values(args, dataloader)
+        training = self._training
+        if training is None or training.model is not None:
+            return values
+        n_epochs, per_epoch, n_examples, n_samples, batch_size, steps_in_epoch, max_steps = values
+        training.model, training.loader = super()._prepare_for_training(max_steps, dataloader, None)
+        training.resume(steps_in_epoch, max_steps)
+        if training.is_resumed and has_length(dataloader):
+            n_epochs, max_steps = training.end(n_epochs, per_epoch, max_steps)
+        training.n_epochs = n_epochs
+        return n_epochs, per_epoch, n_examples, n_samples, batch_size, steps_in_epoch, max_steps
+
+    def _init_training_state(  # noqa: PLR0917
+        self, max_steps: Any, num_update_steps_per_epoch: Any, num_train_epochs: Any, resume: Any, trial: Any
+    ) -> Any:
+        start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        if self._training is None or not self._training.is_resumed:
+            return start
+        return self._training.restore_state(max_steps)
+
+    def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        training = self._training
+        if training is None or training.model is None:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        return training.model, training.loader
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        training = self._training
+        if training is not None:
+            training.begin_epoch(kwargs["epoch"])
+            if training.is_resumed:
+                kwargs["resume_from_checkpoint"] = training.plan.root  # makes Trainer skip the data
+        return super()._run_epoch(*args, **kwargs)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if self._training is None:
+            super()._load_rng_state(checkpoint)
+        else:
+            self._training.restore_random()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._training is not None:
+            self._training.complete_step()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._training is None:
+            super()._save_checkpoint(model, trial)
+        else:
+            self._training.is_due = True
+
+    def _load_best_model(self) -> None:
+        if self._training is None:
+            super()._load_best_model()
+        else:
+            self._training.load_best()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, and keep the numbers for the next save."""
+        if self._training is not None:
+            self._training.record(logs)
+        super().log(logs, *args, **kwargs)
+
+
+@dataclass(eq=False)
+class _Training:
+    """One call of `train`.
+
+    Attributes:
+        trainer, plan: as given.
+        stack: closes the checkpointer at the end of the training, also after an error.
+        must_resume: whether it is an error that there is no checkpoint.
+        model, loader: the prepared model and the prepared loader; None: not prepared yet.
+        is_resumed: whether a checkpoint was restored.
+        is_due: whether the current step is saved when it is complete.
+        n_epochs: number of epochs of the training.
+    """
+
+    trainer: Any
+    plan: Plan
+    stack: ExitStack
+    must_resume: bool
+    model: Any = None
+    loader: Any = None
+    is_resumed: bool = False
+    is_due: bool = False
+    n_epochs: int = 0
+    _checkpointer: Any = None
+    _data: DataPosition = field(default_factory=DataPosition)
+    _batches_per_epoch: int = 0
+    _saved: dict[str, Any] = field(default_factory=dict)
+    _random: dict[str, Any] = field(default_factory=dict)
+    _loss: float | None = None
+    _metrics: dict[str, float] = field(default_factory=dict)
+    _complete: int = 0  # the last step that is complete, and the last one that was made
+    _made: int = 0
+    _epoch: int = 0
+
+    # ------------------------------------------------------------------------------------------------------ resuming
+
+    def resume(self, batches_per_epoch: int, max_steps: int) -> None:
+        """Restore everything from the newest checkpoint, if there is one, and claim the root.
+
+        Args:
+            batches_per_epoch: number of batches of an epoch, of each rank.
+            max_steps: the last step.
+
+        Raises:
+            ArgumentError: there is no checkpoint, and there must be one.
+            ReshardError: as `Checkpointer.resume`.
+        """
+        trainer, plan = self.trainer, self.plan
+        self._batches_per_epoch = batches_per_epoch
+        self._data = _data_of(trainer, self.loader)
+        self._checkpointer = self.stack.enter_context(plan.checkpointer(trainer.args, max_steps))
+        extra: dict[str, Any] = {"trainer": self}
+        if getattr(trainer.accelerator, "scaler", None) is not None:
+            extra["scaler"] = trainer.accelerator.scaler
+        decision: ResumeDecision = self._checkpointer.resume(
+            model=self.model,
+            optimizer=trainer.optimizer,
+            scheduler=_Scheduler(trainer),
+            sampler=self._data,
+            extra=extra,
+        )
+        self.is_resumed = not decision.fresh
+        if self.is_resumed:
+            members = resolve(None)
+            self._random = rng.capture(rank=members.rank, world_size=members.world_size)
+            self._complete = self._made = decision.initial_step
+            args = trainer.args
+            notes = self._data.resume(args.gradient_accumulation_steps, ignore_data_skip=args.ignore_data_skip)
+            for line in notes:
+                _log.warning("resume: %s", line)
+        elif self.must_resume:
+            raise ArgumentError(
+                f"`resume_from_checkpoint` is True, and there is no checkpoint in {show(plan.root)}",
+                hint="leave it out: the training resumes if there is a checkpoint",
+            )
+        self._on_main("model files", lambda: plan.start(trainer))
+
+    def end(self, n_epochs: int, steps_per_epoch: int, max_steps: int) -> tuple[int, int]:
+        """The number of epochs and the last step, counted by the position in the data.
+
+        Trainer computes both as if all steps had the current batch size.
+
+        Args:
+            n_epochs: number of epochs, of Trainer.
+            steps_per_epoch: number of steps of an epoch.
+            max_steps: the last step, of Trainer.
+        """
+        args = self.trainer.args
+        done = self._data.epochs * steps_per_epoch + self._data.batches // args.gradient_accumulation_steps
+        if args.max_steps > 0:
+            left = max(max_steps - self._complete, 0)
+            return max(n_epochs, math.ceil((done + left) / steps_per_epoch)), max_steps
+        last = self._complete + max(max_steps - done, 0)
+        if last != max_steps and done != self._complete:
+            _log.warning("resume: the batch size changed, and the last step is %d instead of %d", last, max_steps)
+            self._reschedule(last)
+            return n_epochs, last
+        return n_epochs, max_steps
+
+    def _reschedule(self, n_steps: int) -> None:
+        """Create the scheduler again for another number of steps, in its state."""
+        trainer = self.trainer
+        if not trainer._created_lr_scheduler:  # noqa: SLF001  the caller's own scheduler is not changed
+            return
+        state = trainer.lr_scheduler.state_dict()
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        trainer.lr_scheduler = None
+        trainer.create_scheduler(num_training_steps=n_steps)
+        trainer.lr_scheduler.load_state_dict(state)
+        for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
+
+    def restore_state(self, max_steps: int) -> tuple[int, int]:
+        """Restore the state of the trainer. Returns the epoch, and the number of its complete batches."""
+        trainer = self.trainer
+        saved = json.loads(self._saved["state"])
+        for name in _RESTORED:
+            setattr(trainer.state, name, saved[name])
+        if saved["best_global_step"] is not None:
+            trainer.state.best_model_checkpoint = str(self._folder(saved["best_global_step"]))
+        self._restore_callbacks(saved["stateful_callbacks"])
+        if self._complete >= max_steps:
+            return self.n_epochs, 0  # Trainer itself would make one more step
+        return self._data.epochs, self._data.batches
+
+    def _restore_callbacks(self, states: Mapping[str, Any]) -> None:
+        for name, callbacks in self._stateful().items():
+            known = states.get(name, [])
+            for one, state in zip(callbacks, known, strict=False):
+                for attribute, value in state.get("attributes", {}).items():
+                    setattr(one, attribute, value)
+
+    def _stateful(self) -> dict[str, list[Any]]:
+        """The callbacks with state, by the name of their class."""
+        found: dict[str, list[Any]] = {}
+        for one in self.trainer.callback_handler.callbacks:
+            if isinstance(one, ExportableState):
+                found.setdefault(type(one).__name__, []).append(one)
+        return found
+
+    def restore_random(self) -> None:
+        """Restore the random state of the checkpoint: loading and skipping data may have used it."""
+        members = resolve(None)
+        rng.restore(self._random, iteration=self._complete, rank=members.rank, world_size=members.world_size)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Before the first batch of an epoch. In the first one, restore the sum of losses that are not yet logged."""
+        self._epoch = epoch
+        pending = self._saved.pop("pending", None)
+        if pending is None:
+            return
+        trainer, losses, members = self.trainer, pending["losses"], resolve(None)
+        mean = math.fsum(losses) / len(losses)
+        own = losses[members.rank] if len(losses) == members.world_size else mean
+        trainer._tr_loss = torch.tensor(own, device=trainer.args.device)  # noqa: SLF001
+        trainer._globalstep_last_logged = pending["last_logged"]  # noqa: SLF001
+        # `train_loss` is the mean over the steps of this call, without those of the sum.
+        trainer._total_loss_scalar = -mean  # noqa: SLF001
+
+    # -------------------------------------------------------------------------------------------------------- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the trainer. All ranks call it."""
+        trainer = self.trainer
+        trainer.store_flos()
+        state = {name: getattr(trainer.state, name) for name in _RESTORED}
+        state["stateful_callbacks"] = {name: [one.state() for one in ones] for name, ones in self._stateful().items()}
+        loss = getattr(trainer, "_tr_loss", torch.tensor(0.0, device=trainer.args.device))
+        return {
+            "state": json.dumps(state, default=float),
+            "pending": {
+                "losses": trainer.accelerator.gather(loss.detach().reshape(1)).tolist(),
+                "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep a saved state for `restore_state`, when the trainer has created its own."""
+        self._saved = dict(state)
+
+    def record(self, logs: Mapping[str, Any]) -> None:
+        """Keep logged numbers for the save of the current step."""
+        values = {name: float(value) for name, value in logs.items() if isinstance(value, numbers.Real)}
+        self._loss = values.pop("loss", self._loss)
+        self._metrics |= values
+
+    def complete_step(self) -> None:
+        """Complete a step, after its logs and its evaluation, and save if a save is due.
+
+        Trainer calls it once more at the end of an epoch, after the logs and the evaluation of the epoch. The last
+        step of an epoch is complete then.
+        """
+        trainer, state, control = self.trainer, self.trainer.state, self.trainer.control
+        batches = round((state.epoch - self._epoch) * self._batches_per_epoch)
+        is_epoch_end = state.global_step == self._made
+        is_whole = batches >= self._batches_per_epoch
+        self._made = state.global_step
+        if not is_epoch_end and (is_whole or control.should_epoch_stop or control.should_training_stop):
+            return
+        if is_whole or (is_epoch_end and not control.should_training_stop):
+            self._data.epochs, self._data.batches = self._epoch + 1, 0
+        else:
+            self._data.epochs, self._data.batches = self._epoch, batches
+        is_best = trainer.args.metric_for_best_model is not None and state.best_global_step == self._made
+        is_due = self.is_due or control.should_training_stop or (is_best and trainer.args.load_best_model_at_end)
+        if is_best and is_due:
+            state.best_model_checkpoint = str(self._folder(self._made))
+        metrics = self._metrics | ({_BEST: -float(self._made) if is_best else 0.0})
+        loss, self._loss, self._metrics, self.is_due = self._loss, None, {}, False
+        if self._made > self._complete:
+            self._complete = self._made
+            self._checkpointer.step(self._made, loss=loss, metrics=metrics, save=is_due)
+
+    def load_best(self) -> None:
+        """Load the weights of the best step into the model.
+
+        Raises:
+            ReshardError: it is not saved, or cannot be read.
+        """
+        best = self.trainer.state.best_global_step
+        _log.info("loading the best model, of step %d", best)
+        self._checkpointer.wait()
+        described = describe(self.model, compare=False)
+        members = resolve(None)
+
+        def load() -> None:
+            with reshard.open(str(self._folder(best))) as checkpoint:
+                found = read_for(described, checkpoint, members.rank, part="model")
+            apply(described, found.arrays)
+
+        Collective(session(members, "best model"), _TIMEOUT_S).each(load)
+
+    def finish(self) -> None:
+        """Wait for the last save, and export the final model."""
+        state = self.trainer.state
+        self._checkpointer.wait()
+        is_best = self.trainer.args.load_best_model_at_end and state.best_global_step is not None
+        self._on_main("export", lambda: self.plan.finish(state.best_global_step if is_best else state.global_step))
+
+    def _folder(self, iteration: int) -> Location:
+        return locate(self.plan.root).absolute() / iteration_folder_name(iteration)
+
+    def _on_main(self, label: str, work: Callable[[], object]) -> None:
+        """Run a function on rank 0; its error is raised on all ranks."""
+        members = resolve(None)
+        Collective(session(members, label), _TIMEOUT_S).each(lambda: None if members.rank else work() and None)
+
+
+def _data_of(trainer: Any, loader: Any) -> DataPosition:
+    """The facts of the data of a training, at its start."""
+    args = trainer.args
+    is_sampled = loader.batch_sampler is not None
+    return DataPosition(
+        batch_size=loader.total_batch_size if is_sampled else args.train_batch_size * args.world_size,
+        n_samples=len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        sampling=str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)),
+    )
+
+
+class _Scheduler:
+    """The scheduler of a trainer, which may be created again."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._trainer.lr_scheduler.state_dict()
+        return {name: value for name, value in state.items() if not callable(value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trainer.lr_scheduler.load_state_dict(state)

@@ -1,0 +1,100 @@
+"""Start the examples as processes, kill them and compare the logs that they write."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEPS = 14
+PATIENCE_S = 240
+
+
+def start(name: str, root: Path, n_ranks: int, batch: int) -> list[subprocess.Popen[bytes]]:
+    """The ranks of an example, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", f"reshard.examples.{name}", str(root), f"--steps={STEPS}", f"--batch={batch}"]
+    ranks = []
+    for rank in range(n_ranks):
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if n_ranks > 1:
+            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n_ranks)}
+            env |= {"LOCAL_WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with (root.parent / f"{root.name}.{rank}.txt").open("ab") as out:
+            ranks.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+    return ranks
+
+
+def lines(root: Path) -> list[str]:
+    log = root.parent / f"{root.name}.log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def steps(found: list[str]) -> dict[int, list[str]]:
+    """The lines of each step. Steps after the last save are made twice: the last lines count."""
+    by_step: dict[int, list[str]] = {}
+    last = 0
+    for line in found:
+        step = int(line.split()[0])
+        if step != last:
+            by_step[step] = []
+        by_step[step].append(line)
+        last = step
+    return by_step
+
+
+def finish(ranks: list[subprocess.Popen[bytes]], root: Path) -> list[int]:
+    codes = [one.wait(PATIENCE_S) for one in ranks]
+    if any(code not in (0, 75) for code in codes):
+        raise AssertionError([path.read_text()[-3000:] for path in root.parent.glob(f"{root.name}.*.txt")])
+    return codes
+
+
+def until(root: Path, step: int, ranks: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while max(steps(lines(root)), default=0) < step:
+        assert time.monotonic() < deadline
+        if any(one.poll() not in (None, 0) for one in ranks):
+            finish(ranks, root)
+        time.sleep(0.01)
+
+
+def check_example(name: str, tmp_path: Path, n_ranks: int, then: int) -> None:
+    """Kill an example at a random step and resume it on `then` ranks: with the same number, nothing differs."""
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    batch = 4 // n_ranks
+    finish(start(name, whole, n_ranks, batch), whole)
+    expected = steps(lines(whole))
+    assert max(expected) == STEPS
+    ranks = start(name, torn, n_ranks, batch)
+    until(torn, random.Random().randint(4, 9), ranks)
+    for one in ranks:
+        one.kill()
+    for one in ranks:
+        one.wait()
+    n_before = len(lines(torn))
+    if n_ranks == then == 1:  # a signal, too: it saves and exits
+        ranks = start(name, torn, then, batch)
+        while len(lines(torn)) == n_before:
+            time.sleep(0.001)
+        ranks[0].send_signal(signal.SIGTERM)
+        assert finish(ranks, torn) in ([75], [0])
+    finish(start(name, torn, then, 4 // then), torn)
+    after = steps(lines(torn)[n_before:])
+    assert min(after) > 1  # it was resumed
+    if then == n_ranks:
+        assert steps(lines(torn)) == expected
+    else:
+        assert [line.split(maxsplit=2)[2:] for line in sum(after.values(), [])] == [
+            line.split(maxsplit=2)[2:] for step in after for line in expected[step]
+        ]  # the same samples
