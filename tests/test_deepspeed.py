@@ -219,6 +219,11 @@ def _zero(files: Files, rank: int = 1) -> dict[str, Any]:
     return state
 
 
+def _moved(files: Files) -> None:
+    first, second = (_zero(files, rank)["single_partition_of_fp32_groups"] for rank in range(2))
+    first[0], second[0] = first[0][:-6].clone(), torch.cat([first[0][-6:], second[0]])
+
+
 def _shorter(tensors: Any, key: Any) -> None:
     tensors[key] = tensors[key][:-6].clone()
 
@@ -256,6 +261,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Files], object], str]] = {
         lambda f: _shorter(_zero(f, 0)["single_partition_of_fp32_groups"], 0),
         "do not match|elements on all",
     ),
+    "another boundary": (1, _moved, "elements of fp32 and .* do not match"),
     "a short sub-group": (3, lambda f: _shorter(_zero(f)["fp32_flat_groups"], 0), "elements of `fp32`; the part"),
     "short state": (1, lambda f: _shorter(_zero(f)["base_optimizer_state"]["state"][0], "exp_avg"), "exp_avg"),
     "no state on a rank": (
