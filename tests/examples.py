@@ -95,6 +95,5 @@ def check_example(name: str, tmp_path: Path, n_ranks: int, then: int) -> None:
     if then == n_ranks:
         assert steps(lines(torn)) == expected
     else:
-        assert [line.split(maxsplit=2)[2:] for line in sum(after.values(), [])] == [
-            line.split(maxsplit=2)[2:] for step in after for line in expected[step]
-        ]  # the same samples
+        made = [line.split(maxsplit=2)[2:] for found in after.values() for line in found]
+        assert made == [line.split(maxsplit=2)[2:] for step in after for line in expected[step]]  # the same samples

@@ -118,9 +118,7 @@ BEST = {
     [
         ((9, 14), {**BEST, "max_steps": 17}),
         pytest.param((7, 20, 29), {}, marks=pytest.mark.slow),  # within an epoch, at its end, and near the end
-        pytest.param(
-            (5,), {"gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine"}, marks=pytest.mark.slow
-        ),
+        pytest.param((5,), {"gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine"}, marks=pytest.mark.slow),
         pytest.param(
             (14,),
             {"eval_strategy": "epoch", "save_strategy": "epoch", "include_num_input_tokens_seen": "all"},
@@ -184,7 +182,7 @@ def test_position_in_other_batches() -> None:
     now = DataPosition(batch_size=4)
     now.load_state_dict(DataPosition(batches=3, batch_size=2).state_dict())
     assert now.resume(1, ignore_data_skip=False) == [
-        "6 samples of the epoch are read, which is not a multiple of 4: the last 2 are read again"
+        "6 samples of the epoch are read, not a multiple of 4: the last 2 are read again"
     ]
     assert now.batches == 1
 

@@ -183,8 +183,7 @@ class LoaderPosition:
         n_read, size = batches * batch_size, self._batch_size()
         if n_read % size:
             raise MismatchError(
-                f"{n_read} samples of the epoch are read, which is not a multiple of the {size} samples of a batch over "
-                "all processes",
+                f"{n_read} samples of the epoch are read, which is not a multiple of the {size} samples of a batch",
                 hint=f"use batches of {batch_size} samples over all processes, or a divisor of it",
             )
         self._loader.set_epoch(epoch)

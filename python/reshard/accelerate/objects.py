@@ -1,10 +1,10 @@
 """The objects of an `Accelerator` as arguments of `reshard.torch.Checkpointer.resume`.
 
-    checkpointer = Checkpointer("run", save_every=500)
-    start = checkpointer.resume(**prepared(accelerator, loader))
-    for epoch in range(loader.iteration, n_epochs):
-        for batch in loader:
-            ...
+checkpointer = Checkpointer("run", save_every=500)
+start = checkpointer.resume(**prepared(accelerator, loader))
+for epoch in range(loader.iteration, n_epochs):
+    for batch in loader:
+        ...
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def prepared(accelerator: Accelerator, loader: Any = None) -> dict[str, Any]:
     `accelerator.prepare`. `extra` of the result may get further objects.
 
     After `resume`, the next loop over the loader continues with the batch after the last completed step, and
-    `loader.iteration` is its epoch. Call `Checkpointer.step` when `accelerator.sync_gradients` is true, within the loop.
+    `loader.iteration` is its epoch. Call `Checkpointer.step` in the loop, when `accelerator.sync_gradients` is set.
 
     Args:
         accelerator: the accelerator.

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m -- reshard.examples.train_accelerate run --steps 30
 
-Start it again with the same folder and it resumes. The log `run.log` gets a line a step: the step, its loss, its samples.
+Start it again with the same folder and it resumes. The log `run.log` gets a line a batch: step, loss, samples.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from reshard.torch import Checkpointer
 
 
 def main() -> None:
+    """Train from the newest checkpoint on."""
     parser = argparse.ArgumentParser("reshard.examples.train_accelerate", description=__doc__)
     parser.add_argument("root", help="the checkpoint root")
     parser.add_argument("--steps", type=int, default=30)

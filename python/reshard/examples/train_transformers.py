@@ -29,8 +29,7 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
 
 class Log(TrainerCallback):
-    def __init__(self, path: str) -> None:
-        self.path = path
+    path = ""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         del args, control, kwargs
@@ -39,6 +38,7 @@ class Log(TrainerCallback):
 
 
 def main() -> None:
+    """Train from the newest checkpoint on."""
     parser = argparse.ArgumentParser("reshard.examples.train_transformers", description=__doc__)
     parser.add_argument("root", help="the checkpoint root")
     parser.add_argument("--steps", type=int, default=30)
@@ -48,11 +48,11 @@ def main() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, attention_dropout=0.1, **sizes))
     options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    arguments = TrainingArguments(
-        f"{args.root}.out", max_steps=args.steps, per_device_train_batch_size=args.batch, logging_steps=1, **options
-    )
+    options |= {"max_steps": args.steps, "per_device_train_batch_size": args.batch, "logging_steps": 1}
+    arguments = TrainingArguments(f"{args.root}.out", **options)
+    Log.path = f"{args.root}.log"
     callback = ReshardCallback(args.root, save_every=3, hf=f"{args.root}.hf")  # <- all that there is to add
-    trainer = Trainer(model, arguments, train_dataset=Lines(), callbacks=[callback, Log(f"{args.root}.log")])
+    trainer = Trainer(model, arguments, train_dataset=Lines(), callbacks=[callback, Log])
     trainer.train()
 
 

@@ -3,8 +3,8 @@
     trainer = Trainer(..., callbacks=[ReshardCallback("run", save_every=500, keep=5)])
     trainer.train()
 
-Trainer offers callbacks no way to set the step and the position in the data at which it starts. So the callback gives
-its trainer the class `ResumingTrainer` (module `training`) over its own class. The class of Trainer itself is unchanged.
+A callback of Trainer cannot set the step and the position in the data at which the training starts. So it gives its
+trainer the class `ResumingTrainer` (module `training`) over its own class. The class `Trainer` itself is unchanged.
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ class ReshardCallback(TrainerCallback):
         resuming(trainer, self.plan)
         self._trainer = trainer
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Attach this callback to the trainer that is being created."""
         del args, state, control, kwargs
         self.attach(_calling_trainer(self))
@@ -167,9 +165,7 @@ def write_model_files(root: str, trainer: Trainer) -> None:
         processing.save_pretrained(folder)
 
 
-def export(
-    root: str | os.PathLike[str], out: str | os.PathLike[str], *, iteration: int | None = None
-) -> ConvertReport:
+def export(root: str | os.PathLike[str], out: str | os.PathLike[str], *, iteration: int | None = None) -> ConvertReport:
     """Write a checkpoint of a `ReshardCallback` as a folder that `from_pretrained` loads.
 
     Args:

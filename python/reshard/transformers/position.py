@@ -102,7 +102,6 @@ class DataPosition:
         again = n_read - self.batches * self.batch_size
         if not again:
             return []
-        return [
-            f"{n_read} samples of the epoch are read, which is not a multiple of {self.batch_size * accumulated}: the "
-            f"last {again} are read again"
-        ]
+        size = self.batch_size * accumulated
+        note = f"{n_read} samples of the epoch are read, not a multiple of {size}: the last {again} are read again"
+        return [note]

@@ -1,9 +1,9 @@
-"""`ResumingTrainer`: the parts of `transformers.Trainer` that resume, save and load the best model, by a `Checkpointer`.
+"""`ResumingTrainer`: the parts of `transformers.Trainer` that resume and save, by a `Checkpointer`.
 
 Trainer creates its state and computes the position in the data first, and prepares model and optimizer after that. To
 restore all of it at once, model and optimizer are prepared earlier here, in `set_initial_training_values`.
 
-`callback` has the interface for the user. `position` converts the position in the data.
+`callback` has the interface for the user. `position` converts the position in the data, if the batch size changes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def resuming(trainer: Trainer, plan: Plan) -> None:
         )
     check_arguments(trainer)
     own = type(trainer)
-    trainer.__class__ = type(own.__name__, (ResumingTrainer, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+    trainer.__class__ = type(
+        own.__name__, (ResumingTrainer, own), {"__module__": own.__module__, "__doc__": own.__doc__}
+    )
     trainer._reshard_plan = plan  # noqa: SLF001
 
 
@@ -205,7 +207,7 @@ class ResumingTrainer(Trainer):
         training.n_epochs = n_epochs
         return n_epochs, per_epoch, n_examples, n_samples, batch_size, steps_in_epoch, max_steps
 
-    def _init_training_state(  # noqa: PLR0917
+    def _init_training_state(
         self, max_steps: Any, num_update_steps_per_epoch: Any, num_train_epochs: Any, resume: Any, trial: Any
     ) -> Any:
         start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
