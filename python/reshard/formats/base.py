@@ -216,6 +216,10 @@ class CheckpointData:
         """The state saved beside the tensors, as `Checkpoint.extra` returns it."""
         return {}
 
+    def encoded_state(self) -> dict[str, Any]:
+        """The shared state, in which values that `torch.save` encoded are `TorchSaved`; empty if nothing is so."""
+        return {}
+
     def tiled_keys(self) -> Collection[str]:
         """Tensors that only `tiles.json` describes."""
         return ()

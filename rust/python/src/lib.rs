@@ -35,7 +35,7 @@ mod _core {
         plan::Plan,
         records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},
-        torch::{Opaque, open_dcp, read_torch_file, read_torch_object},
+        torch::{Opaque, decode_torch_object, open_dcp, read_torch_file, read_torch_object},
         verify::{crc32c, scrub},
         write::{Buffers, Snapshot, SnapshotPool, Written, rename, write_arrays},
     };
