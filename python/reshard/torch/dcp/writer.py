@@ -132,18 +132,19 @@ class _Written:
 
 @dataclass
 class _Running:
-    """The save that the coordinator has begun."""
+    """The save that the coordinator has begun; without a `save` there is none."""
 
     save: _Save | None = None
     begun: Any = None
     replicas: Replicas | None = None
+    n_ranks: int = 0
     n_numbers: int = 0
     root: Location | None = None
     is_claimed: bool = False  # for this save
 
     def end(self) -> None:
         """Withdraw what was not published, and release the root."""
-        save, self.save = self.save, None
+        save, self.save, self.n_ranks = self.save, None, 0
         if save is not None:
             save.withdraw(is_known=True)
         if self.is_claimed and self.root is not None:
@@ -281,7 +282,8 @@ class Writer(StorageWriter):
         running = self._running
         running.root = locate(save.options.root).absolute()
         running.is_claimed = not (running.root.exists() and claims.held(running.root) is not None)
-        running.save, running.replicas, running.n_numbers = save, copies, len(reports)
+        running.save, running.replicas = save, copies
+        running.n_ranks, running.n_numbers = len(plans), len(reports)
         try:
             running.begun = save.begin()
         except BaseException:
@@ -308,6 +310,18 @@ class Writer(StorageWriter):
             MismatchError: the planner gives another dtype or shape than it planned.
             StorageError: a write failed.
         """
+        try:
+            written, n_bytes = self._write(plan, planner)
+        except BaseException:
+            if self._running.n_ranks == 1:  # else other ranks may be writing
+                self._running.end()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(STATE_NAME), n_bytes, written)])
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[_Written, int]:
+        """Write this rank's items. Returns what is reported of them, and the bytes of the files."""
         orders = plan.storage_data
         if not isinstance(orders, _Orders):
             raise _caching()
@@ -330,10 +344,7 @@ class Writer(StorageWriter):
             records[number] = save.write(orders.begun, None, None)
         sums = [self._sum(key, tensors, objects, planner) for key in orders.compared]
         written = _Written(orders.begun.staging, records, objects, items.sums_by_name(orders.compared, sums))
-        n_bytes = sum(one.n_bytes for of_number in records.values() for one in of_number.values())
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(STATE_NAME), n_bytes, written)])
-        return done
+        return written, sum(one.n_bytes for of_number in records.values() for one in of_number.values())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: publish the iteration.
