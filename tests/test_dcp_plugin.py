@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from reshard.group import TorchGroup
 
 dcp: Any = torch.distributed.checkpoint  # torch does not list its functions as exported
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 FAST = {"durable": False}
 
 

@@ -68,9 +68,9 @@ class Reader(StorageReader):
 
     Example:
         >>> import torch, torch.distributed.checkpoint as dcp
-        >>> _ = dcp.save({"w": torch.ones(2, 3)}, storage_writer=Writer("dcp/step-8"), no_dist=True)
+        >>> _ = dcp.save({"w": torch.ones(2, 3)}, storage_writer=Writer("dcp/step-8"))
         >>> state = {"w": torch.zeros(2, 3)}
-        >>> dcp.load(state, storage_reader=Reader("dcp/step-8"), no_dist=True)
+        >>> dcp.load(state, storage_reader=Reader("dcp/step-8"))
         >>> state["w"].sum()
         tensor(6.)
     """

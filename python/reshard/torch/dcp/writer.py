@@ -175,7 +175,7 @@ class Writer(StorageWriter):
     Example:
         >>> import torch, torch.distributed.checkpoint as dcp, reshard
         >>> state = {"model": {"w": torch.ones(2, 3)}, "step": 7}
-        >>> _ = dcp.save(state, storage_writer=Writer("run/step-7"), no_dist=True)
+        >>> _ = dcp.save(state, storage_writer=Writer("run/step-7"))
         >>> with reshard.open("run/step-7") as checkpoint:
         ...     checkpoint.iteration, checkpoint.keys(), checkpoint.extra()["step"]
         (7, ['model.w'], 7)
