@@ -731,6 +731,9 @@ def read_torch_file(
 def read_torch_object(path: str, start: int, n_bytes: int, *, transforms: Sequence[str] = ...) -> object:
     """The object of `torch.save` in a range of a file, with `transforms` undone."""
 
+def decode_torch_object(data: bytes) -> object:
+    """The object of `torch.save` in these bytes."""
+
 def open_dcp(
     folder: str, data: bytes, *, method: ReadMethod = "auto"
 ) -> tuple[Index, list[tuple[str, str, int, int, list[str]]], list[tuple[str, str]], dict[str, list[int]]]:

@@ -119,6 +119,24 @@ impl Drop for FdSlot {
     }
 }
 
+struct Held(Vec<u8>);
+
+impl std::fmt::Debug for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes", self.0.len())
+    }
+}
+
+impl Ranges for Held {
+    fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()> {
+        let start = start as usize;
+        let from = self.0.get(start..start.saturating_add(to.len()));
+        let from = from.ok_or_else(|| Error::damaged("a range lies beyond the bytes"))?;
+        to.copy_from_slice(from);
+        Ok(())
+    }
+}
+
 impl Source {
     /// Opens a regular file. With `follow_links` the last component of the path may be a symbolic link.
     pub fn open(path: &Path, follow_links: bool, method: Method) -> Result<Self> {
@@ -156,6 +174,11 @@ impl Source {
             n_bytes,
             store: Store::Ranges(ranges),
         }
+    }
+
+    /// A source of bytes in memory; `path` is for messages.
+    pub fn of_bytes(path: PathBuf, bytes: Vec<u8>) -> Self {
+        Self::of_ranges(path, bytes.len() as u64, Box::new(Held(bytes)))
     }
 
     /// The path under which the source was opened.

@@ -253,6 +253,10 @@ class CheckpointData:
         """The values that are no tensors, of a checkpoint that names the state of a run as torch does; else None."""
         return None
 
+    def encoded_state(self) -> dict[str, Any]:
+        """The shared state, in which values that `torch.save` encoded are `TorchSaved`; empty if nothing is so."""
+        return {}
+
     def tiled_keys(self) -> Collection[str]:
         """Tensors that only `tiles.json` describes."""
         return ()

@@ -15,6 +15,7 @@ encoded as "!dict":
     {"!array": [NAME, DTYPE, SHAPE]}  a numpy array, stored under this name in the other file
     {"!tensor": [NAME, DTYPE, SHAPE]} a torch tensor, likewise; {"!torch.Size": [...]}, {"!torch.dtype": "bfloat16"},
                                       {"!torch.device": "cuda:0"}
+    {"!torch.save": [NAME, "U8", [N]]}  a value as the bytes that `torch.save` made of it, stored under this name
 
 A DTYPE is a name of the safetensors format, or numpy's spelling (`<M8[ns]`, `int4`); arrays of the latter are stored in
 the other file as bytes, U8. Types are exact: a value is restored with its type. Therefore a subclass (an enum, a named
@@ -42,7 +43,7 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
-from reshard.formats.state_loader import INT64, MAX_DEPTH, Loader, damaged, dtype_spelling, float_name
+from reshard.formats.state_loader import INT64, MAX_DEPTH, Loader, TorchSaved, damaged, dtype_spelling, float_name
 from reshard.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ __all__ = [
     "MAX_BYTES",
     "RANK_LOCAL",
     "PerRank",
+    "TorchSaved",
     "arrays_file_name",
     "digest_of",
     "dump",
@@ -240,6 +242,8 @@ class _Dumper:
             return {"!array": self._array(value, path)}
         if isinstance(value, np.generic) and kind is value.dtype.type:
             return self._scalar(value, path)
+        if kind is TorchSaved:
+            return {"!torch.save": self._array(np.frombuffer(value.data, np.uint8), path)}
         if kind.__module__.split(".")[0] == "torch" and "torch" in sys.modules:
             return self._of_torch(value, path)
         return self._container(value, path, depth)

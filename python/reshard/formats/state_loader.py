@@ -12,18 +12,19 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ml_dtypes
 import numpy as np
 
-from reshard import dtypes
+from reshard import _core, dtypes
 from reshard.errors import DamagedFileError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["INT64", "MAX_DEPTH", "Loader", "damaged", "dtype_spelling", "float_name"]
+__all__ = ["INT64", "MAX_DEPTH", "Loader", "TorchSaved", "damaged", "dtype_spelling", "float_name"]
 
 MAX_DEPTH = 200
 INT64 = range(-(1 << 63), 1 << 63)
@@ -39,6 +40,25 @@ _ML_DTYPES = {
 }
 _HEX = re.compile("(?:[0-9a-f]{2})*")
 _HEX_INT = re.compile("-?[1-9a-f][0-9a-f]*")
+
+
+@dataclass(frozen=True)
+class TorchSaved:
+    """A value as the bytes that `torch.save` made of it.
+
+    Attributes:
+        data: the bytes. They may come from an untrusted file.
+    """
+
+    data: bytes
+
+    def decoded(self) -> object:
+        """The value. No code is run: an object of a class that is no plain value is a `_core.Opaque`.
+
+        Raises:
+            DamagedFileError, UnsupportedError: the bytes are invalid.
+        """
+        return _core.decode_torch_object(self.data)
 
 
 class Loader:
@@ -70,6 +90,7 @@ class Loader:
             "!numpy.bytes": lambda content: np.bytes_(self._base64(content)),
             "!array": self._array,
             "!tensor": self._tensor,
+            "!torch.save": self._torch_saved,
             "!torch.Size": self._size,
             "!torch.dtype": self._torch_dtype,
             "!torch.device": self._torch_device,
@@ -183,6 +204,11 @@ class Loader:
             )
         except (ValueError, MemoryError):  # no elements, but a dim that exceeds numpy's limit
             self._fail(f"array {content[0]!a} has an impossible shape")
+
+    def _torch_saved(self, content: Any) -> TorchSaved:
+        array = self._array(content)
+        self._check(array.dtype == np.uint8 and array.ndim == 1, "an object of torch.save is not bytes")
+        return TorchSaved(array.tobytes())
 
     def _tensor(self, content: Any) -> Any:
         array = self._array(content)

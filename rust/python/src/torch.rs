@@ -427,6 +427,21 @@ pub(crate) fn read_torch_object(
     Ok(objects.remove(0))
 }
 
+/// The object of `torch.save` in bytes.
+#[pyfunction]
+pub(crate) fn decode_torch_object<'py>(
+    py: Python<'py>,
+    data: Bound<'py, PyBytes>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let source = Source::of_bytes(
+        PathBuf::from("an object of torch.save"),
+        data.as_bytes().to_vec(),
+    );
+    let file = raise(py, TorchFile::read(Window::whole(&source)))?;
+    let mut objects = converted(py, file.pickle(), std::iter::once(file.pickle().root()))?;
+    Ok(objects.remove(0))
+}
+
 /// `name, path, start, n_bytes, transforms`
 type ObjectTuple = (String, String, u64, u64, Vec<String>);
 type OpenedDcp = (

@@ -20,6 +20,7 @@ from reshard.formats import state_files, writer_mark
 from reshard.formats.base import CheckpointData, Shapes, Traits
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
+from reshard.formats.state_loader import TorchSaved
 from reshard.formats.tiled import names as tiles
 from reshard.storage.location import Location, locate
 from reshard.words import show
@@ -101,7 +102,12 @@ class FolderData(CheckpointData):
 
     def extra_state(self, rank: int) -> dict[str, Any]:
         """Read from the state files beside the shard files."""
-        return {} if self.manifest is None else state_files.read(self.path, self.manifest, rank)
+        found = {} if self.manifest is None else state_files.read(self.path, self.manifest, rank)
+        return {name: one.decoded() if isinstance(one, TorchSaved) else one for name, one in found.items()}
+
+    def encoded_state(self) -> dict[str, Any]:
+        """The state of rank 0, which holds what all ranks share."""
+        return {} if self.manifest is None else state_files.read(self.path, self.manifest, 0)
 
     def tiled_keys(self) -> Collection[str]:
         """The tensors of tiles.json."""

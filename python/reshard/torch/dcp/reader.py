@@ -1,0 +1,250 @@
+"""`Reader`: `dcp.load` from any checkpoint that `reshard.open` opens.
+
+The planner of DCP sees each tensor as one chunk: what is stored where is the business of this package, which reads any
+region of a tensor. So a rank has one read for each of its shards. All reads of a rank are one plan, whose copies are
+verified and run in parallel, straight into the memory of the tensors where that is contiguous.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from reshard import _core, dtypes
+from reshard.errors import ArgumentError, CoverageError, MismatchError
+from reshard.formats.state import TorchSaved
+from reshard.opening import open as open_checkpoint
+from reshard.options import Verify
+from reshard.outputs import fill
+from reshard.torch.dcp.writer import STATE_NAME, Writer
+from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.checkpoint.metadata import STORAGE_TYPES
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+    from reshard.checkpoint import Checkpoint
+    from reshard.options import VerifyLike
+
+__all__ = ["Reader"]
+
+_STAGED_BYTES = 256 << 20  # for tensors that are on a device or not contiguous
+
+
+class Reader(StorageReader):
+    """Loads what `torch.distributed.checkpoint` plans, for `dcp.load`, on any number of ranks.
+
+    Every block that is read is compared with its checksum. Values that are no tensors are those that a `Writer` saved.
+    DCP decodes them with `torch.load(weights_only=False)`, which runs code: load checkpoints that you trust.
+
+    Args:
+        path: anything that `reshard.open` opens, such as the path of a `Writer`; of a root the newest complete
+            iteration. `dcp.load(..., checkpoint_id=...)` replaces it.
+        cast: whether a tensor is cast to the dtype of the tensor that it is loaded into. If not, another dtype is an
+            error; DCP alone casts without a word.
+        verify: `on_load` says what is compared, as in `reshard.load`.
+        threads: threads of the copies.
+
+    Raises:
+        ArgumentError: an option has a value that is not accepted.
+
+    Example:
+        >>> import torch, torch.distributed.checkpoint as dcp
+        >>> _ = dcp.save({"w": torch.ones(2, 3)}, storage_writer=Writer("dcp/step-8"))
+        >>> state = {"w": torch.zeros(2, 3)}
+        >>> dcp.load(state, storage_reader=Reader("dcp/step-8"))
+        >>> state["w"].sum()
+        tensor(6.)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        cast: bool = False,
+        verify: VerifyLike | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.cast = cast
+        self.verify = Verify.of(verify).on_load
+        self.threads = threads
+        self._checkpoint: Checkpoint | None = None
+        self._objects: dict[str, bytes] = {}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path of the checkpoint."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path of the local file system."""
+        return Writer.validate_checkpoint_id(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin with another checkpoint, at this path if one is given."""
+        self.close()
+        if checkpoint_id is not None:
+            self.path = os.fspath(checkpoint_id)
+
+    def close(self) -> None:
+        """Close the files, if they are open."""
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+        self._checkpoint, self._objects = None, {}
+
+    def read_metadata(self) -> Metadata:
+        """Open the checkpoint: its tensors, and the other values that a `Writer` saved.
+
+        Raises:
+            ReshardError: as `reshard.open`.
+        """
+        self.close()
+        checkpoint = self._checkpoint = open_checkpoint(self.path)
+        known: dict[str, STORAGE_TYPES] = {}
+        for key in checkpoint:
+            if key not in checkpoint.unplaced() and not dtypes.is_packed(dtype := checkpoint.data.index.info(key)[0]):
+                size = torch.Size(checkpoint.shape(key))
+                whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+                known[key] = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(dtype)), size, [whole])
+        state = checkpoint.data.encoded_state()
+        self._objects = {name: one.data for name, one in state.items() if isinstance(one, TorchSaved)}
+        known |= dict.fromkeys(self._objects, BytesStorageMetadata())
+        paths = state.get(STATE_NAME, {}).get("paths", {})
+        return Metadata(known, planner_data={key: paths.get(key, (key,)) for key in known}, storage_data={})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+        """Nothing: the checkpoint is open."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Add to the plan which checkpoint this rank has opened."""
+        checkpoint = self._opened()
+        plan.storage_data = (str(checkpoint.path), None if checkpoint.manifest is None else checkpoint.manifest.digest)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: refuse ranks that have opened different checkpoints. Raises MismatchError."""
+        for rank, plan in enumerate(plans):
+            if plan.storage_data != plans[0].storage_data:
+                raise MismatchError(
+                    f"rank 0 has opened {plans[0].storage_data}, and rank {rank} {plan.storage_data}",
+                    path=self.path,
+                    hint="was it saved meanwhile? Load again, from the path of one iteration",
+                )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load what this rank has planned.
+
+        Raises:
+            MismatchError: a tensor has another dtype than the tensor that it is loaded into, or another kind of value.
+            DamagedFileError, StorageError: as `Checkpoint.load`; the tensors are then undefined.
+        """
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                self._load_object(item, planner)
+        self._load_tensors([item for item in plan.items if item.type != LoadItemType.BYTE_IO], planner)
+        self.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _opened(self) -> Checkpoint:
+        if self._checkpoint is None:
+            raise ArgumentError(f"{show(self.path)} is not open", hint="`dcp.load` calls `read_metadata` first")
+        return self._checkpoint
+
+    def _load_object(self, item: ReadItem, planner: LoadPlanner) -> None:
+        name = item.dest_index.fqn
+        live = getattr(planner, "state_dict", {})
+        if isinstance(live, dict) and isinstance(live.get(name), torch.Tensor):
+            raise MismatchError(
+                f"{show(name)} is a tensor, and no tensor in {self._opened().path}: it would keep its content",
+                key=name,
+                path=str(self._opened().path),
+            )
+        planner.load_bytes(item, io.BytesIO(self._objects[item.storage_index.fqn]))
+
+    def _load_tensors(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        checkpoint, request = self._opened(), _core.Request()
+        targets: list[torch.Tensor] = []
+        for number, item in enumerate(items):
+            targets.append(self._target(item, planner))
+            first = item.storage_index.offset or (0,) * len(item.lengths)
+            offset = [a + b for a, b in zip(first, item.storage_offsets, strict=True)]
+            request.add_region(str(number), item.storage_index.fqn, offset, tuple(item.lengths))
+        if not items:
+            return
+        keys = {item.storage_index.fqn for item in items}
+        plan = checkpoint.plan(request, verify=self.verify, keys=keys)
+        stored = [dtype for _, dtype, _, _ in plan.arrays]
+        taken: set[int] = set()  # tied tensors: two copies into one memory are not run at once
+        direct: list[int] = []
+        for number, target in enumerate(targets):
+            is_plain = (
+                target.device.type == "cpu" and target.is_contiguous() and target.dtype == torch_dtype(stored[number])
+            )
+            if is_plain and target.data_ptr() not in taken:
+                direct.append(number)
+                taken.add(target.data_ptr())
+        if direct:
+            fill(plan.only(direct), [from_tensor(targets[number])[0] for number in direct], self.threads)
+        others = sorted(set(range(len(items))).difference(direct))
+        for batch in _batches(others, [n_bytes for *_, n_bytes in plan.arrays]):
+            arrays = [np.empty(tuple(targets[number].shape), dtypes.numpy_dtype(stored[number])) for number in batch]
+            fill(plan.only(batch), arrays, self.threads)
+            for number, array in zip(batch, arrays, strict=True):
+                targets[number].copy_(as_tensor(array))
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+
+    def _target(self, item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+        """The tensor that an item is loaded into, checked."""
+        name, path = item.storage_index.fqn, str(self._opened().path)
+        target = planner.resolve_tensor(item).detach()
+        if target.shape != item.lengths:
+            raise CoverageError(
+                f"{show(name)}: the planner gives a tensor of shape {tuple(target.shape)} for {tuple(item.lengths)}",
+                key=name,
+                path=path,
+            )
+        dtype = torch_dtype(self._opened().data.index.info(name)[0])
+        if target.dtype != dtype and not self.cast:
+            raise MismatchError(
+                f"{show(name)} is {dtype} in {path}, and {target.dtype} where it is loaded",
+                key=name,
+                path=path,
+                hint="load it into a tensor of that dtype; `cast=True` of the `Reader` casts it",
+            )
+        return target
+
+
+def _batches(numbers: list[int], n_bytes: list[int]) -> Iterator[list[int]]:
+    """The numbers in groups that take a bounded number of bytes together, or are alone."""
+    batch: list[int] = []
+    for number in numbers:
+        if batch and math.fsum(n_bytes[one] for one in (*batch, number)) > _STAGED_BYTES:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch

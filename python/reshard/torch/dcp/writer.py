@@ -1,0 +1,485 @@
+"""`Writer`: `dcp.save` into Checkpoint 2.0.
+
+DCP carries the messages between the ranks; the files, their checksums and the commit are those of `reshard.save`:
+
+    prepare_local_plan    every rank adds the facts of its items to its plan
+    prepare_global_plan   the coordinator compares them, plans the files, claims the root and makes the staging folder
+    write_data            every rank writes its files, and computes checksums of the items that other ranks hold, too
+    finish                the coordinator compares the checksums of copies, seals the iteration and publishes it
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import socket
+import weakref
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from reshard import _core
+from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
+from reshard.formats import state
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.checkpoint2.save import Checkpoint2Save
+from reshard.formats.dcp.names import is_optimizer
+from reshard.formats.save_log import SaveRecord
+from reshard.options import SaveOptions
+from reshard.storage import claims, protocol
+from reshard.storage.host import boot_id
+from reshard.storage.location import locate
+from reshard.torch.dcp import items
+from reshard.torch.dcp.items import LocalFacts
+from reshard.words import show
+from reshard.write.arrays import Shard, local_arrays
+from reshard.write.collective_save import FormatOptions, RankInput, SaveTask, log_once
+from reshard.write.rank_facts import RankFacts
+from reshard.write.replicas import Copies, is_any_of
+from reshard.write.shard_files import shard_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+    from reshard.options import CommitLike, RetentionLike, VerifyLike
+    from reshard.storage.location import Location
+    from reshard.torch.dcp.items import ItemKey
+    from reshard.write.replicas import Replicas
+    from reshard.write.shard_files import WrittenFile
+
+__all__ = ["STATE_NAME", "Writer"]
+
+STATE_NAME = "torch.distributed.checkpoint"
+"""The name in the state of an iteration under which the planner's own data is kept."""
+
+_FORMAT = FormatOptions(
+    prefix=None,
+    dedup=True,
+    strict=False,
+    check_replicas=False,  # DCP has removed the copies from the plans; they are compared here
+    sink_size=None,
+    steps_per_epoch=None,
+    network=True,
+    trainable=None,
+    only_strategy=False,
+)
+_EPOCH = "1970-01-01T00:00:00+00:00"
+_LAST_NUMBER = re.compile(r"([0-9]{1,18})(?:\.[A-Za-z]+)?")
+_log = logging.getLogger("reshard")
+
+
+class _Save(Checkpoint2Save):
+    """A save without the warning that MindSpore Transformers does not read all tensors: it is not the reader here."""
+
+    def check(self, reports: list[RankFacts]) -> Any:
+        planned = super().check(reports)
+        return replace(planned, iteration=replace(planned.iteration, warnings=()))
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One of the ranks of a save."""
+
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """What the coordinator adds to the plan of a rank.
+
+    Attributes:
+        plan: the files of this rank.
+        begun: the staging folder.
+        numbers: the rank, and those under which it saves further parts of a tensor.
+        n_numbers: how many of these numbers all ranks have.
+        compared: the items that other ranks hold, too.
+    """
+
+    plan: Any
+    begun: Any
+    numbers: list[int]
+    n_numbers: int
+    compared: list[ItemKey]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank reports.
+
+    Attributes:
+        staging: the folder that it has written into.
+        records: its files, by number of the rank.
+        objects: its values that are no tensors, as the bytes of `torch.save`.
+        sums: checksums of the items that other ranks hold, too, by name.
+    """
+
+    staging: str
+    records: dict[int, dict[str, WrittenFile]]
+    objects: dict[str, bytes]
+    sums: dict[str, int]
+
+
+@dataclass
+class _Running:
+    """The save that the coordinator has begun; without a `save` there is none."""
+
+    save: _Save | None = None
+    begun: Any = None
+    replicas: Replicas | None = None
+    n_ranks: int = 0
+    n_numbers: int = 0
+    root: Location | None = None
+    is_claimed: bool = False  # for this save
+
+    def end(self) -> None:
+        """Withdraw what was not published, and release the root."""
+        save, self.save, self.n_ranks = self.save, None, 0
+        if save is not None:
+            save.withdraw(is_known=True)
+        if self.is_claimed and self.root is not None:
+            protocol.release(self.root)
+            self.is_claimed = False
+
+
+class Writer(StorageWriter):
+    """Saves what `torch.distributed.checkpoint` plans as a Checkpoint 2.0, for `dcp.save` and `dcp.async_save`.
+
+    The checkpoint appears when all ranks have written their files, in one step; if a rank fails, the path is as it was
+    before. All files have checksums. Copies of a value on several ranks are compared: DCP keeps one of them.
+
+    Args:
+        path: the checkpoint; `dcp.save(..., checkpoint_id=...)` replaces it, so that one writer serves many saves. If
+            its name is `iteration_<N>`, it is that iteration of the root above it, whose tracker then names it. Any
+            other path is a root of its own; its iteration is the number at the end of the name, or 0, and is replaced
+            by the next save to the same path.
+        keep: keep the newest `keep` complete iterations of the root; short for `retention`.
+        retention: which iterations are kept, as in `reshard.save`.
+        verify: what is compared, as in `reshard.save`; of values in `may_differ` one rank's is saved.
+        commit: how the save is published, as in `reshard.save`.
+        threads: threads of the copies.
+
+    Raises:
+        ArgumentError: an option has a value that is not accepted.
+
+    Example:
+        >>> import torch, torch.distributed.checkpoint as dcp, reshard
+        >>> state = {"model": {"w": torch.ones(2, 3)}, "step": 7}
+        >>> _ = dcp.save(state, storage_writer=Writer("run/step-7"))
+        >>> with reshard.open("run/step-7") as checkpoint:
+        ...     checkpoint.iteration, checkpoint.keys(), checkpoint.extra()["step"]
+        (7, ['model.w'], 7)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        retention: RetentionLike | None = None,
+        verify: VerifyLike | None = None,
+        commit: CommitLike | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.options = SaveOptions.of(
+            keep=keep,
+            retention=retention,
+            verify=verify,
+            commit=commit,
+            files=None,
+            format="checkpoint2",
+            threads=threads,
+        )
+        self._start(path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `AsyncCheckpointerType.PROCESS`, which saves in another process."""
+        return {"path": self.path, "options": self.options}
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        """As `__getstate__`."""
+        self.options = content["options"]
+        self._start(content["path"])
+
+    def _start(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._items: dict[ItemKey, WriteItem] = {}
+        self._running = _Running()
+        # A save ends without `finish` if another rank has failed: then the next one withdraws it, or the end of this.
+        weakref.finalize(self, self._running.end)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path of the checkpoint."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path of the local file system."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another checkpoint, at this path if one is given."""
+        self._running.end()
+        if checkpoint_id is not None:
+            if not self.validate_checkpoint_id(checkpoint_id):
+                raise UnsupportedError(f"{show(os.fspath(checkpoint_id))} is not a path of the local file system")
+            self.path = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
+        """Begin a save. Raises UnsupportedError for `use_collectives=False`."""
+        if not kwargs.get("use_collectives", True):
+            raise UnsupportedError(
+                "with `use_collectives=False` each rank publishes alone, and a checkpoint is complete or absent",
+                hint="leave it out",
+            )
+        self._running.end()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Add the facts of this rank's items.
+
+        Raises:
+            UnsupportedError: a tensor has a dtype that cannot be stored, or the planner caches plans.
+        """
+        if not plan.usable:
+            raise _caching()
+        self._items = {items.key_of(item): item for item in plan.items}
+        agreed = {"path": self.path, "durable": self.options.commit.durable}
+        return replace(plan, storage_data=items.local_facts(plan, f"{socket.gethostname()} {boot_id()}", agreed))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: compare the ranks, plan the files, and make the staging folder.
+
+        Raises:
+            MismatchError, CoverageError, ArgumentError: what the ranks hold does not make up whole tensors.
+            ClaimedError, StorageError: as `reshard.save`.
+        """
+        ranks: list[LocalFacts] = []
+        for plan in plans:
+            if not isinstance(plan.storage_data, LocalFacts):
+                raise _caching()
+            ranks.append(plan.storage_data)
+        items.check_ranks(ranks, plans)
+        reports, numbers = items.rank_facts(ranks, plans)
+        reports = [replace(one, options=dict(ranks[0].options)) for one in reports]
+        for rank, facts in enumerate(ranks):
+            reports[rank] = replace(reports[rank], options=dict(facts.options))
+        checked = self.options.verify.check_replicas
+        may_differ = is_any_of(self.options.verify.may_differ)
+        copies, compared = items.replicas(ranks if checked else [replace(one, items=()) for one in ranks], may_differ)
+        save = self._save(0, len(reports), {})
+        plan_of_all = save.plan(reports)
+        running = self._running
+        running.root = locate(save.options.root).absolute()
+        running.is_claimed = not (running.root.exists() and claims.held(running.root) is not None)
+        running.save, running.replicas = save, copies
+        running.n_ranks, running.n_numbers = len(plans), len(reports)
+        try:
+            running.begun = save.begin()
+        except BaseException:
+            running.end()
+            raise
+        return [
+            replace(
+                plan,
+                storage_data=_Orders(
+                    replace(plan_of_all, files=tuple(one for one in plan_of_all.files if one.rank in numbers[rank])),
+                    running.begun,
+                    numbers[rank],
+                    len(reports),
+                    compared[rank],
+                ),
+            )
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items.
+
+        Raises:
+            MismatchError: the planner gives another dtype or shape than it planned.
+            StorageError: a write failed.
+        """
+        try:
+            written, n_bytes = self._write(plan, planner)
+        except BaseException:
+            if self._running.n_ranks == 1:  # else other ranks may be writing
+                self._running.end()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(STATE_NAME), n_bytes, written)])
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> tuple[_Written, int]:
+        """Write this rank's items. Returns what is reported of them, and the bytes of the files."""
+        orders = plan.storage_data
+        if not isinstance(orders, _Orders):
+            raise _caching()
+        objects: dict[str, bytes] = {}
+        tensors: dict[ItemKey, torch.Tensor] = {}
+        parts: list[dict[str, Shard]] = [{} for _ in orders.numbers]
+        for item in plan.items:
+            key, value = items.key_of(item), planner.resolve_data(item)
+            if key[1] is None:
+                objects[key[0]] = _bytes_of(value, key[0])
+                continue
+            tensors[key] = _checked(value, item)
+            assert item.tensor_data is not None
+            of_name = next(one for one in parts if key[0] not in one)
+            of_name[key[0]] = Shard(tensors[key], tuple(item.tensor_data.size), key[1])
+        records: dict[int, dict[str, WrittenFile]] = {}
+        for number, given in zip(orders.numbers, parts, strict=True):
+            save = self._save(number, orders.n_numbers, given)
+            save.prepare(orders.plan, functools.partial(shard_file, threads=self.options.threads, blocking=True))
+            records[number] = save.write(orders.begun, None, None)
+        sums = [self._sum(key, tensors, objects, planner) for key in orders.compared]
+        written = _Written(orders.begun.staging, records, objects, items.sums_by_name(orders.compared, sums))
+        return written, sum(one.n_bytes for of_number in records.values() for one in of_number.values())
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: publish the iteration.
+
+        Raises:
+            MismatchError: copies of a value differ between ranks.
+            ReshardError: as `reshard.save`. Nothing is published.
+        """
+        try:
+            warnings = self._publish(metadata, [one.storage_data for of_rank in results for one in of_rank])
+        finally:
+            self._running.end()
+        for warning in warnings:
+            log_once(warning)
+
+    def _publish(self, metadata: Metadata, written: Sequence[_Written]) -> list[str]:
+        """Publish what the ranks have written. Returns warnings."""
+        running = self._running
+        if running.save is None or any(one.staging != running.begun.staging for one in written):
+            raise ArgumentError(
+                f"another save with this writer began before the one to {show(self.path)} had ended",
+                hint="wait for the future of `async_save` before the next save",
+            )
+        self._compare(running, written)
+        records: list[dict[str, WrittenFile]] = [{} for _ in range(running.n_numbers)]
+        for one in written:
+            for number, of_number in one.records.items():
+                records[number] |= of_number
+        objects = {name: state.TorchSaved(data) for one in written for name, data in one.objects.items()}
+        if STATE_NAME in objects:
+            raise ArgumentError(f"{STATE_NAME} is a name that is taken", key=STATE_NAME)
+        paths = {name: tuple(path) for name, path in (metadata.planner_data or {}).items()}
+        kept = state.dump({STATE_NAME: {"paths": paths}, **objects})
+        records[0] |= self._save(0, running.n_numbers, {}).write(running.begun, kept, None)
+        published = running.save.publish(records, durable=self.options.commit.durable)
+        return [*published.warnings, *running.save.remove_older()]
+
+    def _save(self, rank: int, n_ranks: int, arrays: Mapping[str, Shard]) -> _Save:
+        """The part of a rank in the save."""
+        root, iteration = _place(self.path)
+        options = self.options
+        task = SaveTask(
+            root=root.local,
+            iteration=iteration,
+            durable=options.commit.durable,
+            verify=options.verify.after_save,
+            rollback=options.commit.rollback,
+            takeover=options.commit.takeover,
+            timeout=600.0,
+            threads=options.threads,
+            retention=options.retention,
+            private=options.commit.private,
+        )
+        own = local_arrays(
+            {name: one for name, one in arrays.items() if not is_optimizer(name)},
+            {name: one for name, one in arrays.items() if is_optimizer(name)},
+        )
+        common = CommonInfo(step_num=iteration, global_step=iteration)
+        record = SaveRecord(iteration, _EPOCH, 0, 0, 0)
+        member: Any = _Member(rank, n_ranks)
+        return _Save(task, _FORMAT, member, RankInput(own, RankFacts("", {}, ()), None, common, record, Copies(own)))
+
+    def _sum(
+        self,
+        key: ItemKey,
+        tensors: Mapping[ItemKey, torch.Tensor],
+        objects: Mapping[str, bytes],
+        planner: SavePlanner,
+    ) -> int:
+        """The checksum of an item of this rank, which this rank or another one writes."""
+        if key[1] is None:
+            return _object_sum(objects.get(key[0]) or _bytes_of(planner.resolve_data(self._items[key]), key[0]))
+        tensor = tensors.get(key)
+        if tensor is None:
+            tensor = _checked(planner.resolve_data(self._items[key]), self._items[key])
+        return local_arrays({"w": tensor}, None)["w"].crc32c()
+
+    @staticmethod
+    def _compare(running: _Running, written: Sequence[_Written]) -> None:
+        assert running.replicas is not None
+        try:
+            differing = running.replicas.differing([one.sums for one in written])
+        except MismatchError as error:
+            error.hint = (
+                "`torch.distributed.checkpoint` keeps one of them: give the values of the ranks names of their own, "
+                'such as `rng.<rank>`; or accept it with `verify=Verify(may_differ=["<pattern>"])`'
+            )
+            raise
+        if differing:
+            _log.warning("copies of %d values differ between ranks, and one of each is saved", len(differing))
+
+
+def _place(path: str) -> tuple[Location, int]:
+    """The checkpoint root of a path, and its iteration."""
+    place = locate(path).absolute()
+    iteration = checkpoint2.parse_iteration_folder(place.name)
+    if iteration is not None:
+        return place.parent, iteration
+    number = re.search(_LAST_NUMBER.pattern + "$", place.name)
+    return place, 0 if number is None else int(number[1])
+
+
+def _checked(value: Any, item: WriteItem) -> torch.Tensor:
+    """The tensor of an item. Raises MismatchError if it is not as planned."""
+    assert item.tensor_data is not None
+    name, planned = item.index.fqn, item.tensor_data
+    if not isinstance(value, torch.Tensor):
+        raise MismatchError(f"{show(name)} is planned as a tensor, and the planner gives a {type(value)}", key=name)
+    if value.dtype != planned.properties.dtype or value.shape != planned.chunk.sizes:
+        raise MismatchError(
+            f"{show(name)} is planned as {planned.properties.dtype} of shape {tuple(planned.chunk.sizes)}, and the "
+            f"planner gives {value.dtype} of shape {tuple(value.shape)}",
+            key=name,
+            hint="a planner that casts says so in its plan: in `tensor_data.properties.dtype`",
+        )
+    return value.detach()
+
+
+def _bytes_of(value: Any, name: str) -> bytes:
+    if not hasattr(value, "getvalue"):
+        raise MismatchError(f"{show(name)} is planned as bytes, and the planner gives a {type(value)}", key=name)
+    data: bytes = value.getvalue()
+    return data
+
+
+def _object_sum(data: bytes) -> int:
+    """A checksum of a value that `torch.save` has encoded: equal values may have been encoded in different ways."""
+    try:
+        return int(state.digest_of(_core.decode_torch_object(data))[:8], 16)
+    except ReshardError:  # an object of a class that is not known here
+        return _core.crc32c(data)
+
+
+def _caching() -> UnsupportedError:
+    return UnsupportedError(
+        "the planner does not pass on what the storage has added to the plan of this save",
+        hint="leave out `enable_plan_caching` of the planner: the storage plans each save",
+    )
