@@ -113,7 +113,7 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
     if could_be_root and found == "folder" and _is_empty(target):
         raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
     format_ = registry.detect(target)
-    if strategy is not None and not format_.traits.rank_folders:
+    if strategy is not None and not (format_.traits.rank_folders or format_.traits.takes_strategy):
         _log.warning("%s does not consist of rank folders: the strategy is ignored", target)
     return Checkpoint(format_.open(target, OpenOptions(method, strategy)))
 
