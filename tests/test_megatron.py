@@ -251,7 +251,10 @@ def test_flattened_state_with_a_hole_or_another_shape_is_refused(tmp_path: Path)
 def weights(n_layers: int, *, gated: bool, vocab: int, experts: int = 0, tied: bool = False) -> dict[str, torch.Tensor]:
     """The tensors of a small model, in the order of its modules."""
     hidden, ffn = 6, 10
-    shapes = {"embedding.word_embeddings.weight": (vocab, hidden), "embedding.position_embeddings.weight": (5, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (vocab, hidden),
+        "embedding.position_embeddings.weight": (5, hidden),
+    }
     for i in range(n_layers):
         layer = f"decoder.layers.{i}."
         shapes[layer + "input_layernorm.weight"] = (hidden,)
@@ -390,10 +393,9 @@ def output_layer(state: dict[str, Any]) -> None:
             "linear_qkv",
         ),
         (
-            lambda folder: [
-                rewritten(file, lambda state: setattr(state["args"], "num_layers", 6))
-                for file in folder.glob(f"*/{FILE}")
-            ],
+            lambda folder: rewritten(
+                folder / "mp_rank_00_000" / FILE, lambda state: setattr(state["args"], "num_layers", 6)
+            ),
             DamagedFileError,
             "hold 2 layers, the run had 6",
         ),
@@ -450,7 +452,9 @@ def test_a_layout_says_how_other_tensors_are_divided(tmp_path: Path) -> None:
         assert checkpoint.shape("decoder.layers.0.mlp.linear_fc1.weight") == (10, 6)
     layout.write_text("mesh: {tp: 4}\nrules: []\n")
     with pytest.raises(LayoutError, match="2 tensor-parallel ranks"):
-        reshard.open(folder, strategy=layout)
+        reshard.open(tmp_path, strategy=layout)
+    with pytest.raises(CheckpointNotFoundError, match="no layout file"):
+        reshard.open(tmp_path, strategy=tmp_path / "absent.yaml")
 
 
 def test_buffers_of_another_length_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.storage.store import Lock
 
-__all__ = ["has_rank_folders", "open_rank_folders"]
+__all__ = ["given_layout", "has_rank_folders", "open_rank_folders"]
 
 _log = logging.getLogger("reshard")
 
@@ -150,7 +150,7 @@ def open_rank_folders(folder: Location, options: OpenOptions) -> CheckpointData:
     """
     index = _core.Index()
     ranks, sizes, iteration = open_rank_files(folder, index, options.method)
-    given = _given(options)
+    given = given_layout(options)
     rules = MergeRules(sizes.tensor, is_gated=_is_gated(folder, ranks, given), given=given)
     ranks = _tied(index, ranks)
     shared = {_EMBEDDING} if _on_several_stages(ranks, _EMBEDDING) else set()
@@ -193,7 +193,13 @@ def open_rank_folders(folder: Location, options: OpenOptions) -> CheckpointData:
     )
 
 
-def _given(options: OpenOptions) -> ModelLayout | None:
+def given_layout(options: OpenOptions) -> ModelLayout | None:
+    """The layout whose rules are tried first, or None.
+
+    Raises:
+        LayoutError, CheckpointNotFoundError: the layout is invalid, or its file is missing.
+        UnsupportedError: it is a strategy of MindSpore.
+    """
     if options.strategy is None:
         return None
     if isinstance(options.strategy, Strategy):

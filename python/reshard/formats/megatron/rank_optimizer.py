@@ -1,7 +1,7 @@
 """The state of the distributed optimizer in the folders of model-parallel ranks: parameters in flat buffers.
 
 A file does not record which parameter lies where. The positions follow from the order of the modules and from how the
-run divided its buffers (`flat_buffers`). They are used only if they give a buffer of exactly the stored length, on every
+run divided its buffers (`flat_buffers`). They are used only if they give a buffer of exactly the stored length on every
 rank.
 """
 
