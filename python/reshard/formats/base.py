@@ -121,6 +121,7 @@ class Traits:
         expects_manifest: this package writes a manifest in it; one without a manifest cannot be verified.
         rank_folders: each rank has its own folder, and `strategy` is used.
         has_metadata: `metadata.json` describes the tensors, so a tensor can be missing from it.
+        takes_strategy: `strategy` is used without rank folders.
         is_pretrained: it holds weights to start from, without the state of a run.
         has_sums: its files hold checksums of their own, which are compared when they are read.
     """
@@ -130,6 +131,7 @@ class Traits:
     expects_manifest: bool = False
     rank_folders: bool = False
     has_metadata: bool = False
+    takes_strategy: bool = False
     is_pretrained: bool = False
     has_sums: bool = False
 

@@ -15,6 +15,7 @@ from reshard.formats.dcp.reader import DCP
 from reshard.formats.deepspeed.reader import DEEPSPEED
 from reshard.formats.full_weights.reader import FULL_WEIGHTS
 from reshard.formats.huggingface.reader import HUGGINGFACE
+from reshard.formats.megatron.reader import MEGATRON
 from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.reader import TORCH_FILE
 
@@ -27,6 +28,7 @@ __all__ = ["FORMATS", "detect"]
 FORMATS: tuple[Format, ...] = (
     HUGGINGFACE,
     FULL_WEIGHTS,
+    MEGATRON,
     DCP,
     DEEPSPEED,
     CHECKPOINT2,

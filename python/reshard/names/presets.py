@@ -12,7 +12,8 @@ Sources:
   value are concatenated. Both settings are read from the config if it has them.
 - Megatron-core: `param_mapping.py` and the bridges of Megatron-Bridge (`models/llama`, `qwen`, `mixtral`, `deepseek`).
   Norms that Transformer Engine fuses into the next linear layer are written in this form. In reverse, the names without
-  Transformer Engine are accepted too, and both names of the tensor of an expert.
+  Transformer Engine are accepted too, and both names of the tensor of an expert. `megatron_dist` has the names of
+  `torch_dist`, where one tensor holds all layers; only for families whose layers are all dense.
 
 qwen2 is llama with biases, mistral is llama. The converter of MindSpore Transformers lays out the biases of grouped
 heads as if every head had its own key; here biases have the layout of their weights. In Hugging Face names the
@@ -71,7 +72,7 @@ FAMILIES: Mapping[str, _Family] = {
 }
 """The model families, by the `model_type` of their config."""
 
-NAMINGS = ("mindspore", "megatron")
+NAMINGS = ("mindspore", "megatron", "megatron_dist")
 
 
 def is_preset(text: str) -> bool:
@@ -119,10 +120,16 @@ class _RuleBuilder:
         self.name = name
         self.family = family
         self.is_mindspore = naming == "mindspore"
+        self.is_stacked = naming == "megatron_dist"
         self.config = config
         self.rules: list[dict[str, object]] = []
 
     def mapping(self) -> dict[str, object]:
+        if self.is_stacked and self.family.moe:
+            raise ArgumentError(
+                f"there is no preset for the stacked layers of {self.name}, which has experts",
+                hint="write a name map with `stack`; see the page on formats",
+            )
         self.rename("model.embed_tokens.weight", "embedding.word_embeddings.weight")
         self.rename("model.norm.weight", "decoder.final_layernorm.weight")
         self.rename("lm_head.weight", "output_layer.weight")
@@ -135,6 +142,8 @@ class _RuleBuilder:
                         f"decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight",
                     )
         self.layer("model.layers.{i}", "decoder.layers.{i}")
+        if self.is_stacked:
+            self.rules = [_stacked(rule) for rule in self.rules]
         return {"sizes": self.sizes(), "other": "refuse", "rules": self.rules}
 
     def sizes(self) -> dict[str, object]:
@@ -145,6 +154,8 @@ class _RuleBuilder:
             sizes["head_dim"] = ["head_dim", "kv_channels", "hidden_size / num_attention_heads"]
         if self.family.moe and self.is_mindspore:
             sizes["e"] = [self.family.n_experts, "num_moe_experts"]
+        if self.is_stacked:
+            sizes["i"] = ["num_hidden_layers", "num_layers"]
         return sizes
 
     def number(self, field: str, maximum: int) -> int:
@@ -259,3 +270,11 @@ class _RuleBuilder:
             self.layer(hf, f"{mtp}.transformer_layer")
             if not self.is_mindspore:
                 self.layer(hf, f"{mtp}.mtp_model_layer")  # the name in later releases
+
+
+def _stacked(rule: dict[str, object]) -> dict[str, object]:
+    """The rule for a tensor that holds all layers, with the layer as its first dim."""
+    if "{i}" not in str(rule["to"]):
+        return rule
+    join = {"join": 1} if "join" in rule else {}
+    return {**rule, "to": str(rule["to"]).replace(".{i}.", "."), **join, "stack": {"i": 0}}

@@ -68,8 +68,9 @@ def open(  # noqa: A001
             of these folders.
         strategy: the strategy of rank folders: the MindSpore strategy file of a stage, a merged file, or the folder of
             the files. Default: the folder `strategy` beside `path` or in it; without one, tensors can only be read rank
-            by rank (`Checkpoint.stored`). Other formats need none. A tensor that the strategy does not list is whole if
-            all ranks that hold it have the same bytes; these are compared when it is first read.
+            by rank (`Checkpoint.stored`). A tensor that the strategy does not list is whole if all ranks that hold it
+            have the same bytes; these are compared when it is first read. For rank folders of Megatron-LM, a layout
+            file whose rules are tried before those of Megatron-LM. Other formats need none.
         names: a name map that renames the tensors, see `Checkpoint.renamed`: a `NameMap`, its file or mapping, or a
             preset such as "qwen3-mindspore". A text that ends in ":reverse" applies the map in reverse.
         method: "map" maps the files, "read" reads them at positions, "auto" decides by the file system.
@@ -113,7 +114,7 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
     if could_be_root and found == "folder" and _is_empty(target):
         raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
     format_ = registry.detect(target)
-    if strategy is not None and not format_.traits.rank_folders:
+    if strategy is not None and not (format_.traits.rank_folders or format_.traits.takes_strategy):
         _log.warning("%s does not consist of rank folders: the strategy is ignored", target)
     return Checkpoint(format_.open(target, OpenOptions(method, strategy)))
 

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-Core: `torch_dist`, and the older folders of model-parallel ranks."""

@@ -1,0 +1,96 @@
+"""The state that a checkpoint of Megatron-Core records beside its tensors.
+
+It is a dict: `args`, `iteration`, `checkpoint_version`, `opt_param_scheduler`, `optimizer` and more. The arguments of
+the run are an `argparse.Namespace` in the file, and a dict here. Other objects stay `_core.Opaque`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reshard import _core
+from reshard.errors import ArgumentError, DamagedFileError
+from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.storage.location import Location
+
+__all__ = ["argument", "counters_of", "iteration_in", "plain"]
+
+_NAMESPACE = "argparse.Namespace"
+
+
+def plain(value: object, file: Location) -> dict[str, Any]:
+    """The common state, with the arguments of the run as a dict.
+
+    Args:
+        value: what the file holds.
+        file: the file, for messages.
+
+    Raises:
+        DamagedFileError: it is no dict with names.
+    """
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise DamagedFileError(
+            f"{show(str(file))} holds a {type(value).__name__}, expected a dict with the state of a Megatron-Core run",
+            path=str(file),
+        )
+    args = value.get("args")
+    if isinstance(args, _core.Opaque) and args.name == _NAMESPACE and isinstance(args.state, dict):
+        return {**value, "args": args.state}
+    return value
+
+
+def argument(state: Mapping[str, Any], name: str) -> Any:
+    """An argument of the run; None if it is not recorded.
+
+    Example:
+        >>> argument({"args": {"num_layers": 2}}, "num_layers"), argument({"args": None}, "num_layers")
+        (2, None)
+    """
+    args = state.get("args")
+    return args.get(name) if isinstance(args, dict) else None
+
+
+def iteration_in(state: Mapping[str, Any], file: Location, expected: int | None) -> int | None:
+    """The iteration that the state records; if it records none, the one in the name of the folder.
+
+    Args:
+        state: the common state.
+        file: the file that holds it, for messages.
+        expected: the iteration in the name of the folder, or None.
+
+    Raises:
+        DamagedFileError: the file belongs to another iteration than the folder.
+    """
+    found = state.get("iteration")
+    if found is None:
+        return expected
+    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        raise DamagedFileError(f"{show(str(file))}: `iteration` is no count", path=str(file))
+    if expected is not None and found != expected:
+        raise DamagedFileError(
+            f"{show(str(file))} is of iteration {found}, the folder is of iteration {expected}",
+            path=str(file),
+            hint="the folder holds files of two saves: use another iteration",
+        )
+    return found
+
+
+def counters_of(state: Mapping[str, Any], iteration: int | None) -> CommonInfo | None:
+    """The counters of the run; None if none is recorded.
+
+    Example:
+        >>> counters_of({"args": {"consumed_train_samples": 80, "global_batch_size": 8}}, 10).consumed_samples
+        80
+    """
+    samples, batch = argument(state, "consumed_train_samples"), argument(state, "global_batch_size")
+    if iteration is None and samples is None:
+        return None
+    try:
+        return CommonInfo(step_num=iteration, global_step=iteration, consumed_samples=samples, global_batch_size=batch)
+    except ArgumentError:  # arguments of another program under the same names
+        return CommonInfo(step_num=iteration, global_step=iteration)

@@ -1,0 +1,159 @@
+"""Arrays of several model-parallel ranks that are read as copies of each other.
+
+Every tensor that no rule divides is on all tensor-parallel ranks, and a word embedding that is the output layer too is
+on the first and the last pipeline stage. Such copies are compared before the tensor is first read, in bounded memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard import _core, dtypes
+from reshard._core import StoredArray, Tile
+from reshard.errors import MismatchError
+from reshard.outputs import load_all
+from reshard.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+__all__ = ["HeldArray", "Replicas", "are_equal"]
+
+_BATCH_BYTES = 4 << 20
+
+
+class HeldArray(NamedTuple):
+    """An array of one rank.
+
+    Attributes:
+        rank: the number of the rank.
+        file: the number of its file.
+        stored: the name of the stored array that it lies in.
+        stored_shape: the shape of that array.
+        start: its first element in that array.
+        shape: its shape in elements.
+        dtype: its safetensors name.
+    """
+
+    rank: int
+    file: int
+    stored: str
+    stored_shape: tuple[int, ...]
+    start: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def tiled(self, tiles: Iterable[Tile]) -> StoredArray:
+        """The stored array with these tiles, whose offsets count from the start of this array."""
+        moved = [tile._replace(local_offset=tile.local_offset + self.start) for tile in tiles]
+        return StoredArray(self.file, self.stored, self.stored_shape, moved)
+
+
+class Replicas:
+    """The copies of each tensor that has any, and which of them have been compared."""
+
+    def __init__(self, copies: Mapping[str, Sequence[Sequence[HeldArray]]], hint: str) -> None:
+        """Note the copies.
+
+        Args:
+            copies: by key, groups of arrays that are read as copies of each other.
+            hint: for the message about copies that differ.
+        """
+        self._copies = {key: of_key for key, of_key in copies.items() if of_key}
+        self._hint = hint
+        self._equal: set[str] = set()
+        self._keys_of: dict[tuple[int, str], set[str]] = {}
+        for key, of_key in self._copies.items():
+            for array in (array for group in of_key for array in group):
+                self._keys_of.setdefault((array.file, array.stored), set()).add(key)
+
+    def check(self, index: _core.Index, keys: Iterable[str]) -> None:
+        """Compare the copies of which some tensors consist, unless that was done before.
+
+        Args:
+            index: an index of the files.
+            keys: tensors of the index, also of one with other names.
+
+        Raises:
+            MismatchError: copies differ.
+            DamagedFileError, StorageError: while reading.
+        """
+        pending: set[str] = set()
+        for key in keys:
+            if key in self._copies:
+                pending.add(key)
+                continue
+            for stored in index.stored(key):
+                pending |= self._keys_of.get((stored.file, stored.name), set())
+        pending -= self._equal
+        if not pending:
+            return
+        groups = [(key, group) for key in sorted(pending) for group in self._copies[key]]
+        different = next(_different(index, groups), None)
+        if different is not None:
+            key, rank, other = different
+            raise MismatchError(
+                f"{show(key)} is read as one value, equal on several ranks, but the bytes on rank {other} differ from "
+                f"those on rank {rank}",
+                key=key,
+                hint=self._hint,
+            )
+        self._equal |= pending
+
+
+def are_equal(index: _core.Index, arrays: Sequence[HeldArray]) -> bool:
+    """Whether arrays of the files of an index hold the same bytes."""
+    return next(_different(index, [("", arrays)]), None) is None
+
+
+def _different(index: _core.Index, groups: Sequence[tuple[str, Sequence[HeldArray]]]) -> Iterator[tuple[str, int, int]]:
+    """The key of arrays that differ, with their ranks."""
+    again = index.files_again(range(index.n_files))
+    for n, (_, group) in enumerate(groups):
+        for i, array in enumerate(group):
+            tile = Tile((0,) * len(array.shape), array.shape, 0, _strides(array.shape))
+            again.add_tiles(f"{n} {i}", array.dtype, array.shape, [array.tiled([tile])])
+    try:
+        for batch in _batches(groups):
+            request = _core.Request()
+            for n, offset, shape in batch:
+                for i in range(len(groups[n][1])):
+                    request.add_region(f"{n} {i}", f"{n} {i}", offset, shape)
+            found = load_all(again.plan(request))
+            for n, *_ in batch:
+                key, group = groups[n]
+                first = found[f"{n} 0"].tobytes()
+                for i in range(1, len(group)):
+                    if found[f"{n} {i}"].tobytes() != first:
+                        yield key, group[0].rank, group[i].rank
+    finally:
+        again.close()
+
+
+_Unit = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def _batches(groups: Sequence[tuple[str, Sequence[HeldArray]]]) -> Iterator[list[_Unit]]:
+    """Rows that are read together: number of the group, offset and shape. A group is once in a batch."""
+    batch: list[_Unit] = []
+    n_bytes = 0
+    for n, (_, group) in enumerate(groups):
+        shape, bits = group[0].shape, dtypes.bits(group[0].dtype) * len(group)
+        rest = tuple(shape[1:])
+        row = max(1, math.prod(rest) * bits // 8)
+        rows = max(1, _BATCH_BYTES // row)
+        for start in range(0, shape[0], rows) if shape else (0,):
+            unit_shape = (min(rows, shape[0] - start), *rest) if shape else ()
+            size = math.prod(unit_shape) * bits // 8
+            if batch and (start or n_bytes + size > _BATCH_BYTES):
+                yield batch
+                batch, n_bytes = [], 0
+            batch.append((n, (start, *(0 for _ in rest)) if shape else (), unit_shape))
+            n_bytes += size
+    if batch:
+        yield batch
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
