@@ -71,6 +71,7 @@ _COMMITS = (
     torch_files.SINGLE_FILE,
     torch_files.INDEX_FILE,
     dcp.METADATA_FILE,
+    dcp.TRACKER_FILE,
 )
 _INDEXES = (huggingface.INDEX_FILE, full_weights.MAP_FILE, torch_files.INDEX_FILE)
 

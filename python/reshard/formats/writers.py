@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint1.writer import Checkpoint1Writer
 from reshard.formats.checkpoint2.writer import Checkpoint2Writer
+from reshard.formats.dcp.megatron_writer import MegatronWriter
 from reshard.formats.dcp.writer import DcpWriter
 from reshard.formats.full_weights.writer import FullWeightsWriter
 from reshard.formats.huggingface.writer import HuggingFaceWriter
@@ -30,6 +31,7 @@ WRITERS: tuple[Writer, ...] = (
     SafetensorsWriter(),
     TorchWriter(),
     DcpWriter(),
+    MegatronWriter(),
 )
 
 

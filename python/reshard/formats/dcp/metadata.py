@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats.dcp.names import SAVE_ID
-from reshard.formats.torch_file.encode import Encoder, tensor_strides, torch_dtype
+from reshard.formats.torch_file.encode import Encoder, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,7 +113,8 @@ def _tensor(encoder: Encoder, name: str, tensor: Tensor) -> None:
     encoder.opcodes(b"}(")
     encoder.word("properties")
     _object(encoder, _METADATA, "TensorProperties")
-    # dtype, layout, requires_grad, memory_format, pin_memory, strides
+    # dtype, layout, requires_grad, memory_format, pin_memory. Newer releases add strides, which older ones refuse and
+    # none uses when it reads.
     encoder.opcodes(b"(")
     encoder.name("torch", torch_dtype(name, tensor.dtype))
     encoder.name("torch.serialization", "_get_layout")
@@ -121,8 +122,8 @@ def _tensor(encoder: Encoder, name: str, tensor: Tensor) -> None:
     encoder.opcodes(b"\x85R\x89")
     encoder.name(_METADATA, "_MEM_FORMAT_ENCODING")
     encoder.opcodes(b"K\x00\x85R\x89")
-    encoder.integers(tensor_strides(tensor.shape))
-    encoder.opcodes(b"tb")
+    encoder.close_tuple(5)
+    encoder.opcodes(b"b")
     encoder.word("size")
     _size(encoder, tensor.shape)
     encoder.word("chunks")

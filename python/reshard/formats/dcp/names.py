@@ -25,6 +25,7 @@ __all__ = [
     "MAX_METADATA_BYTES",
     "METADATA_FILE",
     "SAVE_ID",
+    "TRACKER_FILE",
     "data_file",
     "is_optimizer",
     "is_ours",
@@ -33,6 +34,8 @@ __all__ = [
 
 METADATA_FILE = ".metadata"
 DATA_SUFFIX = ".distcp"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""In a root of Megatron-Core: which iteration is the latest."""
 MAX_METADATA_BYTES = 4 << 30
 SAVE_ID = f"{writer_mark.KEY} {writer_mark.MARK[writer_mark.KEY]}"
 """The `save_id` in a `.metadata` that this package wrote; torch stores a random one, and only compares it."""
