@@ -32,6 +32,7 @@ fn copy(criterion: &mut Criterion) {
     .unwrap();
     let options = Options {
         metadata: vec![],
+        container: None,
         durable: false,
         direct: false,
         mode: 0o600,

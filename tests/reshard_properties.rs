@@ -25,6 +25,7 @@ const DTYPES: [Dtype; 5] = [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64, Dtyp
 fn options() -> Options {
     Options {
         metadata: vec![],
+        container: None,
         durable: false,
         direct: false,
         mode: 0o600,

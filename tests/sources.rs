@@ -82,6 +82,7 @@ fn shard_file() -> (Vec<u8>, Checksums) {
     let path = folder.path().join("model.safetensors");
     let options = Options {
         metadata: metadata(),
+        container: None,
         durable: false,
         direct: false,
         mode: 0o600,

@@ -493,6 +493,14 @@ class Buffers:
 
     def __new__(cls, memory_bytes: int) -> Buffers: ...
 
+Container: TypeAlias = tuple[bytes, Sequence[int], Sequence[tuple[int, int]]]
+"""How the arrays of a plan lie in a file of another format than safetensors:
+
+1. the bytes before, between and behind the arrays, in the order of the file;
+2. the first byte of each array, in the order of the plan;
+3. `(first byte, number of the array)` of each place that gets the CRC-32 of an array: four bytes, little-endian, behind
+   the array."""
+
 @final
 class Plan:
     """All copies from stored tiles to the arrays of one request. Executing a plan fails only for I/O and damage."""
@@ -541,6 +549,7 @@ class Plan:
         path: str,
         *,
         metadata: Mapping[str, str] | None = None,
+        container: Container | None = None,
         buffers: Buffers | None = None,
         threads: int | None = None,
         durable: bool = True,
@@ -548,7 +557,22 @@ class Plan:
         mode: int = 0o640,
         progress: Progress | None = None,
     ) -> Written:
-        """Stream the arrays into one shard file under their names. For the arguments see `write_arrays`."""
+        """Stream the arrays into one shard file under their names. For the other arguments see `write_arrays`.
+
+        Args:
+            path: the file.
+            metadata: `__metadata__` of the header of a safetensors file.
+            container: the other bytes of a file of another format; None: a safetensors file.
+            buffers: memory to write through.
+            threads: number of threads.
+            durable: sync the file and its folder before this returns.
+            direct: write with `O_DIRECT` where the file system supports it.
+            mode: permission bits, reduced by the umask.
+            progress: called as `progress(done_bytes, total_bytes)`.
+
+        Raises:
+            ArgumentError: the container does not fit the arrays.
+        """
 
 @final
 class Written:

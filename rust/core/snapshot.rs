@@ -172,6 +172,7 @@ mod tests {
         let pool = Arc::new(Pool::new(64 << 20));
         let options = Options {
             metadata: vec![("format".into(), "pt".into())],
+            container: None,
             durable: false,
             direct: true,
             mode: 0o600,

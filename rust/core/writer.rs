@@ -8,6 +8,9 @@
 //!
 //! `O_DIRECT` gives the highest throughput of durable writes and does not fill the page cache. Writes are buffered
 //! where the file system does not support it, and for a tail that is not a multiple of the block size.
+//!
+//! A file of another format is given as a [`Container`]: the bytes between the arrays, and the places of their CRC-32.
+//! A piece with such a sum is written when all pieces before it are filled: every byte is written once.
 
 use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::control::Control;
@@ -18,8 +21,11 @@ use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
 use crate::verify::{Checks, verifies_files, verify_files};
+use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
 use rayon::prelude::*;
 use rustix::fs::{FallocateFlags, Mode, OFlags};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -37,11 +43,69 @@ const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
 /// The smallest budget: one piece is filled while another is written.
 pub const MIN_MEMORY_BYTES: u64 = 2 * PIECE_BYTES as u64;
 
+/// Where the arrays of a plan and all other bytes lie in a file.
+#[derive(Debug, Clone, Default)]
+pub struct Container {
+    /// The bytes before, between and behind the arrays, in the order of the file.
+    pub literals: Vec<u8>,
+    /// First byte of each array in the file; arrays lie in the order of the plan.
+    pub starts: Vec<u64>,
+    /// The places of checksums, in the order of the file.
+    pub sums: Vec<Sum>,
+}
+
+/// Four bytes of a file that get the CRC-32 of an array, little-endian. They lie behind the array.
+#[derive(Debug, Clone, Copy)]
+pub struct Sum {
+    /// The first of the four bytes.
+    pub at: u64,
+    /// Number of the array in the plan.
+    pub array: usize,
+}
+
+impl Container {
+    /// Checks that it holds the arrays of a plan.
+    ///
+    /// # Errors
+    /// Arrays overlap, are not in order, or lie beyond the end; a sum lies in an array or before the end of its own.
+    pub fn check(&self, plan: &Plan<'_>) -> Result<()> {
+        let wrong = |what: String| Err(Error::new(Kind::Argument, what));
+        let arrays = plan.arrays();
+        if self.starts.len() != arrays.len() {
+            let message = format!("{} starts for {} arrays", self.starts.len(), arrays.len());
+            return wrong(message);
+        }
+        let (mut end, n_bytes) = (0, self.literals.len() as u64 + plan.n_bytes());
+        for (array, start) in arrays.iter().zip(&self.starts) {
+            if *start < end || n_bytes.checked_sub(*start) < Some(array.n_bytes()) {
+                return wrong(format!("array `{}` cannot begin at {start}", array.name));
+            }
+            end = start + array.n_bytes();
+        }
+        let mut before = 0;
+        for sum in &self.sums {
+            let next = self.starts.partition_point(|start| *start <= sum.at);
+            let end_of = |i: usize| self.starts[i] + arrays[i].n_bytes();
+            let fits = sum.at >= before
+                && sum.array < next
+                && end_of(next - 1) <= sum.at
+                && self.starts.get(next).copied().unwrap_or(n_bytes) >= sum.at.saturating_add(4);
+            if !fits {
+                return wrong(format!("a sum cannot be at {}", sum.at));
+            }
+            before = sum.at + 4;
+        }
+        Ok(())
+    }
+}
+
 /// How a file is written.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The header's `__metadata__`.
     pub metadata: Vec<(String, String)>,
+    /// The container of the arrays; `None`: a safetensors file with `metadata`.
+    pub container: Option<Container>,
     /// Sync the file and its folder before the call returns.
     pub durable: bool,
     /// Use `O_DIRECT` where the file system supports it.
@@ -113,7 +177,8 @@ pub fn is_small(plan: &Plan<'_>, options: &Options) -> bool {
     let metadata_bytes: usize = metadata
         .map(|(key, value)| key.len() + value.len() + 8)
         .sum();
-    plan.n_bytes() <= MAX_BYTES as u64
+    let literals = options.container.as_ref().map_or(0, |container| container.literals.len());
+    plan.n_bytes() + literals as u64 <= MAX_BYTES as u64
         && plan.arrays().len() <= MAX_ARRAYS
         && metadata_bytes <= 64 << 10
         && !verifies_files(plan)
@@ -131,7 +196,11 @@ pub fn write(
     buffers: &mut Buffers,
     control: &Control,
 ) -> Result<Checksums> {
-    let content = Content::new(plan, &options.metadata).map_err(|error| error.path(path))?;
+    let content = match &options.container {
+        None => Content::new(plan, &options.metadata),
+        Some(container) => Content::with_container(plan, container),
+    };
+    let content = content.map_err(|error| error.path(path))?;
     let create = |n_bytes| TemporaryFile::create(path, n_bytes, options);
     write_content(&content, create, buffers, control)
 }
@@ -191,16 +260,19 @@ pub fn write_image(
     Checksums::new(n_bytes, header_bytes, crc32c(0, header), chunks)
 }
 
-/// The content of the file: the header and the arrays of a plan.
+/// The content of a file: the arrays of a plan and the bytes between them.
 pub(crate) struct Content<'a> {
     plan: &'a Plan<'a>,
     checks: Checks,
-    header: Vec<u8>,
-    /// First byte of each array, counted from the end of the header.
-    starts: Vec<u64>,
+    container: Cow<'a, Container>,
+    /// Bytes of a safetensors header; 0 for other files.
+    header_bytes: u64,
+    /// Bytes of the arrays before each array, and at last of all arrays.
+    array_bytes_before: Vec<u64>,
 }
 
 impl<'a> Content<'a> {
+    /// A safetensors file.
     pub(crate) fn new(plan: &'a Plan<'a>, metadata: &[(String, String)]) -> Result<Self> {
         let align = if plan.n_bytes() >= PAGE_ALIGNED_FROM_BYTES {
             DIRECT_BLOCK_BYTES as u64
@@ -212,26 +284,49 @@ impl<'a> Content<'a> {
             .iter()
             .map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice()))
             .collect();
-        let (header, starts) = header::build(&tensors, metadata, align)?;
-        Ok(Self {
+        let (header, mut starts) = header::build(&tensors, metadata, align)?;
+        let header_bytes = header.len() as u64;
+        starts.iter_mut().for_each(|start| *start += header_bytes);
+        let container = Container {
+            literals: header,
+            starts,
+            sums: Vec::new(),
+        };
+        Ok(Self::of(plan, Cow::Owned(container), header_bytes))
+    }
+
+    fn with_container(plan: &'a Plan<'a>, container: &'a Container) -> Result<Self> {
+        container.check(plan)?;
+        Ok(Self::of(plan, Cow::Borrowed(container), 0))
+    }
+
+    fn of(plan: &'a Plan<'a>, container: Cow<'a, Container>, header_bytes: u64) -> Self {
+        let mut n_bytes = 0;
+        let mut array_bytes_before = vec![0];
+        for array in plan.arrays() {
+            n_bytes += array.n_bytes();
+            array_bytes_before.push(n_bytes);
+        }
+        Self {
             plan,
             checks: Checks::new(plan),
-            header,
-            starts,
-        })
+            container,
+            header_bytes,
+            array_bytes_before,
+        }
     }
 
     pub(crate) fn header_bytes(&self) -> u64 {
-        self.header.len() as u64
+        self.header_bytes
     }
 
     pub(crate) fn n_bytes(&self) -> u64 {
-        self.header_bytes() + self.plan.n_bytes()
+        self.container.literals.len() as u64 + self.plan.n_bytes()
     }
 
     fn checksums(&self, chunks: Vec<u32>) -> Result<Checksums> {
-        let header_checksum = crc32c(0, &self.header);
-        Checksums::new(self.n_bytes(), self.header_bytes(), header_checksum, chunks)
+        let header = &self.container.literals[..self.header_bytes as usize];
+        Checksums::new(self.n_bytes(), self.header_bytes, crc32c(0, header), chunks)
     }
 }
 
@@ -264,34 +359,153 @@ impl Content<'_> {
             stores,
             control,
         };
-        let data_start = self.header.len() as u64;
-        if at < data_start {
-            let n = to.len().min((data_start - at) as usize);
-            let (head, rest) = to.split_at_mut(n);
-            head.copy_from_slice(&self.header[at as usize..at as usize + n]);
-            (at, to) = (at + n as u64, rest);
-        }
-        // The last array that begins at or before this byte. Empty arrays have the start of the next one.
-        let mut i = self
-            .starts
-            .partition_point(|start| data_start + start <= at)
-            .saturating_sub(1);
+        let starts = &self.container.starts;
+        // The first array that begins behind this byte. Empty arrays have the start of the next one.
+        let mut next = starts.partition_point(|start| *start <= at);
         while !to.is_empty() {
-            let array = &self.plan.arrays()[i];
-            let offset = at - data_start - self.starts[i];
-            let n = to
-                .len()
-                .min((array.n_bytes() - offset.min(array.n_bytes())) as usize);
-            if n > 0 {
-                let (part, rest) = to.split_at_mut(n);
-                fill_bytes(run, array, offset, part)?;
-                run.control.advance(n as u64);
-                (at, to) = (at + n as u64, rest);
+            if let Some(i) = next.checked_sub(1) {
+                let array = &self.plan.arrays()[i];
+                let offset = at - starts[i];
+                let n = to
+                    .len()
+                    .min((array.n_bytes() - offset.min(array.n_bytes())) as usize);
+                if n > 0 {
+                    let (part, rest) = to.split_at_mut(n);
+                    fill_bytes(run, array, offset, part)?;
+                    run.control.advance(n as u64);
+                    (at, to) = (at + n as u64, rest);
+                }
+                if to.is_empty() {
+                    break;
+                }
             }
-            i += 1;
+            let gap_end = starts.get(next).copied().unwrap_or(u64::MAX);
+            let n = to.len().min((gap_end - at) as usize);
+            let from = (at - self.array_bytes_before[next]) as usize;
+            let (literal, rest) = to.split_at_mut(n);
+            literal.copy_from_slice(&self.container.literals[from..from + n]);
+            (at, to) = (at + n as u64, rest);
+            next += 1;
         }
         finish_stores(stores);
         Ok(())
+    }
+
+    /// The CRC-32 of the parts of arrays that lie in a piece of the file.
+    fn part_sums(&self, at: u64, piece: &[u8]) -> Vec<PartSum> {
+        let starts = &self.container.starts;
+        let end = at + piece.len() as u64;
+        let first = starts.partition_point(|start| *start <= at).saturating_sub(1);
+        let last = starts.partition_point(|start| *start < end);
+        let parts = (first..last).filter_map(|array| {
+            let array_end = starts[array] + self.plan.arrays()[array].n_bytes();
+            let (from, to) = (starts[array].max(at), array_end.min(end));
+            (from < to).then(|| {
+                let bytes = &piece[(from - at) as usize..(to - at) as usize];
+                PartSum {
+                    array,
+                    is_first: from == starts[array],
+                    n_bytes: to - from,
+                    crc: checksum(CrcAlgorithm::Crc32IsoHdlc, bytes) as u32,
+                }
+            })
+        });
+        parts.collect()
+    }
+
+    /// The sums of which a byte lies in a range of the file.
+    fn sums_in(&self, start: u64, end: u64) -> &[Sum] {
+        let sums = &self.container.sums;
+        let first = sums.partition_point(|sum| sum.at + 4 <= start);
+        let last = sums.partition_point(|sum| sum.at < end);
+        &sums[first..last]
+    }
+}
+
+/// The CRC-32 of the part of an array that lies in one piece.
+struct PartSum {
+    array: usize,
+    /// Whether it is the first part of the array.
+    is_first: bool,
+    n_bytes: u64,
+    crc: u32,
+}
+
+/// The CRC-32 of the arrays, joined from their parts in the order of the pieces.
+struct ArraySums {
+    state: Mutex<SumState>,
+    changed: Condvar,
+}
+
+struct SumState {
+    /// All pieces before this byte are included.
+    end: u64,
+    /// Parts of pieces that were filled before an earlier piece, by the start of the piece.
+    early: BTreeMap<u64, Vec<PartSum>>,
+    /// By array.
+    crcs: Vec<u32>,
+    /// A piece could not be filled: the sums behind it never become known.
+    failed: bool,
+}
+
+impl ArraySums {
+    fn new(n_arrays: usize) -> Self {
+        Self {
+            state: Mutex::new(SumState {
+                end: 0,
+                early: BTreeMap::new(),
+                crcs: vec![0; n_arrays],
+                failed: false,
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn add(&self, at: u64, parts: Vec<PartSum>) {
+        let mut guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = &mut *guard;
+        state.early.insert(at, parts);
+        while let Some(parts) = state.early.remove(&state.end) {
+            for part in parts {
+                let crc = &mut state.crcs[part.array];
+                *crc = if part.is_first {
+                    part.crc
+                } else {
+                    let (before, own) = (u64::from(*crc), u64::from(part.crc));
+                    checksum_combine(CrcAlgorithm::Crc32IsoHdlc, before, own, part.n_bytes) as u32
+                };
+            }
+            state.end += PIECE_BYTES as u64;
+        }
+        self.changed.notify_all();
+    }
+
+    fn fail(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.failed = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits for all pieces up to the one at `at`, and writes the sums in it. False if one of them failed.
+    fn fill(&self, sums: &[Sum], at: u64, piece: &mut [u8]) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self
+            .changed
+            .wait_while(state, |state| state.end <= at && !state.failed)
+            .unwrap_or_else(PoisonError::into_inner);
+        if state.end <= at {
+            return false;
+        }
+        for sum in sums {
+            // A sum can lie across the end of a piece.
+            for (i, byte) in (0..).zip(state.crcs[sum.array].to_le_bytes()) {
+                let to = (sum.at + i).checked_sub(at).map(|to| to as usize);
+                if let Some(to) = to.and_then(|to| piece.get_mut(to)) {
+                    *to = byte;
+                }
+            }
+        }
+        true
     }
 }
 
@@ -309,6 +523,8 @@ struct PieceWriter<'a, S> {
     n_bytes: u64,
     next: AtomicU64,
     checksums: Vec<AtomicU32>,
+    /// For files with sums of arrays.
+    array_sums: Option<ArraySums>,
     fill_permits: Semaphore,
     control: &'a Control,
 }
@@ -323,6 +539,12 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             n_bytes,
             next: AtomicU64::new(0),
             checksums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
+            array_sums: match bytes {
+                Bytes::Planned(content) if !content.container.sums.is_empty() => {
+                    Some(ArraySums::new(content.plan.arrays().len()))
+                }
+                _ => None,
+            },
             // `current_num_threads` starts the threads of a pool; a single piece needs none.
             fill_permits: Semaphore::new(if n_bytes > PIECE_BYTES as u64 {
                 rayon::current_num_threads()
@@ -383,16 +605,24 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
 
     fn write_one(&self, at: u64, buffer: &mut [u8]) -> Result<()> {
         let len = (self.n_bytes - at).min(PIECE_BYTES as u64) as usize;
-        let permit = self.fill_permits.acquire();
-        self.control.check()?;
+        let mut permit = Some(self.fill_permits.acquire());
+        self.control.check().inspect_err(|_| self.fail_sums())?;
         let piece = match self.bytes {
             Bytes::InMemory(image) => &image[at as usize..at as usize + len],
             Bytes::Planned(content) => {
                 let piece = &mut buffer[..len];
-                for (i, band) in piece.chunks_mut(BAND_BYTES).enumerate() {
-                    let at = at + (i * BAND_BYTES) as u64;
-                    content.fill_band(at, band, Stores::Plain, self.control)?;
+                let unfilled = OnDrop(|| self.fail_sums());
+                self.fill_piece(content, at, piece)?;
+                if let Some(sums) = &self.array_sums {
+                    sums.add(at, content.part_sums(at, piece));
+                    // A thread that waits for earlier pieces holds no permit: they may need it.
+                    permit = None;
+                    let here = content.sums_in(at, at + len as u64);
+                    if !here.is_empty() && !sums.fill(here, at, piece) {
+                        return Ok(()); // the thread that failed returns the error
+                    }
                 }
+                std::mem::forget(unfilled);
                 piece
             }
         };
@@ -408,6 +638,29 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             self.control.advance(len as u64); // `fill_band` counts the bytes of the other kind
         }
         Ok(())
+    }
+
+    /// Wakes the threads that wait for the sums of a piece that is never filled.
+    fn fail_sums(&self) {
+        if let Some(sums) = &self.array_sums {
+            sums.fail();
+        }
+    }
+
+    fn fill_piece(&self, content: &Content<'_>, at: u64, piece: &mut [u8]) -> Result<()> {
+        for (i, band) in piece.chunks_mut(BAND_BYTES).enumerate() {
+            let at = at + (i * BAND_BYTES) as u64;
+            content.fill_band(at, band, Stores::Plain, self.control)?;
+        }
+        Ok(())
+    }
+}
+/// Runs a function when it is dropped.
+struct OnDrop<F: FnMut()>(F);
+
+impl<F: FnMut()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        (self.0)();
     }
 }
 

@@ -17,8 +17,9 @@ __all__ = ["convert"]
 @click.argument("dst", type=PATH)
 @click.option(
     "--to",
-    type=click.Choice(["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors"]),
-    help="Format of DST. Default: checkpoint2 with --layout, safetensors if DST ends so, else huggingface.",
+    type=click.Choice(["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors", "torch", "dcp", "megatron"]),
+    help="Format of DST. Default: checkpoint2 with --layout; safetensors if DST ends so; torch if DST ends with .bin, "
+    ".pt or .pth; else huggingface.",
 )
 @options(*OPTIONS)
 @command
@@ -37,6 +38,8 @@ def convert(src: str, dst: str, **given: Any) -> None:
       reshard convert output/checkpoint tp4/ --layout tp4.yaml --iteration 7
       reshard convert output/checkpoint all.safetensors
       reshard convert weights.ckpt weights.safetensors
+      reshard convert output/checkpoint weights.pt           one file for torch.load
+      reshard convert hf/ start/step-0 --to dcp --layout tp4.yaml    for torch.distributed.checkpoint.load
       reshard convert hf/ small/ --max-shard-size 500MB --dtype bfloat16
       reshard convert hf/ mcore/ --names mindspore           as MindSpore Transformers names, fuses and stacks tensors
       reshard convert mcore/ back/ --names mindspore:reverse --config hf/

@@ -14,9 +14,12 @@ from reshard.conversion.shares import assign, committing, missing, place, read_r
 from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import weight_map, writer_mark
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
+from reshard.formats.dcp import names as dcp
 from reshard.formats.full_weights import names as full_weights
 from reshard.formats.huggingface import names as huggingface
 from reshard.formats.tiled import names as tiles
+from reshard.formats.torch_file import archive
+from reshard.formats.torch_file import names as torch_files
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.outputs import whole_request
 from reshard.storage.changes import make_folders, set_mode
@@ -65,17 +68,26 @@ _COMMITS = (
     full_weights.MAP_FILE,
     huggingface.SINGLE_FILE,
     huggingface.INDEX_FILE,
+    torch_files.SINGLE_FILE,
+    torch_files.INDEX_FILE,
+    dcp.METADATA_FILE,
+    dcp.TRACKER_FILE,
 )
+_INDEXES = (huggingface.INDEX_FILE, full_weights.MAP_FILE, torch_files.INDEX_FILE)
 
 _log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
 class File:
-    """One shard file: its name, with a subfolder or without, and the request for its arrays."""
+    """One file: its name, with a subfolder or without, the request for its arrays, and its other bytes.
+
+    `container` is None for a safetensors file.
+    """
 
     name: str
     request: _core.Request
+    container: _core.Container | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +189,7 @@ def write_files(job: Job, folder: Location, files: list[File], sizes: list[int])
         file.name: job.plan(file.request).write(
             str(folder / file.name),
             metadata=options.metadata,
+            container=file.container,
             buffers=options.buffers,
             threads=options.threads,
             durable=options.durable,
@@ -291,8 +304,13 @@ def is_our_file(entry: Location) -> bool:
             tiles.read(entry)
             return True
         return False
-    if entry.name in (huggingface.INDEX_FILE, full_weights.MAP_FILE):
+    if entry.name in _INDEXES:
         return weight_map.writer(entry) is not None
+    if entry.name == dcp.METADATA_FILE or entry.suffix == dcp.DATA_SUFFIX:
+        # A data file has no mark of its own.
+        return dcp.is_ours(entry.parent)
+    if entry.suffix in torch_files.SUFFIXES:
+        return archive.is_ours(entry)
     return entry.suffix == ".safetensors" and writer_mark.is_ours(entry)
 
 
@@ -318,9 +336,10 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
             path=str(target),
             hint="choose another destination, or give `overwrite=True` to replace the files of an earlier conversion",
         )
-    names = (huggingface.INDEX_FILE, full_weights.MAP_FILE, tiles.TILES_FILE)
+    names = (*_INDEXES, tiles.TILES_FILE, dcp.METADATA_FILE)
+    suffixes = (".safetensors", *torch_files.SUFFIXES, dcp.DATA_SUFFIX)
     for entry in entries:
-        if would_be_lost(entry) or ((entry.suffix == ".safetensors" or entry.name in names) and not is_our_file(entry)):
+        if would_be_lost(entry) or ((entry.suffix in suffixes or entry.name in names) and not is_our_file(entry)):
             raise DestinationExistsError(
                 f"{entry} was not written by an earlier conversion and would be mixed up with what is written now",
                 path=str(entry),

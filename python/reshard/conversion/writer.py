@@ -30,6 +30,7 @@ class Settings:
         original_modes: create files with the permissions that MindSpore Transformers uses.
         model_files: a folder whose files that are not weights are copied, or None.
         source: the path of the source.
+        with_state: whether counters and other state beside the tensors are written, by formats that hold them.
     """
 
     layout: LayoutLike | None
@@ -41,6 +42,7 @@ class Settings:
     original_modes: bool
     model_files: Location | None
     source: Location
+    with_state: bool
 
 
 class Writer(ABC):

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint1.writer import Checkpoint1Writer
 from reshard.formats.checkpoint2.writer import Checkpoint2Writer
+from reshard.formats.dcp.megatron_writer import MegatronWriter
+from reshard.formats.dcp.writer import DcpWriter
 from reshard.formats.full_weights.writer import FullWeightsWriter
 from reshard.formats.huggingface.writer import HuggingFaceWriter
 from reshard.formats.tiled.writer import SafetensorsWriter
+from reshard.formats.torch_file.writer import TorchWriter
 
 if TYPE_CHECKING:
     from reshard.conversion.writer import Writer
@@ -26,6 +29,9 @@ WRITERS: tuple[Writer, ...] = (
     Checkpoint2Writer(),
     Checkpoint1Writer(),
     SafetensorsWriter(),
+    TorchWriter(),
+    DcpWriter(),
+    MegatronWriter(),
 )
 
 
@@ -47,8 +53,8 @@ def writer_for(to: str | None, target: Location, *, has_layout: bool) -> Writer:
     """
     known = {one.name: one for one in WRITERS}
     if to is None:
-        default = "safetensors" if target.suffix == ".safetensors" else "huggingface"
-        return known["checkpoint2" if has_layout else default]
+        by_suffix = (one.name for one in WRITERS if one.is_one_file(target))
+        return known["checkpoint2" if has_layout else next(by_suffix, "huggingface")]
     if to not in known:
         accepted = ", ".join(f'"{name}"' for name in list(known)[:-1]) + f' or "{list(known)[-1]}"'
         raise ArgumentError(f"`to` is {to!r}; {accepted} are accepted")

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
-Target = Literal["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors"]
+Target = Literal["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors", "torch", "dcp", "megatron"]
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,11 @@ def convert(
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file. An
             existing folder is filled: it keeps its mode, its owner and its other entries.
         to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends with `.safetensors`: one
-            file; else one per rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout) or
-            "checkpoint1" (a folder a rank).
-        part: "model", "optimizer" or "all"; default "model" for Hugging Face, else "all".
+            file; else one per rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout),
+            "checkpoint1" (a folder a rank), "torch" (`torch.save`; the default if `dst` ends with `.bin`, `.pt` or
+            `.pth`: one file; else `pytorch_model.bin` or several files with an index), "dcp" (a folder of
+            `torch.distributed.checkpoint`) or "megatron" (a root of Megatron-Core with weights in `torch_dist`).
+        part: "model", "optimizer" or "all"; default "model" for Hugging Face, torch and Megatron, else "all".
         layout: how the destination is sharded, also a strategy file; None: whole tensors. It uses the new names.
         strategy: of rank folders, how they are sharded: a strategy file, or a folder with those of all stages.
         select: which tensors are selected, and under which names: a `Select` or a mapping of its fields.
@@ -120,7 +122,7 @@ def convert(
             inverse.
         config: the model's `config.json`, for the sizes that the name map takes from it; default: the one in `src`.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none. Of rank folders
-            the step in the names of the files.
+            the step in the names of the files. For Megatron the default is the source's, or `release`.
         dtype: cast the floating-point tensors to it; others stay.
         files: which files are written: a `Files` or a mapping of its fields.
         commit: how the destination is published: a `Commit` or a mapping of its fields. `rollback` and `takeover` are
@@ -241,6 +243,7 @@ def convert(
                 original_modes=modes == "original",
                 model_files=model_folder,
                 source=source,
+                with_state=part_written == "all",
             )
             written = writer.write(job, settings)
     return ConvertReport(

@@ -5,7 +5,7 @@ use crate::errors::raise;
 use crate::run::run;
 use crate::write::{Buffers, Written, write_plan};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyBytes, PyTuple};
 use reshard_core::control::Control;
 use reshard_core::copy::fill;
 use reshard_core::memory::{Memory, Stores};
@@ -20,6 +20,9 @@ const OWN_MEMORY_BYTES: u64 = 2 << 20;
 /// Smaller arrays share memory of this size.
 const SHARED_MEMORY_BYTES: u64 = 8 << 20;
 const ALIGN_BYTES: u64 = 64;
+
+/// Literal bytes, the start of each array, and `(position, array)` of each CRC-32.
+type Container<'py> = (Bound<'py, PyBytes>, Vec<u64>, Vec<(u64, usize)>);
 
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Plan(pub(crate) CorePlan<'static>);
@@ -189,13 +192,14 @@ impl Plan {
         Ok(views)
     }
 
-    #[pyo3(signature = (path, *, metadata=None, buffers=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
+    #[pyo3(signature = (path, *, metadata=None, container=None, buffers=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a file")]
     fn write(
         &self,
         py: Python<'_>,
         path: PathBuf,
         metadata: Option<BTreeMap<String, String>>,
+        container: Option<Container<'_>>,
         buffers: Option<&Buffers>,
         threads: Option<i64>,
         durable: bool,
@@ -205,6 +209,14 @@ impl Plan {
     ) -> PyResult<Written> {
         let options = writer::Options {
             metadata: metadata.unwrap_or_default().into_iter().collect(),
+            container: container.map(|(literals, starts, sums)| writer::Container {
+                literals: literals.as_bytes().to_vec(),
+                starts,
+                sums: sums
+                    .into_iter()
+                    .map(|(at, array)| writer::Sum { at, array })
+                    .collect(),
+            }),
             durable,
             direct,
             mode,

@@ -172,6 +172,7 @@ pub(crate) fn write_arrays(
     let plan = raise(py, inputs.plan())?;
     let options = writer::Options {
         metadata: metadata.unwrap_or_default().into_iter().collect(),
+        container: None,
         durable,
         direct,
         mode,
@@ -272,6 +273,7 @@ impl Snapshot {
         let taken = raise(py, taken.ok_or_else(closed))?;
         let options = writer::Options {
             metadata: Vec::new(),
+            container: None,
             durable,
             direct,
             mode,

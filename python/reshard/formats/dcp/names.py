@@ -11,13 +11,25 @@ Source: `torch/distributed/checkpoint/filesystem.py` of torch 2.15; `components/
 
 from __future__ import annotations
 
+import contextlib
 import re
+from typing import TYPE_CHECKING
+
+from reshard.errors import ReshardError
+from reshard.formats import writer_mark
+
+if TYPE_CHECKING:
+    from reshard.storage.location import Location
 
 __all__ = [
     "DATA_SUFFIX",
     "MAX_METADATA_BYTES",
     "METADATA_FILE",
+    "SAVE_ID",
+    "TRACKER_FILE",
+    "data_file",
     "is_optimizer",
+    "is_ours",
     "rank_of_file",
     "rank_of_metadata",
     "step_of",
@@ -25,7 +37,11 @@ __all__ = [
 
 METADATA_FILE = ".metadata"
 DATA_SUFFIX = ".distcp"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""In a root of Megatron-Core: which iteration is the latest."""
 MAX_METADATA_BYTES = 4 << 30
+SAVE_ID = f"{writer_mark.KEY} {writer_mark.MARK[writer_mark.KEY]}"
+"""The `save_id` in a `.metadata` that this package wrote; torch stores a random one, and only compares it."""
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _RANK = re.compile(r"__([0-9]{1,9})\.metadata")
@@ -76,3 +92,26 @@ def is_optimizer(key: str) -> bool:
         (True, True, False)
     """
     return not _OPTIMIZER.isdisjoint(key.split(".", 2)[:2])
+
+
+def data_file(rank: int, number: int) -> str:
+    """The name of a data file.
+
+    Args:
+        rank: the rank whose chunks it holds.
+        number: number of the file among those of the rank, from 0.
+
+    Example:
+        >>> data_file(3, 0)
+        '__3_0.distcp'
+    """
+    return f"__{rank}_{number}{DATA_SUFFIX}"
+
+
+def is_ours(folder: Location) -> bool:
+    """Whether this package wrote the `.metadata` of a folder."""
+    with contextlib.suppress(ReshardError):
+        # The last entries of the file are those about the save: a name, and a short text behind it.
+        tail = (folder / METADATA_FILE).read_tail(1 << 10)
+        return re.search(rb"save_id\x94\x8c." + writer_mark.KEY.encode() + rb" ", tail, re.DOTALL) is not None
+    return False

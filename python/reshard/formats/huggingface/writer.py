@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import _core
@@ -17,12 +18,14 @@ from reshard.conversion.destinations import (
 from reshard.conversion.model_files import ModelFiles, dtype_warning, find_model_files
 from reshard.conversion.writer import Settings, Writer
 from reshard.formats.huggingface import names as huggingface
-from reshard.storage.location import Location, locate
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from reshard.conversion.destinations import Job, Produce
 
-__all__ = ["HuggingFaceWriter"]
+__all__ = ["HuggingFaceWriter", "Style", "write_folder"]
 
 _DEFAULT_BYTES = 4 << 30
 
@@ -37,20 +40,38 @@ class HuggingFaceWriter(Writer):
 
     def write(self, job: Job, settings: Settings) -> Written:
         """Write the folder. Files of a model that are not weights are copied from `model_files` or from the source."""
-        model_files = settings.model_files
-        if model_files is None and job.source.data.traits.is_pretrained:
-            model_files = settings.source
-        return _write(job, settings.max_bytes or _DEFAULT_BYTES, model_files)
+        return write_folder(job, settings, Style(huggingface.file_name, huggingface.INDEX_FILE))
 
 
-def _write(job: Job, max_shard_bytes: int, model_files: Location | None = None) -> Written:
+@dataclass(frozen=True)
+class Style:
+    """How files of weights are named and what they hold.
+
+    Attributes:
+        file_name: the name of a file, by its number from 1 and the count.
+        index_file: the name of the index of several files.
+        container: the other bytes of a file, by its name and its arrays; None: safetensors files.
+    """
+
+    file_name: Callable[[int, int], str]
+    index_file: str
+    container: Callable[[str, Sequence[tuple[str, str, tuple[int, ...], int]]], _core.Container] | None = None
+
+
+def write_folder(job: Job, settings: Settings, style: Style) -> Written:
     """Write whole tensors in files of limited size, an index for several files, and the other files of a model.
 
     Args:
         job: the conversion.
-        max_shard_bytes: largest size of a file in bytes, without its header.
-        model_files: the folder whose files that are not weights are copied; none if it is the destination itself.
+        settings: the largest size of a file, and the folder whose files that are not weights are copied.
+        style: how files are named and what they hold.
+
+    Raises:
+        DestinationExistsError: the destination holds files that must not be replaced.
     """
+    model_files = settings.model_files
+    if model_files is None and job.source.data.traits.is_pretrained and settings.source.is_folder():
+        model_files = settings.source
     check_folder_free(job)
     copies = ModelFiles()
     if model_files is not None and model_files.resolved() != locate(job.target).resolved():
@@ -60,16 +81,19 @@ def _write(job: Job, max_shard_bytes: int, model_files: Location | None = None) 
         warning = dtype_warning(model_files, job.options.dtype)
         copies.warnings += [] if warning is None else [warning]
     request = job.whole_request(job.keys)
-    sizes = [(name, n_bytes) for name, _, _, n_bytes in job.plan(request).arrays]
-    shards = huggingface.plan_shards(sizes, max_shard_bytes)
-    files = [
-        File(huggingface.file_name(number, len(shards)), job.whole_request(keys))
-        for number, keys in enumerate(shards, 1)
-    ]
+    arrays = job.plan(request).arrays
+    sizes = [(name, n_bytes) for name, _, _, n_bytes in arrays]
+    shards = huggingface.plan_shards(sizes, settings.max_bytes or _DEFAULT_BYTES)
+    files = []
+    by_name = {array[0]: array for array in arrays}
+    for number, keys in enumerate(shards, 1):
+        name = style.file_name(number, len(shards))
+        container = style.container and style.container(name, [by_name[key] for key in keys])
+        files.append(File(name, job.whole_request(keys), container))
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
         if isinstance(fill, Written):
             return fill
-        return _publish(job, files, shards, sizes, fill, copies=copies)
+        return _publish(job, files, shards, sizes, fill, copies=copies, index_file=style.index_file)
 
 
 def _publish(
@@ -80,6 +104,7 @@ def _publish(
     fill: Produce,
     *,
     copies: ModelFiles,
+    index_file: str,
 ) -> Written:
     options = job.options
     with destination_folder(job) as folder:
@@ -89,5 +114,5 @@ def _publish(
             file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
             total = sum(size for _, size in sizes)
             text = huggingface.index_text(file_of, total, _core.__version__)
-            locate(folder / huggingface.INDEX_FILE).replace(text, options.file_mode, durable=options.durable)
+            locate(folder / index_file).replace(text, options.file_mode, durable=options.durable)
     return Written(job.target, len(files), n_bytes, warnings=copies.warnings)

@@ -27,11 +27,12 @@ from reshard.storage.publication import made_folder, published_file
 from reshard.write.iteration import FileContent, describe_cut
 
 if TYPE_CHECKING:
+    from reshard import _core
     from reshard.checkpoint import LayoutLike
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
 
-__all__ = ["SafetensorsWriter"]
+__all__ = ["SafetensorsWriter", "write_one_file"]
 
 
 class SafetensorsWriter(Writer):
@@ -51,17 +52,7 @@ class SafetensorsWriter(Writer):
 def _write(job: Job, layout: LayoutLike | None) -> Written:
     """Write one file, or one per rank with tiles.json."""
     if job.target.suffix == ".safetensors":
-        _check_file_free(job)
-        durable, parent = job.options.durable, job.target.parent
-        with (
-            made_folder(parent, mode=job.options.folder_mode, durable=durable),
-            published_file(
-                job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes
-            ) as path,
-        ):
-            files = [File(path.name, job.whole_request(job.keys))]
-            n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
-        return Written(job.target, 1, n_bytes)
+        return write_one_file(job)
     check_folder_free(job)
     bound = bind(job, layout)
     tensors = whole_tensors(job)
@@ -85,6 +76,27 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
                 content = builder.build(None if layout is None else settled_mapping(job.source, layout))
                 tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
     return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
+
+
+def write_one_file(job: Job, container: _core.Container | None = None) -> Written:
+    """Write all tensors, whole, into the file that is the destination.
+
+    Args:
+        job: the conversion.
+        container: the other bytes of the file; None: a safetensors file.
+
+    Raises:
+        DestinationExistsError: the file exists, and must not be replaced.
+    """
+    _check_file_free(job)
+    durable, parent = job.options.durable, job.target.parent
+    with (
+        made_folder(parent, mode=job.options.folder_mode, durable=durable),
+        published_file(job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes) as path,
+    ):
+        files = [File(path.name, job.whole_request(job.keys), container)]
+        n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
+    return Written(job.target, 1, n_bytes)
 
 
 def _check_file_free(job: Job) -> None:

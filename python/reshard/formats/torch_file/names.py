@@ -9,10 +9,13 @@ Source: `torch/serialization.py` of torch 2.15; `transformers/modeling_utils.py`
 
 from __future__ import annotations
 
-__all__ = ["HEAD_BYTES", "INDEX_FILE", "SINGLE_FILE", "is_head", "is_zip"]
+__all__ = ["HEAD_BYTES", "INDEX_FILE", "SINGLE_FILE", "SUFFIXES", "file_name", "is_head", "is_zip"]
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
+
+SUFFIXES = (".bin", ".pt", ".pth")
+"""Suffixes of a single file that is written."""
 
 HEAD_BYTES = 14
 """So many bytes from the start of a file tell what it is."""
@@ -39,3 +42,17 @@ def is_zip(head: bytes) -> bool:
         True
     """
     return head.startswith(_ZIP)
+
+
+def file_name(number: int, count: int) -> str:
+    """The name of a file of a folder; without numbers if there is only one.
+
+    Args:
+        number: number of the file, from 1.
+        count: number of files.
+
+    Example:
+        >>> file_name(2, 12), file_name(1, 1)
+        ('pytorch_model-00002-of-00012.bin', 'pytorch_model.bin')
+    """
+    return SINGLE_FILE if count == 1 else f"pytorch_model-{number:05d}-of-{count:05d}.bin"
