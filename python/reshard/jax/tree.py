@@ -66,7 +66,7 @@ def check_single_process() -> None:
     if jax.process_count() > 1:
         raise UnsupportedError(
             f"JAX runs in {jax.process_count()} processes: `reshard.jax` supports one process with all its devices",
-            hint="call `reshard.save` with the shards of each process as `reshard.Shard`, and a `group`",
+            hint="gather the arrays in one process, or use one process with all devices",
         )
 
 
