@@ -132,7 +132,9 @@ _PATH_METHODS = {
 _SHARED_METHODS = {"absolute", "exists", "is_file", "open", "rename", "replace", "resolve", "stat"}
 # Modules that touch files which belong to no checkpoint, and how.
 _OTHER_FILES = {
-    "reshard.examples.train_gpt": {"Path.open()"},  # the log of the example: it shows a user's own program
+    # The logs of the examples: they show a user's own program.
+    "reshard.examples.train_gpt": {"Path.open()"},
+    "reshard.examples.train_lightning": {"Path.open()"},
 }
 
 

@@ -1,0 +1,411 @@
+"""The callback: when a Trainer of Lightning saves, and how it resumes.
+
+A save is a `reshard.save` of the live tensors, with the rest of Lightning's checkpoint (loops, callbacks, schedulers,
+precision plugin, datamodule, hyperparameters) as its extra state. To resume, the callback replaces the strategy's
+method `load_checkpoint` for paths that are its own, so that `ckpt_path="last"` chooses the newest undamaged iteration
+on all ranks together.
+
+Lightning is not imported here: `reshard.lightning` combines this class with `ModelCheckpoint` of either package.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from reshard.arguments import check_given
+from reshard.errors import ArgumentError, ReshardError, UnsupportedError
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.state import per_rank
+from reshard.group import resolve
+from reshard.lightning.data import position_of, watch
+from reshard.lightning.progress import at_end_of_epoch, is_end_of_epoch, plateau_steps, set_not_restarting
+from reshard.lightning.resuming import Resumed, resume
+from reshard.lightning.trainer_state import as_extra, without_tensors
+from reshard.opening import newer_than
+from reshard.options import Retention, Verify
+from reshard.storage.location import locate
+from reshard.torch import rng
+from reshard.torch.state import describe
+from reshard.words import show
+from reshard.write.save import save
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    from reshard.options import VerifyLike
+    from reshard.write.save import PendingSave, SaveReport
+
+__all__ = ["Saving"]
+
+_log = logging.getLogger("reshard")
+
+_PATIENCE_S = 60  # for a save in the background after an exception: other ranks may have ended
+
+
+class Saving:
+    """A `ModelCheckpoint` of Lightning that saves Checkpoint 2.0 iterations, with checksums, and resumes bit-equal.
+
+    The words of `ModelCheckpoint` have the same meaning here. Iterations are numbered by `trainer.global_step`.
+    `trainer.fit(model, ckpt_path="last")` resumes from the newest undamaged iteration of `dirpath`, or starts without a
+    checkpoint if there is none; `trainer.test(model, ckpt_path="best")` loads the weights of the best one. Other paths
+    are loaded by Lightning.
+
+    A resumed run equals the uninterrupted one to the last bit on the same number of ranks: model, optimizers,
+    schedulers, loops, callbacks, gradient scaler, random states and the position in the data are restored. On another
+    number of ranks it resumes from an iteration that was saved at the end of an epoch.
+
+    A save that is due at the last batch of an epoch is made at the end of the epoch, one that is due before a
+    validation after it.
+
+    Args:
+        dirpath: the checkpoint root; None: the folder that `ModelCheckpoint` uses.
+        monitor: the logged metric that decides which iterations are the best.
+        mode: "min" or "max".
+        save_top_k: number of best iterations that are kept; -1: all iterations; 0: none.
+        save_last: save also when the iteration is not among the best.
+        every_n_train_steps: steps from one save to the next.
+        train_time_interval: time from one save to the next.
+        every_n_epochs: epochs from one save to the next.
+        save_on_train_epoch_end: whether saves by epoch are made at the end of training epochs, else after validations.
+        keep: number of newest iterations that are kept besides the best. With 2, a damaged one has a predecessor.
+        async_save: write in the background; training waits only until the tensors are copied.
+        verify: what is compared when loading and saving, as in `reshard.torch.Checkpointer`.
+        timeout: seconds that ranks wait for each other, the time to write or to read included.
+
+    Raises:
+        ArgumentError: an option has a value that is not accepted. Lightning raises its own error for its words.
+
+    Example:
+        >>> from reshard.lightning import ReshardCheckpoint
+        >>> saving = ReshardCheckpoint("run", monitor="val_loss", save_top_k=2, every_n_train_steps=100)
+        >>> saving.monitor, saving.save_top_k
+        ('val_loss', 2)
+    """
+
+    library: Any
+
+    # Of ModelCheckpoint.
+    monitor: str | None
+    mode: str
+    save_top_k: int
+    save_last: bool | None
+    dirpath: Any
+    best_k_models: dict[str, Any]
+    best_model_path: str
+    best_model_score: Any
+    kth_best_model_path: str
+    kth_value: Any
+    current_score: Any
+    last_model_path: str
+    _last_global_step_saved: int
+    _every_n_train_steps: int
+    _every_n_epochs: int
+    _train_time_interval: timedelta | None
+    _should_skip_saving_checkpoint: Callable[[Any], bool]
+    _should_save_on_train_epoch_end: Callable[[Any], bool]
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        monitor: str | None = None,
+        mode: str = "min",
+        save_top_k: int = 1,
+        save_last: bool | None = None,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        keep: int = 2,
+        async_save: bool = False,
+        verify: VerifyLike = "touched",
+        timeout: float = 1800.0,
+    ) -> None:
+        check_given(timeout=timeout)
+        best = (f"-{monitor}" if mode == "max" else monitor, save_top_k) if monitor and save_top_k > 0 else None
+        self._retention = Retention(keep=keep, best=best)
+        self._verify = Verify.of(verify)
+        self._async, self._timeout = async_save, timeout
+        self._pending: PendingSave[SaveReport] | None = None
+        self._is_due = False
+        self._time = time.monotonic()
+        self._resumed: Resumed | None = None
+        self._epoch_random: dict[str, Any] | None = None
+        self._step_random: dict[str, Any] | None = None
+        self._has_begun = False
+        self._restore_strategy: list[Callable[[], None]] = []
+        super().__init__(  # type: ignore[call-arg]
+            dirpath=dirpath,
+            monitor=monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            save_last=save_last,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+        )
+
+    # ------------------------------------------------------------------------------------------------ Lightning's hooks
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Make the strategy load iterations of this package, and the loaders of training data count their batches.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the model.
+            stage: "fit", "validate", "test" or "predict".
+        """
+        if not isinstance(trainer, self.library.Trainer):
+            raise ArgumentError(
+                f"this ReshardCheckpoint belongs to {self.library.__name__}, and the Trainer to "
+                f"{type(trainer).__module__}",
+                hint='`reshard.lightning.callback_of("lightning" or "pytorch_lightning")` chooses the package',
+            )
+        super().setup(trainer, pl_module, stage)  # type: ignore[misc]
+        strategy, connector = trainer.strategy, trainer._checkpoint_connector  # noqa: SLF001  Lightning has no hooks here
+        load, process, end = strategy.load_checkpoint, strategy.process_dataloader, connector.resume_end
+
+        def load_checkpoint(path: Any, **options: Any) -> dict[str, Any]:
+            if not _is_ours(path):
+                return dict(load(path, **options))
+            version = self.library.__version__
+            self._resumed = resume(trainer, path, version=version, verify=self._verify.on_load, timeout=self._timeout)
+            return self._resumed.checkpoint
+
+        def process_dataloader(loader: Any) -> Any:
+            loader = process(loader)
+            if trainer.training:
+                if not watch(loader, self._before_batch):
+                    _log.warning(
+                        "the position in a %s cannot be saved: use a DataLoader to resume within an epoch",
+                        type(loader).__name__,
+                    )
+                elif self._resumed is not None:
+                    self._resumed.set_position(loader)
+            return loader
+
+        def resume_end() -> None:
+            if self._resumed is not None and trainer.state.fn.value == "fit":
+                self._resume_end(trainer, self._resumed)
+            end()
+
+        strategy.load_checkpoint, strategy.process_dataloader = load_checkpoint, process_dataloader
+        connector.resume_end = resume_end
+
+        def restore() -> None:
+            del strategy.load_checkpoint, strategy.process_dataloader, connector.resume_end
+
+        self._restore_strategy.append(restore)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wait for the save in the background, and give the strategy its methods back.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the model.
+            stage: "fit", "validate", "test" or "predict".
+        """
+        while self._restore_strategy:
+            self._restore_strategy.pop()()
+        self._resumed, self._has_begun = None, False
+        self._wait()
+        super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse a root that is at a later step."""
+        super().on_train_start(trainer, pl_module)  # type: ignore[misc]
+        self._is_due, self._time, self._has_begun = False, time.monotonic(), True
+        if self._resumed is None and trainer.is_global_zero and not trainer.fast_dev_run:
+            later = newer_than(self.dirpath, trainer.global_step) if locate(self.dirpath).is_folder() else ()
+            if later:
+                raise ArgumentError(
+                    f"{show(str(self.dirpath))} is at iteration {max(later)}, and this run at step "
+                    f"{trainer.global_step}",
+                    hint='resume with `ckpt_path="last"`, or give another `dirpath`',
+                )
+
+    def on_train_epoch_start(self, _trainer: Any, _pl_module: Any) -> None:
+        """Restore the random states of a save at the end of an epoch."""
+        state, self._epoch_random = self._epoch_random, None
+        if state is not None:
+            rng.restore(**state)
+
+    def on_train_batch_end(self, trainer: Any, _pl_module: Any, *_: Any) -> None:
+        """Save if a save by steps or time is due, unless the end of the epoch or a validation follows."""
+        every, interval = self._every_n_train_steps, self._train_time_interval
+        if every and trainer.global_step % every == 0:
+            self._is_due = True
+        if interval is not None:
+            self._is_due |= trainer.strategy.broadcast(time.monotonic() - self._time >= interval.total_seconds())
+        self._is_due &= trainer.global_step != self._last_global_step_saved  # with accumulated gradients
+        if self._is_due and not is_end_of_epoch(trainer):
+            fit_loop = trainer.fit_loop
+            follows = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)  # noqa: SLF001
+            if not trainer.strategy.broadcast(follows):  # it may depend on the clock
+                self._save_due(trainer)
+
+    def on_validation_end(self, trainer: Any, _pl_module: Any) -> None:
+        """Save if a save is due within an epoch."""
+        if trainer.sanity_checking or trainer.state.fn.value != "fit":
+            return
+        if not self._should_save_on_train_epoch_end(trainer) and self._is_due_by_epochs(trainer):
+            self._is_due = True
+        if not is_end_of_epoch(trainer):
+            self._save_due(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, _pl_module: Any) -> None:
+        """Save if a save is due."""
+        if self._should_save_on_train_epoch_end(trainer) and self._is_due_by_epochs(trainer):
+            self._is_due = True
+        self._save_due(trainer)
+
+    def on_train_end(self, _trainer: Any, _pl_module: Any) -> None:
+        """Wait for the save in the background."""
+        self._wait()
+
+    def on_exception(self, *_: Any) -> None:
+        """Wait for the save in the background. Nothing is saved: other ranks may not know of the exception."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result(_PATIENCE_S)
+        except (ReshardError, TimeoutError) as error:
+            _log.error("the save in the background: %s", error)
+
+    # ---------------------------------------------------------------------------------------------------------- saving
+
+    def _is_due_by_epochs(self, trainer: Any) -> bool:
+        return self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+
+    def _save_due(self, trainer: Any) -> None:
+        """Save if a save is due and possible at this step, and the iteration is among the best or kept as the last."""
+        if not self._is_due or trainer.fit_loop.epoch_loop._should_accumulate():  # noqa: SLF001  gradients are not saved
+            return
+        self._is_due = False
+        if self._should_skip_saving_checkpoint(trainer) or (self.save_top_k == 0 and not self.save_last):
+            return
+        metrics = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if getattr(value, "numel", int)() == 1
+        }
+        path = str(locate(self.dirpath) / checkpoint2.iteration_folder_name(trainer.global_step))
+        is_best = self.save_top_k != 0 and self._rank(trainer, path)
+        if not is_best and not self.save_last:
+            return
+        self.last_model_path = path
+        self._save(trainer, metrics)
+        self._last_global_step_saved, self._time = trainer.global_step, time.monotonic()
+
+    def _rank(self, trainer: Any, path: str) -> bool:
+        """Whether an iteration is among the best; if so, it takes its place there."""
+        if self.monitor is None:
+            self.best_model_path = path
+            return True
+        score = trainer.callback_metrics.get(self.monitor)
+        if score is None:
+            _log.warning("iteration %d has no metric %r: it is not among the best", trainer.global_step, self.monitor)
+            return False
+        score = trainer.strategy.broadcast(score.detach().cpu().clone())
+        worst = float("inf" if self.mode == "min" else "-inf")
+        score = score.new_tensor(worst) if score.isnan() else score
+        scores = {**self.best_k_models, path: score}
+        order = sorted(scores, key=lambda one: float(scores[one]), reverse=self.mode == "max")
+        kept = order if self.save_top_k == -1 else order[: self.save_top_k]
+        if path not in kept:
+            return False
+        self.current_score = score
+        self.best_k_models = {one: scores[one] for one in scores if one in kept}
+        self.best_model_path, self.kth_best_model_path = kept[0], kept[-1]
+        self.best_model_score, self.kth_value = scores[kept[0]], scores[kept[-1]]
+        return True
+
+    def _save(self, trainer: Any, metrics: dict[str, float]) -> None:
+        members = resolve(None)
+        step, is_end = trainer.global_step, is_end_of_epoch(trainer)
+        described = describe(trainer.strategy.model, trainer.optimizers, timeout=self._timeout)
+        checkpoint, removed = without_tensors(trainer)
+        at_end_of_epoch(checkpoint["loops"], is_end=is_end)
+        extra: dict[str, Any] = {
+            "rng": per_rank(rng.capture(rank=members.rank, world_size=members.world_size)),
+            "lightning per rank": per_rank({"loaders": _positions(trainer, is_end=is_end)}),
+        }
+        if members.rank == 0:
+            extra["trainer"] = described.extra
+            extra["run"] = {"step": step, "root_seed": 0, "loss": None, "metrics": metrics, "interrupted": False}
+            extra["lightning"] = {
+                "checkpoint": as_extra(checkpoint),
+                "metrics": as_extra(dict(trainer.callback_metrics)),
+                "is_end_of_epoch": is_end,
+                "plateau": plateau_steps(trainer) if is_end else [],
+            }
+        saving = described.saving()
+        for key in removed:
+            saving["model"].pop(key, None)
+        save_any: Any = save  # the type of the result depends on `blocking`
+        saved = save_any(
+            self.dirpath,
+            step,
+            **saving,
+            common={"step_num": step, "global_step": step, "epoch_num": trainer.current_epoch + is_end},
+            extra=extra,
+            metrics=metrics,
+            retention=None if self.save_top_k == -1 else self._retention,
+            verify=self._verify,
+            timeout=self._timeout,
+            blocking=not self._async,
+        )
+        self._pending = saved if self._async else None
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    # -------------------------------------------------------------------------------------------------------- resuming
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """The checkpoint root, if it has iterations: the iteration is chosen on all ranks together (see `setup`)."""
+        root = self._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+        return {str(root)} if locate(root).is_folder() and newer_than(root, -1) else set()
+
+    def _resume_end(self, trainer: Any, resumed: Resumed) -> None:
+        """Restore what Lightning does not, after it has restored its part."""
+        resumed.restore_optimizers(trainer, timeout=self._timeout)
+        random = resumed.random_state()
+        if resumed.is_end_of_epoch:
+            set_not_restarting(trainer.fit_loop)
+            self._epoch_random = random
+        else:
+            self._step_random = random
+
+    def _before_batch(self) -> None:
+        """Before a batch is taken: restore the random states of a save within an epoch before the first one."""
+        state = self._step_random
+        if state is not None and self._has_begun:
+            self._step_random = None
+            rng.restore(**state)
+
+
+def _positions(trainer: Any, *, is_end: bool) -> list[dict[str, Any] | None]:
+    """The position in each loader of training data."""
+    n_ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001
+    loaders = trainer.fit_loop._combined_loader.flattened  # noqa: SLF001
+    positions = [(loader, position_of(loader)) for loader in loaders]
+    return [None if one is None else one.state(loader, n_ahead, is_end=is_end) for loader, one in positions]
+
+
+def _is_ours(path: Any) -> bool:
+    """Whether a path is a checkpoint root or an iteration folder."""
+    try:
+        location = locate(path)
+    except (ArgumentError, UnsupportedError):
+        return False
+    if not location.is_folder():
+        return False
+    return checkpoint2.parse_iteration_folder(location.name) is not None or checkpoint2.is_root(location)

@@ -1,0 +1,285 @@
+"""`reshard.lightning`: an interrupted run that resumes is the uninterrupted one, to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import reshard
+from reshard.errors import ArgumentError, DamagedFileError, MismatchError, UnsupportedError
+from reshard.lightning import callback_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's, about workers, logging and the position in the data
+
+PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+class Stop(Exception):  # noqa: N818
+    """The run is interrupted."""
+
+
+class Noisy(TensorDataset):
+    """A dataset that draws from the global random state, as augmentations do."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.tensors[0][index] + 0.1 * torch.rand(4) + random.random() * np.random.rand(),)  # noqa: NPY002
+
+
+class Stream(IterableDataset[Any]):
+    """A dataset without a length, of which Lightning takes a batch ahead."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.rand(4),) for _ in range(22))
+
+
+def data(kind: str) -> Any:
+    values = torch.randn(44, 4, generator=torch.Generator().manual_seed(0))
+    if kind == "stream":
+        return DataLoader(Stream(), 4)
+    if kind == "stateful":
+        return StatefulDataLoader(TensorDataset(values), 4, shuffle=True)
+    if kind == "two":
+        return {"a": DataLoader(Noisy(values), 4, shuffle=True), "b": DataLoader(Noisy(values[:20]), 4, shuffle=True)}
+    return DataLoader(Noisy(values), 4, shuffle=True)
+
+
+def run(folder: Path, *, package: str = "lightning", stop: int = -1, **words: Any) -> list[tuple[Any, ...]]:
+    """Train in a folder from its last checkpoint, and return what every batch was: step, epoch, loss, inputs."""
+    library = importlib.import_module(PACKAGES[package])
+    seen: list[tuple[Any, ...]] = []
+
+    class Model(library.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+            )
+            self.save_hyperparameters({"width": 8, "act": torch.relu})
+
+        def training_step(self, batch: Any, _index: int) -> Any:
+            inputs = sum(one[0] for one in batch.values()) if isinstance(batch, dict) else batch[0]
+            loss = self.net(inputs).square().mean()
+            seen.append((self.global_step, self.current_epoch, float(loss).hex(), float(inputs.sum()).hex()))
+            if len(seen) > 1 and self.global_step == stop:
+                raise Stop
+            return loss
+
+        def validation_step(self, batch: Any, _index: int) -> None:
+            self.log("val", self.net(batch[0]).square().mean())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+            if words.get("plateau"):
+                scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val"}}
+            by_step = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+            return [optimizer], [{"scheduler": by_step, "interval": "step"}]
+
+    for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    library.seed_everything(words.get("seed", 0), verbose=False)
+    saving = callback_of(package)(folder, **words.get("saving", {"every_n_train_steps": 5}))
+    model = Model()
+    trainer = library.Trainer(
+        callbacks=[saving, *words.get("callbacks", ())],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 4, **words.get("trainer", {})},
+    )
+    validation = DataLoader(TensorDataset(torch.ones(8, 4)), 4)
+    with contextlib.suppress(Stop):
+        trainer.fit(model, data(words.get("data", "map")), validation, ckpt_path=words.get("ckpt_path", "last"))
+        content = [value.detach().float().numpy().tobytes() for value in model.state_dict().values()]
+        seen.append(("end", hashlib.sha256(b"".join(content)).hexdigest(), trainer.optimizers[0].param_groups[0]["lr"]))
+    run.saving, run.trainer, run.model = saving, trainer, model  # type: ignore[attr-defined]
+    return seen
+
+
+def check_resumes(folder: Path, *, stop: int, starts_at: int, **words: Any) -> None:
+    """Compare a run that is interrupted at a step, and resumed, with an uninterrupted one."""
+    expected = run(folder / "whole", **words)
+    first = run(folder / "torn", stop=stop, **words)
+    assert first == expected[: len(first)]
+    second = run(folder / "torn", seed=7, **words)
+    assert second[0][0] == starts_at
+    assert second == expected[[one[0] for one in expected].index(starts_at) :]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_within_an_epoch(tmp_path: Path, package: str) -> None:
+    check_resumes(tmp_path, stop=17, starts_at=15, package=package)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "end of epoch": {"stop": 24, "starts_at": 22, "saving": {"every_n_train_steps": 11}},
+    "epochs": {"stop": 24, "starts_at": 22, "saving": {"every_n_epochs": 2, "async_save": True}},
+    "max_steps": {
+        "stop": 24, "starts_at": 22, "saving": {"every_n_train_steps": 11},
+        "trainer": {"max_steps": 30, "max_epochs": None},
+    },
+    "plateau": {"stop": 24, "starts_at": 22, "saving": {"every_n_epochs": 1}, "plateau": True},
+    "validations within": {"stop": 17, "starts_at": 15, "trainer": {"val_check_interval": 5}},
+    "accumulated": {
+        "stop": 9, "starts_at": 8, "saving": {"every_n_train_steps": 4}, "trainer": {"accumulate_grad_batches": 2},
+    },
+    "no length": {"stop": 9, "starts_at": 8, "saving": {"every_n_train_steps": 4}, "data": "stream"},
+    "stateful": {"stop": 17, "starts_at": 15, "data": "stateful"},
+    "two loaders": {"stop": 17, "starts_at": 15, "data": "two"},
+    "bfloat16": {"stop": 17, "starts_at": 15, "trainer": {"precision": "bf16-true"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumes(tmp_path: Path, case: str) -> None:
+    check_resumes(tmp_path, **CASES[case])
+
+
+def test_a_damaged_newest_iteration_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = run(tmp_path / "whole")
+    run(tmp_path / "torn", stop=17)
+    file = next((tmp_path / "torn" / "iteration_00000015").glob("*opt*.safetensors"), None)
+    file = file or max((tmp_path / "torn" / "iteration_00000015").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with caplog.at_level(logging.WARNING, "reshard"):
+        second = run(tmp_path / "torn", seed=7)
+    assert second == expected[10:]
+    assert any("iteration_00000015" in line and "differ from" in line for line in caplog.messages)
+
+
+def test_nothing_but_damage_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, stop=6)
+    for file in (tmp_path / "iteration_00000005").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(DamagedFileError, match="iteration_00000005"):
+        run(tmp_path)
+
+
+def test_the_best_are_kept(tmp_path: Path) -> None:
+    words: dict[str, Any] = {
+        "saving": {"monitor": "val", "save_top_k": 2, "every_n_epochs": 1, "save_last": True, "keep": 1}
+    }
+    run(tmp_path, stop=40, trainer={"max_epochs": 8}, **words)
+    first = dict(run.saving.best_k_models)  # type: ignore[attr-defined]
+    run(tmp_path, trainer={"max_epochs": 8}, **words)
+    saving = run.saving  # type: ignore[attr-defined]
+    kept = {path.name for path in tmp_path.glob("iteration_*")}
+    scores = {number: report["val"] for number, report in _metrics(tmp_path).items()}
+    best = sorted(scores, key=lambda number: scores[number])[:2]
+    assert first
+    assert {Path(path).name for path in saving.best_k_models} == {f"iteration_{number:08d}" for number in best}
+    assert saving.best_model_path.endswith(f"{best[0]:08d}")
+    assert float(saving.best_model_score) == scores[best[0]]
+    assert kept == {f"iteration_{number:08d}" for number in {*best, 88}}
+    trainer, model = run.trainer, run.model  # type: ignore[attr-defined]
+    with torch.no_grad():
+        model.net[0].weight.zero_()
+    trainer.validate(model, DataLoader(TensorDataset(torch.ones(8, 4)), 4), ckpt_path="best", verbose=False)
+    with reshard.open(saving.best_model_path) as checkpoint:
+        assert model.net[0].weight.tolist() == checkpoint.read("net.0.weight").tolist()
+
+
+def _metrics(root: Path) -> dict[int, dict[str, float]]:
+    lines = [importlib.import_module("json").loads(line) for line in (root / "saves.jsonl").read_text().splitlines()]
+    return {line["iteration"]: line["metrics"] for line in lines}
+
+
+def test_a_used_root_is_refused_without_resuming(tmp_path: Path) -> None:
+    run(tmp_path, stop=6)
+    with pytest.raises(ArgumentError, match="is at iteration 5, and this run at step 0"):
+        run(tmp_path, ckpt_path=None)
+
+
+def test_state_of_another_run_is_refused(tmp_path: Path) -> None:
+    reshard.save(tmp_path, 5, {"net.0.weight": np.zeros((8, 4), np.float32)})
+    with pytest.raises(MismatchError, match="has no state of a Trainer of Lightning"):
+        run(tmp_path)
+
+
+def test_a_callback_of_the_other_package_is_refused(tmp_path: Path) -> None:
+    other = callback_of("lightning")(tmp_path)
+    with pytest.raises(ArgumentError, match=r"belongs to lightning.pytorch, and the Trainer to pytorch_lightning"):
+        run(tmp_path, package="pytorch_lightning", callbacks=[other])
+
+
+def test_replaced_weights_are_refused(tmp_path: Path) -> None:
+    library = importlib.import_module("lightning.pytorch")
+
+    class Average(library.Callback):  # type: ignore[misc,name-defined]
+        def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {name: value * 0.5 for name, value in checkpoint["state_dict"].items()}
+
+    with pytest.raises(UnsupportedError, match=r"`on_save_checkpoint` has replaced or added `net.0.weight`"):
+        run(tmp_path, callbacks=[Average()])
+
+
+def start(n_ranks: int, *words: object) -> subprocess.Popen[str]:
+    """Start a program, on several ranks under torchrun, in a process group of its own."""
+    command = [sys.executable, *map(str, words)]
+    if n_ranks > 1:
+        command[1:2] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}", str(words[0])]
+        command[6:6] = ["--"] if words[0] == "-m" else []
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors[-3000:]
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_the_killed_example_goes_on(tmp_path: Path, n_ranks: int) -> None:
+    """With one rank, and with two under DDP."""
+    words = ["-m", "reshard.examples.train_lightning", "--epochs", "6", "--save-every", "7", "--out"]
+    finished(start(n_ranks, *words, tmp_path / "whole", "--log", tmp_path / "whole.log"))
+    log = tmp_path / "torn.log"
+    killed = start(n_ranks, *words, tmp_path / "torn", "--log", log)
+    n_wanted = 80 * n_ranks
+    until = time.monotonic() + 240
+    while not log.exists() or len(log.read_text().splitlines()) < n_wanted:
+        assert killed.poll() is None, killed.communicate()[1][-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    n_before = len(log.read_text().splitlines())
+    finished(start(n_ranks, *words, tmp_path / "torn", "--log", log))
+    lines = log.read_text().splitlines()
+    assert int(lines[n_before].split()[0]) > 40  # it has not started over
+    assert set(lines) == set((tmp_path / "whole.log").read_text().splitlines())
+
+
+@pytest.mark.slow
+def test_model_parallel(tmp_path: Path) -> None:
+    dp, tp = 2, 1
+    program = Path(__file__).with_name("lightning_parallel.py")
+    whole = finished(start(2, program, tmp_path / "whole", dp, tp, -1, 0)).splitlines()
+    killed = start(2, program, tmp_path / "torn", dp, tp, 17, 0)
+    first = killed.communicate(timeout=240)[0].splitlines()
+    second = finished(start(2, program, tmp_path / "torn", dp, tp, -1, 5)).splitlines()
+    assert min(int(line.split()[0]) for line in second) == 15
+    assert {*first, *second} == {*whole}
