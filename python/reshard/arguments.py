@@ -279,7 +279,10 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "run": _own,
     "rank_local": _own,
     **dict.fromkeys(("keys", "optimizer_keys", "drop"), check_texts),
-    "may_differ": _patterns,
+    **dict.fromkeys(("may_differ", "include", "exclude"), _patterns),
+    "missing": _choice("error", "keep"),
+    **dict.fromkeys(("unexpected", "other_optimizer"), _choice("error", "skip")),
+    "shape": _choice("error", "grow", "skip"),
     **dict.fromkeys(("model", "tensors"), _mapping),
     **dict.fromkeys(
         ("environment", "coordinate", "optimizer", "extra", "shapes", "metrics", "rename", "out"), _mapping
@@ -312,6 +315,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
             "dedup",
             "direct",
             "dry_run",
+            "fresh_optimizer",
             "durable",
             "integrated_save",
             "only_save_strategy",

@@ -31,7 +31,7 @@ from reshard.collective import Collective
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
 from reshard.group import resolve, session
-from reshard.options import Interrupts, Options, Retention, SaveOptions, explains_moved
+from reshard.options import InitFrom, Interrupts, Options, Retention, SaveOptions, Strict, explains_moved
 from reshard.resume import RunFacts
 from reshard.storage import protocol
 from reshard.storage.inputs import read_input
@@ -47,6 +47,7 @@ from reshard.torch.resuming import (
     RestoreOptions,
     check_has_optimizer,
     check_restored,
+    initial_state,
     restore_objects,
     restore_random,
     restore_sampler,
@@ -58,7 +59,7 @@ from reshard.torch.sampler import ElasticSampler
 from reshard.torch.saving import Saver
 from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with, pass_over
-from reshard.verbs.start import own_config, start_of
+from reshard.verbs.start import initial, own_config, start_of, with_init
 from reshard.words import show
 from reshard.write.save import check_save_options
 
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.config import ConfigLike
-    from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
+    from reshard.options import CommitLike, FilesLike, FormatLike, InitFromLike, RetentionLike, StrictLike, VerifyLike
     from reshard.resume import ResumeDecision
     from reshard.torch.health import Health
     from reshard.torch.loading import Read
@@ -300,6 +301,7 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------------------------------ resuming
 
+    @explains_moved
     def resume(
         self,
         *,
@@ -308,7 +310,8 @@ class Checkpointer:
         scheduler: object = None,
         sampler: object = None,
         extra: Mapping[str, object] | None = None,
-        strict: bool = True,
+        init_from: InitFromLike | None = None,
+        strict: StrictLike = True,
         cast: bool = False,
         init: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None,
         device: torch.device | str | None = None,
@@ -328,8 +331,11 @@ class Checkpointer:
             extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is saved, and that of
                 other ranks must equal it. Of an object wrapped in `reshard.per_rank` the state of each rank is saved,
                 which fits the same number of ranks only.
-            strict: raise an error for entries that are missing in the checkpoint or in the run; else a warning of the
-                decision.
+            init_from: what the run starts from if its root holds no checkpoint yet: a path, an `InitFrom` or a mapping
+                of its fields. After a crash, the same call continues the run itself. `init_from` of the decision is
+                set if the run starts from it.
+            strict: what happens where the checkpoint and the run differ: a `Strict`, a mapping of its fields, or True
+                (every difference is an error) or False (missing and unexpected state are warnings of the decision).
             cast: convert floating-point tensors to the dtype of the live ones, instead of refusing them.
             init: fills buffers that are not in the checkpoint, as in `reshard.torch.state.apply`.
             device: the device on which tensors on the device `meta` are allocated.
@@ -343,7 +349,8 @@ class Checkpointer:
             `warnings` and `reasons`.
 
         Raises:
-            ArgumentError: an object without state; `resume` was called before.
+            ArgumentError: an object without state; `resume` was called before; an `init_from` that fits nothing.
+            ConfigError: `init_from` is given, and the configuration loads something else.
             ArgumentError: state that cannot be saved; a root that is at a later step; a model on the device `meta` and
                 nothing to resume from.
             ClaimedError: another job writes into the root.
@@ -353,6 +360,10 @@ class Checkpointer:
         """
         if self._saver is not None:
             raise ArgumentError("`resume` was called before", hint="make another Checkpointer")
+        policy = Strict.of(strict)
+        if init_from is not None:
+            self._config = with_init(self._config, InitFrom.of(init_from), self._root)
+        start = self._config.init_from
         run = Run(model, optimizer, scheduler, sampler, extra or {})
         members = self._group
         described = self._describe(run, optimizer)
@@ -360,21 +371,27 @@ class Checkpointer:
         notes = self._check_saves(saver, described)
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)
-        how = RestoreOptions(strict, cast, init, device, grown)
+        how = RestoreOptions(policy, cast, init, device, grown)
         mode = self._options.verify.on_load
         is_weights_alone = False
 
         def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Read:
             nonlocal is_weights_alone
             is_weights_alone = decision.restored == ("weights",)
-            return read_for(
-                described,
-                checkpoint,
-                members.rank,
-                part="model" if is_weights_alone or optimizer is None else "all",
-                verify="touched" if mode == "full" else mode,
-                threads=self._options.threads,
-            )
+            taken = None if decision.init_from is None else start
+            with initial(checkpoint, taken) as opened:
+                return read_for(
+                    described,
+                    opened,
+                    members.rank,
+                    part="model" if is_weights_alone else "all",
+                    with_optimizer=optimizer is not None,
+                    strict=policy,
+                    cast=cast,
+                    init=taken,
+                    verify="touched" if mode == "full" else mode,
+                    threads=self._options.threads,
+                )
 
         def load(config: Config) -> tuple[ResumeDecision, Read | None]:
             return load_with(
@@ -398,12 +415,15 @@ class Checkpointer:
             # Restored state is equal on all ranks; new state is compared as the first save compares it.
             notes += self._expected_to_work(lambda: self._describe(run, optimizer, compare=True))
         else:
-            saved = {} if is_weights_alone else found.extra
+            saved = {} if is_weights_alone or decision.init_from is not None else found.extra
+            of_tensors = initial_state(found.extra, start) if start and "optimizer" in decision.restored else saved
+            is_init = decision.init_from is not None
+            how = replace(how, only="model" if is_weights_alone else "tensors" if is_init else None)
 
             def restore() -> list[str]:
                 return [
                     *([] if is_weights_alone else self._lonely_model(run, found, saved, how)),
-                    *restore_tensors(described, found, saved, how),
+                    *restore_tensors(described, found, of_tensors, how),
                     *restore_objects(run, found, saved, members.world_size, how),
                     *restore_sampler(run.sampler, saved, decision, self._config, how),
                 ]
@@ -474,7 +494,9 @@ class Checkpointer:
 
     def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: RestoreOptions) -> list[str]:
         # If the optimizer is not saved, it is expected to restart.
-        return check_has_optimizer(run, found, saved, replace(how, strict=how.strict and self._save_optimizer))
+        return check_has_optimizer(
+            run, found, saved, how if self._save_optimizer else replace(how, strict=replace(how.strict, missing="keep"))
+        )
 
     def _restore_rest(
         self,

@@ -364,38 +364,56 @@ class StateUpdate:
 
 
 def saved_options(
-    optimizers: Iterable[NamedOptimizer], record: OptimizerRecord, known_name: Callable[[str], str]
-) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """The saved options of each parameter group: `(group, options)`.
+    optimizers: Iterable[NamedOptimizer],
+    record: OptimizerRecord,
+    known_name: Callable[[str], str],
+    *,
+    skip: bool = False,
+) -> tuple[list[tuple[dict[str, Any], Mapping[str, Any]]], list[str]]:
+    """The saved options of each parameter group.
 
     Args:
         optimizers: the optimizers.
         record: the saved record.
         known_name: returns the name of a parameter in the record.
+        skip: a group whose parameters were saved with different options keeps its own.
+
+    Returns:
+        `(group, options)` of each group, and sentences about those that keep their own.
 
     Raises:
-        MismatchError: parameters of one group were saved with different options.
+        MismatchError: parameters of one group were saved with different options, and `skip` is not set.
     """
-    saved_group = {name: group for group in record.groups for name in group["params"]}
     found: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+    changed: list[str] = []
     for live in optimizers:
+        # Options of another class of optimizer have another meaning.
+        groups = [group for group in record.groups if group["class"] == live.kind]
+        saved_group = {name: group for group in groups for name in group["params"]}
         for index, group in enumerate(live.optimizer.param_groups):
             names = [name for p in group["params"] if (name := known_name(live.names[id(p)])) in saved_group]
             saved = [saved_group[name] for name in names]
             if not group["params"]:
-                saved = [g for g in record.groups if g["class"] == live.kind and g["index"] == index][:1]
-            for name, other in zip(names, saved, strict=False):
-                if other is not saved[0] and not _same(other["options"], saved[0]["options"]):
+                saved = [g for g in groups if g["index"] == index][:1]
+            other = next((one for one in saved if not _same(one["options"], saved[0]["options"])), None)
+            if other is not None:
+                name = names[saved.index(other)]
+                message = (
+                    f"{show(name)} and {show(names[0])} are in one group of the optimizer, and were saved with "
+                    f"different options: {_differing(saved[0]['options'], other['options'])}"
+                )
+                if not skip:
                     raise MismatchError(
-                        f"{show(name)} and {show(names[0])} are in one group of the optimizer, and were saved with "
-                        f"different options: {_differing(saved[0]['options'], other['options'])}",
+                        message,
                         key=name,
-                        hint="use the same parameter groups as the run that saved",
+                        hint="use the same parameter groups as the run that saved; "
+                        '`strict={"other_optimizer": "skip"}` keeps the options of the run',
                     )
-            if saved:
+                changed.append(f"{message}; the group keeps the options of the run")
+            elif saved:
                 # A ZeroRedundancyOptimizer passes them on to its local optimizer at each step.
                 found.append((group, saved[0]["options"]))
-    return found
+    return found, changed
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
