@@ -385,7 +385,7 @@ class Checkpointer:
                     opened,
                     members.rank,
                     part="model" if is_weights_alone else "all",
-                    with_optimizer=optimizer is not None,
+                    with_optimizer=optimizer is not None and not is_weights_alone,
                     strict=policy,
                     cast=cast,
                     init=taken,

@@ -21,6 +21,7 @@ from reshard.layout.patterns import Matcher
 from reshard.options import Strict
 from reshard.outputs import as_array, fill
 from reshard.torch.objects import object_tensors, parameter_like
+from reshard.torch.optimizers import OptimizerRecord
 from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
 from reshard.words import listed, show
 
@@ -116,11 +117,12 @@ def read_for(
         set(counter_tensors.NAMES) - described.model.keys() if checkpoint.data.traits.counters_as_tensors else set()
     )
     keys = [key for key in checkpoint.keys(part) if key not in counters]
-    of_optimizer = {key for key in checkpoint.keys("optimizer") if key not in counters}
     extra = checkpoint.extra(rank=rank)
     of_objects = object_tensors(extra)
+    # Some formats know the tensors of the optimizer by their names only; the record of a run knows all of them.
+    of_optimizer = {key for key in checkpoint.keys("optimizer") if key not in counters} | _recorded(extra)
     wanted = _Wanted(described, checkpoint, of_optimizer, of_objects, with_optimizer, strict, cast)
-    wanted.sort(keys, _saved_aliases(extra), _Taken.of(init))
+    wanted.sort(keys, _saved_aliases(extra), _Taken.of(init), with_objects=init is None and part == "all")
     request = wanted.request(rank)
     plan = checkpoint.plan(request, verify=verify, keys=wanted.keys)
     live = described.out()
@@ -145,7 +147,7 @@ def read_for(
     return Read(
         arrays | wanted.grown(arrays),
         extra,
-        bool(of_optimizer - of_objects.keys()),
+        any(key in of_optimizer and key not in of_objects for key in checkpoint.keys()),
         checkpoint.data.world_size(),
         tuple(wanted.unexpected),
         frozenset(wanted.kept),
@@ -160,6 +162,16 @@ def _saved_aliases(extra: Mapping[str, Any]) -> dict[str, str]:
     trainer = extra.get("trainer")
     aliases = trainer.get("aliases") if isinstance(trainer, dict) else None
     return {str(name): str(key) for name, key in aliases.items()} if isinstance(aliases, dict) else {}
+
+
+def _recorded(extra: Mapping[str, Any]) -> set[str]:
+    """Keys of the state tensors of optimizers, in the saved record."""
+    trainer = extra.get("trainer")
+    value = trainer.get("optimizer") if isinstance(trainer, dict) else None
+    if not value:
+        return set()
+    record = OptimizerRecord.from_value(value)
+    return {f"{slot}.{name}" for of_kind in (record.slots, record.local) for name in of_kind for slot in of_kind[name]}
 
 
 def _can_grow(saved: tuple[int, ...], now: tuple[int, ...] | None) -> bool:
@@ -226,7 +238,7 @@ class _Wanted:
     new_state: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
-    def sort(self, keys: list[str], aliases: Mapping[str, str], taken: _Taken) -> None:
+    def sort(self, keys: list[str], aliases: Mapping[str, str], taken: _Taken, *, with_objects: bool) -> None:
         """Decide for every key of the checkpoint."""
         described = self.described
         name_of = {**{name: name for name in described.names}, **described.all_aliases}
@@ -238,7 +250,7 @@ class _Wanted:
         taken.check((key for key in keys if key not in self.of_optimizer), described.names)
         for key in keys:
             if key in self.of_objects:
-                if self.of_objects[key][0] in described.live.objects:
+                if with_objects and self.of_objects[key][0] in described.live.objects:
                     self._of_object(key)
                 continue
             is_slot = key not in name_of and key in self.of_optimizer
