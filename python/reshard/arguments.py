@@ -297,12 +297,13 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "save_trainable_params": _trained,
     "drift": _count,
     "grace_s": check_seconds,
+    "hf_every": _count,
     **dict.fromkeys(("format", "verify"), _option),
     "device": _device,
     **dict.fromkeys(("part", "to", "method", "framework", "backend", "prefix", "suffix", "name_regex"), _text),
     **dict.fromkeys(("rank", "iteration", "threads", "sink_size", "steps_per_epoch"), _integer),
     **dict.fromkeys(("keep", "keep_every"), _integer_or_none),
-    **dict.fromkeys(("progress", "ready", "after"), _function),
+    **dict.fromkeys(("progress", "ready", "after", "after_publish"), _function),
     **dict.fromkeys(
         (
             "after_save",
@@ -318,6 +319,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
             "fresh_optimizer",
             "durable",
             "integrated_save",
+            "links",
             "only_save_strategy",
             "overlap",
             "overwrite",

@@ -30,6 +30,7 @@ from reshard.arguments import checked
 from reshard.collective import Collective
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
+from reshard.formats.savable import save_format
 from reshard.group import resolve, session
 from reshard.options import InitFrom, Interrupts, Options, Retention, SaveOptions, Strict, explains_moved
 from reshard.resume import RunFacts
@@ -39,6 +40,7 @@ from reshard.storage.location import locate
 from reshard.torch import environment as environments
 from reshard.torch.checks import MAX_SEED, count, seconds
 from reshard.torch.emergency import EXIT_GRACE_S, Rendezvous, Signals, notice_store_of
+from reshard.torch.exports import Exports
 from reshard.torch.health import LossHealth
 from reshard.torch.leaving import exit_process, save_after, save_and_exit
 from reshard.torch.loading import read_for
@@ -129,6 +131,14 @@ class Checkpointer:
             are those of an `ElasticSampler`, where there is one.
         integrated_save: each save is written a second time, as whole tensors, into `<root>_integrated`, see
             `reshard.verbs.integrate`.
+        hf_every: each n-th save is written a second time, as a Hugging Face folder of whole weights with the model's
+            `config.json`, into `<root>_hf`; with `save_every` in steps, each save at a multiple of `n * save_every`.
+        model_files: a folder whose files (configuration, tokenizer) `hf_every` copies, instead of writing the
+            configuration of the model.
+        links: keep the relative links `last`, to the newest iteration, and `best`, to the best one by
+            `Retention.best`, in the root.
+        after_publish: called on rank 0 after each save as `after_publish(report)`, with the `SaveReport`, in the thread
+            that saves. The next save waits for it. An error of it is a warning of the report.
         signals: the signals that request a save and the exit.
         interrupts: what happens when a signal or an exception ends the training: an `Interrupts` or a mapping of its
             fields.
@@ -182,6 +192,10 @@ class Checkpointer:
         files: FilesLike | None = None,
         format: FormatLike = "checkpoint2",  # noqa: A002
         integrated_save: bool = False,
+        hf_every: int | None = None,
+        model_files: str | os.PathLike[str] | None = None,
+        links: bool = False,
+        after_publish: Callable[[SaveReport], object] | None = None,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         interrupts: Interrupts | Mapping[str, object] | None = None,
         group: object = None,
@@ -215,7 +229,18 @@ class Checkpointer:
             raise ArgumentError(
                 f"`environment` has {show(str(unknown[0]))}", hint="its entries are `config`, `dataset` and `code`"
             )
-        self._is_integrated = integrated_save
+        self._exports = Exports(
+            is_integrated=integrated_save,
+            hf_every=None if hf_every is None else count("hf_every", hf_every, 1),
+            model_files=model_files,
+            save_every=self._every_steps,
+            links=links,
+            after_publish=after_publish,
+        )
+        if links and save_format(self._options.format).traits.rank_folders:
+            raise ArgumentError("`links` names iteration folders, and this format has none", hint="leave `links` out")
+        if model_files is not None and hf_every is None:
+            raise ArgumentError("`model_files` belongs to `hf_every`, which is not given")
         self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
         if overlap and not async_save:
             raise ArgumentError("`overlap` is about saves in the background", hint="give `async_save=True`, too")
@@ -305,7 +330,7 @@ class Checkpointer:
     def resume(
         self,
         *,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
         optimizer: object = None,
         scheduler: object = None,
         sampler: object = None,
@@ -322,9 +347,11 @@ class Checkpointer:
         """Register the objects of the run, and restore them from the newest undamaged checkpoint, if there is one.
 
         Args:
-            model: a module, plain or in DDP, FSDP2, tensor parallel; or several, such as stages of a pipeline. Tensors
-                on the device `meta` get their content here.
-            optimizer: one of torch's, or several; it need not have made a step.
+            model: a module, plain or in DDP, FSDP2, tensor parallel; or several, such as stages of a pipeline; or a
+                mapping of several, such as a generator and a discriminator: its keys begin the names of their tensors.
+                Tensors on the device `meta` get their values here.
+            optimizer: one of torch's, or several; it need not have made a step. The `state_dict` of any other one, such
+                as a wrapper with copies in float32, is saved whole, as objects of `extra` are.
             scheduler: anything with `state_dict` and `load_state_dict`.
             sampler: the same. `step` advances an `ElasticSampler`; one without state in the checkpoint skips the steps
                 that the decision gives.
@@ -366,7 +393,7 @@ class Checkpointer:
         start = self._config.init_from
         run = Run(model, optimizer, scheduler, sampler, extra or {})
         members = self._group
-        described = self._describe(run, optimizer)
+        described = self._describe(run, run.optimizer)
         saver = self._saver_of(run)
         notes = self._check_saves(saver, described)
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
@@ -385,7 +412,7 @@ class Checkpointer:
                     opened,
                     members.rank,
                     part="model" if is_weights_alone else "all",
-                    with_optimizer=optimizer is not None and not is_weights_alone,
+                    with_optimizer=run.optimizer is not None and not is_weights_alone,
                     strict=policy,
                     cast=cast,
                     init=taken,
@@ -413,7 +440,7 @@ class Checkpointer:
         if found is None:
             self._together(lambda: check_has_content(described, str(self._root)))
             # Restored state is equal on all ranks; new state is compared as the first save compares it.
-            notes += self._expected_to_work(lambda: self._describe(run, optimizer, compare=True))
+            notes += self._expected_to_work(lambda: self._describe(run, run.optimizer, compare=True))
         else:
             saved = {} if is_weights_alone or decision.init_from is not None else found.extra
             of_tensors = initial_state(found.extra, start) if start and "optimizer" in decision.restored else saved
@@ -429,6 +456,12 @@ class Checkpointer:
                 ]
 
             notes += self._together(restore)[members.rank]
+            if is_init:
+                notes += [
+                    f"`{name}` saves its own state: if it holds copies of the parameters, such as in float32, copy the "
+                    "loaded weights into them before the first step"
+                    for name in sorted(run.whole_optimizers)
+                ]
             notes += self._restore_rest(saved, decision, check)
             if decision.scaling is not None and decision.scaling.factor != 1 and run.has_scheduler:
                 notes.append(
@@ -593,7 +626,7 @@ class Checkpointer:
             is_async=self._async,
             overlap=self._overlap,
             with_optimizer=self._save_optimizer,
-            is_integrated=self._is_integrated,
+            exports=self._exports,
             record=self._record,
         )
 

@@ -147,7 +147,7 @@ def read_for(
     return Read(
         arrays | wanted.grown(arrays),
         extra,
-        any(key in of_optimizer and key not in of_objects for key in checkpoint.keys()),
+        any(key in of_optimizer and key not in of_objects for key in checkpoint),
         checkpoint.data.world_size(),
         tuple(wanted.unexpected),
         frozenset(wanted.kept),

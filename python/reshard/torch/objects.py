@@ -40,7 +40,8 @@ class Entry:
     Attributes:
         key: the key under which it is saved. Places that share a tensor have the same key.
         path: keys of mappings and numbers of list items, from the outside in.
-        placements: of a DTensor how it was placed on each axis of its mesh, such as "S(0)"; None: a plain tensor.
+        placements: of a DTensor how it was placed on each axis of its mesh, such as "S(0)"; empty: a plain tensor, and
+            no parameter was a DTensor; None: a plain tensor beside DTensors.
     """
 
     key: str
@@ -178,7 +179,7 @@ def parameter_like(described: Described, entry: Entry, shape: tuple[int, ...]) -
         shape: its global shape.
 
     Returns:
-        The key of the parameter; None: the tensor was not distributed, or no parameter is like it.
+        The key of the parameter; None: the tensor stays plain, or no parameter is like it.
     """
     if entry.placements is None:
         return None
@@ -191,6 +192,10 @@ def parameter_like(described: Described, entry: Entry, shape: tuple[int, ...]) -
     last = str(entry.path[-1]) if entry.path else ""
     named = [key for key in alike if last == key or last.endswith(f".{key}") or f".{key}" in f".{entry.key}"]
     placed = [key for key in alike if _placements(live[key]) == entry.placements]
+    if not entry.placements and not entry.key.startswith("extra.optimizer."):
+        # A run without DTensors saved it. What it is now is known only if it has the name of a parameter, or is state
+        # of an optimizer.
+        return next(iter(named), None)
     return next(iter([*named, *placed, *alike]), None)
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "record_state",
     "saved_options",
     "set_options",
+    "split_optimizers",
 ]
 
 _NOT_OPTIONS = ("params", "param_names")  # entries of a parameter group that are not options
@@ -164,6 +165,40 @@ def named_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Named
         assigned.update(names)
         optimizers.append(NamedOptimizer(one, local, names))
     return optimizers
+
+
+def split_optimizers(optimizer: object) -> tuple[Any, dict[str, Any]]:
+    """Split an `optimizer` argument into optimizers whose state is by parameter, and others by name.
+
+    The others have a `state_dict` of their own: wrappers with copies of the parameters in float32, composite ones.
+
+    Example:
+        >>> from torch import nn
+        >>> sgd = torch.optim.SGD(nn.Linear(1, 1).parameters())
+        >>> split_optimizers(sgd) == (sgd, {})
+        True
+    """
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    whole = {
+        "optimizer" if len(given) == 1 else f"optimizer.{number}": one
+        for number, one in enumerate(given)
+        if one is not None and _is_whole(one)
+    }
+    if not whole:
+        return optimizer, {}
+    named = [one for one in given if one is not None and not _is_whole(one)]
+    return (named or None), whole
+
+
+def _is_whole(optimizer: Any) -> bool:
+    if not callable(getattr(optimizer, "state_dict", None)) or not callable(
+        getattr(optimizer, "load_state_dict", None)
+    ):
+        return False
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return True
+    is_known = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+    return not is_known and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
 
 
 def _local(optimizer: Any) -> Any:

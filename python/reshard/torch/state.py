@@ -215,7 +215,7 @@ class LiveState:
 
 
 def describe(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     optimizer: object = None,
     *,
     objects: Mapping[str, Any] | None = None,
@@ -414,7 +414,7 @@ class _RankState:
     @classmethod
     def of(
         cls,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
         optimizer: object,
         objects: Mapping[str, Any],
         mesh: DeviceMesh | None,
@@ -520,7 +520,15 @@ class _RankState:
         }
         entries = {name: one.entries for name, one in self.object_states.items() if one.entries}
         if entries:
-            extra[TENSORS] = {name: [entry.to_value() for entry in of_name] for name, of_name in entries.items()}
+            is_sharded_model = any(hasattr(tensor, "device_mesh") for tensor in self.live.named.tensors.values())
+            extra[TENSORS] = {
+                name: [
+                    replace(one, placements=() if one.placements is None and not is_sharded_model else one.placements)
+                    for one in of_name
+                ]
+                for name, of_name in entries.items()
+            }
+            extra[TENSORS] = {name: [one.to_value() for one in of_name] for name, of_name in extra[TENSORS].items()}
         if agreed.record.groups:  # of any rank: a pipeline stage may have no trained parameters
             record = replace(agreed.record, state=agreed.state["parameters"])
             extra["optimizer"] = record.to_value()
