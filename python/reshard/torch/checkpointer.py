@@ -522,6 +522,7 @@ class Checkpointer:
             group=self._group,
             timeout=self._timeout,
             compare=compare,
+            lifts=not save_format(self._options.format).traits.rank_folders,
             object_name=object_name,
         )
 

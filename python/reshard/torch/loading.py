@@ -20,8 +20,9 @@ from reshard.layout import ModelLayout, as_layout
 from reshard.layout.patterns import Matcher
 from reshard.options import Strict
 from reshard.outputs import as_array, fill
-from reshard.torch.objects import object_tensors, parameter_like
+from reshard.torch.objects import object_tensors
 from reshard.torch.optimizers import OptimizerRecord
+from reshard.torch.restore import parameter_like
 from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
 from reshard.words import listed, show
 

@@ -70,7 +70,7 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
     found = Named()
     key_of: dict[int, str] = {}
     received: set[int] = set()
-    if isinstance(model, Mapping):
+    if isinstance(model, Mapping) and model:
         roots = [(f"{name}.", one) for name, one in model.items()]
     else:
         roots = [("", one) for one in (model if isinstance(model, Sequence) else [model])]

@@ -23,9 +23,7 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reshard.torch.state import Described
-
-__all__ = ["TENSORS", "Entry", "Lifted", "entries_of", "lift", "object_tensors", "parameter_like", "put_back"]
+__all__ = ["TENSORS", "Entry", "Lifted", "entries_of", "lift", "object_tensors", "placements_of", "put_back"]
 
 TENSORS = "object tensors"
 """The name of the entries in the saved state of a trainer."""
@@ -92,7 +90,7 @@ def lift(state: Any, name: str) -> Lifted:
             if id(value) not in key_of:
                 key_of[id(value)] = key = _free(".".join(("extra", name, *map(_word, path))), lifted.tensors)
                 lifted.tensors[key] = value.detach() if type(value) in _PLAIN else value
-            lifted.entries.append(Entry(key_of[id(value)], path, _placements(value)))
+            lifted.entries.append(Entry(key_of[id(value)], path, placements_of(value)))
             return None
         if isinstance(value, dict) and type(value).__name__ in ("dict", "OrderedDict", "defaultdict"):
             made = ((key, walk(item, (*path, key))) for key, item in value.items())
@@ -167,36 +165,14 @@ def object_tensors(extra: Mapping[str, Any]) -> dict[str, tuple[str, Entry]]:
     return found
 
 
-def parameter_like(described: Described, entry: Entry, shape: tuple[int, ...]) -> str | None:
-    """The parameter whose placements a saved DTensor gets, if the object does not have the tensor yet.
+def placements_of(tensor: Any) -> tuple[str, ...] | None:
+    """How a DTensor is placed on each axis of its mesh; None: a plain tensor.
 
-    State of a new optimizer, or an average before its first update, is such a tensor. It is the parameter whose name
-    ends the path, else one that has the same shape and is placed as the tensor was, else one of the same shape.
-
-    Args:
-        described: the trainer on this rank.
-        entry: the saved tensor.
-        shape: its global shape.
-
-    Returns:
-        The key of the parameter; None: the tensor stays plain, or no parameter is like it.
+    Example:
+        >>> print(placements_of(torch.ones(2)))
+        None
     """
-    if entry.placements is None:
-        return None
-    live = described.live.named.tensors
-    alike = [
-        key
-        for key, tensor in live.items()
-        if hasattr(tensor, "device_mesh") and described.shapes.get(key) == shape and key in described.model
-    ]
-    last = str(entry.path[-1]) if entry.path else ""
-    named = [key for key in alike if last == key or last.endswith(f".{key}") or f".{key}" in f".{entry.key}"]
-    placed = [key for key in alike if _placements(live[key]) == entry.placements]
-    if not entry.placements and not entry.key.startswith("extra.optimizer."):
-        # A run without DTensors saved it. What it is now is known only if it has the name of a parameter, or is state
-        # of an optimizer.
-        return next(iter(named), None)
-    return next(iter([*named, *placed, *alike]), None)
+    return tuple(map(str, tensor.placements)) if hasattr(tensor, "device_mesh") else None
 
 
 def _text(value: object) -> str:
@@ -217,10 +193,6 @@ def _is_lifted(value: Any) -> bool:
     except UnsupportedError:
         return False
     return True
-
-
-def _placements(value: Any) -> tuple[str, ...] | None:
-    return tuple(map(str, value.placements)) if hasattr(value, "device_mesh") else None
 
 
 def _word(part: Any) -> str:

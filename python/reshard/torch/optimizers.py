@@ -301,7 +301,8 @@ def plain(value: Any, *, drop_functions: bool = False) -> Any:
         if hasattr(value, "device_mesh"):
             raise UnsupportedError(
                 "a distributed tensor in a list or in the state of an object cannot be saved",
-                hint="an optimizer that keeps lists of tensors (LBFGS) works with plain parameters only",
+                hint="an optimizer that keeps lists of tensors (LBFGS) works with plain parameters only, and objects "
+                "with distributed tensors in other formats than Checkpoint 1.0",
             )
         return value.detach().cpu() if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) else value
     if type(value).__name__ == "defaultdict":

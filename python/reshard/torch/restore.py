@@ -14,7 +14,7 @@ import torch
 from reshard import dtypes
 from reshard.errors import MismatchError
 from reshard.options import Strict
-from reshard.torch.objects import entries_of, parameter_like, put_back
+from reshard.torch.objects import entries_of, placements_of, put_back
 from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_options, set_options
 from reshard.torch.tensors import as_tensor, from_tensor
 from reshard.words import listed, show
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.torch.optimizers import NamedOptimizer
     from reshard.torch.state import Described
 
-__all__ = ["Report", "apply"]
+__all__ = ["Report", "apply", "parameter_like"]
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,38 @@ def apply(
     _refuse(report, policy)
     restore.apply(init, device)
     return report
+
+
+def parameter_like(described: Described, entry: Entry, shape: tuple[int, ...]) -> str | None:
+    """The parameter whose placements a saved DTensor gets, if the object does not have the tensor yet.
+
+    State of a new optimizer, or an average before its first update, is such a tensor. It is the parameter whose name
+    ends the path, else one that has the same shape and is placed as the tensor was, else one of the same shape.
+
+    Args:
+        described: the trainer on this rank.
+        entry: the saved tensor.
+        shape: its global shape.
+
+    Returns:
+        The key of the parameter; None: the tensor stays plain, or no parameter is like it.
+    """
+    if entry.placements is None:
+        return None
+    live = described.live.named.tensors
+    alike = [
+        key
+        for key, tensor in live.items()
+        if hasattr(tensor, "device_mesh") and described.shapes.get(key) == shape and key in described.model
+    ]
+    last = str(entry.path[-1]) if entry.path else ""
+    named = [key for key in alike if last == key or last.endswith(f".{key}") or f".{key}" in f".{entry.key}"]
+    placed = [key for key in alike if placements_of(live[key]) == entry.placements]
+    if not entry.placements and not entry.key.startswith("extra.optimizer."):
+        # A run without DTensors saved it. What it is now is known only if it has the name of a parameter, or is state
+        # of an optimizer.
+        return next(iter(named), None)
+    return next(iter([*named, *placed, *alike]), None)
 
 
 @dataclass(frozen=True, eq=False)

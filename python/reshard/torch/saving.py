@@ -113,6 +113,7 @@ class Saver:
             mesh=self.mesh,
             group=self.group,
             timeout=self.timeout,
+            lifts=not self.has_rank_folders,
             object_name=object_name,
         )
         extra = self.beside_tensors(described, step, interrupted=interrupted)

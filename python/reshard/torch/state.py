@@ -223,6 +223,7 @@ def describe(
     group: object = None,
     timeout: float = 600.0,
     compare: bool = True,
+    lifts: bool = True,
     object_name: Callable[[str], str] = "objects.{}".format,
 ) -> Described:
     """Describe the state of a model and its optimizer on this rank, and agree with the other ranks on the layout.
@@ -242,6 +243,8 @@ def describe(
             None: the default group of torch if there is one, else this process alone.
         timeout: seconds that ranks wait for each other.
         compare: raise if state that ranks share differs. Pass False if the state is about to be replaced.
+        lifts: whether tensors in the state of objects are tensors of the checkpoint. Else plain ones stay in that
+            state, and DTensors are refused: for formats that know weights by their names.
         object_name: name of an object in errors.
 
     Raises:
@@ -261,7 +264,7 @@ def describe(
     """
     members = resolve(group)
     try:
-        own = _RankState.of(model, optimizer, objects or {}, mesh, members)
+        own = _RankState.of(model, optimizer, objects or {}, mesh, members, lifts=lifts)
         parts = own.parts(compare=compare) if members.world_size > 1 else []
     except ReshardError as error:
         if members.world_size > 1:
@@ -419,6 +422,8 @@ class _RankState:
         objects: Mapping[str, Any],
         mesh: DeviceMesh | None,
         members: Group,
+        *,
+        lifts: bool,
     ) -> _RankState:
         for name, one in objects.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
@@ -430,7 +435,7 @@ class _RankState:
         found = named(model)
         optimizers = named_optimizers(optimizer, {id(tensor): key for key, tensor in found.tensors.items()})
         states, record = record_state(optimizers)
-        object_states = {name: _object_state(one, name) for name, one in objects.items()}
+        object_states = {name: _object_state(one, name, lifts=lifts) for name, one in objects.items()}
         lifted = _lifted(object_states, {*found.tensors, *found.aliases, *states})
         tensors = [*found.tensors.values(), *states.values(), *lifted.values()]
         n_ranks = members.world_size
@@ -588,10 +593,11 @@ def _shape(lies: LocalPart, key: str) -> tuple[int, ...]:
         raise UnsupportedError(f"{show(key)}: {error.message}", key=key, hint=error.hint) from None
 
 
-def _object_state(one: Any, name: str) -> Lifted:
+def _object_state(one: Any, name: str, *, lifts: bool) -> Lifted:
     # The state dict of a torch scheduler may contain functions.
     is_scheduler = isinstance(one, torch.optim.lr_scheduler.LRScheduler)
-    lifted = lift(one.state_dict(), name)
+    state = one.state_dict()
+    lifted = lift(state, name) if lifts else Lifted(state)
     return replace(lifted, state=plain(lifted.state, drop_functions=is_scheduler))
 
 
