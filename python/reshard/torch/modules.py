@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -71,7 +71,7 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
     key_of: dict[int, str] = {}
     received: set[int] = set()
     if isinstance(model, Mapping) and model:
-        roots = [(f"{name}.", one) for name, one in model.items()]
+        roots: list[tuple[str, Any]] = [(f"{name}.", one) for name, one in model.items()]
     else:
         roots = [("", one) for one in (model if isinstance(model, Sequence) else [model])]
     for start, root in roots:
